@@ -1,0 +1,1 @@
+"""Small shared ground: errors, device, logging, checkpoints, timers, seeds."""

@@ -1,0 +1,69 @@
+"""The only place that knows which accelerator a rank runs on.
+
+Everything else asks a `Device` for its torch device, collective backend and memory facts, so one code
+path serves CPU and CUDA. Law: the string "cuda" does not leave this file, weight_sync and backend folders.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from nemo_rl.utils.errors import ConfigError
+
+DeviceKind = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of compute device.
+
+    Attributes:
+        kind: "cuda" or "cpu", the value of `cluster.device`.
+    """
+
+    kind: DeviceKind
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether ranks own a GPU."""
+        return self.kind == "cuda"
+
+    @property
+    def collective_backend(self) -> str:
+        """The `torch.distributed` backend: nccl on GPUs, gloo on CPUs."""
+        return "nccl" if self.is_gpu else "gloo"
+
+    def torch_device(self, local_rank: int = 0) -> torch.device:
+        """The torch device of a rank; Ray shows each rank its own GPU as the first one."""
+        return torch.device("cuda", local_rank) if self.is_gpu else torch.device("cpu")
+
+    def activate(self, local_rank: int = 0) -> torch.device:
+        """Make the rank's device current.
+
+        Raises:
+            ConfigError: a GPU was asked for and this process sees none.
+        """
+        if self.is_gpu:
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    "cluster.device=cuda, but this process sees no CUDA device. "
+                    "Run on a GPU machine or set cluster.device=cpu."
+                )
+            torch.cuda.set_device(local_rank)
+        return self.torch_device(local_rank)
+
+    def synchronize(self) -> None:
+        """Wait for queued GPU work; nothing to do on a CPU."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        """Give cached GPU memory back to the driver; nothing to do on a CPU."""
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+
+def gpu_count() -> int:
+    """Number of CUDA devices this process can see."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
