@@ -1,0 +1,1 @@
+"""The ground everything stands on: batches that travel, clusters, groups of worker processes."""

@@ -1,0 +1,294 @@
+"""The carrier of a batch: tensors and lists that share axis 0.
+
+Data rooms fill it, `worker_groups` shards and moves it, policy and losses read it. How rows form
+microbatches of packed or similar-length sequences is a plan made in `data.packing`, applied here
+with `select_indices`.
+Law: every value has one entry per sample; an operation on rows treats all values alike.
+
+A batch that came out of Ray may live in shared memory that other processes read: copy before
+writing into its tensors (`select_indices`, `from_batches`, `repeat_interleave` and `clone` copy).
+"""
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.distributed.tensor_transport import pack_tensors
+from nemo_rl.utils.errors import DataError
+
+
+class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
+    """A dict of tensors `[B, ...]` and lists of length `B`.
+
+    The type parameter documents which keys to expect: `BatchedDataDict[TrainingBatch]`.
+    """
+
+    @classmethod
+    def from_batches(
+        cls,
+        batches: Sequence[Mapping[Any, Any]],
+        pad_value_dict: Mapping[str, int | float] | None = None,
+    ) -> Self:
+        """Join batches along axis 0.
+
+        Lists are concatenated; tensors `[B, T, ...]` of different `T` are right-padded to the
+        longest. Keys come out sorted.
+
+        Args:
+            batches: at least one batch; all have the keys of the first one.
+            pad_value_dict: padding value by key, 0 where absent.
+
+        Raises:
+            DataError: no batch, keys that differ, or values that cannot be joined.
+        """
+        if not batches:
+            raise DataError("from_batches needs at least one batch, got none.")
+        keys = sorted(batches[0])
+        for index, batch in enumerate(batches):
+            if set(batch) != set(keys):
+                differing = sorted(set(batch) ^ set(keys))
+                raise DataError(f"batch {index} differs from batch 0 in the keys {differing}.")
+        pad_values = pad_value_dict or {}
+        return cls(
+            {key: _concat(key, [b[key] for b in batches], pad_values.get(key, 0)) for key in keys}
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of samples `B`, read from the first value; 0 when there is none."""
+        return len(next(iter(self.data.values()))) if self.data else 0
+
+    def check_rows(self) -> int:
+        """Check that all values have the same number of rows.
+
+        Returns:
+            That number.
+
+        Raises:
+            DataError: rows differ, or a value is neither tensor nor list.
+        """
+        rows = {key: _rows(key, value) for key, value in self.data.items()}
+        if len(set(rows.values())) > 1:
+            raise DataError(f"values of a batch need equally many rows, got {rows}.")
+        return self.size
+
+    def slice(self, start: int, end: int) -> "SlicedDataDict":
+        """Rows `start` to `end` (exclusive), as in `list[start:end]`; tensors are views."""
+        return self._each_as(SlicedDataDict, lambda value: value[start:end])
+
+    def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
+        """Rows in the order of `indices`, repeats allowed; a new batch with copied tensors.
+
+        Raises:
+            DataError: an index is outside of the batch.
+        """
+        rows = self.check_rows()
+        order = [int(i) for i in indices]
+        if order and not (-rows <= min(order) and max(order) < rows):
+            raise DataError(f"indices must be within a batch of {rows} rows, got {order}.")
+        index = torch.tensor(order, dtype=torch.int64)
+
+        def pick(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value[index.to(value.device)]
+            return [value[i] for i in order]
+
+        return self._each_as(type(self), pick)
+
+    def reorder_data(self, reordered_indices: Sequence[int]) -> None:
+        """Put rows back where they came from, in place.
+
+        Args:
+            reordered_indices: row `i` of this batch was row `reordered_indices[i]` of the original.
+
+        Raises:
+            DataError: not a permutation of the rows.
+        """
+        rows = self.check_rows()
+        order = [int(i) for i in reordered_indices]
+        if sorted(order) != list(range(rows)):
+            raise DataError(f"reordered_indices must hold each of 0..{rows - 1} once, got {order}.")
+        inverse = [0] * rows
+        for position, original in enumerate(order):
+            inverse[original] = position
+        self.data = self.select_indices(inverse).data
+
+    def repeat_interleave(self, num_repeats: int) -> Self:
+        """Repeat each row `num_repeats` times next to each other; list items are deep copies."""
+
+        def repeat(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.repeat_interleave(num_repeats, dim=0)
+            return [copy.deepcopy(item) for item in value for _ in range(num_repeats)]
+
+        return self._each_as(type(self), repeat)
+
+    def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
+        """The `rank`-th of `chunks` equal contiguous parts.
+
+        Raises:
+            DataError: the rows do not divide, or there is no such part.
+        """
+        rows = self.check_rows()
+        if chunks < 1 or rows % chunks:
+            raise DataError(f"{rows} rows do not divide into {chunks} equal chunks.")
+        if not 0 <= rank < chunks:
+            raise DataError(f"chunk {rank} is outside of 0..{chunks - 1}.")
+        per_chunk = rows // chunks
+        return self.slice(rank * per_chunk, (rank + 1) * per_chunk)
+
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+    ) -> list["SlicedDataDict"]:
+        """Split every run of `batch_size` rows over the shards, and join what each shard got.
+
+        So a shard's first `batch_size / shards` rows belong to the first global batch, and so on.
+
+        Example:
+            rows `0 1 2 3 4 5 6 7`, 2 shards, batch_size 4 -> `0 1 4 5` and `2 3 6 7`.
+
+        Args:
+            shards: number of shards.
+            batch_size: rows of one global batch; None takes all rows as one.
+            allow_uneven_shards: let the first shards hold one row more when the rows do not divide
+                (shards may then be empty); only without `batch_size`.
+
+        Raises:
+            DataError: the rows do not divide, or both options are given.
+        """
+        rows = self.check_rows()
+        if shards < 1:
+            raise DataError(f"the number of shards must be at least 1, got {shards}.")
+        if allow_uneven_shards:
+            if batch_size is not None:
+                raise DataError("allow_uneven_shards and batch_size cannot be given together.")
+            base, extra = divmod(rows, shards)
+            ends = [(s + 1) * base + min(s + 1, extra) for s in range(shards)]
+            return [
+                self.slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)
+            ]
+        batch_size = rows if batch_size is None else batch_size
+        if batch_size < 0 or (batch_size and rows % batch_size) or batch_size % shards:
+            raise DataError(
+                f"{rows} rows do not divide into batches of {batch_size} over {shards} shards: "
+                f"rows % batch_size and batch_size % shards must both be 0."
+            )
+        if batch_size in (0, rows):
+            return [self.chunk(shard, shards) for shard in range(shards)]
+        batches = [self.slice(at, at + batch_size) for at in range(0, rows, batch_size)]
+        return [
+            SlicedDataDict.from_batches([batch.chunk(shard, shards) for batch in batches])
+            for shard in range(shards)
+        ]
+
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> "SlicedDataDict":
+        """The `batch_idx`-th run of `batch_size` rows (None: all rows).
+
+        Raises:
+            DataError: the run reaches outside of the batch.
+        """
+        rows = self.check_rows()
+        batch_size = rows if batch_size is None else batch_size
+        start, end = batch_idx * batch_size, (batch_idx + 1) * batch_size
+        if start < 0 or end > rows:
+            raise DataError(f"rows {start}..{end - 1} are outside of a batch of {rows} rows.")
+        return self.slice(start, end)
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator["SlicedDataDict"]:
+        """Consecutive slices of `microbatch_size` rows.
+
+        Raises:
+            DataError: the rows do not divide.
+        """
+        rows = self.check_rows()
+        if microbatch_size < 1 or rows % microbatch_size:
+            raise DataError(f"{rows} rows do not divide into microbatches of {microbatch_size}.")
+        return (self.slice(at, at + microbatch_size) for at in range(0, rows, microbatch_size))
+
+    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
+        """Cut every tensor that has dimension `dim` to at most `truncated_len` there, in place."""
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor) and value.ndim > dim:
+                self.data[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
+
+    def to(self, device: str | torch.device) -> Self:
+        """Move tensors to `device`, in place.
+
+        Returns:
+            This batch.
+        """
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor):
+                self.data[key] = value.to(device)
+        return self
+
+    def clone(self) -> Self:
+        """A batch whose tensors and list items are copies, safe to write into."""
+        return self._each_as(
+            type(self),
+            lambda value: value.clone() if torch.is_tensor(value) else copy.deepcopy(value),
+        )
+
+    def all_gather(self, group: dist.ProcessGroup) -> Self:
+        """Join the batches of all ranks of `group`, in rank order; every rank must call it."""
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, self, group=group)
+        return type(self).from_batches(parts)
+
+    def get_dict(self) -> dict[Any, Any]:
+        """A plain dict with the same values."""
+        return dict(self.data)
+
+    def _each_as[BatchT: BatchedDataDict](
+        self, kind: type[BatchT], change: Callable[[Any], Any]
+    ) -> BatchT:
+        for key, value in self.data.items():
+            _rows(key, value)
+        return kind({key: change(value) for key, value in self.data.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), pack_tensors(self.data))
+
+
+class SlicedDataDict[DictT: Mapping[str, Any]](BatchedDataDict[DictT]):
+    """Some rows of a `BatchedDataDict`; its tensors may be views of the whole."""
+
+
+def _rebuild[BatchT: BatchedDataDict](kind: type[BatchT], data: dict[Any, Any]) -> BatchT:
+    batch = kind()
+    batch.data = data
+    return batch
+
+
+def _rows(key: Any, value: Any) -> int:
+    if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0):
+        return len(value)
+    raise DataError(
+        f"a batch holds tensors [B, ...] and lists of length B, but {key!r} is "
+        f"{'a 0-d tensor' if torch.is_tensor(value) else type(value).__name__}."
+    )
+
+
+def _concat(key: Any, values: list[Any], pad_value: int | float) -> Any:
+    if all(isinstance(value, list) for value in values):
+        return [item for value in values for item in value]
+    if not all(isinstance(value, torch.Tensor) and value.ndim > 0 for value in values):
+        raise DataError(f"cannot join {key!r}: it holds {[type(v).__name__ for v in values]}.")
+    shapes = [tuple(value.shape) for value in values]
+    if len({(len(s), s[2:]) for s in shapes}) > 1 or len({v.dtype for v in values}) > 1:
+        dtypes = [str(value.dtype) for value in values]
+        raise DataError(f"cannot join {key!r}: shapes {shapes}, dtypes {dtypes}.")
+    if len(shapes[0]) == 1 or len({s[1] for s in shapes}) == 1:
+        return torch.cat(values)
+    joined = values[0].new_full(
+        (sum(s[0] for s in shapes), max(s[1] for s in shapes), *shapes[0][2:]), pad_value
+    )
+    row = 0
+    for value in values:
+        joined[row : row + value.shape[0], : value.shape[1]] = value
+        row += value.shape[0]
+    return joined
