@@ -1,0 +1,166 @@
+"""The two ends of a weight stream: `WeightSender` in trainer ranks, `WeightReceiver` in engines.
+
+Flow of one sync, driven by the controller (`algorithms.refit`):
+
+    sender.begin(version, tensors) ─► bucket = sender.next_bucket() ─► receiver.receive(bucket) ─┐
+                                              ▲───────────────────── until bucket.is_last ◄──────┘
+    receiver.finish() ─► SyncReceipt ─► verify.check_receipts
+
+Law: all trainer ranks walk the tensor stream in step (gathering is collective), whoever packs.
+"""
+
+import dataclasses
+import socket
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from nemo_rl.utils.errors import WeightSyncError
+from nemo_rl.weight_sync.buckets import Bucket, group_by_size, pack, plan_slots, unpack
+from nemo_rl.weight_sync.collective import CollectiveReceiver, CollectiveSender
+from nemo_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from nemo_rl.weight_sync.interfaces import ReceiverTransport, SenderTransport, TransportSpec
+from nemo_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from nemo_rl.weight_sync.verify import SyncReceipt, fingerprint, mismatched_names
+
+
+def make_sender_transport(
+    spec: TransportSpec, rank: int, is_node_leader: bool
+) -> SenderTransport | None:
+    """The transport a trainer rank packs into, or None when it only takes part in gathering."""
+    if spec.name == "cuda_ipc":
+        return CudaIpcSender(spec)
+    if spec.name == "shared_memory":
+        return SharedMemorySender(spec) if is_node_leader else None
+    return CollectiveSender(spec) if rank == 0 else None
+
+
+def make_receiver_transport(spec: TransportSpec, engine_index: int) -> ReceiverTransport:
+    """The transport of engine `engine_index`."""
+    if spec.name == "cuda_ipc":
+        return CudaIpcReceiver(spec)
+    if spec.name == "shared_memory":
+        return SharedMemoryReceiver(spec)
+    return CollectiveReceiver(spec, rank=engine_index + 1)
+
+
+class WeightSender:
+    """Streams one trainer rank's gathered tensors as buckets.
+
+    Args:
+        spec: transport agreement.
+        rank: global trainer rank.
+        is_node_leader: whether this rank packs for its host (shared memory).
+    """
+
+    def __init__(self, spec: TransportSpec, rank: int, is_node_leader: bool):
+        self._spec = spec
+        self._transport = make_sender_transport(spec, rank, is_node_leader)
+        self._groups: Iterator[list[tuple[str, torch.Tensor]]] | None = None
+        self._ahead: list[tuple[str, torch.Tensor]] | None = None
+        self._index = 0
+
+    @property
+    def spec(self) -> TransportSpec:
+        """The agreement this sender was made for."""
+        return self._spec
+
+    def begin(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Start a stream; `tensors` yields `(Hugging Face name, full tensor)` in the same order on all ranks."""
+        self._groups = group_by_size(tensors, self._spec.bucket_size_bytes)
+        self._ahead = next(self._groups, None)
+        self._index = 0
+
+    def next_bucket(self) -> Bucket:
+        """Gather and pack the next bucket.
+
+        Raises:
+            WeightSyncError: the stream has ended or holds no tensor.
+        """
+        if self._groups is None or self._ahead is None:
+            raise WeightSyncError("The weight stream is not open or holds no tensors.")
+        group, self._ahead = self._ahead, next(self._groups, None)
+        slots, num_bytes = plan_slots(group)
+        bucket = Bucket(self._index, slots, num_bytes, is_last=self._ahead is None)
+        self._index += 1
+        if self._transport is not None:
+            flat = self._transport.buffer(num_bytes, bucket.index)
+            pack(group, slots, flat)
+            if self._spec.verify:
+                bucket.slots = [
+                    dataclasses.replace(slot, fingerprint=fingerprint(flat, slot)) for slot in slots
+                ]
+            self._transport.publish(bucket)
+        return bucket
+
+    def send(self, bucket: Bucket) -> None:
+        """Push a packed bucket; only sending transports do anything."""
+        if self._transport is not None and self._transport.needs_send:
+            self._transport.send(bucket)
+
+    def close(self) -> None:
+        """Free what the transport holds."""
+        if self._transport is not None:
+            self._transport.close()
+
+
+def merge_buckets(from_ranks: list[Bucket]) -> Bucket:
+    """Join what each rank reports about one bucket: fingerprints from the first packer, all handles.
+
+    Raises:
+        WeightSyncError: ranks disagree on the bucket's tensors.
+    """
+    packers = [b for b in from_ranks if b.slots and b.slots[0].fingerprint is not None]
+    merged = (packers or from_ranks)[0]
+    for other in from_ranks:
+        if [s.name for s in other.slots] != [s.name for s in merged.slots]:
+            raise WeightSyncError(
+                f"Trainer ranks disagree on the tensors of bucket {merged.index}."
+            )
+        merged.handles.update(other.handles)
+    return merged
+
+
+class WeightReceiver:
+    """Feeds an engine with the tensors of a weight stream and checks them on the way.
+
+    Args:
+        spec: transport agreement.
+        engine_index: which engine this is.
+    """
+
+    def __init__(self, spec: TransportSpec, engine_index: int):
+        self.spec = spec
+        self._name = f"engine {engine_index} on {socket.gethostname()}"
+        self._transport = make_receiver_transport(spec, engine_index)
+        self._receipt = SyncReceipt(self._name, version=-1)
+
+    def begin(self, version: int) -> None:
+        """Start counting for a new version."""
+        self._receipt = SyncReceipt(self._name, version)
+
+    def receive(
+        self, bucket: Bucket, load: Callable[[list[tuple[str, torch.Tensor]]], None]
+    ) -> None:
+        """Fetch a bucket, check it, and hand its tensors to `load`.
+
+        Tensors of a bucket that is not the last are copied first: an engine may keep them until a layer
+        is complete, and the sender reuses its buffers.
+        """
+        flat = self._transport.receive(bucket)
+        self._receipt.mismatched += mismatched_names(flat, bucket.slots)
+        self._receipt.num_tensors += len(bucket.slots)
+        self._receipt.num_bytes += bucket.num_bytes
+        tensors = unpack(flat, bucket.slots)
+        if not bucket.is_last:
+            tensors = [(name, tensor.clone()) for name, tensor in tensors]
+        load(tensors)
+
+    def finish(self, unbound: list[str]) -> SyncReceipt:
+        """Close the stream; `unbound` names engine parameters that received nothing."""
+        self._receipt.unbound = unbound
+        return self._receipt
+
+    def close(self) -> None:
+        """Free what the transport holds."""
+        self._transport.close()
