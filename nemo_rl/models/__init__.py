@@ -1,0 +1,1 @@
+"""Models: policies that learn and engines that generate."""

@@ -1,0 +1,1 @@
+"""Hugging Face models: loading them, and making tiny ones."""

@@ -1,0 +1,181 @@
+"""Small real models and tokenizers, made on the spot, for tests and the quick start.
+
+Used by tests, by `tools/make_tiny_chat_model.py` and by anything that wants a genuine Hugging Face
+checkpoint without a download. Law: the same arguments give the same bytes on every machine.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from nemo_rl.utils.errors import ConfigError
+
+TinyArch = Literal["llama", "qwen2", "qwen3"]
+
+PAD_TOKEN = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+NUM_RESERVED_TOKENS = 5
+"""Unused special tokens that bring the vocabulary to 264, a multiple of 8, so that it shards evenly."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+
+
+@dataclass(frozen=True)
+class TinyShape:
+    """Sizes of a tiny decoder.
+
+    The defaults give about one million parameters, head dimension 32 (which vLLM's CPU attention
+    supports), and sizes that divide by two for tensor-parallel tests.
+
+    Attributes:
+        vocab_size: rows of the embedding, at least the tokenizer's length.
+        hidden_size: model width, equal to `num_heads * head_dim`.
+        intermediate_size: width inside the gated MLP.
+        num_layers: decoder layers.
+        num_heads: query heads.
+        num_kv_heads: key/value heads (grouped-query attention).
+        max_positions: longest sequence in tokens.
+        tie_embeddings: whether the output head is the embedding matrix.
+    """
+
+    vocab_size: int = 264
+    hidden_size: int = 128
+    intermediate_size: int = 512
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    max_positions: int = 2048
+    tie_embeddings: bool = True
+
+
+def make_char_tokenizer(model_max_length: int = 2048) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token for each UTF-8 byte, so one for each ASCII character.
+
+    Every string encodes and decodes exactly; nothing is ever unknown. The special tokens are
+    `<|endoftext|>` (padding), `<|im_start|>`, `<|im_end|>` (end of turn, the EOS token) and a few
+    reserved ones, 264 in all. A chat template for system, user and assistant turns is attached.
+
+    Args:
+        model_max_length: longest sequence in tokens that the tokenizer declares.
+
+    Returns:
+        The tokenizer.
+
+    Example:
+        >>> tokenizer = make_char_tokenizer()
+        >>> len(tokenizer("37+85=")["input_ids"])
+        6
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = [PAD_TOKEN, TURN_START, TURN_END]
+    specials += [f"<|reserved_{index}|>" for index in range(NUM_RESERVED_TOKENS)]
+    vocab = {symbol: index for index, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=PAD_TOKEN,
+        padding_side="right",
+        model_max_length=model_max_length,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_tiny_model(
+    arch: TinyArch = "qwen2",
+    shape: TinyShape | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Make a randomly initialised causal language model of the given architecture.
+
+    Args:
+        arch: "llama", "qwen2" or "qwen3".
+        shape: sizes; the default shape when None.
+        seed: seed of the initial weights. The caller's random state is left as it was.
+        dtype: dtype of the weights; they are drawn in float32 and then cast.
+
+    Returns:
+        The model in eval mode, on CPU.
+
+    Raises:
+        ConfigError: unknown architecture, or heads that do not divide the width.
+    """
+    config = tiny_config(arch, shape or TinyShape())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to(dtype).eval()
+
+
+def tiny_config(arch: TinyArch, shape: TinyShape) -> PretrainedConfig:
+    """Build the Hugging Face config of a tiny model, with the token ids of `make_char_tokenizer`.
+
+    Raises:
+        ConfigError: unknown architecture, or heads that do not divide the width.
+    """
+    if arch not in _CONFIG_CLASSES:
+        raise ConfigError(f"arch={arch!r} is not one of {sorted(_CONFIG_CLASSES)}.")
+    if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
+        raise ConfigError(
+            f"hidden_size={shape.hidden_size} must divide by num_heads={shape.num_heads}, and "
+            f"num_heads by num_kv_heads={shape.num_kv_heads}."
+        )
+    return _CONFIG_CLASSES[arch](
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.hidden_size // shape.num_heads,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=shape.tie_embeddings,
+        use_cache=True,
+        bos_token_id=None,
+        pad_token_id=256,
+        eos_token_id=258,
+    )
+
+
+def save_tiny_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a model and its tokenizer as one Hugging Face folder (safetensors).
+
+    Args:
+        folder: where to write; made when missing.
+        model: the model; its weights are stored in the dtype they have.
+        tokenizer: the tokenizer to go with it.
+    """
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
