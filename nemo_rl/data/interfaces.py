@@ -1,0 +1,146 @@
+"""Types that data sets, processors, collate functions and rollouts share.
+
+Read by everything in `data`, and by `experience` and `algorithms` above it.
+Law: a carrier names every field with its meaning; code never invents keys on the way.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NotRequired, Protocol, TypedDict
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.utils.errors import DataError
+
+type Message = dict[str, Any]
+"""One turn: `role` (system, user, assistant, environment, tool), `content` (text for people),
+`token_ids` (1-D int64, the truth); assistant turns of an engine add `generation_logprobs`
+(1-D float32); training adds `token_loss_mask` (1-D int64)."""
+
+LLMMessageLogType = list[Message]
+FlatMessagesType = dict[str, list[str] | torch.Tensor]
+PathLike = str | os.PathLike[str]
+TokenizerType = PreTrainedTokenizerBase
+
+
+class DatumSpec(TypedDict):
+    """One prompt, ready for a rollout."""
+
+    message_log: LLMMessageLogType
+    length: int
+    """Number of prompt tokens in `message_log`."""
+    extra_env_info: dict[str, Any] | None
+    """What the environment needs to grade the answer, e.g. `ground_truth`."""
+    loss_multiplier: float
+    """1.0, or 0.0 for a sample that must not train the model (prompt too long)."""
+    idx: int
+    """Index of the row in the data set the loader iterates."""
+    task_name: NotRequired[str]
+    """Environment that grades the sample."""
+    stop_strings: NotRequired[list[str] | None]
+
+
+class PreferenceDatumSpec(TypedDict):
+    """A chosen and a rejected conversation that share their beginning."""
+
+    message_log_chosen: LLMMessageLogType
+    message_log_rejected: LLMMessageLogType
+    length_chosen: int
+    length_rejected: int
+    loss_multiplier: float
+    idx: int
+
+
+@dataclass
+class TaskDataSpec:
+    """The texts put around the rows of one data set.
+
+    Both files are read when the object is made; their content, unchanged, is `prompt` and
+    `system_prompt` (None without a file).
+
+    Attributes:
+        task_name: Name of the task; rows are graded by the environment of this name.
+        prompt_file: UTF-8 text with one `{}` where the problem goes (`str.format` rules, so a
+            literal brace is written twice).
+        system_prompt_file: UTF-8 text sent as the system message.
+
+    Raises:
+        DataError: A file is missing, is not UTF-8, or is not a template `str.format` accepts.
+    """
+
+    task_name: str | None = None
+    prompt_file: PathLike | None = None
+    system_prompt_file: PathLike | None = None
+    prompt: str | None = field(default=None, init=False)
+    system_prompt: str | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Read the two files."""
+        self.prompt = _read_text("prompt_file", self.prompt_file)
+        self.system_prompt = _read_text("system_prompt_file", self.system_prompt_file)
+
+    def copy_defaults(self, from_spec: "TaskDataSpec") -> None:
+        """Take every attribute that is None here from `from_spec`."""
+        for attribute in dataclasses.fields(self):
+            if getattr(self, attribute.name) is None:
+                setattr(self, attribute.name, getattr(from_spec, attribute.name))
+
+    def format_problem(self, problem: str) -> str:
+        """Put `problem` into the prompt template; without a template return it unchanged.
+
+        Raises:
+            DataError: The template has no `{}`, or holds single braces that are not `{}`.
+        """
+        if self.prompt is None:
+            return problem
+        try:
+            text = self.prompt.format(problem)
+        except (KeyError, IndexError, ValueError) as error:
+            raise DataError(
+                f"prompt_file {os.fspath(self.prompt_file or '')!r} cannot be filled in: {error!r}. "
+                "It needs exactly one {} for the problem; write every other brace twice, "
+                "as in \\boxed{{}}."
+            ) from error
+        if problem and problem not in text:
+            raise DataError(
+                f"prompt_file {os.fspath(self.prompt_file or '')!r} has no {{}} placeholder, "
+                "so the problem would be lost. Put {} where the problem belongs."
+            )
+        return text
+
+
+class TaskDataProcessFnCallable(Protocol):
+    """Turns a formatted row into a datum with token ids."""
+
+    def __call__(
+        self,
+        datum_dict: dict[str, Any],
+        task_data_spec: TaskDataSpec,
+        tokenizer: TokenizerType,
+        max_seq_length: int | None,
+        idx: int,
+    ) -> DatumSpec:
+        """Return the datum; see `nemo_rl.data.processors` for the ones provided."""
+        ...
+
+
+TaskDataPreProcessFnCallable = Callable[[dict[str, Any]], dict[str, Any]]
+"""Turns a raw row into a formatted row (`messages`, `task_name`)."""
+
+
+def _read_text(key: str, path: PathLike | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key} {os.fspath(path)!r} is not UTF-8 text: {error}.") from error
+    except OSError as error:
+        raise DataError(
+            f"{key} {os.fspath(path)!r} cannot be read ({error.strerror}). Relative paths start "
+            f"at the current folder, {os.getcwd()!r}; null means no file."
+        ) from error

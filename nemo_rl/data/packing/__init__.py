@@ -1,0 +1,39 @@
+"""Sequence packing and microbatch plans (door)."""
+
+from nemo_rl.data.packing.algorithms import (
+    ConcatenativePacker,
+    FirstFitDecreasingPacker,
+    FirstFitPacker,
+    FirstFitShufflePacker,
+    ModifiedFirstFitDecreasingPacker,
+    PackingAlgorithm,
+    SequencePacker,
+    get_packer,
+)
+from nemo_rl.data.packing.metrics import PackingMetrics
+from nemo_rl.data.packing.plan import (
+    FixedSize,
+    MicrobatchPlan,
+    MicrobatchStrategy,
+    Packed,
+    TokenBudget,
+    plan_microbatches,
+)
+
+__all__ = [
+    "ConcatenativePacker",
+    "FirstFitDecreasingPacker",
+    "FirstFitPacker",
+    "FirstFitShufflePacker",
+    "FixedSize",
+    "MicrobatchPlan",
+    "MicrobatchStrategy",
+    "ModifiedFirstFitDecreasingPacker",
+    "Packed",
+    "PackingAlgorithm",
+    "PackingMetrics",
+    "SequencePacker",
+    "TokenBudget",
+    "get_packer",
+    "plan_microbatches",
+]

@@ -1,0 +1,186 @@
+"""Decide which rows of a batch go to which data-parallel shard and in which microbatch.
+
+The policy follows the plan; it never decides for itself.
+Law: every row appears exactly once, every shard has the same number of non-empty microbatches
+(so collectives match), and equal lengths give an equal plan.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from nemo_rl.data.packing.algorithms import PackingAlgorithm, get_packer, spread_bins
+from nemo_rl.utils.errors import DataError
+
+
+@dataclass(frozen=True)
+class FixedSize:
+    """`size` rows a microbatch, in the given order; shards take contiguous blocks."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """Dynamic batching: rows of similar length share a padded microbatch.
+
+    A microbatch of n rows costs n x (its longest row rounded up to `round_to`) tokens, and stays
+    within `max_tokens`.
+    """
+
+    max_tokens: int
+    round_to: int = 1
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequence packing: the rows of a microbatch are laid end to end.
+
+    Each row counts with its length rounded up to `round_to`; a microbatch stays within `capacity`.
+    """
+
+    capacity: int
+    algorithm: PackingAlgorithm | str = PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING
+    round_to: int = 1
+
+
+MicrobatchStrategy = FixedSize | TokenBudget | Packed
+
+
+@dataclass(frozen=True)
+class MicrobatchPlan:
+    """Rows of every microbatch of every shard.
+
+    Attributes:
+        shards: [shard][microbatch][row]: indices into the batch that was planned.
+    """
+
+    shards: list[list[list[int]]]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of each shard."""
+        return len(self.shards[0])
+
+    def shard_rows(self, shard: int) -> list[int]:
+        """Rows of one shard, microbatch after microbatch."""
+        return [row for rows in self.shards[shard] for row in rows]
+
+    @cached_property
+    def row_order(self) -> list[int]:
+        """Rows as they come when the shards' results are concatenated."""
+        return [row for shard in range(len(self.shards)) for row in self.shard_rows(shard)]
+
+    @cached_property
+    def restore_order(self) -> list[int]:
+        """Positions that bring concatenated results back: `results[restore_order]`."""
+        positions = [0] * len(self.row_order)
+        for position, row in enumerate(self.row_order):
+            positions[row] = position
+        return positions
+
+
+def plan_microbatches(lengths: Sequence[int], num_shards: int, strategy: MicrobatchStrategy) -> MicrobatchPlan:
+    """Plan one global batch.
+
+    Args:
+        lengths: Tokens of each row (B numbers).
+        num_shards: Data-parallel ranks.
+        strategy: How rows are grouped into microbatches.
+
+    Raises:
+        DataError: Rows do not divide among shards and microbatches, or a row is longer than a
+            microbatch may be (the message names rows and lengths).
+
+    Example:
+        >>> plan_microbatches([5, 3, 2, 6], 2, Packed(capacity=8)).shards
+        [[[3, 2]], [[0, 1]]]
+    """
+    if num_shards < 1:
+        raise DataError(f"num_shards={num_shards}: a plan needs at least one data-parallel rank.")
+    if len(lengths) < num_shards:
+        raise DataError(
+            f"{len(lengths)} rows do not divide among {num_shards} data-parallel ranks: "
+            f"each rank needs at least one. Use at least {num_shards} rows."
+        )
+    lengths = [int(length) for length in lengths]
+    if isinstance(strategy, FixedSize):
+        return _plan_fixed(len(lengths), num_shards, strategy.size)
+    if strategy.round_to < 1:
+        raise DataError(f"round_to={strategy.round_to}: lengths round up to a multiple of >= 1.")
+    costs = [-(-length // strategy.round_to) * strategy.round_to for length in lengths]
+    if isinstance(strategy, Packed):
+        _check_fit(lengths, costs, strategy.capacity)
+        packer = get_packer(
+            strategy.algorithm,
+            strategy.capacity,
+            min_bin_count=num_shards,
+            bin_count_multiple=num_shards,
+        )
+        bins = packer.pack(costs)
+        return _deal(bins, [sum(costs[row] for row in rows) for rows in bins], num_shards)
+    _check_fit(lengths, costs, strategy.max_tokens)
+    bins = _group_by_length(costs, strategy.max_tokens)
+    spread_bins(bins, costs, -(-len(bins) // num_shards) * num_shards)
+    return _deal(bins, [_padded_tokens(costs, rows) for rows in bins], num_shards)
+
+
+def _plan_fixed(num_rows: int, num_shards: int, size: int) -> MicrobatchPlan:
+    step = num_shards * size
+    if size < 1 or num_rows % step:
+        below = num_rows // step * step if size > 0 else 0
+        nearest = ", ".join(str(n) for n in (below, below + step) if n > 0)
+        raise DataError(
+            f"{num_rows} rows do not divide into {num_shards} data-parallel ranks x {size} rows "
+            f"a microbatch: {num_rows} / ({num_shards} x {size}). Nearest: {nearest or 'none'}."
+        )
+    per_shard = num_rows // num_shards
+    return MicrobatchPlan(
+        [
+            [list(range(row, row + size)) for row in range(start, start + per_shard, size)]
+            for start in range(0, num_rows, per_shard)
+        ]
+    )
+
+
+def _check_fit(lengths: Sequence[int], costs: Sequence[int], capacity: int) -> None:
+    too_long = [i for i, cost in enumerate(costs) if cost > capacity]
+    if not too_long:
+        return
+    rows = ", ".join(f"row {i} has {lengths[i]}" for i in too_long[:5])
+    more = f" and {len(too_long) - 5} more" if len(too_long) > 5 else ""
+    raise DataError(
+        f"{len(too_long)} of {len(lengths)} rows are longer than the {capacity} tokens of a "
+        f"microbatch (lengths rounded up): {rows}{more}. "
+        "Raise train_mb_tokens / logprob_mb_tokens or lower max_total_sequence_length."
+    )
+
+
+def _padded_tokens(costs: Sequence[int], rows: Sequence[int]) -> int:
+    return max(costs[row] for row in rows) * len(rows)
+
+
+def _group_by_length(costs: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Cut the rows, longest first, into groups whose padded size stays within the budget."""
+    groups: list[list[int]] = []
+    for row in sorted(range(len(costs)), key=lambda r: (-costs[r], r)):
+        if groups and costs[groups[-1][0]] * (len(groups[-1]) + 1) <= max_tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _deal(bins: list[list[int]], costs: Sequence[int], num_shards: int) -> MicrobatchPlan:
+    """Deal bins to shards, dearest first and in turns of alternating direction.
+
+    Bins that run at the same time on different shards then cost about the same, and the most
+    memory is asked for in the first microbatch.
+    """
+    shards: list[list[list[int]]] = [[] for _ in range(num_shards)]
+    order = sorted(range(len(bins)), key=lambda i: (-costs[i], i))
+    for turn, start in enumerate(range(0, len(order), num_shards)):
+        dealt = order[start : start + num_shards]
+        for shard, index in zip(shards, dealt if turn % 2 == 0 else reversed(dealt), strict=True):
+            shard.append(bins[index])
+    return MicrobatchPlan(shards)

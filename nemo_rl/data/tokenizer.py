@@ -1,0 +1,107 @@
+"""Load a tokenizer as `policy.tokenizer` asks for it.
+
+Used by `assemble` for training, and by evaluation. Neighbour: `processors`, which renders prompts.
+Law: what comes back always has a pad token, and renders chats exactly as the config says.
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import AutoTokenizer
+
+from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Chat template that sends the contents of the messages and nothing else."""
+
+
+class TokenizerSettings(Protocol):
+    """What `get_tokenizer` reads of `nemo_rl.config.TokenizerConfig`."""
+
+    name: str
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def get_tokenizer(tokenizer_config: TokenizerSettings, *, trust_remote_code: bool = False) -> TokenizerType:
+    """Load the tokenizer and set its chat template and pad token.
+
+    Args:
+        tokenizer_config: `name` is a local folder or a hub id. `chat_template` is "default" (the
+            tokenizer's own), None (contents only, no markers), the path of a `*.jinja` file, or a
+            template text. `chat_template_kwargs` are given to every `apply_chat_template` call;
+            a call's own arguments win.
+        trust_remote_code: Run tokenizer code that comes with the model.
+
+    Raises:
+        ConfigError: The tokenizer or the template file cannot be loaded, or there is neither a
+            pad nor an end-of-sequence token.
+    """
+    tokenizer = _load(tokenizer_config.name, trust_remote_code)
+    _set_chat_template(tokenizer, tokenizer_config.chat_template, tokenizer_config.name)
+    if tokenizer_config.chat_template_kwargs:
+        _bind_template_kwargs(tokenizer, tokenizer_config.chat_template_kwargs)
+    _ensure_pad_token(tokenizer, tokenizer_config.name)
+    return tokenizer
+
+
+def _load(name: str, trust_remote_code: bool) -> TokenizerType:
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        place = "folder" if Path(name).expanduser().is_dir() else "local folder or hub id"
+        raise ConfigError(
+            f"policy.tokenizer.name={name!r}: no tokenizer could be loaded from this {place}. "
+            f"It needs tokenizer.json, or vocabulary files with tokenizer_config.json. "
+            f"The loader said: {error}"
+        ) from error
+
+
+def _set_chat_template(tokenizer: TokenizerType, chat_template: str | None, name: str) -> None:
+    if chat_template is None:
+        tokenizer.chat_template = PASSTHROUGH_TEMPLATE
+    elif chat_template == "default":
+        if tokenizer.chat_template is None:
+            logger.warning(
+                "Tokenizer %s has no chat template of its own; chats cannot be rendered until "
+                "policy.tokenizer.chat_template is set (null sends the bare text).",
+                name,
+            )
+    elif chat_template.endswith(".jinja"):
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"policy.tokenizer.chat_template={chat_template!r} cannot be read: {error}. "
+                'Give a *.jinja file, a template text, null or "default".'
+            ) from error
+    else:
+        tokenizer.chat_template = chat_template
+
+
+def _bind_template_kwargs(tokenizer: TokenizerType, kwargs: Mapping[str, Any]) -> None:
+    bound = partial(tokenizer.apply_chat_template, **kwargs)
+    tokenizer.apply_chat_template = bound  # type: ignore[method-assign]
+
+
+def _ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
+    if tokenizer.pad_token is not None:
+        return
+    if tokenizer.eos_token is None:
+        raise ConfigError(
+            f"Tokenizer {name!r} has neither a pad token nor an end-of-sequence token; "
+            "add one of them to its tokenizer_config.json."
+        )
+    tokenizer.pad_token = tokenizer.eos_token
+    logger.info(
+        "Tokenizer %s has no pad token; padding with its end-of-sequence token %r (id %d).",
+        name,
+        tokenizer.eos_token,
+        tokenizer.eos_token_id,
+    )
