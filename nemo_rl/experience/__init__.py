@@ -1,0 +1,1 @@
+"""Experience: rollouts of a policy in environments, and what they leave behind."""

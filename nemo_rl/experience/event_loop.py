@@ -1,0 +1,44 @@
+"""One asyncio loop in a background thread, on which all rollouts run.
+
+Training code is plain and synchronous; it hands a coroutine to the loop and waits with a deadline.
+Law: the thread is a daemon and ends with `close`.
+"""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+from nemo_rl.utils.errors import DeadlineExceededError
+
+
+class EventLoopThread:
+    """Runs coroutines from synchronous code."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="rollout-loop", daemon=True
+        )
+        self._thread.start()
+
+    def run[T](self, coroutine: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
+        """Run a coroutine to its end.
+
+        Raises:
+            DeadlineExceededError: it takes longer than `timeout_s`; it is cancelled.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError as late:
+            if future.done():
+                raise
+            future.cancel()
+            raise DeadlineExceededError(f"{phase} did not finish within {timeout_s:g} s.") from late
+
+    def close(self) -> None:
+        """Stop the loop; what still runs on it is dropped."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)

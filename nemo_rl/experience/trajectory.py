@@ -1,0 +1,83 @@
+"""The carrier of one rollout: what was said, what it earned, how it ended.
+
+Law: a failed rollout is data. Its outcome says what failed, it carries no reward, and it is masked from
+the loss; a reward of zero always means that the grader said zero.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Outcome(StrEnum):
+    """How a rollout ended."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    ENV_ERROR = "env_error"
+    REWARD_ERROR = "reward_error"
+    PROMPT_TOO_LONG = "prompt_too_long"
+
+
+@dataclass
+class Trajectory:
+    """One sample's message log with its reward.
+
+    Attributes:
+        group_index: which prompt of the step, from 0; samples of a group share it.
+        sample_index: which of the prompt's generations, from 0.
+        idx: row of the prompt in its data set.
+        task_name: environment that graded it.
+        message_log: messages with `role`, `content`, `token_ids` [t] int64; assistant turns also
+            `generation_logprobs` [t] float32.
+        prompt_length: tokens before the first response.
+        loss_multiplier: weight from the data set, 0 masks the sample.
+        reward: total over turns; None when it could not be computed.
+        reward_components: named parts of the reward, for multi-reward environments.
+        outcome: how it ended.
+        error: text of what failed.
+        answer: answer the grader extracted.
+        weight_versions: weight version of each response turn.
+        num_turns: response turns.
+        extra_env_info: the environment's metadata after the last turn.
+        generation_s: seconds spent waiting for the engine.
+        environment_s: seconds spent waiting for the environment.
+    """
+
+    group_index: int
+    sample_index: int
+    idx: int
+    task_name: str
+    message_log: list[dict[str, Any]]
+    prompt_length: int
+    loss_multiplier: float = 1.0
+    reward: float | None = None
+    reward_components: dict[str, float] = field(default_factory=dict)
+    outcome: Outcome = Outcome.FINISHED
+    error: str | None = None
+    answer: str | None = None
+    weight_versions: list[int] = field(default_factory=list)
+    num_turns: int = 0
+    extra_env_info: Any = None
+    generation_s: float = 0.0
+    environment_s: float = 0.0
+
+    @property
+    def length(self) -> int:
+        """All tokens, prompt included."""
+        return sum(len(message["token_ids"]) for message in self.message_log)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens written by the policy."""
+        return sum(len(m["token_ids"]) for m in self.message_log if "generation_logprobs" in m)
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether the sample may enter baselines and the loss."""
+        return self.reward is not None and self.loss_multiplier > 0
+
+    @property
+    def response_text(self) -> str:
+        """The policy's turns as text."""
+        return "".join(m["content"] for m in self.message_log if "generation_logprobs" in m)

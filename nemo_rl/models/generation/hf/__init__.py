@@ -1,0 +1,1 @@
+"""Hugging Face models as an engine: no extra dependency, for debugging and unsupported architectures."""

@@ -1,0 +1,170 @@
+"""A plain Hugging Face model behind our `Engine` protocol.
+
+Requests waiting when the engine is idle form one left-padded batch that decodes with a key-value cache
+until all its rows are done; later requests wait for the next batch. Simple and slow, exact and small.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from nemo_rl.models.generation.hf.sampling import draw
+from nemo_rl.models.generation.interfaces import (
+    EngineSettings,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+)
+from nemo_rl.utils.errors import GenerationError
+
+
+@dataclass
+class _Row:
+    request_id: str
+    request: GenerationRequest
+    generator: torch.Generator
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class HfEngine:
+    """One Hugging Face model.
+
+    Args:
+        settings: what to build; see `EngineSettings`.
+    """
+
+    def __init__(self, settings: EngineSettings):
+        self.weight_version = 0
+        self._device = torch.device(settings.device)
+        self._max_model_len = settings.max_model_len
+        self._model = AutoModelForCausalLM.from_pretrained(
+            settings.model_name, dtype=getattr(torch, settings.precision), **settings.hf_overrides
+        )
+        self._model.to(self._device).eval()
+        self._vocab_size = self._model.get_input_embeddings().weight.shape[0]
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_name)
+        self._waiting: list[_Row] = []
+        self._active: list[_Row] = []
+        self._cache: DynamicCache | None = None
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._received: set[str] = set()
+
+    def add_request(self, request_id: str, request: GenerationRequest) -> None:
+        """See `Engine.add_request`."""
+        ids = request.prompt_token_ids
+        if not 0 < len(ids) < self._max_model_len:
+            raise GenerationError(
+                f"A prompt of {len(ids)} tokens does not fit the context of {self._max_model_len}."
+            )
+        if not all(0 <= token < self._vocab_size for token in ids):
+            raise GenerationError(f"A prompt holds token ids outside 0..{self._vocab_size - 1}.")
+        generator = torch.Generator().manual_seed(request.seed)
+        self._waiting.append(_Row(request_id, request, generator))
+
+    def has_unfinished(self) -> bool:
+        """See `Engine.has_unfinished`."""
+        return bool(self._waiting or self._active)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[str, GenerationResult]]:
+        """See `Engine.step`."""
+        if not self._active:
+            self._start_batch()
+        output = self._model(
+            **self._inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+        )
+        next_ids = [
+            self._extend(row, logits) if row.finish_reason is None else row.token_ids[-1]
+            for row, logits in zip(self._active, output.logits[:, -1], strict=True)
+        ]
+        self._prepare_next(next_ids)
+        return self._take_finished()
+
+    def _start_batch(self) -> None:
+        self._active, self._waiting = self._waiting, []
+        self._cache = DynamicCache(config=self._model.config)
+        prompts = [row.request.prompt_token_ids for row in self._active]
+        width = max(len(prompt) for prompt in prompts)
+        input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        mask = torch.zeros_like(input_ids)
+        for row, prompt in enumerate(prompts):
+            input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        self._inputs = {
+            "input_ids": input_ids.to(self._device),
+            "attention_mask": mask.to(self._device),
+            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0).to(self._device),
+        }
+
+    def _extend(self, row: _Row, logits_V: torch.Tensor) -> int:
+        sampling = row.request.sampling
+        token, logprob = draw(logits_V, sampling, row.generator)
+        row.token_ids.append(token)
+        row.logprobs.append(logprob)
+        total = len(row.request.prompt_token_ids) + len(row.token_ids)
+        if token in sampling.stop_token_ids or self._hits_stop_string(row):
+            row.finish_reason = "stop"
+        elif len(row.token_ids) >= sampling.max_new_tokens or total >= self._max_model_len:
+            row.finish_reason = "length"
+        return token
+
+    def _hits_stop_string(self, row: _Row) -> bool:
+        if not row.request.sampling.stop_strings:
+            return False
+        text = self._tokenizer.decode(row.token_ids)
+        return any(stop in text for stop in row.request.sampling.stop_strings)
+
+    def _prepare_next(self, next_ids: list[int]) -> None:
+        mask = self._inputs["attention_mask"]
+        position_ids = self._inputs["position_ids"]
+        self._inputs = {
+            "input_ids": torch.tensor(next_ids, device=self._device)[:, None],
+            "attention_mask": torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1),
+            "position_ids": position_ids[:, -1:] + 1,
+        }
+
+    def _take_finished(self) -> list[tuple[str, GenerationResult]]:
+        if any(row.finish_reason is None for row in self._active):
+            return []
+        finished = [
+            (
+                row.request_id,
+                GenerationResult(
+                    row.token_ids, row.logprobs, row.finish_reason or "length", self.weight_version
+                ),
+            )
+            for row in self._active
+        ]
+        self._active, self._cache = [], None
+        return finished
+
+    def begin_weight_update(self) -> None:
+        """See `Engine.begin_weight_update`."""
+        self._received = set()
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """See `Engine.load_tensors`."""
+        own = self._model.state_dict()
+        for name, tensor in tensors:
+            if name not in own:
+                raise GenerationError(f"The engine's model has no tensor named {name}.")
+            own[name].copy_(tensor)
+            self._received.add(name)
+
+    def finish_weight_update(self, version: int) -> list[str]:
+        """See `Engine.finish_weight_update`; tied parameters count once."""
+        self.weight_version = version
+        expected = {name for name, _ in self._model.named_parameters()}
+        return sorted(expected - self._received)
+
+    def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        self._model.to("cpu")
+
+    def wake_up(self) -> None:
+        """See `Engine.wake_up`."""
+        self._model.to(self._device)

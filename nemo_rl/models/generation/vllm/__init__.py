@@ -1,0 +1,1 @@
+"""vLLM as an engine; the only folder that imports vllm."""

@@ -1,0 +1,178 @@
+"""vLLM's in-process engine behind our `Engine` protocol, one adapter for the CPU and GPU builds.
+
+Weight loading has its own file, `weights`. Law: log-probabilities are those of the distribution that was
+sampled from (`processed_logprobs`), so a trainer that divides logits by the same temperature agrees.
+"""
+
+import logging
+
+import torch
+
+from nemo_rl.models.generation.interfaces import (
+    EngineSettings,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+)
+from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
+from nemo_rl.utils.errors import GenerationError
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+logger = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """One vLLM engine.
+
+    Args:
+        settings: what to build; see `EngineSettings`.
+    """
+
+    def __init__(self, settings: EngineSettings):
+        self.weight_version = 0
+        self._can_sleep = settings.can_sleep
+        self._max_model_len = settings.max_model_len
+        self._loaded: set[str] = set()
+        arguments = engine_arguments(settings)
+        if settings.device == "cpu":
+            _register_without_subprocess(arguments)
+        self._engine = LLMEngine.from_engine_args(arguments)
+
+    def add_request(self, request_id: str, request: GenerationRequest) -> None:
+        """See `Engine.add_request`."""
+        prompt_length = len(request.prompt_token_ids)
+        room = self._max_model_len - prompt_length
+        if room < 1:
+            raise GenerationError(
+                f"A prompt of {prompt_length} tokens leaves no room in the context of "
+                f"{self._max_model_len} (policy.generation.vllm_cfg.max_model_len)."
+            )
+        try:
+            self._engine.add_request(
+                request_id,
+                {"prompt_token_ids": request.prompt_token_ids},
+                sampling_params(request.sampling, request.seed, room),
+            )
+        except (VLLMValidationError, ValueError) as refusal:
+            raise GenerationError(f"vLLM refused a prompt: {refusal}") from refusal
+
+    def has_unfinished(self) -> bool:
+        """See `Engine.has_unfinished`."""
+        return self._engine.has_unfinished_requests()
+
+    def step(self) -> list[tuple[str, GenerationResult]]:
+        """See `Engine.step`."""
+        finished = []
+        for output in self._engine.step():
+            if isinstance(output, RequestOutput) and output.finished:
+                finished.append((output.request_id, self._result(output)))
+        return finished
+
+    def _result(self, output: RequestOutput) -> GenerationResult:
+        completion = output.outputs[0]
+        token_ids = list(completion.token_ids)
+        logprobs = sampled_logprobs(token_ids, completion.logprobs)
+        reason = "stop" if completion.finish_reason == "stop" else "length"
+        return GenerationResult(token_ids, logprobs, reason, self.weight_version)
+
+    def begin_weight_update(self) -> None:
+        """See `Engine.begin_weight_update`."""
+        self._loaded = set()
+        self._engine.collective_rpc(begin_reload)
+
+    def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """See `Engine.load_tensors`."""
+        for loaded in self._engine.collective_rpc(load_tensors, args=(tensors,)):
+            self._loaded |= loaded
+
+    def finish_weight_update(self, version: int) -> list[str]:
+        """See `Engine.finish_weight_update`."""
+        (expected,) = self._engine.collective_rpc(finish_reload)
+        self._engine.reset_prefix_cache()
+        self.weight_version = version
+        return sorted(expected - self._loaded)
+
+    def sleep(self) -> None:
+        """See `Engine.sleep`; weights go to host memory, the cache is dropped."""
+        if self._can_sleep:
+            self._engine.reset_prefix_cache()
+            self._engine.sleep(level=1)
+
+    def wake_up(self) -> None:
+        """See `Engine.wake_up`."""
+        if self._can_sleep and self._engine.is_sleeping():
+            self._engine.wake_up()
+
+
+def engine_arguments(settings: EngineSettings) -> EngineArgs:
+    """Translate our settings into vLLM's."""
+    values: dict[str, object] = {
+        "model": settings.model_name,
+        "tokenizer": settings.tokenizer_name,
+        "dtype": settings.precision,
+        "max_model_len": settings.max_model_len,
+        "enforce_eager": settings.enforce_eager,
+        "enable_sleep_mode": settings.can_sleep,
+        "load_format": "auto" if settings.load_weights else "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "seed": settings.seed,
+        "hf_overrides": settings.hf_overrides,
+        "disable_log_stats": True,
+    }
+    if settings.kv_cache_bytes is not None:
+        values["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    else:
+        values["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    return EngineArgs(**(values | settings.engine_kwargs))
+
+
+def sampling_params(sampling: SamplingParams, seed: int, room: int) -> VllmSamplingParams:
+    """Translate our sampling parameters; `room` caps the response at the context limit."""
+    return VllmSamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k or 0,
+        top_p=sampling.top_p,
+        max_tokens=min(sampling.max_new_tokens, room),
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=True,
+        stop=list(sampling.stop_strings) or None,
+        include_stop_str_in_output=True,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        detokenize=bool(sampling.stop_strings),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def sampled_logprobs(token_ids: list[int], logprobs: object) -> list[float]:
+    """Pick each sampled token's log-probability out of vLLM's flat table.
+
+    Raises:
+        GenerationError: vLLM returned a table that does not hold the sampled tokens.
+    """
+    table_ids = list(getattr(logprobs, "token_ids", []))
+    values = list(getattr(logprobs, "logprobs", []))
+    if table_ids != token_ids or len(values) != len(token_ids):
+        raise GenerationError(
+            f"vLLM returned log-probabilities of {len(table_ids)} tokens for {len(token_ids)} sampled ones."
+        )
+    return values
+
+
+def _register_without_subprocess(arguments: EngineArgs) -> None:
+    """Let vLLM inspect the model class here instead of in a subprocess.
+
+    vLLM starts a Python process per new architecture to keep CUDA out of the parent; without CUDA that
+    only costs the import of everything once more (about 15 s on a fresh machine).
+    """
+    for architecture in arguments.create_model_config().architectures:
+        entry = ModelRegistry.models.get(architecture)
+        if entry is not None and hasattr(entry, "load_model_cls"):
+            ModelRegistry.register_model(architecture, entry.load_model_cls())

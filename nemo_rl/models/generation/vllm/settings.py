@@ -1,0 +1,25 @@
+"""What a process needs in its environment before vLLM is imported.
+
+Law: nothing here imports vllm, so the controller can read it.
+"""
+
+
+def engine_environment(device: str) -> dict[str, str]:
+    """Environment variables for a vLLM actor on `device` ("cpu" or "cuda").
+
+    The engine runs inside the actor's process: no second process to lose, and requests, weights and
+    cache resets are plain calls between two steps. On CPUs one OpenMP thread is fastest for small models
+    (two threads on busy cores spin and are ten times slower), and Dynamo would compile even in eager mode.
+    """
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    if device == "cpu":
+        variables |= {
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    return variables
