@@ -1,0 +1,157 @@
+"""The Ray actor that hosts an environment, and the one place that catches what user code raises.
+
+`client` launches it and calls `step`; the environment inside is a plain object. Law: `step` returns
+one `StepResult` for each sample, whatever the environment does short of killing the process; what
+it raises goes with the sample it belongs to.
+
+Calls run on the actor's main thread one after another, or on `max_concurrent_steps` threads if the
+environment allows more than one; coroutines run on one private event loop.
+"""
+
+import asyncio
+import copy
+import inspect
+import logging
+import math
+import os
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.actor import ActorHandle
+
+from nemo_rl.environments.interfaces import EnvironmentReturn, StepResult
+from nemo_rl.environments.loading import EnvironmentClass, load_env_class, plain_env_class
+
+if TYPE_CHECKING:
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+logger = logging.getLogger(__name__)
+
+_MAX_ERROR_CHARS = 2000
+_COROUTINE_STEPS = 64
+"""Calls of `step` in flight when it is a coroutine function of a class that states no number."""
+
+
+def launch_environment_actor(env_class: "str | EnvironmentClass", cfg: dict[str, Any]) -> ActorHandle:
+    """Start an actor that hosts the environment; returns before it is ready.
+
+    Args:
+        env_class: A class (plain or `@ray.remote`), or its dotted path, which is then imported
+            again inside the actor.
+        cfg: What the class is constructed with.
+
+    Raises:
+        ConfigError: There is no such class.
+    """
+    loaded = load_env_class(env_class) if isinstance(env_class, str) else plain_env_class(env_class)
+    plain_class, options = loaded
+    concurrency = plain_class.max_concurrent_steps
+    if inspect.iscoroutinefunction(plain_class.step) and concurrency == 1:
+        concurrency = _COROUTINE_STEPS
+    hosted = env_class if isinstance(env_class, str) else plain_class
+    options = {"num_cpus": 0, **options, "max_concurrency": concurrency, "max_restarts": 0}
+    return ray.remote(EnvironmentActor).options(**options).remote(hosted, cfg)
+
+
+class EnvironmentActor:
+    """Hosts one environment object; see the module docstring."""
+
+    def __init__(self, env_class: "str | EnvironmentClass", cfg: dict[str, Any]) -> None:
+        if isinstance(env_class, str):
+            env_class, _ = load_env_class(env_class)
+        self._env = env_class(cfg)  # type: ignore[call-arg]
+        self._step_options = {"return_extracted_answer": True} if env_class.gives_answers else {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()
+
+    def ready(self) -> int:
+        """Return the actor's process id, once the environment is constructed."""
+        return os.getpid()
+
+    def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
+        """Step B samples; if the batch raises, step each alone to find the ones to blame."""
+        if len(metadata) == 1:
+            return [self._step_one(message_logs[0], metadata[0])]
+        untouched = copy.deepcopy((message_logs, metadata))
+        try:
+            return self._step_batch(message_logs, metadata)
+        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+            logger.warning(
+                "%s raised for a batch of %d; stepping each sample alone: %s",
+                type(self._env).__name__,
+                len(metadata),
+                _describe(error),
+            )
+        return [self._step_one(log, item) for log, item in zip(*untouched, strict=True)]
+
+    def global_post_process_and_metrics(
+        self, batch: "BatchedDataDict[Any]"
+    ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
+        """Pass on to the environment."""
+        return self._env.global_post_process_and_metrics(batch)
+
+    def shutdown(self) -> None:
+        """Let the environment release what it holds."""
+        self._env.shutdown()
+
+    def _step_one(self, message_log: Any, metadata: Any) -> StepResult:
+        try:
+            return self._step_batch([message_log], [metadata])[0]
+        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+            return StepResult.failed(_describe(error), metadata)
+
+    def _step_batch(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
+        outcome = self._env.step(message_logs, metadata, **self._step_options)
+        if inspect.iscoroutine(outcome):
+            outcome = asyncio.run_coroutine_threadsafe(outcome, self._event_loop()).result()
+        return split_return(outcome, len(metadata), type(self._env).__name__)
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that coroutine steps share, running in its own thread."""
+        with self._loop_lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            return self._loop
+
+
+def split_return(outcome: EnvironmentReturn[Any], num_samples: int, name: str) -> list[StepResult]:
+    """Turn what an environment returned for a batch into one result for each sample.
+
+    Raises:
+        ValueError: A field does not have one item for each sample.
+    """
+    components = outcome.rewards if isinstance(outcome.rewards, dict) else {"": outcome.rewards}
+    columns: dict[str, Any] = outcome._asdict() | {f"rewards {k}": v for k, v in components.items()}
+    for field, column in columns.items():
+        if column is not None and field != "rewards" and len(column) != num_samples:
+            raise ValueError(f"{name}.step returned {len(column)} {field} for {num_samples} samples")
+    rewards = {key: [float(value) for value in column] for key, column in components.items()}
+    return [_one_result(outcome, row, rewards) for row in range(num_samples)]
+
+
+def _one_result(outcome: EnvironmentReturn[Any], row: int, rewards: dict[str, list[float]]) -> StepResult:
+    metadata = outcome.metadata[row]
+    error = outcome.errors[row] if outcome.errors is not None else None
+    values = {name: column[row] for name, column in rewards.items()}
+    if error is None and not all(math.isfinite(value) for value in values.values()):
+        error = f"the environment returned a reward that is not finite: {list(values.values())}"
+    if error is not None:
+        return StepResult.failed(error, metadata)
+    return StepResult(
+        observation=outcome.observations[row],
+        metadata=metadata,
+        reward=values if isinstance(outcome.rewards, dict) else values[""],
+        terminated=bool(outcome.terminateds[row]),
+        next_stop_strings=outcome.next_stop_strings[row],
+        answer=outcome.answers[row] if outcome.answers is not None else None,
+    )
+
+
+def _describe(error: BaseException) -> str:
+    """Name the error, its text and the innermost line of code it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"[:_MAX_ERROR_CHARS]

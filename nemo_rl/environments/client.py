@@ -1,0 +1,291 @@
+"""How rollouts talk to an environment: awaitable, batched, with deadlines, surviving its death.
+
+Lives in the driver, on the event loop of the rollouts; the environment lives in the Ray actor of
+`actor`. Law: every `step` ends, with a result or with an error of its sample; only an environment
+that cannot be kept alive stops the run.
+
+    rollout coroutines ── step() ──► queue of this tick ── flush ──► task: one Ray call
+           ▲                                                        │ waits: start_timeout_s,
+           └────── StepResult for each sample ◄─────────────────────┘ then step_timeout_s
+
+    no answer in time   the batch gets errors, the actor is killed, another is started
+    actor died          another is started and the batch is issued again; a batch that was there
+                        twice when an actor died is issued one by one, a sample three times
+                        (twice in company) gets an error: it may well be the killer
+    too many deaths     WorkerDiedError for all, now and later
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from nemo_rl.environments.actor import launch_environment_actor
+from nemo_rl.environments.interfaces import StepResult
+from nemo_rl.environments.loading import EnvironmentClass
+from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+logger = logging.getLogger(__name__)
+
+_DEATHS_BEFORE_SPLIT = 2
+_DEATHS_BEFORE_BLAME = 3
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A sample whose coroutine waits for its step."""
+
+    message_log: list[dict[str, Any]]
+    metadata: Any
+    future: "asyncio.Future[StepResult]"
+
+
+@dataclass(eq=False)
+class _Incarnation:
+    """One actor process of the environment."""
+
+    handle: ActorHandle
+    ready: "ray.ObjectRef[int]"
+    ended_by_us: bool = False
+
+
+class EnvironmentClient:
+    """The environment `name`, as rollouts see it. For one event loop at a time; not thread-safe.
+
+    The actor is started by the constructor, in the background.
+
+    Args:
+        name: For logs and errors, usually the task name.
+        env_class: A class or its dotted path.
+        cfg: What the class is constructed with.
+        step_timeout_s: Deadline of one step, from issue to answer (`cluster.timeouts.environment_s`).
+        start_timeout_s: Deadline of the actor's start.
+        max_restarts: How often the actor may be replaced (`cluster.max_actor_restarts`).
+
+    Raises:
+        ConfigError: There is no such class.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        env_class: str | EnvironmentClass,
+        cfg: dict[str, Any],
+        *,
+        step_timeout_s: float = 600.0,
+        start_timeout_s: float = 300.0,
+        max_restarts: int = 10,
+    ) -> None:
+        self.name = name
+        self.num_restarts = 0
+        self.num_calls = 0
+        self._env_class = env_class
+        self._cfg = cfg
+        self._step_timeout_s = step_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._max_restarts = max_restarts
+        self._failure: WorkerDiedError | None = None
+        self._queue: list[_Waiting] = []
+        self._queue_loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._incarnation: _Incarnation | None = self._launch()
+
+    async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:
+        """Let the environment take the last turn of one conversation.
+
+        Calls that arrive in the same tick of the event loop travel in one Ray call. Only `role`
+        and `content` of the messages are sent.
+
+        Args:
+            message_log: The conversation so far.
+            metadata: `extra_env_info` at first, then `metadata` of the last result.
+
+        Returns:
+            The result; its `error` is set if the environment raised, hung or died over it.
+
+        Raises:
+            WorkerDiedError: The environment cannot be started or kept alive, or was shut down.
+        """
+        loop = asyncio.get_running_loop()
+        if self._queue_loop is not loop:
+            self._queue, self._queue_loop = [], loop
+        texts = [{"role": turn["role"], "content": turn["content"]} for turn in message_log]
+        waiting = _Waiting(texts, metadata, loop.create_future())
+        self._queue.append(waiting)
+        if len(self._queue) == 1:
+            loop.call_soon(self._flush)
+        return await waiting.future
+
+    async def global_post_process_and_metrics(
+        self, batch: "BatchedDataDict[Any]"
+    ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
+        """Ask the environment for its metrics over a finished batch.
+
+        Raises:
+            WorkerDiedError: The environment cannot be kept alive.
+            DeadlineExceededError: It took longer than `step_timeout_s`.
+        """
+        reference = ray.put(batch)
+        while True:
+            incarnation = self._living()
+            try:
+                await self._until_ready(incarnation)
+                call = incarnation.handle.global_post_process_and_metrics.remote(reference)
+                return await _answer(call, self._step_timeout_s)
+            except RayActorError as error:
+                self._replace(incarnation, error)
+            except TimeoutError as error:
+                self._end_hung(incarnation)
+                raise DeadlineExceededError(
+                    f"metrics of environment {self.name!r} took longer than "
+                    f"{self._step_timeout_s:g} s (cluster.timeouts.environment_s)"
+                ) from error
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """End the actor and whatever it started; later steps raise. Idempotent.
+
+        Args:
+            timeout_s: How long the environment's own `shutdown` may take before it is killed.
+        """
+        incarnation, self._incarnation = self._incarnation, None
+        self._failure = WorkerDiedError(f"environment {self.name!r} was shut down")
+        if incarnation is None:
+            return
+        try:
+            ray.get(incarnation.handle.shutdown.remote(), timeout=timeout_s)
+        except (GetTimeoutError, RayActorError, RayTaskError) as error:
+            logger.warning("Environment %r did not shut down by itself: %s", self.name, error)
+        ray.kill(incarnation.handle)
+
+    def _flush(self) -> None:
+        """Send what has gathered in this tick, in a task of its own."""
+        batch, self._queue = self._queue, []
+        task = asyncio.get_running_loop().create_task(self._run(batch))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, batch: list[_Waiting]) -> None:
+        """Deliver to each waiting coroutine its result, or the exception that stops the run."""
+        try:
+            results = await self._step_together(batch)
+        except Exception as error:  # relay: each waiting coroutine raises it
+            for waiting in batch:
+                if not waiting.future.done():
+                    waiting.future.set_exception(error)
+            return
+        self._report_errors(results)
+        for waiting, result in zip(batch, results, strict=True):
+            if not waiting.future.done():
+                waiting.future.set_result(result)
+
+    async def _step_together(self, batch: list[_Waiting], num_deaths: int = 0) -> list[StepResult]:
+        """Step samples in one Ray call, again after each death of the actor."""
+        while True:
+            incarnation = self._living()
+            try:
+                await self._until_ready(incarnation)
+                return await self._call_step(incarnation, batch)
+            except TimeoutError:
+                self._end_hung(incarnation)
+                reason = f"environment {self.name!r} gave no answer in {self._step_timeout_s:g} s"
+                return [StepResult.failed(reason, waiting.metadata) for waiting in batch]
+            except RayActorError as error:
+                num_deaths += not incarnation.ended_by_us
+                self._replace(incarnation, error)
+            if len(batch) > 1 and num_deaths >= _DEATHS_BEFORE_SPLIT:
+                return [(await self._step_together([one], num_deaths))[0] for one in batch]
+            if num_deaths >= _DEATHS_BEFORE_BLAME:
+                reason = f"environment {self.name!r} died {num_deaths} times over this sample"
+                return [StepResult.failed(reason, batch[0].metadata)]
+
+    async def _call_step(self, incarnation: _Incarnation, batch: list[_Waiting]) -> list[StepResult]:
+        self.num_calls += 1
+        logs = [waiting.message_log for waiting in batch]
+        metadata = [waiting.metadata for waiting in batch]
+        call = incarnation.handle.step.remote(logs, metadata)
+        return await _answer(call, self._step_timeout_s)
+
+    async def _until_ready(self, incarnation: _Incarnation) -> None:
+        """Wait until the environment is constructed.
+
+        Raises:
+            WorkerDiedError: Its constructor raised, or took longer than `start_timeout_s`.
+            RayActorError: The process died on the way.
+        """
+        try:
+            await _answer(incarnation.ready, self._start_timeout_s)
+        except TimeoutError as error:
+            reason = f"did not start in {self._start_timeout_s:g} s"
+            raise self._fail(reason) from error
+        except RayActorError as error:
+            if error.actor_init_failed:
+                raise self._fail(f"could not be constructed: {error}") from error
+            raise
+
+    def _launch(self) -> _Incarnation:
+        handle = launch_environment_actor(self._env_class, self._cfg)
+        return _Incarnation(handle, handle.ready.remote())
+
+    def _living(self) -> _Incarnation:
+        """The actor to call now; starts one if the last is gone."""
+        if self._failure is not None:
+            raise self._failure
+        if self._incarnation is None:
+            self._incarnation = self._launch()
+        return self._incarnation
+
+    def _end_hung(self, incarnation: _Incarnation) -> None:
+        """Kill an actor that missed a deadline; its other batches are issued again."""
+        incarnation.ended_by_us = True
+        self._replace(incarnation, f"no answer in {self._step_timeout_s:g} s")
+
+    def _replace(self, incarnation: _Incarnation, reason: object) -> None:
+        """Take an actor out of service, once, and count it against the limit."""
+        if self._incarnation is not incarnation:
+            return
+        ray.kill(incarnation.handle)
+        self._incarnation = None
+        self.num_restarts += 1
+        if self.num_restarts > self._max_restarts:
+            self._fail(f"died once more after {self._max_restarts} restarts; last: {reason}")
+            return
+        logger.warning(
+            "The actor of environment %r is gone (%s); starting it again (%d of at most %d)",
+            self.name,
+            reason,
+            self.num_restarts,
+            self._max_restarts,
+        )
+
+    def _fail(self, reason: str) -> WorkerDiedError:
+        """Put the client out of service for good."""
+        if self._failure is None:
+            self._failure = WorkerDiedError(f"environment {self.name!r} {reason}")
+        if self._incarnation is not None:
+            ray.kill(self._incarnation.handle)
+            self._incarnation = None
+        return self._failure
+
+    def _report_errors(self, results: list[StepResult]) -> None:
+        errors = [result.error for result in results if result.error is not None]
+        if errors:
+            logger.warning(
+                "Environment %r could not grade %d of %d samples; the first: %s",
+                self.name,
+                len(errors),
+                len(results),
+                errors[0],
+            )
+
+
+async def _answer(call: "ray.ObjectRef[Any]", timeout_s: float) -> Any:
+    """Await a Ray call with a deadline; raises TimeoutError or what the call raised."""
+    return await asyncio.wait_for(asyncio.wrap_future(call.future()), timeout_s)

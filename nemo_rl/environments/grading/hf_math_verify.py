@@ -1,0 +1,80 @@
+r"""Mathematical equality by the math-verify library, `\boxed` first.
+
+Runs in a grading process only: it imports sympy, and a comparison may take for ever, so
+math-verify's own `signal.alarm` deadlines are off and the pool's are used. Law: what cannot be
+compared raises; it is never a 0.
+"""
+
+import logging
+import re
+from itertools import product
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from nemo_rl.environments.grading.boxed import last_boxed
+from nemo_rl.environments.grading.verdict import Verdict
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_TRUTH_TARGETS = (LatexExtractionConfig(),)
+_ANSWER_TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+_INTEGER = re.compile(r"[+-]?[0-9]+(?:,[0-9]{3})*")
+_THINK_THEN_ANSWER = re.compile(
+    r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
+)
+
+
+def verify_math(response: str, ground_truth: str) -> Verdict:
+    """Judge whether the response's final answer equals the ground truth mathematically.
+
+    Args:
+        response: The model's whole answer.
+        ground_truth: The correct answer, in LaTeX or plain, without box or dollar signs.
+
+    Returns:
+        Reward 1.0 or 0.0. A response without a recognisable answer gets 0.0.
+
+    Raises:
+        ValueError: The ground truth itself cannot be read.
+        Exception: Whatever sympy raised, if no reading of the answer was equal.
+    """
+    truths = parse(f"\\boxed{{{ground_truth}}}", _TRUTH_TARGETS, parsing_timeout=None, raise_on_error=True)
+    if not truths:
+        raise ValueError(f"math-verify finds no expression in the ground truth {ground_truth!r}")
+    answers = parse(response, _ANSWER_TARGETS, parsing_timeout=None, raise_on_error=True)
+    text = next((answer for answer in answers if isinstance(answer, str)), None)
+    return Verdict(float(_any_equal(truths, answers)), text)
+
+
+def _any_equal(truths: list, answers: list) -> bool:
+    """Compare each reading of the truth with each of the answer; raise only if none is equal."""
+    failure: Exception | None = None
+    for truth, answer in product(truths, answers):
+        try:
+            if verify(truth, answer, timeout_seconds=None, raise_on_error=True):
+                return True
+        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return False
+
+
+def verify_math_components(response: str, ground_truth: str) -> Verdict:
+    """Judge correctness, integer-ness and format as separate reward components.
+
+    Returns:
+        Rewards of 1.0 or 0.0: `reward/correctness` as `verify_math`; `reward/integer` if the
+        final answer is written as an integer; `reward/format` if the response is one
+        `<think>...</think>` block followed by one `<answer>...</answer>` block.
+    """
+    verdict = verify_math(response, ground_truth)
+    answer = last_boxed(response) or verdict.extracted_answer or ""
+    return Verdict(
+        {
+            "reward/correctness": float(verdict.reward),  # type: ignore[arg-type]
+            "reward/integer": float(_INTEGER.fullmatch(answer.strip(" $")) is not None),
+            "reward/format": float(_THINK_THEN_ANSWER.fullmatch(response) is not None),
+        },
+        verdict.extracted_answer,
+    )

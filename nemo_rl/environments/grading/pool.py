@@ -1,0 +1,188 @@
+"""A pool of killable grading processes with a deadline on each answer.
+
+Used by `math_environment` inside the environment actor. Law: `grade` returns one `Grade` for each
+answer, in order; an answer whose grading raised, hung or died carries the reason, never a 0.
+
+    grade() ──jobs──► queue ──► thread 1 ─pipe─► grading process 1
+       ▲                   └──► thread n ─pipe─► grading process n      n <= num_workers
+       └──futures──────────────────┘
+
+A thread owns its process, waits for each reply with the deadline, and on a miss kills the process
+and starts another. `grade` waits on futures and adds one thread at a time while jobs are queued.
+Every wait is bounded: by the answer deadline, the start deadline, or (idle threads) by `close`.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.environments.grading.process import GradingProcess
+from nemo_rl.environments.grading.verdict import Grade, Verdict
+from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG_INTERVAL_S = 0.05
+"""How long `grade` waits for an answer before it considers another worker."""
+
+
+@dataclass
+class _Job:
+    response: str
+    ground_truth: str
+    future: Future[Grade] = field(default_factory=Future)
+
+
+class GradingPool:
+    """Grades answers in at most `num_workers` processes. Thread-safe.
+
+    Args:
+        verifier: Name or dotted path, see `load_verifier`.
+        num_workers: Upper bound of processes; they are started one by one, as answers queue up.
+        timeout_s: Deadline of one answer, from the moment a process takes it.
+        start_timeout_s: Deadline of a process start.
+        memory_limit_mb: Address space of one process; beyond it the verifier gets a MemoryError.
+    """
+
+    def __init__(
+        self,
+        verifier: str,
+        num_workers: int,
+        timeout_s: float,
+        start_timeout_s: float = 120.0,
+        memory_limit_mb: int = 4096,
+    ) -> None:
+        self.verifier = verifier
+        self.num_workers = num_workers
+        self.timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._memory_limit_mb = memory_limit_mb
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._processes: dict[int, GradingProcess] = {}
+        self._num_starting = 0
+        self._closed = False
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the grading processes alive now."""
+        with self._lock:
+            return sorted(self._processes)
+
+    def warm_up(self) -> None:
+        """Start the first grading process in the background; returns at once."""
+        with self._lock:
+            if not self._threads and not self._closed:
+                self._add_thread()
+
+    def grade(self, answers: Sequence[tuple[str, str]]) -> list[Grade]:
+        """Grade (response, ground truth) pairs; blocks until each has an outcome.
+
+        Raises:
+            WorkerDiedError: The pool is closed.
+        """
+        if self._closed:
+            raise WorkerDiedError("the grading pool is closed")
+        jobs = [_Job(response, truth) for response, truth in answers]
+        for job in jobs:
+            self._jobs.put(job)
+        return [self._wait(job) for job in jobs]
+
+    def close(self) -> None:
+        """Kill all grading processes; answers still in work get an error. Idempotent."""
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+            for process in self._processes.values():
+                process.interrupt()
+        for _ in threads:
+            self._jobs.put(None)
+        for thread in threads:
+            thread.join(timeout=5.0)
+
+    def _wait(self, job: _Job) -> Grade:
+        while True:
+            self._grow()
+            try:
+                return job.future.result(timeout=_BACKLOG_INTERVAL_S)
+            except TimeoutError:
+                if self._closed and not job.future.done():
+                    return Grade(error="the grading pool was closed")
+
+    def _grow(self) -> None:
+        """Add one worker if answers are queued and none is on its way."""
+        with self._lock:
+            wanted = not self._jobs.empty() and self._num_starting == 0
+            if wanted and len(self._threads) < self.num_workers and not self._closed:
+                self._add_thread()
+
+    def _add_thread(self) -> None:
+        self._num_starting += 1
+        name = f"grading-{len(self._threads)}"
+        thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self) -> None:
+        """Body of a thread: one process after another, one answer after another."""
+        process, problem = self._start_process()
+        with self._lock:
+            self._num_starting -= 1
+        while (job := self._jobs.get()) is not None:
+            if process is None and not self._closed:
+                process, problem = self._start_process()
+            if process is None:
+                job.future.set_result(Grade(error=problem))
+                continue
+            grade, healthy = self._grade_one(process, job)
+            job.future.set_result(grade)
+            if not healthy:
+                self._end_process(process)
+                process, problem = self._start_process()
+        if process is not None:
+            self._end_process(process)
+
+    def _grade_one(self, process: GradingProcess, job: _Job) -> tuple[Grade, bool]:
+        """Return the outcome and whether the process may be asked again."""
+        try:
+            reply = process.ask(job.response, job.ground_truth, self.timeout_s)
+        except (DeadlineExceededError, WorkerDiedError) as error:
+            if not self._closed:
+                logger.warning("%s (verifier %s); starting another", error, self.verifier)
+            return Grade(error=f"{error} (verifier {self.verifier})"), False
+        return _as_grade(reply, self.verifier), True
+
+    def _start_process(self) -> tuple[GradingProcess | None, str]:
+        """Start a process and wait until it is ready; else None and the reason."""
+        process: GradingProcess | None = None
+        if self._closed:
+            return None, "the grading pool was closed"
+        try:
+            process = GradingProcess(self.verifier, self._memory_limit_mb)
+            with self._lock:
+                self._processes[process.pid] = process
+            process.wait_ready(self._start_timeout_s)
+            return process, ""
+        except (DeadlineExceededError, WorkerDiedError) as error:
+            if not self._closed:
+                logger.warning("A grading process did not start: %s", error)
+            if process is not None:
+                self._end_process(process)
+            return None, str(error)
+
+    def _end_process(self, process: GradingProcess) -> None:
+        with self._lock:
+            self._processes.pop(process.pid, None)
+        process.kill()
+
+
+def _as_grade(reply: dict[str, Any], verifier: str) -> Grade:
+    """Read a reply of `worker_main`."""
+    if "error" in reply:
+        return Grade(error=f"verifier {verifier} raised {reply['error']}")
+    return Grade(verdict=Verdict(reply["reward"], reply["extracted_answer"]))

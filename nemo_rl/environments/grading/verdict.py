@@ -1,0 +1,73 @@
+"""What a verifier says about one answer, and which verifiers exist.
+
+Used on both sides of the pipe between `pool` (environment actor) and `worker_main` (grading
+process). Law: an answer that could not be graded has no reward, only the reason.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+Reward = float | dict[str, float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A verifier's judgement of one answer.
+
+    Attributes:
+        reward: 1.0 or 0.0, or one value for each named reward component.
+        extracted_answer: The text the verifier took as the final answer; None if it found none.
+    """
+
+    reward: Reward
+    extracted_answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The outcome of grading: exactly one of `verdict` and `error` is set.
+
+    Attributes:
+        verdict: The judgement, if there is one.
+        error: Why there is none: the verifier raised, ran past its deadline or died.
+    """
+
+    verdict: Verdict | None = None
+    error: str | None = None
+
+
+Verifier = Callable[[str, str], Verdict]
+"""`verify(response, ground_truth) -> Verdict`; raises when it cannot judge."""
+
+_HERE = "nemo_rl.environments.grading"
+
+VERIFIERS: dict[str, str] = {
+    "hf_math_verify": f"{_HERE}.hf_math_verify.verify_math",
+    "math_multi_reward": f"{_HERE}.hf_math_verify.verify_math_components",
+    "dapo_math_verify": f"{_HERE}.dapo.verify_final_answer",
+    "english_multichoice": f"{_HERE}.multichoice.verify_english",
+    "multilingual_multichoice": f"{_HERE}.multichoice.verify_multilingual",
+}
+"""Verifier name -> dotted path of its function, imported in the grading process only."""
+
+
+def load_verifier(name: str) -> Verifier:
+    """Import a verifier by its registered name or by a dotted path of the caller's own.
+
+    Args:
+        name: A key of `VERIFIERS` or `package.module.function`.
+
+    Raises:
+        ValueError: The name is neither registered nor dotted.
+        ImportError, AttributeError: The dotted path does not lead to a function.
+    """
+    path = VERIFIERS.get(name, name)
+    module, dot, function = path.rpartition(".")
+    if not dot:
+        raise ValueError(
+            f"unknown verifier {name!r}; known: {', '.join(sorted(VERIFIERS))}, "
+            "or the dotted path of a function (response, ground_truth) -> Verdict"
+        )
+    return cast(Verifier, getattr(importlib.import_module(module), function))

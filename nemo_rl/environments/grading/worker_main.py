@@ -1,0 +1,89 @@
+"""The grading process: reads answers as JSON lines, judges them, writes verdicts as JSON lines.
+
+Started by `process.GradingProcess` as `python -m nemo_rl.environments.grading.worker_main`. It has
+no deadline of its own: whoever waits for it kills it. Law: it ends with its parent, however the
+parent ends, and every request gets one line back, a verdict or an error.
+
+    request   {"response": str, "ground_truth": str}
+    reply     {"reward": float | {name: float}, "extracted_answer": str | null} | {"error": str}
+    greeting  {"ready": true} | {"fatal": str}
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from typing import TextIO
+
+from nemo_rl.environments.grading.verdict import Verifier, load_verifier
+
+_PR_SET_PDEATHSIG = 1
+_MAX_ERROR_CHARS = 1000
+
+
+def main(verifier_name: str, parent_pid: int, memory_limit_mb: int) -> int:
+    """Serve until the request pipe closes; returns the exit status."""
+    _die_with_parent(parent_pid)
+    _limit_memory(memory_limit_mb)
+    requests, replies = _take_over_pipes()
+    try:
+        verifier = load_verifier(verifier_name)
+    except Exception as error:  # boundary: the verifier may be the user's own code
+        _send(replies, json.dumps({"fatal": _describe(error)}))
+        return 1
+    _send(replies, json.dumps({"ready": True}))
+    for line in requests:
+        _send(replies, _judge(verifier, json.loads(line)))
+    return 0
+
+
+def _judge(verifier: Verifier, request: dict[str, str]) -> str:
+    """Run the verifier and write its verdict as JSON; whatever it raises becomes the reply."""
+    try:
+        verdict = verifier(request["response"], request["ground_truth"])
+        return json.dumps({"reward": verdict.reward, "extracted_answer": verdict.extracted_answer})
+    except Exception as error:  # boundary: see above
+        return json.dumps({"error": _describe(error)})
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+
+
+def _send(replies: TextIO, message: str) -> None:
+    replies.write(message + "\n")
+    replies.flush()
+
+
+def _take_over_pipes() -> tuple[TextIO, TextIO]:
+    """Keep stdin and stdout for the protocol; a verifier's own prints go to stderr."""
+    requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGKILL when the parent ends; leave at once if it already has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _limit_memory(memory_limit_mb: int) -> None:
+    """Turn an answer like 10^10^10 into a MemoryError instead of a full machine."""
+    limit = memory_limit_mb * 2**20
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,113 @@
+"""What an environment is, what it returns, and what one sample of it looks like to a rollout.
+
+A user implements `EnvironmentInterface`; `actor` hosts it and turns its `EnvironmentReturn` into one
+`StepResult` for each sample, which `client` hands to the rollouts. Law: a sample whose reward could
+not be computed carries the reason in `errors`; a number is always a real reward.
+"""
+
+import abc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+MetadataT = TypeVar("MetadataT")
+
+
+class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (MetadataT is public)
+    """What `step` returns for a batch of B samples.
+
+    Attributes:
+        observations: B messages with `role` (usually "environment") and `content`.
+        metadata: B items, passed to the next `step` of the same sample; None ends its memory.
+        next_stop_strings: B lists of stop strings for the next turn, or None to keep the usual.
+        rewards: [B] float, or one such tensor for each named reward component.
+        terminateds: [B] bool, True where the episode is over.
+        answers: B extracted answers (None where none was found), or None altogether.
+        errors: None, or B items: the reason why the sample's reward could not be computed, None
+            where it could. The reward of a sample with a reason is ignored, and the sample does
+            not train the model.
+    """
+
+    observations: list[dict[str, str]]
+    metadata: list[MetadataT]
+    next_stop_strings: list[list[str] | None] | list[None]
+    rewards: Tensor | dict[str, Tensor]
+    terminateds: Tensor
+    answers: list[str | None] | None = None
+    errors: list[str | None] | None = None
+
+
+class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
+    """Answers turns of a model and rewards them.
+
+    A plain class, constructed with its section of the configuration (a dict) inside a Ray actor.
+    `step` may also be a coroutine function. It need not be safe to repeat, but it should keep the
+    state of an episode in `metadata`: when `step` raises for a batch, it is called again for
+    each sample alone, with untouched copies, to find the one to blame.
+
+    Attributes:
+        max_concurrent_steps: How many calls of `step` may run at the same time. With 1 they run
+            on the main thread of their process, one after another; with more `step` must be
+            thread-safe (or a coroutine function).
+        gives_answers: Whether `step` takes the keyword `return_extracted_answer`.
+    """
+
+    max_concurrent_steps: ClassVar[int] = 1
+    gives_answers: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def step(
+        self,
+        message_log_batch: list["LLMMessageLogType"],
+        metadata: list[MetadataT],
+    ) -> EnvironmentReturn[MetadataT]:
+        """Take the last turn of B conversations.
+
+        Args:
+            message_log_batch: B conversations of messages with `role` and `content`.
+            metadata: B items: `extra_env_info` of the prompt at first, then what the last `step`
+                of the same sample returned.
+        """
+
+    @abc.abstractmethod
+    def global_post_process_and_metrics(
+        self, batch: "BatchedDataDict[Any]"
+    ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
+        """Correct a finished batch of rollouts if need be, and compute metrics over it."""
+
+    def shutdown(self) -> None:  # noqa: B027  (optional hook)
+        """Release what this object holds; called once before its actor ends."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The environment's answer to one turn of one sample.
+
+    Attributes:
+        observation: Message with `role` and `content`.
+        metadata: For the next `step` of this sample.
+        reward: A number, one for each named component, or None: it could not be computed.
+        terminated: Whether the episode is over; always True with an error.
+        next_stop_strings: Stop strings for the next turn; None keeps the usual ones.
+        answer: The answer the environment extracted, if it does so.
+        error: Why `reward` is None: the environment raised, hung or died; else None.
+    """
+
+    observation: dict[str, str]
+    metadata: Any
+    reward: float | dict[str, float] | None
+    terminated: bool
+    next_stop_strings: list[str] | None = None
+    answer: str | None = None
+    error: str | None = None
+
+    @classmethod
+    def failed(cls, error: str, metadata: Any = None) -> "StepResult":
+        """The result of a sample whose reward could not be computed."""
+        observation = {"role": "environment", "content": "Environment: not graded"}
+        return cls(observation, metadata, reward=None, terminated=True, error=error)

@@ -1,0 +1,58 @@
+"""Find the environment class behind a dotted path, decorated with `@ray.remote` or not.
+
+Used by `registry` in the driver (to fail early) and by `actor` where the environment lives. Law: the
+result is always a plain class; restarts and concurrency are ours, resources stay the user's.
+"""
+
+import importlib
+from typing import Any
+
+from ray.actor import ActorClass
+
+from nemo_rl.environments.interfaces import EnvironmentInterface
+from nemo_rl.utils.errors import ConfigError
+
+EnvironmentClass = type[EnvironmentInterface[Any]]
+
+_KEPT_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "runtime_env")
+
+
+def load_env_class(class_path: str) -> tuple[EnvironmentClass, dict[str, Any]]:
+    """Import an environment class by its dotted path.
+
+    Args:
+        class_path: `package.module.Class`.
+
+    Returns:
+        The plain class and the Ray options of its own decorator (empty for a plain class).
+
+    Raises:
+        ConfigError: The path does not lead to a subclass of `EnvironmentInterface`.
+    """
+    module_name, _, class_name = class_path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"environment class {class_path!r} cannot be imported: {error}. Give the dotted path of "
+            "a class that Python can import from where the run was started."
+        ) from error
+    return plain_env_class(found)
+
+
+def plain_env_class(found: Any) -> tuple[EnvironmentClass, dict[str, Any]]:
+    """Take the `@ray.remote` off an environment class, if it has one.
+
+    Raises:
+        ConfigError: `found` is not a subclass of `EnvironmentInterface`.
+    """
+    options: dict[str, Any] = {}
+    if isinstance(found, ActorClass):
+        decorator = found._default_options
+        options = {name: decorator[name] for name in _KEPT_OPTIONS if name in decorator}
+        found = found.__ray_metadata__.modified_class.__ray_actor_class__
+    if not (isinstance(found, type) and issubclass(found, EnvironmentInterface)):
+        raise ConfigError(
+            f"{found!r} is not an environment: derive it from nemo_rl.environments.interfaces.EnvironmentInterface."
+        )
+    return found, options

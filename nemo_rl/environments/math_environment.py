@@ -1,0 +1,189 @@
+r"""Mathematics and multiple choice with a known answer: one turn, graded against the ground truth.
+
+Implements `EnvironmentInterface` over `grading/`: plain numbers are compared here, everything else
+goes to the killable processes of a `GradingPool`. Law: a reward is 1 or 0 because a verifier said
+so; an answer no verifier could judge is an error of that sample.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
+
+import torch
+from torch import Tensor
+
+from nemo_rl.config.env import MathEnvironmentConfig
+from nemo_rl.environments.grading.boxed import grade_plain_number
+from nemo_rl.environments.grading.pool import GradingPool
+from nemo_rl.environments.grading.verdict import Grade, Reward, Verdict
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+MathEnvConfig = MathEnvironmentConfig
+"""The section's name in NeMo RL."""
+
+
+class MathEnvironmentMetadata(TypedDict):
+    """What a math sample carries.
+
+    Attributes:
+        ground_truth: The correct answer, without box or dollar signs; a letter for multiple choice.
+        extracted_answer: What the verifier took as the model's answer, after grading.
+    """
+
+    ground_truth: str
+    extracted_answer: NotRequired[str | None]
+
+
+class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
+    """Grades the assistant's text against `ground_truth`; reward 1.0 or 0.0; ends the episode.
+
+    Args:
+        cfg: The `env.math` section (or its dict): `num_workers`, `timeout_s`,
+            `verifier_type`, `math_verify_impl`.
+    """
+
+    max_concurrent_steps: ClassVar[int] = 16
+    gives_answers: ClassVar[bool] = True
+    reward_names: ClassVar[Sequence[str] | None] = None
+    """Names of the reward components, or None for a single reward."""
+
+    def __init__(self, cfg: MathEnvironmentConfig | Mapping[str, Any]) -> None:
+        self.cfg = cfg if isinstance(cfg, MathEnvironmentConfig) else MathEnvironmentConfig.build(**cfg)
+        self._pool = GradingPool(self.verifier_name(), self.cfg.num_workers, self.cfg.timeout_s)
+        self._pool.warm_up()
+
+    def verifier_name(self) -> str:
+        """Name of the verifier the configuration asks for."""
+        if self.cfg.verifier_type in (None, "math"):
+            return self.cfg.math_verify_impl or "hf_math_verify"
+        return self.cfg.verifier_type
+
+    def step(
+        self,
+        message_log_batch: list["LLMMessageLogType"],
+        metadata: list[MathEnvironmentMetadata],
+        return_extracted_answer: bool = False,
+    ) -> EnvironmentReturn[MathEnvironmentMetadata]:
+        """Grade B conversations; blocks until each has a verdict or an error.
+
+        Args:
+            message_log_batch: B conversations; the assistant's messages are joined and graded.
+            metadata: B items with `ground_truth`.
+            return_extracted_answer: Fill `answers`, and `extracted_answer` in the metadata.
+        """
+        responses = [_assistant_text(log) for log in message_log_batch]
+        grades = self._grade(responses, [str(item["ground_truth"]) for item in metadata])
+        verdicts = [grade.verdict for grade in grades]
+        answers = None
+        if return_extracted_answer:
+            answers = [verdict.extracted_answer if verdict else None for verdict in verdicts]
+            metadata = [
+                {"ground_truth": item["ground_truth"], "extracted_answer": answer}
+                for item, answer in zip(metadata, answers, strict=True)
+            ]
+        return EnvironmentReturn(
+            observations=[_observation(verdict) for verdict in verdicts],
+            metadata=metadata,
+            next_stop_strings=[None] * len(grades),
+            rewards=self._rewards(verdicts),
+            terminateds=torch.ones(len(grades), dtype=torch.bool),
+            answers=answers,
+            errors=[grade.error for grade in grades],
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: "BatchedDataDict[Any]"
+    ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
+        """Zero the reward of answers that were cut off, and compute metrics over B rollouts.
+
+        Args:
+            batch: `rewards` [B] (or [B, components]), `is_end` [B] (1 where the answer ended by
+                itself), `generation_lengths` [B] and `prompt_lengths` [B] in tokens, `text` (B
+                prompts: [B, S] token ids or strings).
+
+        Returns:
+            The batch with `rewards` replaced, and the metrics.
+        """
+        rewards, is_end = batch["rewards"].float(), batch["is_end"].float()
+        batch["rewards"] = rewards * (is_end if rewards.ndim == 1 else is_end[:, None])
+        correct = batch["rewards"] if rewards.ndim == 1 else batch["rewards"][:, 0]
+        lengths = batch["generation_lengths"].float()
+        return batch, {
+            "accuracy": _mean(correct),
+            "pass@samples_per_prompt": calculate_pass_rate_per_prompt(batch["text"], correct == 1),
+            "fraction_of_samples_properly_ended": _mean(is_end),
+            "num_problems_in_batch": len(is_end),
+            "generation_lengths": _mean(lengths),
+            "prompt_lengths": _mean(batch["prompt_lengths"].float()),
+            "correct_solution_generation_lengths": _mean(lengths[correct == 1]),
+        }
+
+    def shutdown(self) -> None:
+        """Kill the grading processes."""
+        self._pool.close()
+
+    def _grade(self, responses: list[str], truths: list[str]) -> list[Grade]:
+        """Grade plain numbers here and send the rest to the pool."""
+        answers = list(zip(responses, truths, strict=True))
+        grades = [self._grade_here(response, truth) for response, truth in answers]
+        remaining = [row for row, grade in enumerate(grades) if grade is None]
+        for row, grade in zip(remaining, self._pool.grade([answers[row] for row in remaining]), strict=True):
+            grades[row] = grade
+        return [grade for grade in grades if grade is not None]
+
+    def _grade_here(self, response: str, truth: str) -> Grade | None:
+        if self._pool.verifier != "hf_math_verify":
+            return None
+        verdict = grade_plain_number(response, truth)
+        return Grade(verdict=verdict) if verdict else None
+
+    def _rewards(self, verdicts: list[Verdict | None]) -> Tensor | dict[str, Tensor]:
+        """Stack rewards; a row without a verdict holds a 0 that its error overrules."""
+        if self.reward_names is None:
+            return torch.tensor([_component(verdict, None) for verdict in verdicts])
+        return {name: torch.tensor([_component(verdict, name) for verdict in verdicts]) for name in self.reward_names}
+
+
+class MathMultiRewardEnvironment(MathEnvironment):
+    """Rewards correctness, an integer answer and the think/answer format as separate components."""
+
+    reward_names: ClassVar[Sequence[str] | None] = (
+        "reward/correctness",
+        "reward/integer",
+        "reward/format",
+    )
+
+    def verifier_name(self) -> str:
+        """Always the verifier with three components."""
+        return "math_multi_reward"
+
+
+def _assistant_text(message_log: "LLMMessageLogType") -> str:
+    return "".join(message["content"] for message in message_log if message["role"] == "assistant")
+
+
+def _component(verdict: Verdict | None, name: str | None) -> float:
+    if verdict is None:
+        return 0.0
+    reward = verdict.reward
+    return float(reward[name] if isinstance(reward, dict) and name is not None else reward)  # type: ignore[arg-type]
+
+
+def _observation(verdict: Verdict | None) -> dict[str, str]:
+    word = "not graded"
+    if verdict is not None:
+        word = "correct" if _is_correct(verdict.reward) else "incorrect"
+    return {"role": "environment", "content": f"Environment: {word}"}
+
+
+def _is_correct(reward: Reward) -> bool:
+    return (reward["reward/correctness"] if isinstance(reward, dict) else reward) == 1.0
+
+
+def _mean(values: Tensor) -> float:
+    """Mean as a Python float; 0.0 of nothing."""
+    return values.mean().item() if len(values) else 0.0
