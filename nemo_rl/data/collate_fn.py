@@ -1,0 +1,77 @@
+"""Join data into batches; given to the data loader.
+
+Between `datasets` and the algorithms' loops. Law: row i of every value belongs to datum i.
+"""
+
+from typing import Any
+
+import torch
+
+from nemo_rl.data.interfaces import DatumSpec, PreferenceDatumSpec, TokenizerType
+from nemo_rl.data.llm_message_utils import (
+    add_loss_mask_to_message_log,
+    batched_message_log_to_flat_message,
+)
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+
+def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
+    """Batch of B prompts for rollouts.
+
+    Returns:
+        `message_log` (list), `length` [B] int64, `loss_multiplier` [B] float32, `extra_env_info`
+        (list), `task_name` (list, None where a datum has none), `idx` (list), `batch_max_length`
+        [B] int64 (the largest length, B times), `stop_strings` (list, None where absent).
+    """
+    length = torch.tensor([datum["length"] for datum in data_batch], dtype=torch.int64)
+    return BatchedDataDict(
+        message_log=[datum["message_log"] for datum in data_batch],
+        length=length,
+        loss_multiplier=torch.tensor([datum["loss_multiplier"] for datum in data_batch], dtype=torch.float32),
+        extra_env_info=[datum["extra_env_info"] for datum in data_batch],
+        task_name=[datum.get("task_name") for datum in data_batch],
+        idx=[datum["idx"] for datum in data_batch],
+        batch_max_length=length.max().expand(len(data_batch)).clone(),
+        stop_strings=[datum.get("stop_strings") for datum in data_batch],
+    )
+
+
+def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
+    """Batch of prompts for evaluation: `message_log`, `extra_env_info`, `idx` (lists)."""
+    return BatchedDataDict(
+        message_log=[datum["message_log"] for datum in data_batch],
+        extra_env_info=[datum["extra_env_info"] for datum in data_batch],
+        idx=[datum["idx"] for datum in data_batch],
+    )
+
+
+def preference_collate_fn(
+    data_batch: list[PreferenceDatumSpec],
+    tokenizer: TokenizerType,
+    make_sequence_length_divisible_by: int,
+    add_loss_mask: bool,
+) -> BatchedDataDict[Any]:
+    """Batch of B preference pairs as 2B rows: row 2i is chosen, row 2i + 1 rejected.
+
+    Returns:
+        `input_ids` [2B, T] int64, `input_lengths` [2B] int64, `sample_mask` [2B] float32, and with
+        `add_loss_mask` also `token_mask` [2B, T] float32, 1 on the tokens of the last message.
+    """
+    logs = []
+    multipliers = []
+    for datum in data_batch:
+        logs += [datum["message_log_chosen"], datum["message_log_rejected"]]
+        multipliers += [datum["loss_multiplier"]] * 2
+    if add_loss_mask:
+        add_loss_mask_to_message_log(logs, only_unmask_final=True)
+    flat, lengths = batched_message_log_to_flat_message(
+        logs, {"token_ids": tokenizer.pad_token_id}, make_sequence_length_divisible_by
+    )
+    batch: BatchedDataDict[Any] = BatchedDataDict(
+        input_ids=flat["token_ids"],
+        input_lengths=lengths,
+        sample_mask=torch.tensor(multipliers, dtype=torch.float32),
+    )
+    if add_loss_mask:
+        batch["token_mask"] = flat["token_loss_mask"].float()
+    return batch

@@ -1,0 +1,159 @@
+"""Formatted rows of one data set, before tokenisation.
+
+Made by `response_datasets` and `arithmetic` (or a user's class), consumed by `setup`.
+Law: a formatted row has `messages` (the last one is the answer) and `task_name`; rows are checked
+when the object is made and formatted when they are read.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+
+from nemo_rl.data.bad_rows import BadRow, RowError
+from nemo_rl.data.datasets.readers import NOT_UTF8, RowTable
+from nemo_rl.utils.errors import DataError
+
+Row = Mapping[str, Any]
+FormattedRow = dict[str, Any]
+
+_SCAN_ROWS = 1000
+
+
+class RawDataset:
+    """One data set, split or not.
+
+    A user's own class needs `dataset`, a sequence of formatted rows, and may have `val_dataset`,
+    `bad_rows` and `num_rows`.
+
+    Attributes:
+        dataset: Rows to train (or validate) on.
+        val_dataset: Rows set aside by `split_train_validation`, else None.
+        bad_rows: Rows left out, with their places.
+        num_rows: All rows read, bad ones included.
+    """
+
+    dataset: Sequence[FormattedRow]
+    val_dataset: Sequence[FormattedRow] | None = None
+    bad_rows: list[BadRow]
+    num_rows: int
+
+    def split_train_validation(self, test_size: float, seed: int) -> None:
+        """Set rows aside for validation, chosen by `seed`; both parts keep the file's order.
+
+        Args:
+            test_size: A share of the rows (below 1), or a number of rows; 0 sets none aside.
+            seed: Chooses the rows.
+
+        Raises:
+            DataError: No row would be left on one of the two sides.
+        """
+        if not test_size:
+            return
+        total = len(self.dataset)
+        num_held_out = round(total * test_size) if test_size < 1 else int(test_size)
+        if not 0 < num_held_out < total:
+            raise DataError(
+                f"split_validation_size={test_size} of {total} rows sets {num_held_out} aside; "
+                "both sides need at least one row. Change it, or set it to 0."
+            )
+        order = np.random.default_rng(seed).permutation(total)
+        rows = self.dataset
+        self.val_dataset = RowView(rows, np.sort(order[:num_held_out]))
+        self.dataset = RowView(rows, np.sort(order[num_held_out:]))
+
+
+class FormattedRows(Sequence[FormattedRow]):
+    """The usable rows of a table, formatted when read.
+
+    Args:
+        table: Raw rows with places.
+        columns: Columns that `format_row` reads; only these are looked at in the check.
+        format_row: Returns the messages of a raw row, or raises `RowError`.
+        task_name: Put into every row.
+    """
+
+    def __init__(
+        self,
+        table: RowTable,
+        columns: Sequence[str],
+        format_row: Callable[[Row], list[dict[str, str]]],
+        task_name: str | None,
+    ) -> None:
+        self.table = table
+        self._format_row = format_row
+        self._task_name = task_name
+        self.bad_rows = list(table.bad_rows)
+        usable = []
+        for index, row in _scan(table, columns):
+            try:
+                if row is None:
+                    raise RowError(NOT_UTF8)
+                format_row(row)
+                usable.append(index)
+            except RowError as error:
+                self.bad_rows.append(BadRow(table.name, table.lines[index], str(error)))
+        self._indices = np.array(usable, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, position: Any) -> Any:
+        row = self.table.rows[int(self._indices[position])]
+        return {**row, "messages": self._format_row(row), "task_name": self._task_name}
+
+    def place(self, position: int) -> tuple[str, int]:
+        """File (or data set) and line of a row."""
+        return self.table.name, self.table.lines[int(self._indices[position])]
+
+
+class RowView(Sequence[FormattedRow]):
+    """Some rows of a sequence, by index."""
+
+    def __init__(self, rows: Sequence[FormattedRow], indices: np.ndarray) -> None:
+        self._rows = rows
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self._rows[int(self._indices[position])]
+
+    def place(self, position: int) -> tuple[str, int]:
+        """File (or data set) and line of a row."""
+        return row_place(self._rows, int(self._indices[position]))
+
+
+def row_place(rows: Sequence[FormattedRow], position: int) -> tuple[str, int]:
+    """Place of a row; rows that know none answer with their position."""
+    if isinstance(rows, FormattedRows | RowView):
+        return rows.place(position)
+    return type(rows).__name__, position
+
+
+def _scan(table: RowTable, columns: Sequence[str]) -> Iterator[tuple[int, Row | None]]:
+    """Every row with at least `columns`; None for a row of a table that is not UTF-8."""
+    rows = table.rows
+    if not isinstance(rows, datasets.Dataset):
+        yield from enumerate(rows)
+        return
+    present = [column for column in columns if column in rows.column_names]
+    narrow = rows.select_columns(present)
+    for start in range(0, len(rows), _SCAN_ROWS):
+        stop = min(start + _SCAN_ROWS, len(rows))
+        try:
+            batch = narrow[start:stop]
+            for offset in range(stop - start):
+                yield start + offset, {column: batch[column][offset] for column in present}
+        except UnicodeDecodeError:
+            for index in range(start, stop):
+                yield index, _row_or_none(narrow, index)
+
+
+def _row_or_none(rows: datasets.Dataset, index: int) -> Row | None:
+    try:
+        return rows[index]
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,243 @@
+"""Read local files of rows, keeping the place of each.
+
+Used by `response_datasets`. Text files are read as bytes and decoded row by row, so one broken row
+costs one row. Law: `rows[i]` came from `lines[i]`; whatever is not a row is in `bad_rows`.
+"""
+
+import csv
+import gzip
+import io
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+
+from nemo_rl.data.bad_rows import BadRow
+from nemo_rl.utils.errors import DataError
+
+NOT_UTF8 = "not valid UTF-8"
+NOT_AN_OBJECT = "not a JSON object"
+TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv")
+TABLE_SUFFIXES = (".parquet", ".arrow")
+ALLOWED_FILES = "*.jsonl, *.ndjson, *.json, *.csv (each also with .gz), *.parquet, *.arrow"
+
+_BOM = b"\xef\xbb\xbf"
+_MAX_CSV_FIELD = 2**31 - 1
+
+
+@dataclass
+class RowTable:
+    """Rows and where they came from.
+
+    Attributes:
+        name: Path of the file, or name of the data set.
+        rows: Mappings from column to value, by position.
+        lines: Place of each row (see `BadRow.line`), as long as `rows`.
+        bad_rows: What could not be read as a row.
+    """
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    lines: Sequence[int]
+    bad_rows: list[BadRow] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows read and rows that could not be read, together."""
+        return len(self.rows) + len(self.bad_rows)
+
+
+def is_file_path(data_path: str) -> bool:
+    """Whether the text names a local file (by existing, or by its suffix) and not a hub id."""
+    return Path(data_path).expanduser().is_file() or _kind(Path(data_path)) is not None
+
+
+def read_file(data_path: str) -> RowTable:
+    """Read a local file; its kind is told by its suffix.
+
+    Raises:
+        DataError: The file does not exist, is of no known kind, or is damaged as a whole.
+    """
+    path = Path(data_path).expanduser()
+    kind = _kind(path)
+    if not path.is_file():
+        raise DataError(f"data_path {data_path!r} does not exist.{_near_names(path)}")
+    if kind is None:
+        raise DataError(f"data_path {data_path!r} is of no known kind; allowed: {ALLOWED_FILES}.")
+    if kind in TABLE_SUFFIXES:
+        return table_of(data_path, _read_table(path, kind))
+    content = _read_bytes(path)
+    if kind == ".csv":
+        return _read_csv(data_path, content)
+    if kind == ".json" and content.lstrip()[:1] == b"[":
+        return _read_json_array(data_path, content)
+    return _read_json_lines(data_path, content)
+
+
+def table_of(name: str, dataset: datasets.Dataset) -> RowTable:
+    """Wrap a Hugging Face data set; lines are row indices."""
+    return RowTable(name, dataset, range(len(dataset)))  # type: ignore[arg-type]
+
+
+def _kind(path: Path) -> str | None:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in TABLE_SUFFIXES:
+        return suffixes[-1]
+    if suffixes and suffixes[-1] == ".gz":
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in TEXT_SUFFIXES else None
+
+
+def _near_names(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f" Neither does its folder {str(folder.absolute())!r}."
+    near = get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=3)
+    where = f" Looked in {str(folder.absolute())!r}."
+    return where + (f" Did you mean {' or '.join(near)}?" if near else "")
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        if path.suffix.lower() == ".gz":
+            content = gzip.decompress(content)
+    except (EOFError, zlib.error, OSError) as error:
+        raise DataError(f"data_path {str(path)!r} cannot be read: {error}.") from error
+    return content.removeprefix(_BOM)
+
+
+def _read_table(path: Path, kind: str) -> datasets.Dataset:
+    try:
+        if kind == ".parquet":
+            return datasets.Dataset(pyarrow.parquet.read_table(path))
+        return datasets.Dataset.from_file(str(path))
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"data_path {str(path)!r} cannot be read as {kind}: {error}") from error
+
+
+def _read_json_lines(name: str, content: bytes) -> RowTable:
+    """One JSON object a line; blank lines are no rows."""
+    rows: list[Mapping[str, Any]] = []
+    lines: list[int] = []
+    bad: list[BadRow] = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        row, reason = _parse_line(line)
+        if row is None:
+            bad.append(BadRow(name, number, reason))
+        else:
+            rows.append(row)
+            lines.append(number)
+    return RowTable(name, rows, lines, bad)
+
+
+def _parse_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return None, NOT_UTF8
+    except (json.JSONDecodeError, RecursionError):
+        return None, "not valid JSON"
+    return (value, "") if isinstance(value, dict) else (None, NOT_AN_OBJECT)
+
+
+def _read_json_array(name: str, content: bytes) -> RowTable:
+    """One array of objects; undecodable bytes become surrogates, so they spoil only their row."""
+    text = content.decode("utf-8", errors="surrogateescape")
+    rows: list[Mapping[str, Any]] = []
+    lines: list[int] = []
+    bad: list[BadRow] = []
+    for line, value in _array_items(name, text):
+        if not isinstance(value, dict):
+            bad.append(BadRow(name, line, NOT_AN_OBJECT))
+        elif _has_undecodable(json.dumps(value, ensure_ascii=False)):
+            bad.append(BadRow(name, line, NOT_UTF8))
+        else:
+            rows.append(value)
+            lines.append(line)
+    return RowTable(name, rows, lines, bad)
+
+
+def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
+    decoder = json.JSONDecoder()
+    space = re.compile(r"[ \t\r\n]*")
+    position = space.match(text).end() + 1  # type: ignore[union-attr]
+    line = 1 + text.count("\n", 0, position)
+    while True:
+        begin = space.match(text, position).end()  # type: ignore[union-attr]
+        line += text.count("\n", position, begin)
+        if text[begin : begin + 1] == "]":
+            return
+        try:
+            value, end = decoder.raw_decode(text, begin)
+            yield line, value
+            position = space.match(text, end).end()  # type: ignore[union-attr]
+            line += text.count("\n", begin, position)
+            if text[position : position + 1] not in ("]", ","):
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"data_path {name!r} is not a valid JSON array: {error.msg} at line {error.lineno}, "
+                f"column {error.colno}. Repair it, or write one object a line as *.jsonl, where "
+                "a broken line costs one row."
+            ) from error
+        position += text[position] == ","
+
+
+def _read_csv(name: str, content: bytes) -> RowTable:
+    """Comma-separated values with a header line; every row needs as many fields as the header."""
+    csv.field_size_limit(_MAX_CSV_FIELD)
+    text = content.decode("utf-8", errors="surrogateescape")
+    records = _csv_records(io.StringIO(text, newline="").readlines())
+    _, header = next(records, (1, []))
+    rows: list[Mapping[str, Any]] = []
+    lines: list[int] = []
+    bad: list[BadRow] = []
+    for line, values in records:
+        if isinstance(values, str):
+            bad.append(BadRow(name, line, values))
+        elif len(values) != len(header):
+            reason = f"{len(values)} fields where the header has {len(header)}"
+            bad.append(BadRow(name, line, reason))
+        elif any(_has_undecodable(value) for value in values):
+            bad.append(BadRow(name, line, NOT_UTF8))
+        else:
+            rows.append(dict(zip(header, values, strict=True)))
+            lines.append(line)
+    return RowTable(name, rows, lines, bad)
+
+
+def _csv_records(lines: list[str]) -> Iterator[tuple[int, list[str] | str]]:
+    """Line where each record begins, and its fields, or what is wrong with its quotes.
+
+    A quote that is never closed would swallow the rest of the file, so after such a record reading
+    goes on at the line below its first.
+    """
+    start = 0
+    while start < len(lines):
+        reader = csv.reader(itertools.islice(lines, start, None), strict=True)
+        begin = start + 1
+        try:
+            for values in reader:
+                if values:
+                    yield begin, values
+                begin = start + reader.line_num + 1
+            return
+        except csv.Error as error:
+            yield begin, f"not valid CSV ({error})"
+            start = begin
+
+
+def _has_undecodable(text: str) -> bool:
+    return not text.isascii() and any("\udc80" <= character <= "\udcff" for character in text)

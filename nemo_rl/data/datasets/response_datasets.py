@@ -1,0 +1,344 @@
+"""Data sets of questions and answers, by name.
+
+Uses `readers` for files and the `datasets` library for the hub; `setup` uses it.
+Law: a name means the same columns wherever the rows come from: the hub, a mirror (`data_path`) or
+a file. A new data set is one line of `DATASET_REGISTRY`, or a class with one hook.
+"""
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from nemo_rl.config.data import DatasetConfig
+from nemo_rl.data.bad_rows import RowError
+from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION, ArithmeticDataset
+from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
+from nemo_rl.data.datasets.readers import RowTable, is_file_path, read_file, table_of
+from nemo_rl.utils.errors import DataError
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Where a named data set lives and what its columns are called.
+
+    Attributes:
+        path: Hub id.
+        input_key: Column of the question.
+        output_key: Column of the answer.
+        subsets: Hub configurations, joined; None is the only one.
+        split: Split used for training.
+        validation_split: Split used when the data set is the validation set.
+    """
+
+    path: str | None
+    input_key: str = "problem"
+    output_key: str = "answer"
+    subsets: tuple[str | None, ...] = (None,)
+    split: str = "train"
+    validation_split: str | None = None
+
+
+class ResponseDataset(RawDataset):
+    """Questions and answers from a local file, a mirror or the hub.
+
+    Args:
+        config: The entry of `data.train` or `data.validation`. `data_path` is a file, a folder
+            (a copy of the hub repository, or one saved with `save_to_disk`) or a hub id.
+            `input_key` and `output_key` override the columns. `split` and `subset` do not apply
+            to single files.
+        role: "train" or "validation": chooses the usual split.
+        source: The named data set; None for any file or hub id.
+
+    Raises:
+        DataError: There is nothing to read, or it cannot be read.
+    """
+
+    def __init__(self, config: DatasetConfig, role: str = TRAIN, source: HubSource | None = None) -> None:
+        source = source or HubSource(None, "input", "output")
+        self.input_key = config.input_key or source.input_key
+        self.output_key = config.output_key or source.output_key
+        table = _load_table(config, role, source)
+        rows = FormattedRows(table, self.columns(), self.to_messages, config.env_name)
+        self.dataset = rows
+        self.bad_rows = rows.bad_rows
+        self.num_rows = table.num_rows
+
+    def columns(self) -> list[str]:
+        """Columns that `to_messages` reads."""
+        return [self.input_key, self.output_key]
+
+    def to_messages(self, row: Row) -> list[dict[str, str]]:
+        """The conversation of a raw row; the last message is the answer.
+
+        Raises:
+            RowError: The row cannot be used; the message says why.
+        """
+        return [
+            {"role": "user", "content": text_of(row, self.input_key)},
+            {"role": "assistant", "content": text_of(row, self.output_key)},
+        ]
+
+
+class GSM8KDataset(ResponseDataset):
+    """GSM8K: the answer is the number after `####`, without thousands separators."""
+
+    _FINAL = re.compile(r"####\s*(\S.*?)\s*$")
+
+    def to_messages(self, row: Row) -> list[dict[str, str]]:
+        """Question and final number."""
+        question, answer = super().to_messages(row)
+        final = self._FINAL.search(answer["content"])
+        if final is None:
+            raise RowError(f"no number after '####' in {self.output_key!r}")
+        return [question, {"role": "assistant", "content": final.group(1).replace(",", "")}]
+
+
+class DAPOMathDataset(ResponseDataset):
+    """DAPO-Math: the question is the first message of `prompt`, the answer is nested."""
+
+    def columns(self) -> list[str]:
+        """The two nested columns."""
+        return ["prompt", "reward_model"]
+
+    def to_messages(self, row: Row) -> list[dict[str, str]]:
+        """First prompt message and `reward_model.ground_truth`."""
+        prompt, reward_model = _value(row, "prompt"), _value(row, "reward_model")
+        if not isinstance(prompt, list) or not isinstance(prompt[0], Mapping):
+            raise RowError(f"'prompt' is {_kind_of(prompt)}, not a list of messages")
+        if not isinstance(reward_model, Mapping):
+            raise RowError(f"'reward_model' is {_kind_of(reward_model)}, not an object")
+        return [
+            {"role": "user", "content": text_of(prompt[0], "content")},
+            {"role": "assistant", "content": text_of(reward_model, "ground_truth")},
+        ]
+
+
+class SquadDataset(ResponseDataset):
+    """SQuAD: the context is the system message, the first answer text is the answer."""
+
+    def columns(self) -> list[str]:
+        """Context, question and answers."""
+        return ["context", "question", "answers"]
+
+    def to_messages(self, row: Row) -> list[dict[str, str]]:
+        """Context, question, first answer."""
+        answers = _value(row, "answers")
+        texts = answers.get("text") if isinstance(answers, Mapping) else None
+        if not isinstance(texts, list):
+            raise RowError("'answers' is not an object with a list 'text'")
+        if not texts:
+            raise RowError("empty 'answers'")
+        return [
+            {"role": "system", "content": text_of(row, "context")},
+            {"role": "user", "content": text_of(row, "question")},
+            {"role": "assistant", "content": text_of({"answers": texts[0]}, "answers")},
+        ]
+
+
+class ExternalDataset(RawDataset):
+    """A user's class, named by its dotted path.
+
+    It is called with the keys of the entry that are set (`data_path`, `split`, `seed` ...) and must
+    have `dataset`, a sequence of rows with `messages`; `val_dataset` is optional.
+    """
+
+    def __init__(self, kind: Callable[..., Any], config: DatasetConfig, role: str) -> None:
+        keys = {key: value for key, value in vars(config).items() if value is not None}
+        made = kind(**keys)
+        rows = getattr(made, "dataset", None)
+        if rows is None or not hasattr(rows, "__getitem__"):
+            raise DataError(
+                f"data set class {config.dataset_name!r} has no rows: its objects need an "
+                "attribute `dataset` with [i] and len()."
+            )
+        self.dataset, self.bad_rows = self._checked(rows, config)
+        self.num_rows = len(rows)
+        held_out = getattr(made, "val_dataset", None)
+        if held_out is not None:
+            self.val_dataset, bad = self._checked(held_out, config)
+            self.bad_rows = self.bad_rows + bad
+            self.num_rows += len(held_out)
+        self._already_split = held_out is not None
+
+    def split_train_validation(self, test_size: float, seed: int) -> None:
+        """Split, unless the class did it already."""
+        if not self._already_split:
+            super().split_train_validation(test_size, seed)
+
+    def _checked(self, rows: Any, config: DatasetConfig) -> tuple[FormattedRows, list[Any]]:
+        table = RowTable(str(config.dataset_name), rows, range(len(rows)))
+        checked = FormattedRows(table, ["messages"], _own_messages, config.env_name)
+        return checked, checked.bad_rows
+
+
+def _own_messages(row: Row) -> list[dict[str, str]]:
+    messages = _value(row, "messages")
+    if not isinstance(messages, list) or len(messages) < 2:
+        raise RowError("'messages' is not a list of at least two messages")
+    return [{"role": text_of(m, "role"), "content": text_of(m, "content")} for m in messages]
+
+
+DatasetFactory = Callable[[DatasetConfig, str], RawDataset]
+
+
+def _arithmetic(config: DatasetConfig, role: str) -> RawDataset:
+    return ArithmeticDataset(
+        split=config.split or role,
+        num_samples=config.num_samples,
+        min_operand=config.min_operand,
+        max_operand=config.max_operand,
+        seed=config.seed,
+        task_name=config.env_name,
+    )
+
+
+def _named(source: HubSource, kind: type[ResponseDataset] = ResponseDataset) -> DatasetFactory:
+    return partial(kind, source=source)
+
+
+_GSM8K = HubSource("openai/gsm8k", "question", "answer", ("main",), validation_split="test")
+
+DATASET_REGISTRY: dict[str, DatasetFactory] = {
+    "OpenMathInstruct-2": _named(
+        HubSource("nvidia/OpenMathInstruct-2", "problem", "expected_answer", split="train_1M")
+    ),
+    "DeepScaler": _named(HubSource("agentica-org/DeepScaleR-Preview-Dataset")),
+    "DAPOMath17K": _named(HubSource("BytedTsinghua-SIA/DAPO-Math-17k"), DAPOMathDataset),
+    "DAPOMathAIME2024": _named(HubSource("BytedTsinghua-SIA/AIME-2024"), DAPOMathDataset),
+    "AIME2024": _named(HubSource("HuggingFaceH4/aime_2024")),
+    "AIME2025": _named(
+        HubSource(
+            "opencompass/AIME2025",
+            "question",
+            subsets=("AIME2025-I", "AIME2025-II"),
+            split="test",
+        )
+    ),
+    "AIME2026": _named(HubSource("MathArena/aime_2026")),
+    "gsm8k": _named(_GSM8K, GSM8KDataset),
+    "GSM8K": _named(_GSM8K, GSM8KDataset),
+    "NuminaMath-1.5": _named(HubSource("AI-MO/NuminaMath-1.5")),
+    "OpenR1-Math-220k": _named(HubSource("open-r1/OpenR1-Math-220k")),
+    "squad": _named(HubSource("rajpurkar/squad", validation_split="validation"), SquadDataset),
+    "ResponseDataset": ResponseDataset,
+    "arithmetic": _arithmetic,
+}
+
+
+def load_response_dataset(config: DatasetConfig, role: str = TRAIN) -> RawDataset:
+    """Load the data set of one config entry, and split it if the entry says so.
+
+    Args:
+        config: An entry of `data.train` or `data.validation`.
+        role: "train" or "validation".
+
+    Raises:
+        DataError: The name is unknown, or the data cannot be read.
+    """
+    name = config.dataset_name
+    if name is None:
+        if config.data_path is None:
+            raise DataError(
+                f"data.{role} names no data: set dataset_name, or data_path to a file (with input_key and output_key)."
+            )
+        name = "ResponseDataset"
+    if name in DATASET_REGISTRY:
+        raw = DATASET_REGISTRY[name](config, role)
+    else:
+        raw = ExternalDataset(resolve_external_dataset_class(name), config, role)
+    if role == TRAIN:
+        raw.split_train_validation(config.split_validation_size, config.seed)
+    return raw
+
+
+def resolve_external_dataset_class(dataset_name: str) -> Callable[..., Any]:
+    """Import the class that a dotted path names.
+
+    Raises:
+        DataError: The name is neither a known data set nor the path of a class.
+    """
+    module_name, _, class_name = dataset_name.rpartition(".")
+    near = get_close_matches(dataset_name, DATASET_REGISTRY, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    known = f"Known: {', '.join(sorted(DATASET_REGISTRY))}; or the dotted path of a class."
+    if not module_name:
+        raise DataError(f"dataset_name {dataset_name!r} is unknown.{hint} {known}")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise DataError(
+            f"dataset_name {dataset_name!r} is unknown and cannot be imported: {error}.{hint} {known}"
+        ) from error
+
+
+def text_of(row: Row, key: str) -> str:
+    """The text of a column; numbers are written out (43.0 as "43").
+
+    Raises:
+        RowError: The key is missing, or its value is empty, not text, or not valid Unicode.
+    """
+    value = _value(row, key)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise RowError(f"{key!r} is {_kind_of(value)}, not text or a number")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RowError(f"{key!r} is not a finite number")
+        value = int(value) if value.is_integer() and abs(value) < 2**53 else value
+    text = str(value)
+    if not text.strip():
+        raise RowError(f"empty {key!r}")
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise RowError(f"{key!r} is not valid Unicode (lone surrogate)") from None
+    return text
+
+
+def _value(row: Row, key: str) -> Any:
+    if key not in row:
+        raise RowError(f"missing {key!r}")
+    if row[key] is None or row[key] == []:
+        raise RowError(f"empty {key!r}")
+    return row[key]
+
+
+def _kind_of(value: Any) -> str:
+    names = {bool: "true/false", list: "a list", dict: "an object", str: "text"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def _load_table(config: DatasetConfig, role: str, source: HubSource) -> RowTable:
+    path = config.data_path or source.path
+    if path is None:
+        raise DataError(f"data.{role}.dataset_name={config.dataset_name!r} needs data_path: a local file or a hub id.")
+    if is_file_path(path):
+        return read_file(path)
+    split = config.split or (source.validation_split if role == VALIDATION else None)
+    subsets = (config.subset,) if config.subset else source.subsets
+    parts = [_load_hub(path, subset, split or source.split, role) for subset in subsets]
+    return table_of(path, parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts))
+
+
+def _load_hub(path: str, subset: str | None, split: str, role: str) -> datasets.Dataset:
+    folder = Path(path).expanduser()
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            return datasets.load_from_disk(str(folder))[split]
+        if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
+            return datasets.load_from_disk(str(folder))
+        return datasets.load_dataset(str(folder) if folder.is_dir() else path, subset, split=split)
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: {error}. "
+            f"Without network, set data.{role}.data_path to a local copy: a file, or a folder "
+            "with the files of the hub repository."
+        ) from error

@@ -1,0 +1,234 @@
+"""Processors turn one row of a data set into a datum with token ids.
+
+Called by `datasets.processed_dataset` for each row when it is needed; chosen by name from the
+config (`data.train.processor`).
+Law: a prompt's token ids are the rendered chat's, made once; a prompt that is too long becomes a
+short stub with `loss_multiplier` 0 and is never cut and trained on.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nemo_rl.data.interfaces import (
+    DatumSpec,
+    LLMMessageLogType,
+    Message,
+    TaskDataProcessFnCallable,
+    TaskDataSpec,
+    TokenizerType,
+)
+from nemo_rl.data.llm_message_utils import get_formatted_message_log, with_task_prompts
+from nemo_rl.data.rendering import encode_text, render_chat
+from nemo_rl.utils.errors import DataError
+
+STUB_TOKENS = 4
+"""Most tokens kept of each message of a prompt that is too long."""
+
+
+def math_hf_data_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerType,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Prompt from a row's `messages`: all but the last are the prompt, the last is the answer.
+
+    The log holds one user entry: the rendered chat, generation prompt included.
+    `extra_env_info.ground_truth` is the text of the answer.
+    """
+    *prompt, answer = datum_dict["messages"]
+    return _prompt_datum(
+        prompt,
+        {"ground_truth": answer["content"]},
+        datum_dict.get("task_name"),
+        _Rendering(task_data_spec, tokenizer, max_seq_length, idx),
+    )
+
+
+def math_data_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerType,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Prompt from a row's `problem`; `ground_truth` is its `expected_answer`."""
+    problem, answer = _take(datum_dict, "math_data_processor", "problem", "expected_answer")
+    return _prompt_datum(
+        [{"role": "user", "content": str(problem)}],
+        {"ground_truth": str(answer)},
+        datum_dict.get("task_name"),
+        _Rendering(task_data_spec, tokenizer, max_seq_length, idx),
+    )
+
+
+def multichoice_qa_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerType,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Prompt from `question` and `options` (a list, or a dict by letter); answer in `answer`.
+
+    The text of the prompt file comes first (it has no placeholder), then the question and the
+    lettered options. `ground_truth` is the letter; an integer answer is an index.
+    """
+    question, options, answer = _take(datum_dict, "multichoice_qa_processor", "question", "options", "answer")
+    if not isinstance(options, Mapping):
+        options = {chr(ord("A") + number): text for number, text in enumerate(options)}
+    listed = "\n".join(f"{letter}) {text}" for letter, text in options.items() if text is not None)
+    text = f"Question: {question}\nOptions:\n{listed}"
+    if task_data_spec.prompt is not None:
+        text = f"{_literal(task_data_spec)}\n\n{text}"
+    letter = list(options)[answer] if isinstance(answer, int) else str(answer)
+    info = {"ground_truth": letter}
+    if datum_dict.get("subject") is not None:
+        info["subject"] = str(datum_dict["subject"])
+    spec = TaskDataSpec(task_data_spec.task_name, None, task_data_spec.system_prompt_file)
+    return _prompt_datum(
+        [{"role": "user", "content": text}],
+        info,
+        datum_dict.get("task_name"),
+        _Rendering(spec, tokenizer, max_seq_length, idx),
+    )
+
+
+def sft_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerType,
+    max_seq_length: int | None,
+    idx: int,
+    add_bos: bool = True,
+    add_eos: bool = True,
+    add_generation_prompt: bool = False,
+) -> DatumSpec:
+    """The whole conversation of a row's `messages`, one entry a message, for training on it."""
+    message_log = get_formatted_message_log(
+        datum_dict["messages"],
+        tokenizer,
+        task_data_spec,
+        add_bos_token=add_bos,
+        add_eos_token=add_eos,
+        add_generation_prompt=add_generation_prompt,
+        tools=datum_dict.get("tools"),
+    )
+    return _finish(message_log, None, datum_dict.get("task_name"), max_seq_length, idx)
+
+
+PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
+    "default": math_hf_data_processor,
+    "math_hf_data_processor": math_hf_data_processor,
+    "math_data_processor": math_data_processor,
+    "multichoice_qa_processor": multichoice_qa_processor,
+    "sft_processor": sft_processor,
+}
+
+
+def register_processor(processor_name: str, processor_function: TaskDataProcessFnCallable) -> None:
+    """Make a processor available to the config by name.
+
+    Raises:
+        DataError: Another function already has the name.
+    """
+    known = PROCESSOR_REGISTRY.get(processor_name)
+    if known is not None and known is not processor_function:
+        raise DataError(f"a processor named {processor_name!r} exists already; choose another name.")
+    PROCESSOR_REGISTRY[processor_name] = processor_function
+
+
+def get_processor(processor_name: str | None) -> TaskDataProcessFnCallable:
+    """Return the processor of this name; None means "default".
+
+    Raises:
+        DataError: There is no such processor.
+    """
+    name = processor_name or "default"
+    if name not in PROCESSOR_REGISTRY:
+        raise DataError(
+            f"processor {name!r} is unknown; choose one of {', '.join(sorted(PROCESSOR_REGISTRY))}, "
+            "or add yours with nemo_rl.data.processors.register_processor."
+        )
+    return PROCESSOR_REGISTRY[name]
+
+
+class _Rendering:
+    """What turns a prompt into tokens: spec, tokenizer, limit, and the row's index."""
+
+    def __init__(
+        self,
+        spec: TaskDataSpec,
+        tokenizer: TokenizerType,
+        max_seq_length: int | None,
+        idx: int,
+    ) -> None:
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.max_seq_length = max_seq_length
+        self.idx = idx
+
+
+def _prompt_datum(prompt: list[Message], info: dict[str, Any], task_name: str | None, how: _Rendering) -> DatumSpec:
+    messages = with_task_prompts(prompt, how.spec)
+    text = render_chat(messages, how.tokenizer, add_generation_prompt=True)
+    entry = {"role": "user", "content": text, "token_ids": encode_text(text, how.tokenizer)}
+    return _finish([entry], info, task_name, how.max_seq_length, how.idx)
+
+
+def _finish(
+    message_log: LLMMessageLogType,
+    info: dict[str, Any] | None,
+    task_name: str | None,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    length = sum(len(message["token_ids"]) for message in message_log)
+    loss_multiplier = 1.0
+    if max_seq_length is not None and length > max_seq_length:
+        _cut_to_stub(message_log, max_seq_length)
+        length = sum(len(message["token_ids"]) for message in message_log)
+        loss_multiplier = 0.0
+    datum = DatumSpec(
+        message_log=message_log,
+        length=length,
+        extra_env_info=info,
+        loss_multiplier=loss_multiplier,
+        idx=idx,
+    )
+    if task_name is not None:
+        datum["task_name"] = task_name
+    return datum
+
+
+def _cut_to_stub(message_log: LLMMessageLogType, max_seq_length: int) -> None:
+    keep = max(1, min(STUB_TOKENS, max_seq_length // len(message_log)))
+    for message in message_log:
+        for key, value in message.items():
+            if isinstance(value, torch.Tensor):
+                message[key] = value[:keep].clone()
+
+
+def _take(datum_dict: dict[str, Any], processor: str, *keys: str) -> list[Any]:
+    missing = [key for key in keys if key not in datum_dict]
+    if missing:
+        raise DataError(
+            f"{processor} needs the keys {', '.join(keys)}; this row lacks {', '.join(missing)} "
+            f"and has {', '.join(datum_dict)}."
+        )
+    return [datum_dict[key] for key in keys]
+
+
+def _literal(spec: TaskDataSpec) -> str:
+    """Text of a prompt file without placeholder; doubled braces become single ones."""
+    assert spec.prompt is not None
+    try:
+        return spec.prompt.format()
+    except (KeyError, IndexError, ValueError) as error:
+        raise DataError(
+            f"prompt_file {spec.prompt_file!r} has single braces; a multiple-choice prompt has no "
+            "placeholder (the question is appended), so write every brace twice."
+        ) from error

@@ -1,0 +1,55 @@
+"""Render chats to text and text to token ids: the one place where prompts become tokens.
+
+Used by `processors` and `llm_message_utils`.
+Law: special tokens come from the chat template only, so nothing is doubled.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+import torch
+
+from nemo_rl.data.interfaces import Message, TokenizerType
+from nemo_rl.utils.errors import DataError
+
+
+def render_chat(
+    messages: Sequence[Message],
+    tokenizer: TokenizerType,
+    *,
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
+    """Text of the chat under the tokenizer's chat template.
+
+    Raises:
+        DataError: The tokenizer has no chat template, or the template refuses these messages.
+    """
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"tokenizer {tokenizer.name_or_path!r} has no chat template. Set "
+            "policy.tokenizer.chat_template: null to send the bare text, a *.jinja file, or a "
+            "template text."
+        )
+    optional = {} if tools is None else {"tools": tools}
+    try:
+        rendered = tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **optional,
+        )
+    except jinja2.TemplateError as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise DataError(
+            f"the chat template of tokenizer {tokenizer.name_or_path!r} cannot render a chat "
+            f"with the roles [{roles}]: {error}"
+        ) from error
+    return str(rendered)
+
+
+def encode_text(text: str, tokenizer: TokenizerType) -> torch.Tensor:
+    """Token ids [T] int64 of rendered text; adds no special tokens."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
