@@ -1,0 +1,1 @@
+"""PyTorch-native training of Hugging Face models: sharding, attention, optimizer, checkpoints."""

@@ -1,0 +1,228 @@
+"""Attention that never crosses the boundary between sequences packed into one row.
+
+Registered with transformers under `VARLEN_ATTENTION`; the model's forward carries `cu_seq_lens_q`
+down to it. `models.policy.workers.microbatches` builds the packed rows, `models.huggingface.load`
+selects this implementation when packing is on.
+
+Law: token i of a segment attends to tokens j <= i of the same segment, within the layer's sliding
+window, and to nothing else; what cannot be honoured is refused, not approximated.
+
+Three kernels: torch's varlen flash attention for half precision on GPUs; one scaled-dot-product call
+per segment elsewhere (exact, and its cost does not grow with the length of the pack); and, for rows
+that are not packed, one causal scaled-dot-product call per batch.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.utils.errors import ConfigError
+
+VARLEN_ATTENTION = "nemo_rl_varlen"
+_REFUSED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "head_mask")
+_MAX_FLASH_HEAD_DIM = 256
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each segment of a packed row, or inside each row if not packed.
+
+    The signature is the one transformers calls attention functions with.
+
+    Args:
+        module: the attention layer.
+        query: `[b, H, T, D]`; b is 1 for packed rows.
+        key: `[b, H_kv, T, D]`.
+        value: `[b, H_kv, T, D_v]`.
+        attention_mask: must be None; boundaries come from `cu_seq_lens_q`.
+        dropout: attention dropout probability.
+        scaling: factor on the scores; None means `D ** -0.5`.
+        sliding_window: number of latest tokens, itself included, that a token may attend to.
+        cu_seq_lens_q: `[S + 1]` int32 segment boundaries in the packed row; None for plain rows.
+        max_length_q: length of the longest segment.
+        **kwargs: other arguments of the model; those that change the scores are refused.
+
+    Returns:
+        `([b, T, H, D_v] output, None)`.
+
+    Raises:
+        ConfigError: the layer asks for something this attention cannot honour.
+    """
+    _refuse_unsupported(module, attention_mask, kwargs)
+    if cu_seq_lens_q is None:
+        return _causal(query, key, value, dropout, scaling, sliding_window).transpose(1, 2), None
+    if _flash_can_run(query, key, value, dropout):
+        out = _flash_segments(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q)
+        return out[None], None
+    bounds = cu_seq_lens_q.tolist()
+    parts = [
+        _causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], dropout, scaling, sliding_window)
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _refuse_unsupported(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    given = [name for name in _REFUSED_ARGUMENTS if kwargs.get(name) is not None]
+    if attention_mask is not None:
+        given.append("attention_mask")
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        given.append("is_causal=False")
+    if given:
+        raise ConfigError(
+            f"{type(module).__name__} asks its attention for {', '.join(given)}, which packed attention "
+            "cannot honour. Set policy.sequence_packing.enabled=false for this model "
+            "(policy.dynamic_batching.enabled=true saves most of the padding instead)."
+        )
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, window: int | None
+) -> Tensor:
+    """`[b, H, t, D_v]` causal attention of rows that start at position 0."""
+    length = query.shape[2]
+    mask = None
+    if window is not None and window < length:
+        position = torch.arange(length, device=query.device)
+        distance = position[:, None] - position[None, :]
+        mask = (distance >= 0) & (distance < window)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _flash_can_run(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD_DIM
+        and dropout == 0.0
+    )
+
+
+def _flash_segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    cu_seq_lens: Tensor,
+    max_length: int | None,
+) -> Tensor:
+    """`[T, H, D]` attention of all segments in one flash-attention call."""
+    longest = max_length if max_length is not None else int(cu_seq_lens.diff().max())
+    left = -1 if window is None or window >= longest else window - 1
+    return varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens,
+        cu_seq_lens,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The mask function that goes with `varlen_attention`: boundaries travel as cu_seq_lens_q."""
+    return
+
+
+def register_varlen_attention() -> str:
+    """Make the implementation known to transformers; returns its name for `attn_implementation`."""
+    AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)
+    AttentionMaskInterface.register(VARLEN_ATTENTION, _no_mask)
+    return VARLEN_ATTENTION
+
+
+def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
+    """Lay 1-D token tensors end to end as the model's keyword arguments.
+
+    Args:
+        segments: non-empty 1-D int64 tensors on one device.
+
+    Returns:
+        `input_ids [1, N]`, `position_ids [1, N]` restarting at 0 in each segment, `cu_seq_lens_q` and
+        `cu_seq_lens_k` `[S + 1]` int32, `max_length_q` and `max_length_k` ints.
+    """
+    device = segments[0].device
+    lengths = [len(segment) for segment in segments]
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    return {
+        "input_ids": torch.cat(segments)[None],
+        "position_ids": positions[None],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+
+
+@torch.no_grad()
+def verify_packing(model: PreTrainedModel) -> None:
+    """Check on real weights that two packed sequences score as each of them alone.
+
+    Catches every way in which an architecture can leak across a boundary: state-space or convolution
+    layers, masks built inside the model, positions not taken from `position_ids`.
+
+    Args:
+        model: the unsharded model, loaded with `attn_implementation=VARLEN_ATTENTION`.
+
+    Raises:
+        ConfigError: the packed logits differ, or the model's forward does not accept the arguments.
+    """
+    name = type(model).__name__
+    advice = (
+        "Set policy.sequence_packing.enabled=false for this model "
+        "(policy.dynamic_batching.enabled=true saves most of the padding instead)."
+    )
+    if getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None:
+        raise ConfigError(f"{name} uses chunked attention, which packing does not support. {advice}")
+    device = next(model.parameters()).device
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    tokens = (torch.arange(20, device=device) * 7 + 3) % vocab_size
+    segments = [tokens[:11], tokens[11:]]
+    was_training = model.training
+    model.eval()
+    try:
+        packed = model(**packed_model_inputs(segments), use_cache=False).logits[0]
+        alone = torch.cat([model(input_ids=s[None], use_cache=False).logits[0] for s in segments])
+    except TypeError as error:
+        raise ConfigError(f"{name} does not take packed inputs ({error}). {advice}") from error
+    finally:
+        model.train(was_training)
+    worst = (packed - alone).abs().max().item()
+    allowed = 1e-4 * alone.abs().max().item() if packed.dtype == torch.float32 else 3e-2 * alone.abs().max().item()
+    if not worst <= allowed:
+        raise ConfigError(
+            f"{name}: logits of packed sequences differ from those of the same sequences alone by {worst:.2e} "
+            f"(allowed {allowed:.2e}), so this architecture mixes packed sequences. {advice}"
+        )

@@ -1,0 +1,211 @@
+"""The PyTorch-native training backend of one rank: FSDP2 over a Hugging Face model.
+
+Implements `models.policy.interfaces.PolicyBackend`; `workers.dtensor_worker` builds it inside a Ray
+actor, tests build it in plain processes. The process group is up before it is made.
+
+Law: float32 master weights, sharded over the data-parallel mesh; whoever changes them leaves no
+gathered copy behind.
+
+On CPUs the same data gives the same bits: the thread count is fixed by the caller, microbatches run in
+plan order, ranks reduce in gloo's fixed ring order, and no kernel used here has a random summation order.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.parallel_logprobs import SamplingDensity
+from nemo_rl.models.dtensor import checkpoint_io
+from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
+from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
+from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients
+from nemo_rl.models.dtensor.parallelize import (
+    ShardingSpec,
+    build_mesh,
+    enable_activation_checkpointing,
+    reshard,
+    shard,
+)
+from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
+from nemo_rl.models.policy.interfaces import CheckpointPaths, ForwardStep
+from nemo_rl.models.policy.workers.microbatches import ModelInputs
+from nemo_rl.utils.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class DTensorBackend:
+    """See the module docstring and `PolicyBackend`.
+
+    Args:
+        config: the policy section.
+        device: this rank's device; its type names the mesh's device type.
+        init_optimizer: make optimizer and schedule (a frozen scorer needs none).
+        init_reference_model: keep a CPU copy of the initial weights.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        device: torch.device,
+        *,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+    ) -> None:
+        self.device = device
+        self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
+        self._max_grad_norm = config.max_grad_norm
+        self._density = sampling_density(config)
+        self.model = _build_model(config, device)
+        self._reference = _local_copies(self.model) if init_reference_model else None
+        self.optimizer: Optimizer | None = None
+        self.scheduler: LRScheduler | None = None
+        if init_optimizer:
+            if config.optimizer is None:
+                raise ConfigError("policy.optimizer is null: training needs one, e.g. torch.optim.AdamW.")
+            self.optimizer = build_optimizer(self.model.hf.parameters(), config.optimizer)
+            self.scheduler = build_scheduler(self.optimizer, config.scheduler)
+
+    def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
+        """See `PolicyBackend.run`."""
+        self.model.train(backward)
+        with torch.set_grad_enabled(backward):
+            for index, inputs in enumerate(microbatches):
+                logprobs_K, entropy_K = self.model(
+                    inputs.model_inputs, inputs.positions_K, inputs.targets_K, self._density
+                )
+                loss = forward_step(index, logprobs_K, entropy_K)
+                if backward:
+                    assert loss is not None
+                    loss.backward()
+        if not backward:
+            reshard(self.model)
+
+    def zero_grad(self) -> None:
+        """See `PolicyBackend.zero_grad`."""
+        self.model.zero_grad(set_to_none=True)
+
+    def clip_and_step(self) -> tuple[float, bool]:
+        """See `PolicyBackend.clip_and_step`; a gradient that is not finite drops the update."""
+        assert self.optimizer is not None, "this policy was made without an optimizer"
+        norm = clip_gradients(self.model.parameters(), self._max_grad_norm)
+        finite = norm == norm and norm != float("inf")
+        if finite:
+            self.optimizer.step()
+        else:
+            logger.warning("Gradient norm is %s: this optimizer update is skipped.", norm)
+        self.zero_grad()
+        return norm, finite
+
+    def advance_schedule(self) -> None:
+        """See `PolicyBackend.advance_schedule`."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def learning_rate(self) -> float:
+        """Learning rate of the first parameter group; 0 without an optimizer."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """See `PolicyBackend.reference_weights`.
+
+        Raises:
+            ConfigError: the policy was made with `init_reference_model=False`.
+        """
+        if self._reference is None:
+            raise ConfigError("Reference log-probabilities need Policy(init_reference_model=True).")
+        current = _local_copies(self.model)
+        _copy_into(self.model, self._reference)
+        try:
+            yield
+        finally:
+            _copy_into(self.model, current)
+
+    def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyBackend.iterate_weights`.
+
+        Args:
+            dtype: cast floating-point tensors to it; None keeps float32.
+        """
+        for name, tensor in checkpoint_io.weights_by_name(self.model.hf).items():
+            if tensor.device != self.device:
+                tensor = tensor.to(self.device)
+            if dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def save(self, paths: CheckpointPaths) -> None:
+        """See `PolicyBackend.save`."""
+        checkpoint_io.save_weights(self.model.hf, paths.weights)
+        if paths.optimizer is None:
+            return
+        if self.optimizer is None:
+            raise CheckpointError("This policy has no optimizer to save; leave optimizer_path out.")
+        checkpoint_io.save_training_state(self.model.hf, self.optimizer, self.scheduler, paths.optimizer)
+
+    def load(self, paths: CheckpointPaths) -> None:
+        """See `PolicyBackend.load`."""
+        reshard(self.model)
+        checkpoint_io.load_weights(self.model.hf, paths.weights)
+        if paths.optimizer is not None and self.optimizer is not None:
+            checkpoint_io.load_training_state(self.model.hf, self.optimizer, self.scheduler, paths.optimizer)
+
+    def close(self) -> None:
+        """See `PolicyBackend.close`."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def sampling_density(config: PolicyConfig) -> SamplingDensity:
+    """The density that `policy.generation` samples from; the plain softmax without that section."""
+    generation = config.generation
+    if generation is None:
+        return SamplingDensity()
+    top_k = generation.top_k if generation.top_k is not None and generation.top_k > 0 else None
+    return SamplingDensity(generation.temperature, top_k, generation.top_p)
+
+
+def _build_model(config: PolicyConfig, device: torch.device) -> CausalLMWithLogprobs:
+    """Load, check, and shard the model."""
+    packed = config.sequence_packing.enabled
+    hf = load_causal_lm(
+        config.model_name,
+        config_overrides=config.hf_config_overrides,
+        attn_implementation=register_varlen_attention() if packed else None,
+    )
+    if packed:
+        verify_packing(hf)
+    model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)
+    if config.dtensor_cfg.activation_checkpointing:
+        enable_activation_checkpointing(hf)
+    mesh = build_mesh(device.type, dist.get_world_size())
+    spec = ShardingSpec(torch_dtype(config.precision), config.dtensor_cfg.cpu_offload, device)
+    return shard(model, mesh, spec)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _local_copies(model: CausalLMWithLogprobs) -> dict[str, Tensor]:
+    """CPU copies of this rank's part of every weight."""
+    reshard(model)
+    weights = checkpoint_io.weights_by_name(model.hf)
+    return {name: _local(tensor).detach().to("cpu", copy=True) for name, tensor in weights.items()}
+
+
+@torch.no_grad()
+def _copy_into(model: CausalLMWithLogprobs, copies: dict[str, Tensor]) -> None:
+    reshard(model)
+    for name, tensor in checkpoint_io.weights_by_name(model.hf).items():
+        _local(tensor).copy_(copies[name])

@@ -1,0 +1,167 @@
+"""Write and read a policy's training state.
+
+Layout (W = weights folder, O = optimizer folder), written by all ranks together:
+
+    W/model/model-*.safetensors, model.safetensors.index.json, config.json   loads with from_pretrained
+    O/optim/                       torch distributed checkpoint, states under parameter names
+    O/trainer.pt                   learning-rate schedule, and whether the optimizer had state
+    O/rng/rank_<r>.pt              random-number generators of each rank
+
+Law: a load restores every bit that a save wrote, on any number of ranks (random-number state only on
+the same number). Folders are on storage that every rank sees; the caller makes writing atomic.
+"""
+
+import logging
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.utils.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MODEL_FOLDER = "model"
+MAX_FILE_BYTES = 5 * 1024**3
+
+
+def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers under their Hugging Face names, tied ones once; no copies."""
+    persistent = hf.state_dict(keep_vars=True)
+    named = {name: parameter.detach() for name, parameter in hf.named_parameters()}
+    for name, buffer in hf.named_buffers():
+        if name in persistent:
+            named[name] = buffer.detach()
+    return named
+
+
+def save_weights(hf: PreTrainedModel, weights_path: Path) -> None:
+    """Write weights and configuration as a folder that `from_pretrained` loads.
+
+    Args:
+        hf: the model, sharded or not.
+        weights_path: the W of the module docstring.
+    """
+    folder = weights_path / MODEL_FOLDER
+    weights = weights_by_name(hf)
+    writer = HuggingFaceStorageWriter(
+        str(folder),
+        fqn_to_index_mapping=_file_numbers(weights),
+        save_distributed=True,
+        enable_consolidation=True,
+    )
+    dcp.save(dict(weights), storage_writer=writer)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "sharded")
+        hf.config.architectures = [type(hf).__name__]
+        hf.config.save_pretrained(folder)
+        if hf.generation_config is not None:
+            hf.generation_config.save_pretrained(folder)
+    dist.barrier()
+
+
+def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
+    """Read weights into the model in place, each rank its own part.
+
+    Raises:
+        CheckpointError: the folder has no weights, or they are not this model's.
+    """
+    folder = weights_path / MODEL_FOLDER
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(f"{folder} holds no *.safetensors files: not a policy checkpoint.")
+    try:
+        dcp.load(dict(weights_by_name(hf)), storage_reader=HuggingFaceStorageReader(str(folder)))
+    except dcp.CheckpointException as error:
+        raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: {error}") from error
+
+
+def save_training_state(hf: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler | None, path: Path) -> None:
+    """Write optimizer, schedule and each rank's random-number state; `path` is the O above."""
+    path.mkdir(parents=True, exist_ok=True)
+    has_state = bool(optimizer.state)
+    if has_state:
+        dcp.save({"optim": _optimizer_state(hf, optimizer)}, checkpoint_id=str(path / "optim"))
+    if dist.get_rank() == 0:
+        schedule = scheduler.state_dict() if scheduler is not None else None
+        torch.save({"scheduler": schedule, "has_optimizer_state": has_state}, path / "trainer.pt")
+    rng_file = _rng_file(path)
+    rng_file.parent.mkdir(exist_ok=True)
+    torch.save(rng_state(), rng_file)
+    dist.barrier()
+
+
+def load_training_state(hf: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler | None, path: Path) -> None:
+    """Restore what `save_training_state` wrote.
+
+    Raises:
+        CheckpointError: the folder is no optimizer checkpoint.
+    """
+    trainer_file = path / "trainer.pt"
+    if not trainer_file.exists():
+        raise CheckpointError(f"{path} holds no trainer.pt: not an optimizer checkpoint.")
+    trainer = torch.load(trainer_file, weights_only=True)
+    if trainer["has_optimizer_state"]:
+        state = {"optim": _optimizer_state(hf, optimizer)}
+        dcp.load(state, checkpoint_id=str(path / "optim"))
+        set_optimizer_state_dict(hf, optimizer, state["optim"])
+    if scheduler is not None and trainer["scheduler"] is not None:
+        scheduler.load_state_dict(trainer["scheduler"])
+    if _rng_file(path).exists():
+        restore_rng_state(torch.load(_rng_file(path), weights_only=True))
+    else:
+        logger.warning("%s is missing: this rank keeps its own random-number state.", _rng_file(path))
+
+
+def rng_state() -> dict[str, Any]:
+    """State of this process's generators, in types that load without executing code."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "accelerator": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Undo the draws made since `rng_state`."""
+    random.setstate(state["python"])
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if state["accelerator"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["accelerator"])
+
+
+def _optimizer_state(hf: PreTrainedModel, optimizer: Optimizer) -> dict[str, Any]:
+    return dict(get_optimizer_state_dict(hf, optimizer))
+
+
+def _rng_file(path: Path) -> Path:
+    return path / "rng" / f"rank_{dist.get_rank():05d}.pt"
+
+
+def _file_numbers(weights: dict[str, Tensor]) -> dict[str, int]:
+    """Number the output file of each weight, filling files in order up to MAX_FILE_BYTES."""
+    numbers, number, filled = {}, 1, 0
+    for name, tensor in weights.items():
+        size = tensor.numel() * tensor.element_size()
+        if filled and filled + size > MAX_FILE_BYTES:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += size
+    return numbers

@@ -1,0 +1,155 @@
+"""Spread a model over the ranks: device mesh, FSDP2, precision, activation checkpointing, offload.
+
+`models.policy.workers.dtensor_worker` calls these in order: `build_mesh`, `enable_activation_checkpointing`,
+`shard`. Law: after backward each gradient is the SUM over data-parallel ranks, because losses are
+divided by global token counts already; and nothing here renames a parameter.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
+from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MESH_AXES = ("dp_replicate", "dp_shard")
+"""Axes of the device mesh, outermost first; tensor, context and pipeline axes go inside them."""
+
+
+@dataclass(frozen=True)
+class ShardingSpec:
+    """What `shard` needs to know.
+
+    Attributes:
+        compute_dtype: dtype of the forward and backward pass; parameters stay float32.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+        device: where the rank computes.
+    """
+
+    compute_dtype: torch.dtype
+    cpu_offload: bool
+    device: torch.device
+
+
+def build_mesh(device_type: str, world_size: int, dp_replicate: int = 1) -> DeviceMesh:
+    """The device mesh: `dp_replicate` copies of the model, each sharded over the other ranks.
+
+    Args:
+        device_type: torch device type of the ranks.
+        world_size: number of ranks.
+        dp_replicate: copies of the model (HSDP); 1 shards over all ranks.
+
+    Raises:
+        ConfigError: the ranks do not divide into the copies.
+    """
+    if dp_replicate < 1 or world_size % dp_replicate:
+        raise ConfigError(
+            f"policy.dtensor_cfg.dp_replicate_size={dp_replicate} does not divide {world_size} policy "
+            f"ranks. Use one of {[n for n in range(1, world_size + 1) if world_size % n == 0]}."
+        )
+    shape = (dp_replicate, world_size // dp_replicate)
+    return init_device_mesh(device_type, shape, mesh_dim_names=MESH_AXES)
+
+
+def enable_activation_checkpointing(hf: PreTrainedModel) -> None:
+    """Recompute each decoder layer's activations in the backward pass (training mode only).
+
+    Raises:
+        ConfigError: the architecture does not support it.
+    """
+    if not hf.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"{type(hf).__name__} does not support activation checkpointing. "
+            "Set policy.dtensor_cfg.activation_checkpointing=false."
+        )
+    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def shard(model: CausalLMWithLogprobs, mesh: DeviceMesh, spec: ShardingSpec) -> CausalLMWithLogprobs:
+    """Shard decoder layers and root with FSDP2, in place, and move the model to its device.
+
+    One float32 rank is left as it is: there is nothing to shard or to cast, and FSDP2's hooks would
+    cost a small CPU model a sizeable part of each step.
+
+    Args:
+        model: the wrapped model on the CPU, parameters in float32.
+        mesh: from `build_mesh`.
+        spec: precision, offload and device.
+    """
+    if mesh.size() == 1 and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
+        return model.to(spec.device)
+    fsdp_mesh = mesh if mesh[MESH_AXES[0]].size() > 1 else mesh[MESH_AXES[1]]
+    offload = _offload_policy(spec)
+    for layer in decoder_layers(model.hf):
+        fully_shard(layer, mesh=fsdp_mesh, mp_policy=_precision(spec, root=False), offload_policy=offload)
+    fully_shard(model, mesh=fsdp_mesh, mp_policy=_precision(spec, root=True), offload_policy=offload)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    _move_buffers(model, spec.device)
+    return model
+
+
+def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks of the decoder, in order: the units of sharding.
+
+    Raises:
+        ConfigError: the architecture has no list of layers.
+    """
+    layers = getattr(hf.base_model, "layers", None)
+    if isinstance(layers, nn.ModuleList):
+        return list(layers)
+    names = set(hf._no_split_modules or ())
+    blocks = [module for module in hf.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ConfigError(f"{type(hf).__name__} has no list of decoder layers to shard by.")
+    return blocks
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters after a pass without backward.
+
+    FSDP2 keeps the root gathered after such a pass; a later change of the shards (optimizer step,
+    reference weights) would then go unnoticed by the next forward.
+    """
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def _precision(spec: ShardingSpec, *, root: bool) -> MixedPrecisionPolicy:
+    """bfloat16 or float16 compute with float32 gradient reduction; outputs widened at the root only."""
+    if spec.compute_dtype == torch.float32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=spec.compute_dtype,
+        reduce_dtype=torch.float32,
+        output_dtype=torch.float32 if root else None,
+    )
+
+
+def _offload_policy(spec: ShardingSpec) -> OffloadPolicy:
+    if not spec.cpu_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Bring buffers (rotary frequencies) to the device; with offload FSDP leaves them on the CPU."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                setattr(module, name, buffer.to(device))

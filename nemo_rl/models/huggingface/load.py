@@ -1,0 +1,87 @@
+"""Load a Hugging Face causal language model for training.
+
+`models.dtensor` builds on the result; `models.policy.lm_policy` resolves names before workers start.
+Law: weights arrive in the asked dtype with nothing quantised, offloaded or spread over devices.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.utils.errors import ConfigError
+
+PRECISIONS: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+def torch_dtype(precision: str) -> torch.dtype:
+    """The torch dtype of a `policy.precision` value.
+
+    Raises:
+        ConfigError: the name is not one of bfloat16, float16, float32.
+    """
+    if precision not in PRECISIONS:
+        raise ConfigError(f"policy.precision={precision!r}: use one of {', '.join(PRECISIONS)}.")
+    return PRECISIONS[precision]
+
+
+def load_causal_lm(
+    model_name: str,
+    *,
+    config_overrides: dict[str, Any] | None = None,
+    attn_implementation: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Load configuration and weights onto the CPU.
+
+    Args:
+        model_name: Hugging Face id or local folder.
+        config_overrides: fields of the model's configuration to replace.
+        attn_implementation: name of the attention function; None lets the architecture choose, except
+            that models with soft-capped attention scores get "eager", the only one that applies them.
+        dtype: dtype of the parameters; float32 keeps master weights.
+
+    Returns:
+        The model in eval mode.
+
+    Raises:
+        ConfigError: the model cannot be found or an override names no field of its configuration.
+    """
+    config = load_model_config(model_name, config_overrides)
+    if attn_implementation is None and _softcaps_attention(config):
+        attn_implementation = "eager"
+    chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    model = AutoModelForCausalLM.from_pretrained(model_name, config=config, dtype=dtype, **chosen)
+    return model.eval()
+
+
+def load_model_config(model_name: str, overrides: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The model's configuration with overrides applied.
+
+    Raises:
+        ConfigError: the model cannot be found or an override names no field of its configuration.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model_name)
+    except OSError as error:
+        raise ConfigError(
+            f"policy.model_name={model_name!r} is neither a model folder with a config.json nor a "
+            f"model id that can be downloaded from here: {error}"
+        ) from error
+    for key, value in (overrides or {}).items():
+        if not hasattr(config, key):
+            raise ConfigError(
+                f"policy.hf_config_overrides.{key}: {type(config).__name__} has no field of that name. "
+                f"Its fields: {', '.join(sorted(config.to_dict()))}."
+            )
+        setattr(config, key, value)
+    return config
+
+
+def _softcaps_attention(config: PretrainedConfig) -> bool:
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None

@@ -1,0 +1,1 @@
+"""The policy: the model under training, its controller and its workers."""

@@ -1,0 +1,194 @@
+"""What every policy worker does, whichever backend holds its model.
+
+One worker per rank, driven by `models.policy.lm_policy`. Flow of an update on one rank:
+
+    rows + microbatch sizes ─► ModelInputs ─► backend.run ─► forward_step: scatter, loss, metrics ─► step
+
+Law: all ranks make the same sequence of backend calls, because each of them is collective; so the
+number of microbatches is the same on every rank, and a rank with nothing to count runs anyway.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.losses.interfaces import LossFunction, LossMetrics
+from nemo_rl.models.policy.interfaces import CheckpointPaths, PolicyBackend, UpdateResult
+from nemo_rl.models.policy.metrics import reduce_metrics
+from nemo_rl.models.policy.workers.microbatches import (
+    InputLayout,
+    all_targets,
+    build_model_inputs,
+    training_targets,
+)
+from nemo_rl.utils.device import DeviceKind
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker needs beyond the policy section.
+
+    Attributes:
+        device_kind: the value of `cluster.device`.
+        num_threads: CPU threads of the process; fixed, so that results are reproducible.
+        collective_timeout_s: seconds after which a collective that a peer never joins raises.
+        seed: run seed; each rank derives its own from it (dropout).
+        init_optimizer: make optimizer and schedule.
+        init_reference_model: keep the initial weights for reference log-probabilities.
+    """
+
+    device_kind: DeviceKind
+    num_threads: int
+    collective_timeout_s: float
+    seed: int
+    init_optimizer: bool
+    init_reference_model: bool
+
+
+class PolicyWorker:
+    """One rank of the policy.
+
+    Args:
+        backend: holds model, optimizer and mesh.
+        config: the policy section.
+    """
+
+    def __init__(self, backend: PolicyBackend, config: PolicyConfig) -> None:
+        self.backend = backend
+        self._layout = input_layout(config)
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        sizes: Sequence[int],
+        loss_fn: LossFunction,
+        global_valid: tuple[float, float],
+        eval_mode: bool = False,
+        last_update: bool = True,
+    ) -> UpdateResult:
+        """Make one optimizer update from this rank's rows of one global batch.
+
+        Args:
+            data: the rows, in microbatch order: the keys of a training batch.
+            sizes: rows of each microbatch.
+            loss_fn: called on each microbatch; already divides by the global counts.
+            global_valid: valid sequences and valid tokens of the whole global batch.
+            eval_mode: compute loss and metrics only.
+            last_update: whether this update ends the training step, which advances the schedule.
+        """
+        microbatches = list(split_rows(data, sizes))
+        inputs = [
+            build_model_inputs(rows, training_targets(rows), self._layout, self.backend.device) for rows in microbatches
+        ]
+        valid_seqs, valid_toks = (torch.tensor(v, device=self.backend.device) for v in global_valid)
+        losses: list[Tensor] = []
+        metrics: list[LossMetrics] = []
+
+        def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> Tensor:
+            logprobs = inputs[index].scatter(logprobs_K)
+            rows = microbatches[index].to(self.backend.device)
+            loss, values = loss_fn(logprobs, data=rows, global_valid_seqs=valid_seqs, global_valid_toks=valid_toks)
+            losses.append(loss.detach())
+            metrics.append(values)
+            # A microbatch in which nothing counts may give a constant loss; backward must run still.
+            return loss if loss.requires_grad else loss + 0.0 * logprobs.sum()
+
+        self.backend.run(inputs, forward_step, backward=not eval_mode)
+        result = UpdateResult(loss=sum(loss.item() for loss in losses), metrics=reduce_metrics(metrics))
+        if not eval_mode:
+            self._update(result, last_update)
+        return result
+
+    def _update(self, result: UpdateResult, last_update: bool) -> None:
+        result.lr = self.backend.learning_rate()
+        result.grad_norm, stepped = self.backend.clip_and_step()
+        result.skipped = not stepped
+        if last_update:
+            self.backend.advance_schedule()
+
+    def get_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
+        """Score every token of this rank's rows under the current weights.
+
+        Args:
+            data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
+            sizes: rows of each microbatch.
+
+        Returns:
+            `[b, T]` float32 on the CPU; position 0 and padding are 0.
+        """
+        microbatches = list(split_rows(data, sizes))
+        inputs = [
+            build_model_inputs(rows, all_targets(rows), self._layout, self.backend.device) for rows in microbatches
+        ]
+        scores: list[Tensor] = []
+
+        def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> None:
+            scored = inputs[index].scatter(logprobs_K).float()
+            scores.append(torch.nn.functional.pad(scored, (1, 0)).cpu())
+
+        self.backend.run(inputs, forward_step, backward=False)
+        return torch.cat(scores)
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
+        """`get_logprobs` under the weights the run started from."""
+        with self.backend.reference_weights():
+            return self.get_logprobs(data, sizes)
+
+    def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """`PolicyBackend.iterate_weights`; all ranks must exhaust it together."""
+        return self.backend.iterate_weights(dtype)
+
+    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Write this rank's part of a checkpoint."""
+        self.backend.save(_paths(weights_path, optimizer_path))
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Restore a checkpoint; the reference weights stay those of `policy.model_name`."""
+        self.backend.load(_paths(weights_path, optimizer_path))
+
+    def report_identity(self) -> dict[str, Any]:
+        """Who this worker is: rank, data-parallel rank, process, host, device and CPU threads."""
+        return {
+            "rank": int(os.environ.get("RANK", "0")),
+            "dp_rank": self.backend.dp_rank,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "device": str(self.backend.device),
+            "threads": torch.get_num_threads(),
+        }
+
+    def shutdown(self) -> bool:
+        """Leave the process group."""
+        self.backend.close()
+        return True
+
+
+def input_layout(config: PolicyConfig) -> InputLayout:
+    """How the configuration wants microbatches laid out."""
+    round_to = config.make_sequence_length_divisible_by
+    if config.dynamic_batching.enabled:
+        round_to = max(round_to, config.dynamic_batching.sequence_length_round)
+    return InputLayout(packed=config.sequence_packing.enabled, round_to=round_to)
+
+
+def split_rows(data: BatchedDataDict[Any], sizes: Sequence[int]) -> Iterator[BatchedDataDict[Any]]:
+    """Consecutive runs of rows with the given sizes."""
+    start = 0
+    for size in sizes:
+        yield data.slice(start, start + size)
+        start += size
+
+
+def _paths(weights_path: str, optimizer_path: str | None) -> CheckpointPaths:
+    return CheckpointPaths(Path(weights_path), Path(optimizer_path) if optimizer_path else None)

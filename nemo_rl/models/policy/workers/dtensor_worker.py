@@ -1,0 +1,39 @@
+"""The policy worker that trains with PyTorch itself (FSDP2).
+
+Built by name in a worker process by `lm_policy.Policy`. Law: it only assembles: process settings,
+process group, `DTensorBackend`; what a worker does is in `base`.
+"""
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.process_group import init_process_group
+from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
+from nemo_rl.utils.device import Device
+from nemo_rl.utils.seed import derive_seed, set_seed
+
+
+class DTensorPolicyWorker(PolicyWorker):
+    """One rank.
+
+    Args:
+        config: the policy section.
+        settings: what comes from the cluster and the run rather than from the policy section.
+    """
+
+    def __init__(self, config: PolicyConfig, settings: WorkerSettings) -> None:
+        torch.set_num_threads(settings.num_threads)
+        transformers_logging.disable_progress_bar()
+        device = Device(settings.device_kind)
+        torch_device = device.activate()
+        init_process_group(device, settings.collective_timeout_s)
+        backend = DTensorBackend(
+            config,
+            torch_device,
+            init_optimizer=settings.init_optimizer,
+            init_reference_model=settings.init_reference_model,
+        )
+        set_seed(derive_seed(settings.seed, "policy", backend.dp_rank))
+        super().__init__(backend, config)

@@ -1,0 +1,122 @@
+"""Turn one microbatch of rows into model inputs, and scored tokens back into `[b, T - 1]`.
+
+Between the data (`[b, T]`, right padded) and a backend's forward. A microbatch runs either padded,
+trimmed to its longest row, or packed: all rows laid end to end in one row with restarting positions.
+No attention mask is made: with right padding and causal attention no real token sees padding, and an
+all-ones mask would switch transformers' own packing detection off.
+
+Law: the loss sees the same `[b, T - 1]` log-probabilities, in the same places, either way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.dtensor.attention import packed_model_inputs
+
+
+@dataclass(frozen=True)
+class InputLayout:
+    """How rows become model inputs.
+
+    Attributes:
+        packed: lay rows end to end instead of padding them.
+        round_to: the model's sequence length is rounded up to a multiple of this many tokens.
+    """
+
+    packed: bool
+    round_to: int = 1
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What a backend's forward needs for one microbatch, K tokens being scored.
+
+    Attributes:
+        model_inputs: keyword arguments of the model.
+        positions_K: indices into the flattened model tokens whose successor is scored.
+        targets_K: token ids of the successors.
+        places_K: where the scores go in the flattened `[b, T - 1]`.
+        shape: `(b, T - 1)`.
+    """
+
+    model_inputs: dict[str, Any]
+    positions_K: Tensor
+    targets_K: Tensor
+    places_K: Tensor
+    shape: tuple[int, int]
+
+    def scatter(self, values_K: Tensor) -> Tensor:
+        """Put per-token values at their places in `[b, T - 1]`, zeros elsewhere; differentiable."""
+        num_rows, width = self.shape
+        flat = values_K.new_zeros(num_rows * width).index_copy(0, self.places_K, values_K)
+        return flat.view(num_rows, width)
+
+
+def training_targets(rows: BatchedDataDict[Any]) -> Tensor:
+    """`[b, T - 1]` bool: targets the loss can count (token_mask of the successor, and sample_mask)."""
+    return (rows["token_mask"][:, 1:] > 0) & (rows["sample_mask"][:, None] > 0)
+
+
+def all_targets(rows: BatchedDataDict[Any]) -> Tensor:
+    """`[b, T - 1]` bool: every real token that has a predecessor."""
+    index = torch.arange(1, rows["input_ids"].shape[1])
+    return index[None, :] < rows["input_lengths"][:, None]
+
+
+def build_model_inputs(
+    rows: BatchedDataDict[Any], wanted: Tensor, layout: InputLayout, device: torch.device
+) -> ModelInputs:
+    """Lay out the rows of one microbatch.
+
+    Args:
+        rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
+        wanted: `[b, T - 1]` bool; entry t asks for the score of token t + 1.
+        layout: padded or packed.
+        device: where the model runs.
+    """
+    input_ids, lengths = rows["input_ids"], rows["input_lengths"].tolist()
+    num_rows, width = input_ids.shape
+    wanted = wanted & (torch.arange(1, width)[None, :] < rows["input_lengths"][:, None])
+    row_K, column_K = wanted.nonzero(as_tuple=True)
+    if layout.packed:
+        model_inputs = _packed(input_ids, lengths, layout.round_to)
+        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        positions_K = starts[row_K] + column_K
+    else:
+        model_inputs = _padded(input_ids, lengths, layout.round_to)
+        positions_K = row_K * model_inputs["input_ids"].shape[1] + column_K
+    return ModelInputs(
+        model_inputs={
+            key: value.to(device) if isinstance(value, Tensor) else value for key, value in model_inputs.items()
+        },
+        positions_K=positions_K.to(device),
+        targets_K=input_ids[row_K, column_K + 1].to(device),
+        places_K=(row_K * (width - 1) + column_K).to(device),
+        shape=(num_rows, width - 1),
+    )
+
+
+def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:
+    """Rows trimmed to the longest one, rounded up; columns beyond the data hold token 0."""
+    longest = _round_up(max(lengths), round_to)
+    trimmed = input_ids[:, :longest]
+    missing = longest - trimmed.shape[1]
+    return {"input_ids": torch.nn.functional.pad(trimmed, (0, missing))}
+
+
+def _packed(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:
+    """Rows laid end to end; the rounding is a segment of its own, which nothing attends to."""
+    segments = [row[:length] for row, length in zip(input_ids, lengths, strict=True)]
+    filler = _round_up(sum(lengths), round_to) - sum(lengths)
+    if filler:
+        segments.append(torch.zeros(filler, dtype=input_ids.dtype))
+    return packed_model_inputs(segments)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,153 @@
+"""Chunked log-probabilities against plain float64 log_softmax, and vLLM's filter rules by hand."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_rl.distributed.parallel_logprobs import (
+    SamplingDensity,
+    apply_top_k_top_p,
+    logprobs_from_logits,
+    token_logprobs,
+)
+from nemo_rl.utils.errors import ConfigError
+
+N, D, V = 37, 16, 53
+
+
+def _inputs(dtype: torch.dtype, bias: bool = False):
+    gen = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, D, generator=gen, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=gen, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(0, V, (N,), generator=gen)
+    b = torch.randn(V, generator=gen, dtype=torch.float64).to(dtype).requires_grad_()
+    return hidden, weight, targets, b if bias else None
+
+
+def _reference(hidden, weight, bias, targets, temperature):
+    logits = hidden @ weight.t()
+    if bias is not None:
+        logits = logits + bias
+    logp = torch.log_softmax(logits / temperature, dim=-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 8, 37, 512])
+def test_values_and_gradients_equal_log_softmax(temperature, bias, chunk_size) -> None:
+    hidden, weight, targets, b = _inputs(torch.float64, bias)
+    leaves = [t for t in (hidden, weight, b) if t is not None]
+    coeff_l, coeff_h = torch.linspace(-1, 2, N, dtype=torch.float64), torch.linspace(1, 0, N).double()
+
+    want_l, want_h = _reference(hidden, weight, b, targets, temperature)
+    want = torch.autograd.grad((coeff_l * want_l + coeff_h * want_h).sum(), leaves)
+    got_l, got_h = token_logprobs(
+        hidden,
+        weight,
+        targets,
+        density=SamplingDensity(temperature),
+        bias_V=b,
+        chunk_size=chunk_size,
+    )
+    got = torch.autograd.grad((coeff_l * got_l + coeff_h * got_h).sum(), leaves)
+
+    torch.testing.assert_close(got_l, want_l, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got_h, want_h, rtol=0, atol=1e-12)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=0, atol=1e-11)
+
+
+def test_float32_is_close_to_float64() -> None:
+    hidden, weight, targets, _ = _inputs(torch.float32)
+    want, want_entropy = _reference(hidden.double(), weight.double(), None, targets, 1.0)
+    got, entropy = token_logprobs(hidden, weight, targets)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), want_entropy, rtol=0, atol=1e-5)
+
+
+def test_bfloat16_weights_reduce_in_float32() -> None:
+    hidden, weight, targets, _ = _inputs(torch.bfloat16)
+    got, _ = token_logprobs(hidden, weight, targets)
+    want, _ = _reference(hidden.double(), weight.double(), None, targets, 1.0)
+    assert got.dtype == torch.float32
+    # Only the product is rounded to bfloat16 (8 bits); a bfloat16 logsumexp would be off by ~0.1.
+    assert (got.double() - want).abs().max() < 2**-8 * (hidden @ weight.t()).abs().max() * 2
+
+
+def test_no_tokens_still_reach_every_parameter() -> None:
+    hidden, weight, targets, _ = _inputs(torch.float32)
+    got, entropy = token_logprobs(hidden[:0], weight, targets[:0])
+    assert got.shape == entropy.shape == (0,)
+    got.sum().backward()
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_never_holds_all_logits() -> None:
+    gen = torch.Generator().manual_seed(0)
+    hidden = torch.randn(512, 8, generator=gen, requires_grad=True)
+    weight = torch.randn(1000, 8, generator=gen, requires_grad=True)
+    targets = torch.randint(0, 1000, (512,), generator=gen)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
+        got, _ = token_logprobs(hidden, weight, targets, chunk_size=16)
+    assert max(saved) < 512 * 1000 / 10
+    got.sum().backward()
+
+
+def _vllm_filter(row: list[float], top_k: int | None, top_p: float) -> set[int]:
+    """Kept token ids by the definition, with plain Python."""
+    kept = set(range(len(row)))
+    if top_k is not None:
+        kth = sorted(row, reverse=True)[min(top_k, len(row)) - 1]
+        kept = {i for i in kept if row[i] >= kth}
+    total = sum(math.exp(row[i]) for i in kept)
+    ascending = sorted(kept, key=lambda i: row[i])
+    mass, dropped = 0.0, set()
+    for i in ascending[:-1]:
+        mass += math.exp(row[i]) / total
+        if mass <= 1 - top_p:
+            dropped.add(i)
+    return kept - dropped
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (None, 0.6), (7, 0.5), (1, 1.0), (None, 0.01)])
+def test_filter_keeps_what_the_sampler_keeps(top_k, top_p) -> None:
+    logits = torch.randn(20, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    filtered, keep = apply_top_k_top_p(logits, top_k, top_p)
+    assert keep is not None
+    for row, kept_row, out in zip(logits, keep, filtered, strict=True):
+        assert set(kept_row.nonzero().flatten().tolist()) == _vllm_filter(row.tolist(), top_k, top_p)
+        assert torch.equal(out.isfinite(), kept_row)
+
+
+def test_filtered_logprobs_and_gradients() -> None:
+    hidden, weight, targets, _ = _inputs(torch.float64)
+    density = SamplingDensity(temperature=0.8, top_k=9, top_p=0.9)
+    logits = (hidden @ weight.t()) / 0.8
+    _, keep = apply_top_k_top_p(logits.detach(), 9, 0.9)
+    keep = keep.scatter(-1, targets[:, None], True)
+    logp = torch.log_softmax(logits.masked_fill(~keep, -math.inf), dim=-1)
+    want = logp.gather(-1, targets[:, None]).squeeze(-1)
+    want_grads = torch.autograd.grad(want.sum(), [hidden, weight])
+
+    got, entropy = token_logprobs(hidden, weight, targets, density=density, chunk_size=10)
+    got_grads = torch.autograd.grad(got.sum(), [hidden, weight])
+    direct, direct_entropy = logprobs_from_logits(hidden @ weight.t(), targets, density=density)
+
+    assert got.isfinite().all() and entropy.isfinite().all()
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(direct, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(direct_entropy, entropy, rtol=0, atol=1e-12)
+    for g, w in zip(got_grads, want_grads, strict=True):
+        torch.testing.assert_close(g, w, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_densities_that_are_none_are_refused(bad) -> None:
+    with pytest.raises(ConfigError):
+        SamplingDensity(**bad)
