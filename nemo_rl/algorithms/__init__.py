@@ -1,0 +1,1 @@
+"""Algorithms: one loop per algorithm, and the advantage, reward and batch functions they share."""

@@ -1,0 +1,431 @@
+"""Advantages: what each sampled token is worth, from the rewards of its group.
+
+Used by `training_batch`; `assemble` picks one estimator with `make_advantage_estimator`. Neighbours:
+`losses.kl` (KL in the reward), `losses.reductions`. Law: a sample whose `valid_mask` is 0 (an
+error, or truncated and filtered) enters no baseline, no deviation and no whitening, and its
+advantage is 0.
+
+All statistics are computed in float64: the spread of a group of equal rewards is exactly 0, never
+rounding noise that a division would blow up.
+
+Legend: `B` samples, `T` tokens, `K` reward components.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from nemo_rl.losses.kl import calculate_kl
+from nemo_rl.losses.reductions import masked_mean, masked_var
+from nemo_rl.utils.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from nemo_rl.config import AdvantageEstimatorConfig, ClippedPGLossConfig, GRPOConfig
+
+STD_EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it."""
+
+RELATIVE_SPREAD_FLOOR = 1e-14
+"""Variances below this share of the group's own scale are rounding noise, hence 0."""
+
+
+class AdvantageExtras(TypedDict, total=False):
+    """What an estimator may use beside prompts, rewards and mask."""
+
+    group_ids: Tensor  # [B] int64; rows with equal ids are answers to one prompt
+    valid_mask: Tensor  # [B]; 0 keeps a sample out of all statistics
+    reward_components: Mapping[str, Tensor]  # name -> [B]
+    logprobs_policy: Tensor  # [B, T]
+    logprobs_reference: Tensor  # [B, T]
+
+
+class AdvantageEstimator(Protocol):
+    """Turns rewards into advantages per token.
+
+    Attributes:
+        needs_logprobs: Whether `logprobs_policy` and `logprobs_reference` must be given.
+    """
+
+    needs_logprobs: bool
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor | None,
+        rewards: Tensor,
+        mask: Tensor,
+        **extras: Unpack[AdvantageExtras],
+    ) -> Tensor:
+        """Advantages of a whole step's samples.
+
+        Args:
+            prompt_ids: `[B, T_prompt]` padded prompts; rows with equal prompts form a group. May be
+                None when `group_ids` is given, which decides then.
+            rewards: `[B]` float.
+            mask: `[B, T]`, 1 where the loss counts.
+            **extras: See `AdvantageExtras`.
+
+        Returns:
+            `[B, T]` in the type of `rewards`, 0 wherever `mask` or `valid_mask` is 0.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Baseline and standard deviation `[B]`, float64, that apply to each sample."""
+
+    baseline_B: Tensor
+    std_B: Tensor
+
+
+def group_ids_from_prompts(prompts: Tensor) -> Tensor:
+    """Number the distinct rows of `prompts [B, T_prompt]`; equal prompts get equal ids `[B]`."""
+    return torch.unique(prompts, dim=0, return_inverse=True)[1]
+
+
+def group_statistics(
+    rewards_B: Tensor, group_ids_B: Tensor, valid_mask_B: Tensor, leave_one_out: bool
+) -> GroupStatistics:
+    """Mean and population standard deviation of the rewards each sample is compared with.
+
+    That set is the valid samples of its group, without the sample itself if `leave_one_out`. With
+    deviations d from the group mean, n samples and S = sum(d^2), leaving i out gives
+    mean_i = mean - d_i / (n - 1) and var_i = (S - d_i^2 n / (n - 1)) / (n - 1).
+
+    A sample whose group has at most one valid member has its own reward as baseline, and std 0.
+
+    Args:
+        rewards_B: `[B]` float.
+        group_ids_B: `[B]` int64, any values.
+        valid_mask_B: `[B]`, non-zero for samples that count.
+        leave_one_out: Leave the sample itself out of its set.
+    """
+    rewards_B = rewards_B.double()
+    valid_B = (valid_mask_B != 0).double()
+    _, index_B = torch.unique(group_ids_B, return_inverse=True)
+
+    def group_sum(values_B: Tensor) -> Tensor:
+        totals = values_B.new_zeros(values_B.shape[0]).index_add_(0, index_B, values_B)
+        return totals[index_B]
+
+    count_B = group_sum(valid_B)
+    clean_B = torch.where(valid_B != 0, rewards_B, 0.0)
+    mean_B = group_sum(clean_B) / count_B.clamp(min=1)
+    deviation_B = torch.where(valid_B != 0, clean_B - mean_B, 0.0)
+    squares_B = group_sum(deviation_B**2)
+    noise_B = RELATIVE_SPREAD_FLOOR * squares_B + (RELATIVE_SPREAD_FLOOR * mean_B) ** 2
+
+    size_B = count_B - valid_B if leave_one_out else count_B
+    divisor_B = size_B.clamp(min=1)
+    if leave_one_out:
+        mean_B = mean_B - deviation_B / divisor_B
+        squares_B = squares_B - deviation_B**2 * (size_B + 1) / divisor_B
+    variance_B = torch.where(squares_B > noise_B, squares_B, 0.0) / divisor_B
+    has_peers_B = count_B > 1
+    return GroupStatistics(
+        baseline_B=torch.where(has_peers_B, mean_B, rewards_B),
+        std_B=torch.where(has_peers_B, variance_B, 0.0).sqrt(),
+    )
+
+
+def calculate_baseline_and_std_per_prompt(
+    prompts: Tensor,
+    rewards: Tensor,
+    valid_mask: Tensor,
+    leave_one_out_baseline: bool = True,
+    std_rewards: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Baseline and standard deviation `[B]` of each row's group of equal prompts.
+
+    Args:
+        prompts: `[B, T_prompt]` int64, padded.
+        rewards: `[B]` float.
+        valid_mask: `[B]`, 0 for rows that enter no statistic.
+        leave_one_out_baseline: Leave the row itself out of mean and deviation.
+        std_rewards: Rewards `[B]` to take the deviation of, when they are others.
+
+    Returns:
+        Baseline and standard deviation, in the type of `rewards`. See `group_statistics`.
+    """
+    group_ids = group_ids_from_prompts(prompts)
+    statistics = group_statistics(rewards, group_ids, valid_mask, leave_one_out_baseline)
+    std_B = statistics.std_B
+    if std_rewards is not None:
+        std_B = group_statistics(std_rewards, group_ids, valid_mask, leave_one_out_baseline).std_B
+    return statistics.baseline_B.to(rewards.dtype), std_B.to(rewards.dtype)
+
+
+def group_advantage(
+    rewards_B: Tensor,
+    group_ids_B: Tensor,
+    valid_mask_B: Tensor,
+    *,
+    leave_one_out: bool,
+    normalize: bool,
+) -> Tensor:
+    """`r - baseline`, divided by `std + 1e-6` where std > 0 if `normalize`; `[B]` float64."""
+    statistics = group_statistics(rewards_B, group_ids_B, valid_mask_B, leave_one_out)
+    advantage_B = rewards_B.double() - statistics.baseline_B
+    if normalize:
+        std_B = statistics.std_B
+        advantage_B = torch.where(std_B > 0, advantage_B / (std_B + STD_EPSILON), advantage_B)
+    return torch.where(valid_mask_B != 0, advantage_B, 0.0)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Shift and scale the kept entries to mean 0 and population variance 1; others become 0.
+
+    Entries that are all equal become 0.
+    """
+    kept = (mask != 0).to(values.dtype)
+    mean = masked_mean(values, kept)
+    std = masked_var(values, kept, mean=mean, unbiased=False).sqrt()
+    is_noise = std <= RELATIVE_SPREAD_FLOOR * (1 + mean.abs())
+    scaled = (values - mean) / (std + STD_EPSILON)
+    return torch.where(is_noise | (mask == 0), 0.0, scaled)
+
+
+class GRPOAdvantageEstimator:
+    """Group-relative advantages: GRPO, and RLOO and Dr.GRPO by their settings.
+
+    GRPO (arXiv 2402.03300): `(r - mean) / std`. RLOO (arXiv 2402.14740): leave-one-out baseline,
+    not normalised. Dr.GRPO (arXiv 2503.20783): mean baseline, not normalised; it belongs with
+    `loss_fn.token_level_loss: true`, which does not divide by the length of each answer.
+    """
+
+    needs_logprobs = False
+
+    def __init__(self, estimator_config: "AdvantageEstimatorConfig", loss_config: "ClippedPGLossConfig") -> None:
+        self.leave_one_out = estimator_config.use_leave_one_out_baseline
+        self.normalize = estimator_config.normalize_rewards
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor | None,
+        rewards: Tensor,
+        mask: Tensor,
+        **extras: Unpack[AdvantageExtras],
+    ) -> Tensor:
+        """See `AdvantageEstimator.compute_advantage`."""
+        group_ids_B, valid_B = _groups(prompt_ids, rewards, extras)
+        advantage_B = group_advantage(
+            rewards,
+            group_ids_B,
+            valid_B,
+            leave_one_out=self.leave_one_out,
+            normalize=self.normalize,
+        )
+        return _per_token(advantage_B, mask, rewards.dtype)
+
+
+class RLOOAdvantageEstimator(GRPOAdvantageEstimator):
+    """REINFORCE leave-one-out, arXiv 2402.14740: `r - mean of the others`."""
+
+    def __init__(self, estimator_config: "AdvantageEstimatorConfig", loss_config: "ClippedPGLossConfig") -> None:
+        self.leave_one_out = True
+        self.normalize = False
+
+
+class DrGRPOAdvantageEstimator(GRPOAdvantageEstimator):
+    """Dr.GRPO, arXiv 2503.20783: `r - mean of the group`; use `loss_fn.token_level_loss: true`."""
+
+    def __init__(self, estimator_config: "AdvantageEstimatorConfig", loss_config: "ClippedPGLossConfig") -> None:
+        self.leave_one_out = False
+        self.normalize = False
+
+
+class GDPOAdvantageEstimator:
+    """Each reward component is normalised within its group, then they are added with weights.
+
+    A component with a wide range cannot drown one with a narrow range. With `normalize_rewards` the
+    weighted sum is whitened over the batch's valid samples once more, which keeps its size the
+    same for any number of components.
+    """
+
+    needs_logprobs = False
+
+    def __init__(self, estimator_config: "AdvantageEstimatorConfig", loss_config: "ClippedPGLossConfig") -> None:
+        self.leave_one_out = estimator_config.use_leave_one_out_baseline
+        self.normalize = estimator_config.normalize_rewards
+        self.reward_weights = estimator_config.reward_weights
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor | None,
+        rewards: Tensor,
+        mask: Tensor,
+        **extras: Unpack[AdvantageExtras],
+    ) -> Tensor:
+        """See `AdvantageEstimator.compute_advantage`; `reward_components` is required.
+
+        Raises:
+            DataError: No reward components were given.
+            ConfigError: The number of weights differs from the number of components.
+        """
+        components = extras.get("reward_components")
+        if not components:
+            raise DataError(
+                "grpo.adv_estimator.name=gdpo needs rewards by component; the environment returned "
+                "one total reward. Return a dict of rewards, or use name=grpo."
+            )
+        weights_K = self._weights(list(components))
+        group_ids_B, valid_B = _groups(prompt_ids, rewards, extras)
+        advantage_B = torch.zeros_like(rewards, dtype=torch.float64)
+        for weight, component_B in zip(weights_K, components.values(), strict=True):
+            advantage_B += weight * group_advantage(
+                component_B,
+                group_ids_B,
+                valid_B,
+                leave_one_out=self.leave_one_out,
+                normalize=self.normalize,
+            )
+        if self.normalize:
+            advantage_B = whiten(advantage_B, valid_B)
+        return _per_token(advantage_B, mask, rewards.dtype)
+
+    def _weights(self, names: list[str]) -> list[float]:
+        weights_K = self.reward_weights
+        if weights_K is None:
+            return [1.0] * len(names)
+        if len(weights_K) != len(names):
+            raise ConfigError(
+                f"grpo.adv_estimator.reward_weights has {len(weights_K)} values for "
+                f"{len(names)} reward components ({', '.join(names)}); give one per component."
+            )
+        return list(weights_K)
+
+
+class ReinforcePlusPlusAdvantageEstimator:
+    """REINFORCE++, arXiv 2501.03262: whitened over all valid tokens of the batch.
+
+    A_t = r - beta * sum_{i >= t} KL_i (the sum only with `loss_fn.use_kl_in_reward`, over tokens
+    that count); with `minus_baseline` the group's mean reward is subtracted from r first
+    (REINFORCE++-baseline).
+    """
+
+    def __init__(self, estimator_config: "AdvantageEstimatorConfig", loss_config: "ClippedPGLossConfig") -> None:
+        self.minus_baseline = estimator_config.minus_baseline
+        self.loss_config = loss_config
+        self.needs_logprobs = loss_config.use_kl_in_reward and loss_config.reference_policy_kl_penalty != 0
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor | None,
+        rewards: Tensor,
+        mask: Tensor,
+        **extras: Unpack[AdvantageExtras],
+    ) -> Tensor:
+        """See `AdvantageEstimator.compute_advantage`.
+
+        Raises:
+            DataError: KL belongs in the reward and the log-probabilities are missing.
+        """
+        score_B, valid_B = self._scores(prompt_ids, rewards, extras)
+        mask_BT = (mask != 0).double() * (valid_B != 0).double()[:, None]
+        advantages_BT = score_B[:, None] * mask_BT
+        if self.needs_logprobs:
+            advantages_BT = advantages_BT - self._kl_to_go(mask_BT, extras)
+        return whiten(advantages_BT, mask_BT).to(rewards.dtype)
+
+    def _scores(self, prompt_ids: Tensor | None, rewards: Tensor, extras: AdvantageExtras) -> tuple[Tensor, Tensor]:
+        """Reward of each sample, minus its group's mean if asked, and the valid mask."""
+        if not self.minus_baseline:
+            valid_B = extras.get("valid_mask", torch.ones_like(rewards))
+            return torch.where(valid_B != 0, rewards.double(), 0.0), valid_B
+        group_ids_B, valid_B = _groups(prompt_ids, rewards, extras)
+        score_B = group_advantage(rewards, group_ids_B, valid_B, leave_one_out=False, normalize=False)
+        return score_B, valid_B
+
+    def _kl_to_go(self, mask_BT: Tensor, extras: AdvantageExtras) -> Tensor:
+        """`beta * sum of the KL estimates of this and later tokens`, `[B, T]`."""
+        if "logprobs_policy" not in extras or "logprobs_reference" not in extras:
+            raise DataError(
+                "loss_fn.use_kl_in_reward=true needs logprobs_policy and logprobs_reference when "
+                "advantages are computed; they were not given."
+            )
+        kl_BT = calculate_kl(
+            torch.where(mask_BT != 0, extras["logprobs_policy"].double(), 0.0),
+            torch.where(mask_BT != 0, extras["logprobs_reference"].double(), 0.0),
+            self.loss_config.reference_policy_kl_type,
+            self.loss_config.kl_input_clamp_value,
+            self.loss_config.kl_output_clamp_value,
+        )
+        to_go_BT = kl_BT.flip(-1).cumsum(-1).flip(-1)
+        return self.loss_config.reference_policy_kl_penalty * to_go_BT
+
+
+class ClippedAdvantageEstimator:
+    """Limits another estimator's advantages to `[low, high]`; None leaves that side open."""
+
+    def __init__(self, inner: AdvantageEstimator, low: float | None, high: float | None) -> None:
+        self.inner = inner
+        self.low = low
+        self.high = high
+        self.needs_logprobs = inner.needs_logprobs
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor | None,
+        rewards: Tensor,
+        mask: Tensor,
+        **extras: Unpack[AdvantageExtras],
+    ) -> Tensor:
+        """See `AdvantageEstimator.compute_advantage`."""
+        advantages_BT = self.inner.compute_advantage(prompt_ids, rewards, mask, **extras)
+        return advantages_BT.clamp(self.low, self.high)
+
+
+type EstimatorFactory = Callable[["AdvantageEstimatorConfig", "ClippedPGLossConfig"], AdvantageEstimator]
+
+ESTIMATORS: dict[str, EstimatorFactory] = {
+    "grpo": GRPOAdvantageEstimator,
+    "dr_grpo": DrGRPOAdvantageEstimator,
+    "rloo": RLOOAdvantageEstimator,
+    "gdpo": GDPOAdvantageEstimator,
+    "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
+}
+
+
+def make_advantage_estimator(grpo_config: "GRPOConfig", loss_config: "ClippedPGLossConfig") -> AdvantageEstimator:
+    """Build the estimator that `grpo.adv_estimator.name` asks for, with clipping if configured.
+
+    Raises:
+        ConfigError: Unknown name, crossed clip bounds, or KL asked for in a reward that the chosen
+            estimator does not put it into.
+    """
+    config = grpo_config.adv_estimator
+    if config.name not in ESTIMATORS:
+        raise ConfigError(f"grpo.adv_estimator.name={config.name!r} is unknown; choose one of {', '.join(ESTIMATORS)}.")
+    if loss_config.use_kl_in_reward and config.name != "reinforce_plus_plus":
+        raise ConfigError(
+            f"loss_fn.use_kl_in_reward=true has no effect with grpo.adv_estimator.name="
+            f"{config.name}; use reinforce_plus_plus, or false to keep the KL in the loss."
+        )
+    estimator = ESTIMATORS[config.name](config, loss_config)
+    low, high = grpo_config.advantage_clip_low, grpo_config.advantage_clip_high
+    if low is None and high is None:
+        return estimator
+    if (low is not None and low > 0) or (high is not None and high < 0):
+        raise ConfigError(
+            f"grpo.advantage_clip_low={low}, advantage_clip_high={high}: masked tokens have "
+            "advantage 0, which must lie between them; give low <= 0 <= high, or null."
+        )
+    return ClippedAdvantageEstimator(estimator, low, high)
+
+
+def _groups(prompt_ids: Tensor | None, rewards: Tensor, extras: AdvantageExtras) -> tuple[Tensor, Tensor]:
+    """Group ids `[B]` and valid mask `[B]`, from the extras or their fallbacks."""
+    valid_B = extras.get("valid_mask", torch.ones_like(rewards))
+    if "group_ids" in extras:
+        return extras["group_ids"], valid_B
+    if prompt_ids is None:
+        raise DataError("Advantages need prompt_ids or group_ids to tell which samples compete.")
+    return group_ids_from_prompts(prompt_ids), valid_B
+
+
+def _per_token(advantage_B: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sample's advantage on each of its tokens that count, `[B, T]`."""
+    return torch.where(mask != 0, advantage_B[:, None], 0.0).to(dtype)

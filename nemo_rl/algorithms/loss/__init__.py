@@ -1,0 +1,23 @@
+"""Door to the losses, under the name users import; the files are in `nemo_rl.losses`."""
+
+from nemo_rl.algorithms.loss.interfaces import LossFunction, LossInputType, LossType
+from nemo_rl.algorithms.loss.loss_functions import (
+    ClippedPGLossConfig,
+    ClippedPGLossFn,
+    DPOLossConfig,
+    DPOLossFn,
+    NLLLossFn,
+    PreferenceLossFn,
+)
+
+__all__ = [
+    "ClippedPGLossConfig",
+    "ClippedPGLossFn",
+    "DPOLossConfig",
+    "DPOLossFn",
+    "LossFunction",
+    "LossInputType",
+    "LossType",
+    "NLLLossFn",
+    "PreferenceLossFn",
+]

@@ -1,0 +1,6 @@
+"""Door to reward shaping; see `nemo_rl.algorithms.reward_shaping`."""
+
+from nemo_rl.algorithms.reward_shaping import apply_reward_shaping
+from nemo_rl.config import RewardShapingConfig
+
+__all__ = ["RewardShapingConfig", "apply_reward_shaping"]

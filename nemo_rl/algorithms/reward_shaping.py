@@ -1,0 +1,157 @@
+"""Reward scaling and length penalties: pure functions of rewards, lengths and truncation.
+
+Used by `training_batch` before advantages: first scaling, then shaping. Law: rewards come in and new
+rewards go out; nothing is changed in place, and the untouched rewards stay available to metrics.
+
+Legend: `B` samples.
+"""
+
+import copy
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_rl.config import RewardScalingConfig, RewardShapingConfig
+
+
+def linear_map(rewards_B: Tensor, source: tuple[float, float], target: tuple[float, float]) -> Tensor:
+    """Map the range `source` linearly onto `target`; rewards outside it are cut to its ends.
+
+    Example:
+        >>> linear_map(torch.tensor([0.0, 1.0]), (0.0, 1.0), (-1.0, 1.0))
+        tensor([-1.,  1.])
+
+    Raises:
+        ConfigError: The source range is empty.
+    """
+    (source_min, source_max), (target_min, target_max) = source, target
+    if source_max <= source_min:
+        raise ConfigError(
+            f"grpo.reward_scaling.source_min={source_min}, source_max={source_max}: "
+            "source_max must be above source_min."
+        )
+    share_B = (rewards_B.clamp(source_min, source_max) - source_min) / (source_max - source_min)
+    return target_min + share_B * (target_max - target_min)
+
+
+def overlong_penalty(
+    response_lengths_B: Tensor,
+    max_response_length: int,
+    overlong_buffer_length: int,
+    overlong_buffer_penalty: float,
+) -> Tensor:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), in `[-penalty, 0]`.
+
+    0 up to `max - buffer` tokens, then falling linearly to `-penalty` at `max` and beyond. Without
+    a buffer the whole penalty falls on answers longer than `max`.
+
+    Args:
+        response_lengths_B: Generated tokens per sample.
+        max_response_length: Tokens at which the penalty is full.
+        overlong_buffer_length: Tokens over which it ramps.
+        overlong_buffer_penalty: Size of the full penalty, not negative.
+
+    Raises:
+        ConfigError: The buffer is not in `0..max_response_length`, or the penalty is negative.
+    """
+    if not 0 <= overlong_buffer_length <= max_response_length or overlong_buffer_penalty < 0:
+        raise ConfigError(
+            "grpo.reward_shaping needs 0 <= overlong_buffer_length <= max_response_length and "
+            f"overlong_buffer_penalty >= 0; got {overlong_buffer_length}, {max_response_length} "
+            f"and {overlong_buffer_penalty}."
+        )
+    excess_B = response_lengths_B - (max_response_length - overlong_buffer_length)
+    if overlong_buffer_length == 0:
+        return -overlong_buffer_penalty * (excess_B > 0).double()
+    share_B = (excess_B.double() / overlong_buffer_length).clamp(0.0, 1.0)
+    return -overlong_buffer_penalty * share_B
+
+
+def stop_properly_penalty(rewards_B: Tensor, truncated_B: Tensor, coefficient: float) -> Tensor:
+    """Multiply the rewards of truncated answers by `coefficient`, which lies in `[0, 1]`.
+
+    Raises:
+        ConfigError: The coefficient is out of range.
+    """
+    if not 0 <= coefficient <= 1:
+        raise ConfigError(
+            f"grpo.reward_shaping.stop_properly_penalty_coef={coefficient} must lie in [0, 1]: "
+            "0 takes the whole reward of a truncated answer, 1 leaves it."
+        )
+    return torch.where(truncated_B.bool(), rewards_B * coefficient, rewards_B)
+
+
+def scale_rewards(rewards_B: Tensor, config: "RewardScalingConfig") -> Tensor:
+    """Apply `grpo.reward_scaling`; returns the rewards as they are when it is off."""
+    if not config.enabled:
+        return rewards_B
+    source = (config.source_min, config.source_max)
+    return linear_map(rewards_B, source, (config.target_min, config.target_max))
+
+
+def shape_rewards(
+    rewards_B: Tensor,
+    response_lengths_B: Tensor,
+    truncated_B: Tensor,
+    config: "RewardShapingConfig",
+) -> Tensor:
+    """Apply `grpo.reward_shaping`; returns the rewards as they are when it is off.
+
+    With `stop_properly_penalty_coef` truncated answers lose that share of their reward; without it
+    DAPO's overlong penalty is added.
+
+    Args:
+        rewards_B: `[B]` float.
+        response_lengths_B: `[B]`, generated tokens.
+        truncated_B: `[B]`, true where generation hit its limit.
+        config: The section.
+
+    Raises:
+        ConfigError: A value that the chosen penalty needs is missing or out of range.
+    """
+    if not config.enabled:
+        return rewards_B
+    if config.stop_properly_penalty_coef is not None:
+        return stop_properly_penalty(rewards_B, truncated_B, config.stop_properly_penalty_coef)
+    values = {
+        "max_response_length": config.max_response_length,
+        "overlong_buffer_length": config.overlong_buffer_length,
+        "overlong_buffer_penalty": config.overlong_buffer_penalty,
+    }
+    missing = [f"grpo.reward_shaping.{name}" for name, value in values.items() if value is None]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} is null, but reward shaping is on; give a value, or set "
+            "grpo.reward_shaping.stop_properly_penalty_coef instead."
+        )
+    penalty_B = overlong_penalty(response_lengths_B, **values)
+    return rewards_B + penalty_B.to(rewards_B)
+
+
+def apply_reward_shaping[BatchT: MutableMapping[str, Any]](batch: BatchT, cfg: "RewardShapingConfig") -> BatchT:
+    """Shape `total_reward` of a rollout batch; lengths are counted from its message logs.
+
+    Args:
+        batch: Holds `total_reward [B]`, `message_log` (a list of messages per sample; those of role
+            `assistant` have `token_ids`) and, for the stop penalty, `truncated [B]`.
+        cfg: The section `grpo.reward_shaping`.
+
+    Returns:
+        A batch of the same type with a new `total_reward`; the given one is not changed.
+    """
+    rewards_B = batch["total_reward"]
+    response_lengths = [
+        sum(len(message["token_ids"]) for message in log if message["role"] == "assistant")
+        for log in batch["message_log"]
+    ]
+    truncated_B = batch.get("truncated", torch.zeros_like(rewards_B))
+    lengths_B = torch.tensor(response_lengths, dtype=torch.int64)
+    shaped_B = shape_rewards(rewards_B, lengths_B, truncated_B, cfg)
+    shaped = copy.copy(batch)
+    shaped["total_reward"] = shaped_B
+    return shaped

@@ -1,0 +1,21 @@
+"""Losses: pure functions of tensors, without process groups and without raw config dicts.
+
+Called by policy workers (`models.policy`), chosen by `algorithms.assemble`. Law: a loss divides by
+*global* denominators, so summing it over microbatches and ranks gives the loss of the whole batch.
+"""
+
+from nemo_rl.losses.interfaces import LossFunction, LossInputType, LossType
+from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.losses.policy_gradient import ClippedPGLossFn
+from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
+
+__all__ = [
+    "ClippedPGLossFn",
+    "DPOLossConfig",
+    "DPOLossFn",
+    "LossFunction",
+    "LossInputType",
+    "LossType",
+    "NLLLossFn",
+    "PreferenceLossFn",
+]

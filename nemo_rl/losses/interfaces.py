@@ -1,0 +1,72 @@
+"""What a policy worker may expect of every loss.
+
+Neighbours: `models.policy` calls losses through this protocol; the other files of this folder
+implement it. Law: everything a worker must know about a loss before calling it is an attribute
+declared here, never something to probe for.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Protocol
+
+from torch import Tensor
+
+type LossMetrics = dict[str, Tensor | float]
+type LossData = Mapping[str, Any]
+
+
+class LossType(Enum):
+    """Which global denominator the loss divides by."""
+
+    TOKEN_LEVEL = "token_level"
+    SEQUENCE_LEVEL = "sequence_level"
+
+
+class LossInputType(Enum):
+    """What the worker prepares from the model output before it calls the loss."""
+
+    LOGIT = "logit"
+    """The model's output as it is: `[B, T, V]` logits or `[B]` scores."""
+    LOGPROB = "logprob"
+    """`[B, T-1]` log-probabilities of the tokens at positions 1..T-1."""
+    DISTILLATION = "distillation"
+    """Student and teacher log-probabilities over the teacher's top-k tokens."""
+    DRAFT = "draft"
+    """Teacher and student logits of a draft model."""
+
+
+class LossFunction(Protocol):
+    """A loss over one microbatch, already divided by the denominators of the global batch.
+
+    Attributes:
+        loss_type: Global denominator the loss divides by.
+        input_type: What the first argument has to be.
+        needs_reference: Whether `data` must hold `reference_policy_logprobs [B, T]`.
+    """
+
+    loss_type: LossType
+    input_type: LossInputType
+    needs_reference: bool
+
+    def __call__(
+        self,
+        model_output: Tensor,
+        /,
+        data: LossData,
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute loss and metrics of one microbatch.
+
+        Args:
+            model_output: Prepared as `input_type` says; the only differentiable input.
+            data: Microbatch with rows `B`; per-token tensors are `[B, T]`, position t belongs to
+                token t.
+            global_valid_seqs: `sum(sample_mask)` over all rows of the optimizer update.
+            global_valid_toks: `sum(token_mask[:, 1:] * sample_mask[:, None])` over the same rows.
+
+        Returns:
+            Scalar loss, and metrics that may be summed over microbatches and ranks; names that end
+            in `_min` and `_max` are reduced by minimum and maximum.
+        """
+        ...

@@ -1,0 +1,190 @@
+"""Losses on pairs of answers: reward models and direct preference optimisation.
+
+Called by policy workers through `LossFunction`. Rows are interleaved: row 2i is the chosen answer of
+pair i, row 2i + 1 the rejected one. Law: a pair counts only if both of its rows count, and the
+number of pairs in the global batch is `global_valid_seqs / 2`.
+
+Legend: `B` = 2P rows, `P` pairs here, `T` predicted positions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from nemo_rl.losses.interfaces import LossData, LossInputType, LossMetrics, LossType
+from nemo_rl.losses.reductions import masked_sum, safe_divide
+from nemo_rl.utils.errors import DataError
+
+type PairLossFn = Callable[[Tensor, Tensor], Tensor]
+"""(chosen_P, rejected_P) rewards -> loss_P. The hook for IPO, hinge, robust DPO and others."""
+
+
+def logistic_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    """`-log sigmoid(chosen - rejected)`: the Bradley-Terry model's negative log-likelihood."""
+    return -logsigmoid(chosen_P - rejected_P)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOLossConfig:
+    """What `DPOLossFn` needs to know; the section `dpo` has the same names.
+
+    Attributes:
+        reference_policy_kl_penalty: beta, the factor between log-ratio and reward.
+        preference_loss_weight: Weight of the preference loss.
+        sft_loss_weight: Weight of the negative log-likelihood of chosen answers.
+        preference_average_log_probs: Divide a row's log-ratio by its number of tokens.
+        sft_average_log_probs: Divide a row's log-likelihood by its number of tokens.
+    """
+
+    reference_policy_kl_penalty: float
+    preference_loss_weight: float
+    sft_loss_weight: float
+    preference_average_log_probs: bool
+    sft_average_log_probs: bool
+
+
+class PreferenceLossFn:
+    """Bradley-Terry loss on scores: reward-model training."""
+
+    loss_type = LossType.SEQUENCE_LEVEL
+    input_type = LossInputType.LOGIT
+    needs_reference = False
+
+    def __init__(self, pair_loss: PairLossFn = logistic_pair_loss) -> None:
+        self._pair_loss = pair_loss
+
+    def __call__(
+        self,
+        logits: Tensor,
+        data: LossData,
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float | None = None,
+    ) -> tuple[Tensor, LossMetrics]:
+        """Mean pair loss over the valid pairs of the global batch.
+
+        Args:
+            logits: Scores `[2P]` or `[2P, 1]`, chosen and rejected interleaved.
+            data: Holds `sample_mask [2P]`.
+            global_valid_seqs: Valid rows in the global batch, twice the number of pairs.
+            global_valid_toks: Unused; part of the call of every loss.
+
+        Returns:
+            Scalar loss, and `loss`, `accuracy`, `rewards_chosen_mean`, `rewards_rejected_mean`,
+            `num_valid_samples` (pairs).
+
+        Raises:
+            DataError: The number of rows is odd.
+        """
+        scores_B = logits.squeeze(-1) if logits.ndim == 2 else logits
+        mask_P = pair_mask(data["sample_mask"].to(scores_B.dtype))
+        return self._reduce_pairs(scores_B, mask_P, global_valid_seqs)
+
+    def _reduce_pairs(
+        self, rewards_B: Tensor, mask_P: Tensor, global_valid_seqs: Tensor | float
+    ) -> tuple[Tensor, LossMetrics]:
+        chosen_P, rejected_P = split_pairs(rewards_B)
+
+        def mean(values_P: Tensor) -> Tensor:
+            return mean_over_pairs(values_P, mask_P, global_valid_seqs)
+
+        loss = mean(self._pair_loss(chosen_P, rejected_P))
+        return loss, {
+            "loss": loss.detach(),
+            "accuracy": mean((chosen_P > rejected_P).to(loss.dtype)),
+            "rewards_chosen_mean": mean(chosen_P.detach()),
+            "rewards_rejected_mean": mean(rejected_P.detach()),
+            "num_valid_samples": mask_P.sum(),
+        }
+
+
+class DPOLossFn(PreferenceLossFn):
+    """Direct preference optimisation, arXiv 2305.18290, equation 7, with an optional NLL term.
+
+    reward = beta * sum_t (log p - log p_reference);
+    loss = w_pref * (-log sigmoid(reward_chosen - reward_rejected)) + w_sft * NLL(chosen).
+    Where the policy equals the reference the preference loss is ln 2.
+    """
+
+    input_type = LossInputType.LOGPROB
+    needs_reference = True
+
+    def __init__(self, cfg: DPOLossConfig, pair_loss: PairLossFn = logistic_pair_loss) -> None:
+        super().__init__(pair_loss)
+        self.cfg = cfg
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: LossData,
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float | None = None,
+    ) -> tuple[Tensor, LossMetrics]:
+        """Weighted sum of preference loss and NLL of the chosen answers, per valid pair.
+
+        Args:
+            next_token_logprobs: `[2P, T-1]`, log-probabilities of tokens 1..T-1.
+            data: `reference_policy_logprobs`, `token_mask` `[2P, T]` and `sample_mask [2P]`.
+            global_valid_seqs: Valid rows in the global batch, twice the number of pairs.
+            global_valid_toks: Unused; part of the call of every loss.
+
+        Returns:
+            Scalar loss; metrics of `PreferenceLossFn` with `sft_loss` and `preference_loss`, both
+            before their weights.
+
+        Raises:
+            DataError: The number of rows is odd.
+        """
+        mask_P = pair_mask(data["sample_mask"].to(next_token_logprobs.dtype))
+        counts_B1 = (mask_P != 0).repeat_interleave(2)[:, None]
+        mask_BT = data["token_mask"][:, 1:].to(next_token_logprobs.dtype) * counts_B1
+        log_ratio_BT = next_token_logprobs - data["reference_policy_logprobs"][:, 1:]
+        log_ratio_B = _per_row(log_ratio_BT, mask_BT, self.cfg.preference_average_log_probs)
+        rewards_B = self.cfg.reference_policy_kl_penalty * log_ratio_B
+        preference_loss, metrics = self._reduce_pairs(rewards_B, mask_P, global_valid_seqs)
+
+        logprob_B = _per_row(next_token_logprobs, mask_BT, self.cfg.sft_average_log_probs)
+        chosen_P, _ = split_pairs(logprob_B)
+        sft_loss = mean_over_pairs(-chosen_P, mask_P, global_valid_seqs)
+
+        loss = self.cfg.preference_loss_weight * preference_loss
+        if self.cfg.sft_loss_weight != 0:
+            loss = loss + self.cfg.sft_loss_weight * sft_loss
+        metrics |= {
+            "loss": loss.detach(),
+            "preference_loss": preference_loss.detach(),
+            "sft_loss": sft_loss.detach(),
+        }
+        return loss, metrics
+
+
+def split_pairs(rows_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Split interleaved rows into chosen (even rows) and rejected (odd rows).
+
+    Raises:
+        DataError: The number of rows is odd.
+    """
+    if rows_B.shape[0] % 2:
+        raise DataError(
+            f"A preference batch holds chosen and rejected rows in turn, so its number of rows is "
+            f"even; got {rows_B.shape[0]}. Use an even micro batch size."
+        )
+    return rows_B[0::2], rows_B[1::2]
+
+
+def pair_mask(sample_mask_B: Tensor) -> Tensor:
+    """Mask `[P]` of the pairs both of whose rows count."""
+    chosen_P, rejected_P = split_pairs(sample_mask_B)
+    return torch.minimum(chosen_P, rejected_P)
+
+
+def mean_over_pairs(values_P: Tensor, mask_P: Tensor, global_valid_seqs: Tensor | float) -> Tensor:
+    """`sum(values * mask) / (global_valid_seqs / 2)`."""
+    return safe_divide(masked_sum(values_P, mask_P), global_valid_seqs / 2)
+
+
+def _per_row(values_BT: Tensor, mask_BT: Tensor, average: bool) -> Tensor:
+    total_B = masked_sum(values_BT, mask_BT, dim=-1)
+    return safe_divide(total_B, mask_BT.sum(-1)) if average else total_B

@@ -1,0 +1,140 @@
+"""Policy ratios and importance weights: how far two policies are apart on the sampled tokens.
+
+Used by `policy_gradient`, which picks one ratio and one weight function at construction. Law: a
+ratio function is differentiable in the current log-probabilities, an importance weight never is.
+
+Legend: `B` samples, `T` predicted positions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nemo_rl.losses.reductions import masked_mean, masked_sum
+from nemo_rl.utils.errors import ConfigError
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are limited to this size before `exp`, which keeps float32 away from infinity."""
+
+type RatioFn = Callable[[Tensor, Tensor], Tensor]
+"""(log_ratio_BT, mask_BT) -> ratio_BT."""
+
+
+@dataclass(frozen=True)
+class ImportanceWeights:
+    """Correction for tokens sampled by another policy than the one trained.
+
+    Attributes:
+        weights_BT: Factor on each token's loss.
+        is_out_of_bounds_BT: 1 where the raw weight lay outside the bounds.
+    """
+
+    weights_BT: Tensor
+    is_out_of_bounds_BT: Tensor
+
+
+type TruncationFn = Callable[[Tensor, Tensor, Tensor], ImportanceWeights]
+"""(raw_weights_BT, log_ratio_BT, mask_BT) -> ImportanceWeights."""
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """`exp` of a log-ratio limited to `[-MAX_LOG_RATIO, MAX_LOG_RATIO]`."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def token_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """`p(token) / q(token)` for each token (PPO)."""
+    return bounded_exp(log_ratio_BT)
+
+
+def sequence_mean_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Geometric mean of the token ratios of a sequence, on each of its tokens.
+
+    `s = (p(y|x) / q(y|x))^(1/|y|)`, GSPO, arXiv 2507.18071, equation 7.
+    """
+    mean_B1 = masked_mean(log_ratio_BT, mask_BT, dim=-1)[:, None]
+    return bounded_exp(mean_B1).expand_as(log_ratio_BT)
+
+
+def sequence_product_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """`p(y|x) / q(y|x)` of the whole sequence, on each of its tokens: the unbiased weight."""
+    kept_BT = (mask_BT != 0).to(log_ratio_BT.dtype)
+    total_B1 = masked_sum(log_ratio_BT, kept_BT, dim=-1)[:, None]
+    return bounded_exp(total_B1).expand_as(log_ratio_BT)
+
+
+def untruncated(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor) -> ImportanceWeights:
+    """The raw weights as they are."""
+    return ImportanceWeights(raw_BT, torch.zeros_like(raw_BT))
+
+
+def truncate(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: float, high: float) -> ImportanceWeights:
+    """`min(w, high)`: truncated importance sampling (TIS); `low` is 0, see `make_truncation`."""
+    return ImportanceWeights(raw_BT.clamp(low, high), _is_outside(raw_BT, low, high))
+
+
+def drop_tokens(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: float, high: float) -> ImportanceWeights:
+    """`w` inside `[low, high]` and 0 outside: IcePop, arXiv 2510.18855."""
+    outside_BT = _is_outside(raw_BT, low, high)
+    return ImportanceWeights(raw_BT * (1 - outside_BT), outside_BT)
+
+
+def drop_sequences(
+    raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: float, high: float
+) -> ImportanceWeights:
+    """The raw weights, but 0 on a sequence whose geometric mean token ratio lies outside."""
+    outside_BT = _is_outside(sequence_mean_ratio(log_ratio_BT, mask_BT), low, high)
+    return ImportanceWeights(raw_BT * (1 - outside_BT), outside_BT)
+
+
+def _is_outside(values: Tensor, low: float, high: float) -> Tensor:
+    return ((values < low) | (values > high)).to(values.dtype)
+
+
+TRUNCATIONS: dict[str, Callable[..., ImportanceWeights]] = {
+    "tis": truncate,
+    "icepop": drop_tokens,
+    "seq-mask-tis": drop_sequences,
+}
+
+
+def make_truncation(kind: str | None, low: float | None, high: float | None) -> TruncationFn:
+    """Choose the truncation of importance weights.
+
+    Args:
+        kind: `tis`, `icepop`, `seq-mask-tis`; None means `tis` if `high` is given, else none.
+        low: Lower bound, 0 when None.
+        high: Upper bound.
+
+    Raises:
+        ConfigError: Unknown kind, a kind without its bounds, or bounds that cross.
+    """
+    if kind is None and high is None:
+        if low is not None:
+            raise ConfigError(
+                f"loss_fn.truncated_importance_sampling_ratio_min={low} has no upper bound beside "
+                "it; set loss_fn.truncated_importance_sampling_ratio too."
+            )
+        return untruncated
+    kind = kind or "tis"
+    if kind not in TRUNCATIONS:
+        raise ConfigError(
+            f"loss_fn.truncated_importance_sampling_type={kind!r} is unknown; "
+            f"choose one of {', '.join(TRUNCATIONS)} or null."
+        )
+    if kind == "tis" and low:
+        raise ConfigError(
+            f"loss_fn.truncated_importance_sampling_ratio_min={low} has no effect with type tis, "
+            "which only has an upper bound; set it to null, or the type to icepop or seq-mask-tis."
+        )
+    lower = 0.0 if low is None else low
+    if high is None or not 0 <= lower <= high or high == 0:
+        raise ConfigError(
+            f"loss_fn.truncated_importance_sampling_type={kind!r} needs bounds 0 <= min <= max "
+            f"with max > 0; got truncated_importance_sampling_ratio_min={low} and "
+            f"truncated_importance_sampling_ratio={high}."
+        )
+    return partial(TRUNCATIONS[kind], low=lower, high=high)

@@ -1,0 +1,80 @@
+"""Sums, means and variances under a mask.
+
+Used by every loss and by the advantage estimators. Law: an entry whose mask is 0 influences neither
+value nor gradient, whatever it holds (padding may be NaN or infinite), and an empty mask gives 0.
+"""
+
+import torch
+from torch import Tensor
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of `values * mask`, blind to entries whose mask is 0.
+
+    Args:
+        values: Any shape.
+        mask: Weights broadcastable to `values`; usually 0 or 1.
+        dim: Dimension to sum over; all of them when None.
+    """
+    weighted = torch.where(mask != 0, values, 0.0) * mask
+    return weighted.sum() if dim is None else weighted.sum(dim)
+
+
+def safe_divide(numerator: Tensor, denominator: Tensor | float) -> Tensor:
+    """`numerator / denominator`, and 0 where the denominator is 0."""
+    divisor = torch.as_tensor(denominator, device=numerator.device, dtype=numerator.dtype)
+    is_zero = divisor == 0
+    return torch.where(is_zero, 0.0, numerator / torch.where(is_zero, 1.0, divisor))
+
+
+def masked_mean(
+    values: Tensor,
+    mask: Tensor,
+    dim: int | None = None,
+    global_normalization_factor: Tensor | float | None = None,
+) -> Tensor:
+    """Masked sum divided by the mask's sum or by a given global factor.
+
+    Args:
+        values: Any shape.
+        mask: Weights broadcastable to `values`; usually 0 or 1.
+        dim: Dimension to reduce; all of them when None.
+        global_normalization_factor: Denominator counted over the whole global batch. With it the
+            results of disjoint parts of a batch add up to the result of the whole.
+
+    Returns:
+        Reduced tensor; 0 where the denominator is 0.
+    """
+    total = masked_sum(values, mask, dim)
+    if global_normalization_factor is not None:
+        return safe_divide(total, global_normalization_factor)
+    counts = mask.expand_as(values).to(values.dtype)
+    return safe_divide(total, counts.sum() if dim is None else counts.sum(dim))
+
+
+def masked_var(values: Tensor, mask: Tensor, mean: Tensor | float | None = None, unbiased: bool = True) -> Tensor:
+    """Variance over the entries that the mask keeps.
+
+    Args:
+        values: Any shape.
+        mask: 0/1 weights broadcastable to `values`.
+        mean: Mean to measure deviations from; the masked mean when None.
+        unbiased: Divide by `n - 1` (Bessel) instead of `n`.
+
+    Returns:
+        Scalar; 0 when fewer than two entries (one, if biased) are kept.
+    """
+    center = masked_mean(values, mask) if mean is None else mean
+    total = masked_sum((values - center) ** 2, mask)
+    count = mask.expand_as(values).to(values.dtype).sum()
+    return safe_divide(total, (count - 1).clamp(min=0) if unbiased else count)
+
+
+def masked_min(values: Tensor, mask: Tensor) -> Tensor:
+    """Smallest kept entry; `+inf` when none is kept, so that a minimum over parts is right."""
+    return torch.where(mask != 0, values, torch.inf).min()
+
+
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest kept entry; `-inf` when none is kept, so that a maximum over parts is right."""
+    return torch.where(mask != 0, values, -torch.inf).max()
