@@ -1,0 +1,88 @@
+"""Every key a user can set, typed, with one sentence each; loading, overrides and checks.
+
+The lowest floor besides `utils`: every other room receives the section it needs. Law: importing this
+package loads neither torch nor ray.
+"""
+
+from nemo_rl.config.checkpointing import CheckpointingConfig
+from nemo_rl.config.cluster import ClusterConfig, TimeoutsConfig
+from nemo_rl.config.data import DataConfig, DatasetConfig, DatasetDefaults
+from nemo_rl.config.device_check import check_device, count_gpus
+from nemo_rl.config.env import MathEnvironmentConfig
+from nemo_rl.config.generation import (
+    ColocatedConfig,
+    ColocatedResourcesConfig,
+    GenerationConfig,
+    VllmConfig,
+    WeightSyncConfig,
+)
+from nemo_rl.config.grpo import (
+    AdvantageEstimatorConfig,
+    GRPOConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
+from nemo_rl.config.loading import load_config, save_resolved
+from nemo_rl.config.logger import LoggerConfig, MlflowConfig, TensorboardConfig, WandbConfig
+from nemo_rl.config.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.master import GRPOMasterConfig, MasterConfig
+from nemo_rl.config.names import RESPONSE_DATASET_NAMES
+from nemo_rl.config.overrides import OverridesError
+from nemo_rl.config.paths import REPOSITORY_ROOT, find_path
+from nemo_rl.config.policy import PolicyConfig, TokenizerConfig
+from nemo_rl.config.policy_parallel import (
+    DTensorConfig,
+    DynamicBatchingConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    SchedulerMilestones,
+    SequencePackingConfig,
+)
+from nemo_rl.config.section import Section
+from nemo_rl.config.topology import Topology, data_parallel_ranks, plan_topology
+
+__all__ = [
+    "REPOSITORY_ROOT",
+    "RESPONSE_DATASET_NAMES",
+    "AdvantageEstimatorConfig",
+    "CheckpointingConfig",
+    "ClippedPGLossConfig",
+    "ClusterConfig",
+    "ColocatedConfig",
+    "ColocatedResourcesConfig",
+    "DTensorConfig",
+    "DataConfig",
+    "DatasetConfig",
+    "DatasetDefaults",
+    "DynamicBatchingConfig",
+    "GRPOConfig",
+    "GRPOMasterConfig",
+    "GenerationConfig",
+    "LoggerConfig",
+    "MasterConfig",
+    "MathEnvironmentConfig",
+    "MlflowConfig",
+    "OptimizerConfig",
+    "OverridesError",
+    "PolicyConfig",
+    "RewardScalingConfig",
+    "RewardShapingConfig",
+    "SchedulerConfig",
+    "SchedulerMilestones",
+    "Section",
+    "SequencePackingConfig",
+    "TensorboardConfig",
+    "TimeoutsConfig",
+    "TokenizerConfig",
+    "Topology",
+    "VllmConfig",
+    "WandbConfig",
+    "WeightSyncConfig",
+    "check_device",
+    "count_gpus",
+    "data_parallel_ranks",
+    "find_path",
+    "load_config",
+    "plan_topology",
+    "save_resolved",
+]

@@ -1,0 +1,62 @@
+"""Keys of `checkpointing`: when a run is saved, where, and which saves are kept.
+
+Read by `utils.checkpoint` and the session. Law: a metric is always named with its side, `val:` or `train:`.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, PositiveInt
+from pydantic_core import PydanticCustomError
+
+from nemo_rl.config.section import Section
+from nemo_rl.config.structure import Only
+
+
+def _has_side(metric: str) -> str:
+    side, _, name = metric.partition(":")
+    if side not in ("val", "train") or not name:
+        bare = (metric.rpartition(":")[2] or "accuracy").removeprefix("val_")
+        raise PydanticCustomError(
+            "metric_name",
+            "a metric is written val:<name> or train:<name>, for example val:{bare}",
+            {"bare": bare},
+        )
+    return metric
+
+
+class CheckpointingConfig(Section):
+    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+
+    later: ClassVar[dict[str, str]] = {
+        "ft_save_period": "extra crash-recovery saves",
+        "ft_keep_latest_k": "extra crash-recovery saves",
+        "is_async": "writing checkpoints in the background",
+        "is_peft": "adapter checkpoints",
+        "peft_config": "adapter checkpoints",
+        "pretrained_checkpoint": "the Megatron backend",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "model_cache_dir": "models are cached where Hugging Face caches them",
+        "model_repo_id": "the model is named by policy.model_name",
+    }
+
+    enabled: bool = Field(True, description="Save checkpoints.")
+    checkpoint_dir: str = Field("results/grpo", description="Folder of the checkpoints, one step_<N> folder each.")
+    metric_name: Annotated[str, AfterValidator(_has_side)] | None = Field(
+        "val:accuracy",
+        description="Metric that ranks checkpoints, as val:<name> or train:<name>; null: newest first.",
+    )
+    higher_is_better: bool = Field(True, description="Whether a larger metric is better.")
+    keep_top_k: PositiveInt | None = Field(3, description="Best checkpoints kept besides the newest one; null: all.")
+    save_period: PositiveInt = Field(10, description="Save every this many steps.")
+    checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")] | None = Field(
+        None,
+        description="Wall-clock limit DD:HH:MM:SS after which the run saves and ends; null: none.",
+    )
+    save_optimizer: bool = Field(
+        True, description="Store the optimizer state; without it a resumed run starts it anew."
+    )
+    save_consolidated: bool = Field(False, description="Also write the weights as one Hugging Face folder.")
+    model_save_format: Annotated[Literal["safetensors", "torch_save"], Only(("safetensors",), "torch_save")] | None = (
+        Field("safetensors", description="File format of the weights; null means safetensors.")
+    )

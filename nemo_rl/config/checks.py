@@ -1,0 +1,307 @@
+"""Checks between keys: batches, lengths, loss options, generation, validation.
+
+Called by `GRPOMasterConfig.check` before anything starts; paths and data entries are in checks_data.py.
+Law: a check yields one text for each finding, with the values given, the rule and a way out.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from nemo_rl.config.cluster import ClusterConfig
+from nemo_rl.config.data import DataConfig
+from nemo_rl.config.generation import GenerationConfig
+from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.config.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.topology import data_parallel_ranks, plan_topology
+from nemo_rl.utils.errors import ConfigError
+
+Findings = Iterator[str]
+
+
+def report_findings(findings: Iterable[str]) -> None:
+    """Raise one error with all findings, if there are any.
+
+    Raises:
+        ConfigError: there is at least one finding.
+    """
+    found = list(findings)
+    if len(found) == 1:
+        raise ConfigError(found[0])
+    if found:
+        raise ConfigError(f"{len(found)} problems:\n" + "\n".join(f"- {text}" for text in found))
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """The multiples of `step` around `value`, as text: "Nearest values: 48, 64."."""
+    below = value // step * step
+    near = [below, below + step] if below else [step]
+    return f"Nearest value{'s' if len(near) > 1 else ''}: {', '.join(map(str, near))}."
+
+
+def check_batches(grpo: GRPOConfig, policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
+    """Rollouts divide into optimizer updates, updates into ranks and microbatches."""
+    topology = plan_topology(cluster, policy)
+    if topology.policy_ranks < 1:
+        yield (
+            "no device is left for the policy: "
+            f"cluster has {cluster.num_nodes} x {cluster.gpus_per_node} GPUs "
+            f"and generation takes {topology.generation_nodes} x {topology.generation_ranks_per_node}."
+            " Lower policy.generation.colocated.resources or raise cluster.gpus_per_node."
+        )
+        return
+    prompts, answers = grpo.num_prompts_per_step, grpo.num_generations_per_prompt
+    batch, samples = policy.train_global_batch_size, prompts * answers
+    if samples % batch:
+        divisors = [d for d in range(1, samples + 1) if samples % d == 0]
+        near = sorted(divisors, key=lambda d: (abs(d - batch), d))[:2]
+        yield (
+            f"grpo.num_prompts_per_step={prompts} x grpo.num_generations_per_prompt={answers} samples "
+            f"do not divide into policy.train_global_batch_size={batch}.\n"
+            f"  ({prompts} x {answers}) / {batch} = {samples / batch:g}. "
+            f"Nearest values of policy.train_global_batch_size: {', '.join(map(str, sorted(near)))}."
+        )
+    yield from _check_shards(policy, data_parallel_ranks(cluster, policy))
+    drawn = prompts * grpo.batch_multiplier
+    if drawn != int(drawn):
+        yield (
+            f"grpo.num_prompts_per_step={prompts} x grpo.batch_multiplier={grpo.batch_multiplier:g} = "
+            f"{drawn:g} prompts is not a whole number. Choose a multiplier such as "
+            f"{round(drawn) / prompts:g}."
+        )
+
+
+def _check_shards(policy: PolicyConfig, ranks: int) -> Findings:
+    batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
+    flexible = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+    step = ranks if flexible else ranks * micro
+    if batch % step == 0:
+        return
+    name = f"policy.train_global_batch_size={batch}"
+    if flexible:
+        yield (
+            f"{name} does not divide into {ranks} data-parallel ranks.\n"
+            f"  {batch} / {ranks} = {batch / ranks:g}. {nearest_multiples(batch, step)}"
+        )
+    else:
+        yield (
+            f"{name} does not divide into {ranks} data-parallel rank{'s' * (ranks > 1)} x {micro} "
+            "samples per microbatch (policy.train_micro_batch_size).\n"
+            f"  {batch} / ({ranks} x {micro}) = {batch / step:g}. {nearest_multiples(batch, step)}"
+        )
+
+
+def check_lengths(policy: PolicyConfig, data: DataConfig) -> Findings:
+    """Answers, prompts and token budgets fit the sequence length."""
+    total = policy.max_total_sequence_length
+    limit = f"policy.max_total_sequence_length={total}"
+    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
+    if packing.enabled and dynamic.enabled:
+        yield (
+            "policy.sequence_packing.enabled=true and policy.dynamic_batching.enabled=true exclude each "
+            "other. Switch one off, for example policy.sequence_packing.enabled=false."
+        )
+    for name, section in (("sequence_packing", packing), ("dynamic_batching", dynamic)):
+        for key in ("train_mb_tokens", "logprob_mb_tokens"):
+            tokens = getattr(section, key)
+            if section.enabled and tokens < total:
+                yield (
+                    f"policy.{name}.{key}={tokens} cannot hold one sequence of {limit} tokens. "
+                    f"Set policy.{name}.{key} to at least {total}."
+                )
+    if data.max_input_seq_length is not None and data.max_input_seq_length > total:
+        yield (
+            f"data.max_input_seq_length={data.max_input_seq_length} is longer than {limit}. "
+            f"Set data.max_input_seq_length to at most {total}."
+        )
+    if policy.generation is not None:
+        yield from _check_answer_lengths(policy.generation, total)
+
+
+def _check_answer_lengths(generation: GenerationConfig, total: int) -> Findings:
+    new_tokens, context = generation.max_new_tokens, generation.vllm_cfg.max_model_len
+    if new_tokens > total:
+        yield (
+            f"policy.generation.max_new_tokens={new_tokens} is more than "
+            f"policy.max_total_sequence_length={total}. Set it to at most {total}, or raise the total."
+        )
+    if generation.backend != "vllm":
+        return
+    if context > total:
+        yield (
+            f"policy.generation.vllm_cfg.max_model_len={context} lets the engine write sequences longer "
+            f"than policy.max_total_sequence_length={total}. Set both to the same value."
+        )
+    elif new_tokens > context:
+        yield (
+            f"policy.generation.max_new_tokens={new_tokens} does not fit into "
+            f"policy.generation.vllm_cfg.max_model_len={context}. Set it to at most {context}."
+        )
+
+
+def check_grpo(grpo: GRPOConfig) -> Findings:
+    """Group size, advantage, shaping and early-stop keys agree."""
+    group = f"grpo.num_generations_per_prompt={grpo.num_generations_per_prompt}"
+    estimator = grpo.adv_estimator
+    if grpo.num_generations_per_prompt == 1:
+        if estimator.use_leave_one_out_baseline and estimator.name == "grpo":
+            yield (
+                f"{group} leaves no other answer for grpo.use_leave_one_out_baseline=true. "
+                "Sample at least 2 answers per prompt or set grpo.use_leave_one_out_baseline=false."
+            )
+        if grpo.use_dynamic_sampling:
+            yield (
+                f"{group} makes every group's rewards equal, so grpo.use_dynamic_sampling=true drops "
+                "all prompts. Sample at least 2 answers per prompt."
+            )
+    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
+        yield (
+            f"grpo.batch_multiplier={grpo.batch_multiplier:g} only works with "
+            "grpo.use_dynamic_sampling=true. Set one of the two."
+        )
+    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
+    if low is not None and high is not None and low >= high:
+        yield f"grpo.advantage_clip_low={low:g} must be below grpo.advantage_clip_high={high:g}."
+    if (grpo.stop_at_validation_metric is None) != (grpo.stop_at_validation_threshold is None):
+        yield (
+            "early stop needs both grpo.stop_at_validation_metric and "
+            f"grpo.stop_at_validation_threshold; got {grpo.stop_at_validation_metric} and "
+            f"{grpo.stop_at_validation_threshold}."
+        )
+    if estimator.reward_weights is not None and estimator.name != "gdpo":
+        yield "grpo.adv_estimator.reward_weights only works with grpo.adv_estimator.name=gdpo."
+    yield from _check_reward_treatment(grpo)
+
+
+def _check_reward_treatment(grpo: GRPOConfig) -> Findings:
+    scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
+    if scaling.enabled and scaling.source_min >= scaling.source_max:
+        yield (
+            f"grpo.reward_scaling.source_min={scaling.source_min:g} must be below "
+            f"grpo.reward_scaling.source_max={scaling.source_max:g}."
+        )
+    if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
+        return
+    needed = ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty")
+    empty = [key for key in needed if getattr(shaping, key) is None]
+    if empty:
+        yield f"grpo.reward_shaping.enabled=true needs a value for {', '.join(empty)}."
+    elif (shaping.overlong_buffer_length or 0) > (shaping.max_response_length or 0):
+        yield (
+            f"grpo.reward_shaping.overlong_buffer_length={shaping.overlong_buffer_length} is longer than "
+            f"grpo.reward_shaping.max_response_length={shaping.max_response_length}. "
+            "The penalty grows over the last part of the answer: choose a shorter buffer."
+        )
+
+
+def check_loss(grpo: GRPOConfig, policy: PolicyConfig, loss: ClippedPGLossConfig) -> Findings:
+    """Loss options do not contradict each other."""
+    penalty = f"loss_fn.reference_policy_kl_penalty={loss.reference_policy_kl_penalty:g}"
+    if grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty > 0:
+        yield (
+            f"{penalty} needs the reference policy, but "
+            "grpo.skip_reference_policy_logprobs_calculation=true. Set the penalty to 0 or the skip to false."
+        )
+    if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
+        yield f"loss_fn.use_kl_in_reward=true has no effect with {penalty}. Give the penalty a weight."
+    if loss.use_kl_in_reward and grpo.adv_estimator.name != "reinforce_plus_plus":
+        yield (
+            "loss_fn.use_kl_in_reward=true only works with grpo.adv_estimator.name=reinforce_plus_plus, "
+            f"got {grpo.adv_estimator.name}."
+        )
+    if loss.disable_ppo_ratio:
+        for key, used in (
+            ("use_cispo=true", loss.use_cispo),
+            ("sequence_level_importance_ratios=true", loss.sequence_level_importance_ratios),
+            (f"ratio_clip_c={loss.ratio_clip_c}", loss.ratio_clip_c is not None),
+        ):
+            if used:
+                yield (
+                    f"loss_fn.{key} shapes the probability ratio, which loss_fn.disable_ppo_ratio=true "
+                    "takes away. Keep one of the two."
+                )
+    if loss.use_cispo and loss.ratio_clip_c is not None:
+        yield "loss_fn.use_cispo=true has no dual clip. Set loss_fn.ratio_clip_c=null."
+    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    updates = samples // policy.train_global_batch_size
+    if loss.force_on_policy_ratio and updates > 1:
+        yield (
+            "loss_fn.force_on_policy_ratio=true needs one optimizer update per step, but "
+            f"{samples} samples / policy.train_global_batch_size={policy.train_global_batch_size} = "
+            f"{updates} updates. Set policy.train_global_batch_size={samples}."
+        )
+    yield from _check_importance_sampling(loss)
+
+
+def _check_importance_sampling(loss: ClippedPGLossConfig) -> Findings:
+    kind = loss.truncated_importance_sampling_type
+    low = loss.truncated_importance_sampling_ratio_min
+    high = loss.truncated_importance_sampling_ratio
+    if (kind or low is not None or high is not None) and not loss.use_importance_sampling_correction:
+        yield (
+            "loss_fn.truncated_importance_sampling_* bounds the weights of "
+            "loss_fn.use_importance_sampling_correction, which is false. Set it to true or the bounds "
+            "to null."
+        )
+    if kind is not None and high is None:
+        yield (
+            f"loss_fn.truncated_importance_sampling_type={kind} needs "
+            "loss_fn.truncated_importance_sampling_ratio, the upper bound, for example 2.0."
+        )
+    if kind in ("icepop", "seq-mask-tis") and low is None:
+        yield (
+            f"loss_fn.truncated_importance_sampling_type={kind} needs "
+            "loss_fn.truncated_importance_sampling_ratio_min, the lower bound, for example 0.5."
+        )
+    if low is not None and high is not None and low >= high:
+        yield (
+            f"loss_fn.truncated_importance_sampling_ratio_min={low:g} must be below "
+            f"loss_fn.truncated_importance_sampling_ratio={high:g}."
+        )
+
+
+def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
+    """Training and generation each have a backend and devices."""
+    if not policy.dtensor_cfg.enabled:
+        yield (
+            "policy.dtensor_cfg.enabled=false leaves no training backend (Megatron is not available "
+            "yet). Set it to true."
+        )
+    if policy.optimizer is None:
+        yield "policy.optimizer is null, but the policy is trained. Name an optimizer."
+    generation = policy.generation
+    if generation is None:
+        yield "policy.generation is null, but GRPO samples answers. Write a policy.generation section."
+        return
+    if generation.temperature == 0:
+        yield (
+            "policy.generation.temperature=0 makes all answers of a group equal, so nothing can be "
+            "learned. Use 1.0, and policy.generation.val_temperature=0 for greedy validation."
+        )
+    resources = generation.colocated.resources
+    if generation.colocated.enabled or not cluster.uses_gpu:
+        return
+    key = "gpus_per_node" if cluster.num_nodes == 1 else "num_nodes"
+    if getattr(resources, key) is None:
+        yield (
+            "policy.generation.colocated.enabled=false needs "
+            f"policy.generation.colocated.resources.{key}: how many of the cluster's devices generate."
+        )
+
+
+def check_validation(grpo: GRPOConfig, data: DataConfig) -> Findings:
+    """Validation is only asked for where there is validation data."""
+    wanted = [
+        f"grpo.{key}={str(value).lower()}"
+        for key, value in (
+            ("val_period", grpo.val_period),
+            ("val_at_start", grpo.val_at_start),
+            ("val_at_end", grpo.val_at_end),
+        )
+        if value
+    ]
+    split = any(entry.split_validation_size > 0 for entry in data.train_entries)
+    if wanted and data.train_entries and not data.validation_entries and not split:
+        yield (
+            f"{wanted[0]} asks for validation, but there is no validation data. Set data.validation, or "
+            "data.train.split_validation_size=0.05, or switch validation off (grpo.val_period=0)."
+        )

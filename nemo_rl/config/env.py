@@ -1,0 +1,41 @@
+"""Keys of `env`: one entry for each environment of a run, by name.
+
+Read by the environments room. Law: built-in environments have a schema; any other name belongs to a
+user's environment and its mapping reaches it untouched.
+"""
+
+from typing import Annotated, Any, Literal, TypedDict
+
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+
+from nemo_rl.config.section import Section
+from nemo_rl.config.structure import NamedSections
+
+
+class MathEnvironmentConfig(Section):
+    """Compares the model's final answer with the known one."""
+
+    num_workers: PositiveInt = Field(8, description="Processes that check answers.")
+    stop_strings: list[str] | None = Field(
+        None, description="Texts that end generation, besides policy.generation.stop_strings."
+    )
+    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = Field(
+        "math", description="How answers are compared: as mathematics or as a choice letter."
+    )
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = Field(
+        "hf_math_verify", description="Rule for mathematics: math-verify, or DAPO's strict match."
+    )
+    timeout_s: PositiveFloat = Field(
+        10.0, description="Seconds for one answer; afterwards it counts as a reward error."
+    )
+
+
+class BuiltInEnvironments(TypedDict, total=False):
+    """Environments with a schema."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    math: MathEnvironmentConfig
+
+
+EnvironmentMap = Annotated[dict[str, Any], NamedSections(BuiltInEnvironments)]

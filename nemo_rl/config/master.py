@@ -1,0 +1,79 @@
+"""The whole configuration of a run, one class per algorithm.
+
+Read by `assemble` and the examples; `load_config(..., schema=...)` takes one of these classes.
+Law: `check` runs before Ray starts and looks at several keys at once; single keys are checked by types.
+"""
+
+from itertools import chain
+from typing import ClassVar
+
+from pydantic import Field
+
+from nemo_rl.config.checkpointing import CheckpointingConfig
+from nemo_rl.config.checks import (
+    check_batches,
+    check_generation,
+    check_grpo,
+    check_lengths,
+    check_loss,
+    check_validation,
+    report_findings,
+)
+from nemo_rl.config.checks_data import check_data, check_files
+from nemo_rl.config.cluster import ClusterConfig
+from nemo_rl.config.data import DataConfig
+from nemo_rl.config.env import EnvironmentMap
+from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.config.logger import LoggerConfig
+from nemo_rl.config.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.section import Section
+
+
+class MasterConfig(Section):
+    """Base of the configurations of all algorithms: the parts that every run has."""
+
+    later: ClassVar[dict[str, str]] = {
+        "async_rl": "asynchronous training",
+        "data_plane": "a separate data plane",
+        "on_policy_distillation": "multi-teacher on-policy distillation",
+        "reward_penalties": "reward penalties",
+    }
+
+    policy: PolicyConfig = Field(default_factory=PolicyConfig, description="The model that is trained.")
+    data: DataConfig = Field(default_factory=DataConfig, description="Data sets.")
+    checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig, description="Saving and resuming.")
+    logger: LoggerConfig = Field(default_factory=LoggerConfig, description="Metrics and files.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
+
+    def check(self) -> None:
+        """Check keys against each other.
+
+        Raises:
+            ConfigError: some keys contradict each other; the message lists all findings.
+        """
+
+
+class GRPOMasterConfig(MasterConfig):
+    """Configuration of `examples/run_grpo.py`."""
+
+    grpo: GRPOConfig = Field(default_factory=GRPOConfig, description="The algorithm.")
+    loss_fn: ClippedPGLossConfig = Field(default_factory=ClippedPGLossConfig, description="The policy-gradient loss.")
+    env: EnvironmentMap = Field(
+        default_factory=dict, description="Environments by name; data entries choose by env_name."
+    )
+
+    def check(self) -> None:
+        """Check keys against each other, and that the files they name exist."""
+        report_findings(
+            chain(
+                check_batches(self.grpo, self.policy, self.cluster),
+                check_lengths(self.policy, self.data),
+                check_grpo(self.grpo),
+                check_loss(self.grpo, self.policy, self.loss_fn),
+                check_generation(self.policy, self.cluster),
+                check_data(self.data, self.env),
+                check_validation(self.grpo, self.data),
+                check_files(self.policy, self.data),
+            )
+        )

@@ -1,0 +1,123 @@
+"""Keys of `policy` that say how the model is spread and fed: dtensor_cfg, batching, packing.
+
+Read by the policy and dtensor rooms. Law: these keys change speed and memory, never the result.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt
+
+from nemo_rl.config.section import Section
+from nemo_rl.config.structure import Only
+
+_TRAIN_TOKENS = "${mul:${..max_total_sequence_length},${..train_micro_batch_size}}"
+_LOGPROB_TOKENS = "${mul:${..max_total_sequence_length},${..logprob_batch_size}}"
+
+
+class DTensorConfig(Section):
+    """The PyTorch-native training backend (FSDP2)."""
+
+    later: ClassVar[dict[str, str]] = {
+        "automodel_kwargs": "the Automodel library",
+        "custom_parallel_plan": "a user's tensor-parallel plan",
+        "defer_fsdp_grad_sync": "delayed gradient reduction",
+        "dp_replicate_size": "hybrid sharding",
+        "lora_cfg": "LoRA",
+        "moe_parallelizer": "expert parallelism",
+    }
+    ignored: ClassVar[dict[str, str]] = {"_v2": "there is one DTensor worker"}
+
+    enabled: bool = Field(True, description="Train with this backend.")
+    cpu_offload: bool = Field(False, description="Keep parameters and optimizer state in host memory between uses.")
+    activation_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
+    tensor_parallel_size: Annotated[PositiveInt, Only((1,), "Tensor parallelism")] = Field(
+        1, description="Ranks that share each layer."
+    )
+    context_parallel_size: Annotated[PositiveInt, Only((1,), "Context parallelism")] = Field(
+        1, description="Ranks that share each sequence."
+    )
+    expert_parallel_size: Annotated[PositiveInt, Only((1,), "Expert parallelism")] = Field(
+        1, description="Ranks that share the experts of a layer."
+    )
+    sequence_parallel: Annotated[bool, Only((False,), "Sequence parallelism")] = Field(
+        False, description="Split norms and dropout along the sequence between tensor-parallel ranks."
+    )
+    clear_cache_every_n_steps: PositiveInt | None = Field(
+        None, description="Free cached GPU memory every this many microbatches; null: never."
+    )
+    env_vars: dict[str, str] | None = Field(None, description="Environment variables of the policy's processes.")
+
+
+class DynamicBatchingConfig(Section):
+    """Microbatches with a token budget instead of a fixed number of samples."""
+
+    enabled: bool = Field(False, description="Fill microbatches up to a number of padded tokens.")
+    train_mb_tokens: PositiveInt = Field(
+        _TRAIN_TOKENS,  # type: ignore[assignment]
+        description="Padded tokens of one training microbatch.",
+    )
+    logprob_mb_tokens: PositiveInt = Field(
+        _LOGPROB_TOKENS,  # type: ignore[assignment]
+        description="Padded tokens of one log-prob microbatch.",
+    )
+    sequence_length_round: PositiveInt = Field(
+        64, description="Microbatch lengths are rounded up to a multiple of this many tokens."
+    )
+
+
+class SequencePackingConfig(Section):
+    """Several sequences end to end in one row; attention never crosses a boundary."""
+
+    later: ClassVar[dict[str, str]] = {"fuse_loss": "one fused loss call for a packed row"}
+
+    enabled: bool = Field(True, description="Pack sequences instead of padding them.")
+    train_mb_tokens: PositiveInt = Field(
+        _TRAIN_TOKENS,  # type: ignore[assignment]
+        description="Tokens of one packed row in training.",
+    )
+    logprob_mb_tokens: PositiveInt = Field(
+        _LOGPROB_TOKENS,  # type: ignore[assignment]
+        description="Tokens of one packed row in log-prob passes.",
+    )
+    algorithm: Literal[
+        "concatenative",
+        "first_fit_decreasing",
+        "first_fit_shuffle",
+        "modified_first_fit_decreasing",
+    ] = Field("modified_first_fit_decreasing", description="How sequences are assigned to rows.")
+    sequence_length_round: PositiveInt = Field(
+        64, description="Packed rows are padded to a multiple of this many tokens."
+    )
+    microbatch_order: Annotated[
+        Literal["packer", "largest_first"], Only(("packer",), "Another order of microbatches")
+    ] = Field("packer", description="Order in which packed rows are processed.")
+
+
+class SchedulerConfig(Section):
+    """One learning-rate schedule."""
+
+    name: str = Field(description="Dotted class, e.g. torch.optim.lr_scheduler.LinearLR.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments of the class.")
+
+
+class SchedulerMilestones(Section):
+    """Where a list of schedules switches from one to the next."""
+
+    milestones: list[PositiveInt] = Field(description="Steps at which the next schedule of the list takes over.")
+
+
+class OptimizerConfig(Section):
+    """The optimizer."""
+
+    name: str = Field("torch.optim.AdamW", description="Dotted class of the optimizer.")
+    kwargs: dict[str, Any] = Field(
+        default_factory=lambda: {
+            "lr": 5.0e-6,
+            "weight_decay": 0.01,
+            "betas": [0.9, 0.999],
+            "eps": 1e-8,
+        },
+        description="Arguments of the class; written whole, they are not merged with these.",
+    )

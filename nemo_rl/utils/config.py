@@ -1,0 +1,33 @@
+"""Public door to configuration files for programs written for NeMo RL; re-export only.
+
+`load_config` here reads a file and its parents into a plain OmegaConf config; the typed and checked
+configuration comes from `nemo_rl.config.load_config`. Law: nothing is implemented here.
+"""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from nemo_rl.config.inheritance import (
+    load_config_with_inheritance,
+    merge_with_override,
+    resolve_path,
+)
+from nemo_rl.config.overrides import OverridesError, parse_hydra_overrides
+from nemo_rl.config.resolvers import register_omegaconf_resolvers
+
+
+def load_config(config_path: str | Path) -> DictConfig:
+    """Read a YAML file with the files it inherits from; interpolations stay unresolved."""
+    return load_config_with_inheritance(config_path)
+
+
+__all__ = [
+    "OverridesError",
+    "load_config",
+    "load_config_with_inheritance",
+    "merge_with_override",
+    "parse_hydra_overrides",
+    "register_omegaconf_resolvers",
+    "resolve_path",
+]
