@@ -14,15 +14,17 @@ import inspect
 import logging
 import math
 import os
+import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
 
 from nemo_rl.environments.interfaces import EnvironmentReturn, StepResult
-from nemo_rl.environments.loading import EnvironmentClass, load_env_class, plain_env_class
+from nemo_rl.environments.loading import EnvironmentClass, class_path, load_env_class, plain_env_class
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -42,6 +44,8 @@ def launch_environment_actor(env_class: "str | EnvironmentClass", cfg: dict[str,
             again inside the actor.
         cfg: What the class is constructed with.
 
+    The actor looks for modules where this process does, after its own places.
+
     Raises:
         ConfigError: There is no such class.
     """
@@ -50,15 +54,19 @@ def launch_environment_actor(env_class: "str | EnvironmentClass", cfg: dict[str,
     concurrency = plain_class.max_concurrent_steps
     if inspect.iscoroutinefunction(plain_class.step) and concurrency == 1:
         concurrency = _COROUTINE_STEPS
-    hosted = env_class if isinstance(env_class, str) else plain_class
+    hosted = env_class if isinstance(env_class, str) else class_path(plain_class) or plain_class
+    import_path = [entry for entry in sys.path if entry]
     options = {"num_cpus": 0, **options, "max_concurrency": concurrency, "max_restarts": 0}
-    return ray.remote(EnvironmentActor).options(**options).remote(hosted, cfg)
+    return ray.remote(EnvironmentActor).options(**options).remote(hosted, cfg, import_path)
 
 
 class EnvironmentActor:
     """Hosts one environment object; see the module docstring."""
 
-    def __init__(self, env_class: "str | EnvironmentClass", cfg: dict[str, Any]) -> None:
+    def __init__(
+        self, env_class: "str | EnvironmentClass", cfg: dict[str, Any], import_path: Sequence[str] = ()
+    ) -> None:
+        sys.path.extend(entry for entry in import_path if entry not in sys.path)
         if isinstance(env_class, str):
             env_class, _ = load_env_class(env_class)
         self._env = env_class(cfg)  # type: ignore[call-arg]
@@ -98,7 +106,7 @@ class EnvironmentActor:
 
     def _step_one(self, message_log: Any, metadata: Any) -> StepResult:
         try:
-            return self._step_batch([message_log], [metadata])[0]
+            return self._step_batch([message_log], [copy.deepcopy(metadata)])[0]
         except (Exception, SystemExit) as error:  # boundary: the environment is user code
             return StepResult.failed(_describe(error), metadata)
 

@@ -141,7 +141,7 @@ class EnvironmentClient:
                 call = incarnation.handle.global_post_process_and_metrics.remote(reference)
                 return await _answer(call, self._step_timeout_s)
             except RayActorError as error:
-                self._replace(incarnation, error)
+                self._replace(incarnation, _death_in_short(error))
             except TimeoutError as error:
                 self._end_hung(incarnation)
                 raise DeadlineExceededError(
@@ -199,7 +199,7 @@ class EnvironmentClient:
                 return [StepResult.failed(reason, waiting.metadata) for waiting in batch]
             except RayActorError as error:
                 num_deaths += not incarnation.ended_by_us
-                self._replace(incarnation, error)
+                self._replace(incarnation, _death_in_short(error))
             if len(batch) > 1 and num_deaths >= _DEATHS_BEFORE_SPLIT:
                 return [(await self._step_together([one], num_deaths))[0] for one in batch]
             if num_deaths >= _DEATHS_BEFORE_BLAME:
@@ -247,7 +247,7 @@ class EnvironmentClient:
         incarnation.ended_by_us = True
         self._replace(incarnation, f"no answer in {self._step_timeout_s:g} s")
 
-    def _replace(self, incarnation: _Incarnation, reason: object) -> None:
+    def _replace(self, incarnation: _Incarnation, reason: str) -> None:
         """Take an actor out of service, once, and count it against the limit."""
         if self._incarnation is not incarnation:
             return
@@ -289,3 +289,9 @@ class EnvironmentClient:
 async def _answer(call: "ray.ObjectRef[Any]", timeout_s: float) -> Any:
     """Await a Ray call with a deadline; raises TimeoutError or what the call raised."""
     return await asyncio.wait_for(asyncio.wrap_future(call.future()), timeout_s)
+
+
+def _death_in_short(error: RayActorError) -> str:
+    """The lines of Ray's report that say what died: the first, and the process and node."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return ", ".join(lines[:1] + [line for line in lines if line.startswith(("pid:", "ip:"))])

@@ -17,11 +17,11 @@ EnvironmentClass = type[EnvironmentInterface[Any]]
 _KEPT_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "runtime_env")
 
 
-def load_env_class(class_path: str) -> tuple[EnvironmentClass, dict[str, Any]]:
+def load_env_class(path: str) -> tuple[EnvironmentClass, dict[str, Any]]:
     """Import an environment class by its dotted path.
 
     Args:
-        class_path: `package.module.Class`.
+        path: `package.module.Class`.
 
     Returns:
         The plain class and the Ray options of its own decorator (empty for a plain class).
@@ -29,12 +29,12 @@ def load_env_class(class_path: str) -> tuple[EnvironmentClass, dict[str, Any]]:
     Raises:
         ConfigError: The path does not lead to a subclass of `EnvironmentInterface`.
     """
-    module_name, _, class_name = class_path.rpartition(".")
+    module_name, _, class_name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"environment class {class_path!r} cannot be imported: {error}. Give the dotted path of "
+            f"environment class {path!r} cannot be imported: {error}. Give the dotted path of "
             "a class that Python can import from where the run was started."
         ) from error
     return plain_env_class(found)
@@ -56,3 +56,10 @@ def plain_env_class(found: Any) -> tuple[EnvironmentClass, dict[str, Any]]:
             f"{found!r} is not an environment: derive it from nemo_rl.environments.interfaces.EnvironmentInterface."
         )
     return found, options
+
+
+def class_path(env_class: EnvironmentClass) -> str | None:
+    """Return the dotted path another process can import the class by; None if there is none."""
+    if env_class.__module__ == "__main__" or "<locals>" in env_class.__qualname__:
+        return None
+    return f"{env_class.__module__}.{env_class.__qualname__}"

@@ -10,7 +10,7 @@ import re
 from nemo_rl.environments.grading.boxed import last_boxed
 from nemo_rl.environments.grading.verdict import Verdict
 
-_ANSWER_LINE = re.compile(r"answer\s*:[ \t]*([^\n]+)", re.IGNORECASE)
+_ANSWER_LINE = re.compile(r"answer\**\s*:\**[ \t]*([^\n]+)", re.IGNORECASE)
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|overline)\s*\{([^{}]*)\}")
 _SHORT_FRAC = re.compile(r"\\frac\s*(\w)\s*(\w)")
 _SHORT_SQRT = re.compile(r"\\sqrt\s*(\w)")
@@ -70,7 +70,7 @@ def normalize_answer(answer: str) -> str:
     text = answer.strip()
     if (boxed := last_boxed(text)) is not None:
         text = boxed
-    text = text.strip().rstrip(".").split("=")[-1]
+    text = text.split("=")[-1]
     text = _WRAPPER.sub(r"\1", text)
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     for piece in _DELETED:
@@ -79,6 +79,6 @@ def normalize_answer(answer: str) -> str:
     text = _SHORT_FRAC.sub(r"\\frac{\1}{\2}", text)
     text = _SHORT_SQRT.sub(r"\\sqrt{\1}", text)
     text = _THOUSANDS.sub("", text)
-    text = "".join(text.split())
+    text = "".join(text.split()).rstrip(".")
     whole = _TRAILING_ZEROS.fullmatch(text)
     return whole.group(1) if whole else text

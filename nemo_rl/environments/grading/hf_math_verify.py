@@ -19,6 +19,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _TRUTH_TARGETS = (LatexExtractionConfig(),)
 _ANSWER_TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _INTEGER = re.compile(r"[+-]?[0-9]+(?:,[0-9]{3})*")
+_ANSWER_BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _THINK_THEN_ANSWER = re.compile(
     r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
 )
@@ -63,13 +64,18 @@ def _any_equal(truths: list, answers: list) -> bool:
 def verify_math_components(response: str, ground_truth: str) -> Verdict:
     """Judge correctness, integer-ness and format as separate reward components.
 
+    The final answer is looked for in the last `<answer>...</answer>` block, or in the whole
+    response if there is none.
+
     Returns:
         Rewards of 1.0 or 0.0: `reward/correctness` as `verify_math`; `reward/integer` if the
         final answer is written as an integer; `reward/format` if the response is one
         `<think>...</think>` block followed by one `<answer>...</answer>` block.
     """
-    verdict = verify_math(response, ground_truth)
-    answer = last_boxed(response) or verdict.extracted_answer or ""
+    blocks = _ANSWER_BLOCK.findall(response)
+    stated = blocks[-1] if blocks else response
+    verdict = verify_math(stated, ground_truth)
+    answer = last_boxed(stated) or verdict.extracted_answer or ""
     return Verdict(
         {
             "reward/correctness": float(verdict.reward),  # type: ignore[arg-type]

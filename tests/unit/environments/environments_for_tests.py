@@ -1,0 +1,116 @@
+"""Environments a user might write; what they do is in the messages and metadata."""
+
+import asyncio
+import os
+import signal
+import time
+
+import ray
+import torch
+
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+
+
+class GuessTheNumber(EnvironmentInterface[dict]):
+    """Several turns: says "higher" or "lower" until the guess is right; metadata counts turns.
+
+    A guess may also be a command: raise, exit, hang, nan, "die" (kills its process), "die FILE"
+    (does so once, while FILE does not exist).
+    """
+
+    def __init__(self, cfg):
+        if cfg.get("broken"):
+            raise RuntimeError("no such game")
+        self.calls = 0
+
+    def step(self, message_log_batch, metadata):
+        self.calls += 1
+        replies, new_metadata, rewards, done, answers = [], [], [], [], []
+        for log, state in zip(message_log_batch, metadata, strict=True):
+            assert all(set(turn) == {"role", "content"} for turn in log)
+            state["turns"] += 1
+            guess = self._read(log[-1]["content"])
+            right = guess == state["secret"]
+            word = "right" if right else "higher" if guess < state["secret"] else "lower"
+            replies.append({"role": "environment", "content": word})
+            new_metadata.append({**state, "calls": self.calls, "batch": len(metadata)})
+            rewards.append(float("nan") if guess == 13 else float(right))
+            done.append(right)
+            answers.append(str(guess))
+        return EnvironmentReturn(
+            replies, new_metadata, [["\n"]] * len(done), torch.tensor(rewards), torch.tensor(done),
+            answers,
+        )  # fmt: skip
+
+    def _read(self, guess):
+        command, _, argument = guess.partition(" ")
+        if command == "raise":
+            raise ValueError("I do not understand")
+        if command == "exit":
+            raise SystemExit(3)
+        if command == "hang":
+            time.sleep(60)
+        if command == "sleep":
+            time.sleep(float(argument))
+            return 0
+        if command == "die":
+            if argument and os.path.exists(argument):
+                return 0
+            if argument:
+                open(argument, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return int(guess)
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {"mean_reward": batch["rewards"].mean().item(), "pid": os.getpid()}
+
+
+@ray.remote(num_cpus=0.5, max_restarts=-1)
+class Decorated(GuessTheNumber):
+    """The same, as NeMo RL's users declare it, with the 5 fields of its first versions."""
+
+    def step(self, message_log_batch, metadata):
+        return EnvironmentReturn(*super().step(message_log_batch, metadata)[:5])
+
+
+class Slow(EnvironmentInterface[dict]):
+    """A coroutine step of half a second, and reward components."""
+
+    def __init__(self, cfg):
+        pass
+
+    async def step(self, message_log_batch, metadata):
+        await asyncio.sleep(0.5)
+        ones = torch.ones(len(metadata))
+        return EnvironmentReturn(
+            [{"role": "environment", "content": ""}] * len(metadata),
+            metadata,
+            [None] * len(metadata),
+            {"taste": ones, "form": ones * 0.5},
+            ones.bool(),
+            None,
+            [item.get("problem") for item in metadata],
+        )
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+
+
+class Wrong(EnvironmentInterface[dict]):
+    """Returns one item too few for batches."""
+
+    def __init__(self, cfg):
+        pass
+
+    def step(self, message_log_batch, metadata):
+        n = max(1, len(metadata) - 1)
+        return EnvironmentReturn(
+            [{"role": "environment", "content": ""}] * n,
+            metadata[:n],
+            [None] * n,
+            torch.zeros(n),
+            torch.ones(n),
+        )
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}

@@ -1,0 +1,37 @@
+"""Verifiers that misbehave on demand; the response says how."""
+
+import math
+import os
+import time
+
+from nemo_rl.environments.grading.verdict import Verdict
+
+
+def obedient(response: str, ground_truth: str) -> Verdict:
+    command, _, argument = response.partition(" ")
+    if command == "sleep":
+        time.sleep(float(argument))
+    elif command == "spin":
+        math.factorial(10**8)  # one C call: signal handlers would not run
+    elif command == "raise":
+        raise KeyError(argument)
+    elif command == "print":
+        print("noise on stdout")
+    elif command == "read":
+        assert input is not None and os.read(0, 1) == b""
+    elif command == "pid":
+        return Verdict(1.0, str(os.getpid()))
+    elif command == "exit":
+        os._exit(int(argument))
+    elif command == "allocate":
+        bytearray(10 * 2**30)
+    elif command == "nonsense":
+        return Verdict(object())  # type: ignore[arg-type]
+    return Verdict(float(response == ground_truth), response)
+
+
+def modules(response: str, ground_truth: str) -> Verdict:
+    """Say which heavy modules this process has imported."""
+    import sys
+
+    return Verdict(1.0, ",".join(name for name in ("torch", "ray", "numpy") if name in sys.modules))
