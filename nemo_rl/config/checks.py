@@ -143,10 +143,11 @@ def check_grpo(grpo: GRPOConfig) -> Findings:
     group = f"grpo.num_generations_per_prompt={grpo.num_generations_per_prompt}"
     estimator = grpo.adv_estimator
     if grpo.num_generations_per_prompt == 1:
-        if estimator.use_leave_one_out_baseline and estimator.name == "grpo":
+        leave_one_out = estimator.name == "grpo" and estimator.use_leave_one_out_baseline
+        if leave_one_out or estimator.name == "rloo":
             yield (
-                f"{group} leaves no other answer for grpo.use_leave_one_out_baseline=true. "
-                "Sample at least 2 answers per prompt or set grpo.use_leave_one_out_baseline=false."
+                f"{group} leaves no other answer for a baseline without the sample's own reward. Sample "
+                "at least 2 answers per prompt or set grpo.use_leave_one_out_baseline=false."
             )
         if grpo.use_dynamic_sampling:
             yield (
@@ -159,8 +160,11 @@ def check_grpo(grpo: GRPOConfig) -> Findings:
             "grpo.use_dynamic_sampling=true. Set one of the two."
         )
     low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
-    if low is not None and high is not None and low >= high:
-        yield f"grpo.advantage_clip_low={low:g} must be below grpo.advantage_clip_high={high:g}."
+    if (low is not None and low > 0) or (high is not None and high < 0):
+        yield (
+            f"grpo.advantage_clip_low={low} and grpo.advantage_clip_high={high} must have 0 between "
+            "them, the advantage of an average answer. Give low <= 0 <= high, or null."
+        )
     if (grpo.stop_at_validation_metric is None) != (grpo.stop_at_validation_threshold is None):
         yield (
             "early stop needs both grpo.stop_at_validation_metric and "
@@ -252,9 +256,15 @@ def _check_importance_sampling(loss: ClippedPGLossConfig) -> Findings:
             f"loss_fn.truncated_importance_sampling_type={kind} needs "
             "loss_fn.truncated_importance_sampling_ratio_min, the lower bound, for example 0.5."
         )
-    if low is not None and high is not None and low >= high:
+    if low is not None and kind in (None, "tis"):
         yield (
-            f"loss_fn.truncated_importance_sampling_ratio_min={low:g} must be below "
+            f"loss_fn.truncated_importance_sampling_ratio_min={low:g} has no effect with type "
+            f"{kind or 'tis'}, which only has an upper bound. Set it to null, or the type to icepop or "
+            "seq-mask-tis."
+        )
+    if low is not None and high is not None and low > high:
+        yield (
+            f"loss_fn.truncated_importance_sampling_ratio_min={low:g} must not exceed "
             f"loss_fn.truncated_importance_sampling_ratio={high:g}."
         )
 

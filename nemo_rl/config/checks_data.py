@@ -86,11 +86,12 @@ def _check_dataset(name: str, entry: DatasetConfig) -> Findings:
 
 def _check_arithmetic(name: str, entry: DatasetConfig) -> Findings:
     if entry.dataset_name != ARITHMETIC:
-        if entry.num_samples is not None:
-            yield f"{name}.num_samples only works with {name}.dataset_name={ARITHMETIC}."
         return
-    if entry.num_samples is None:
-        yield f"{name}.dataset_name={ARITHMETIC} needs {name}.num_samples, for example 20000."
+    if entry.data_path is not None:
+        yield (
+            f"{name}.dataset_name={ARITHMETIC} generates its problems and cannot read "
+            f"{name}.data_path={entry.data_path!r}. For the file set {name}.dataset_name=ResponseDataset."
+        )
     if entry.min_operand > entry.max_operand:
         yield (f"{name}.min_operand={entry.min_operand} is above {name}.max_operand={entry.max_operand}.")
 

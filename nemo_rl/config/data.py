@@ -45,8 +45,12 @@ class DatasetDefaults(Section):
         None, description="Text file with one {} for the question; null: the question alone."
     )
     system_prompt_file: str | None = Field(None, description="Text file with the system message; null: none.")
-    num_samples: PositiveInt | None = Field(None, description="Generated problems, only for dataset_name: arithmetic.")
-    min_operand: int = Field(0, description="Smallest number in a problem, only for dataset_name: arithmetic.")
+    num_samples: PositiveInt | None = Field(
+        None,
+        description="Generated problems, only for dataset_name: arithmetic; null: 10,000 for training, "
+        "256 for validation.",
+    )
+    min_operand: int = Field(10, description="Smallest number in a problem, only for dataset_name: arithmetic.")
     max_operand: int = Field(99, description="Largest number in a problem, only for dataset_name: arithmetic.")
 
 

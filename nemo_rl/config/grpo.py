@@ -11,8 +11,11 @@ from nemo_rl.config.section import Section
 from nemo_rl.config.structure import Only
 
 AdvantageEstimatorName = Annotated[
-    Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"],
-    Only(("grpo", "gdpo", "reinforce_plus_plus"), "Multi-teacher on-policy distillation"),
+    Literal["grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus", "opd"],
+    Only(
+        ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus"),
+        "Multi-teacher on-policy distillation",
+    ),
 ]
 
 
@@ -20,15 +23,15 @@ class AdvantageEstimatorConfig(Section):
     """How a group's rewards become advantages."""
 
     name: AdvantageEstimatorName = Field(
-        "grpo", description="Advantage formula: group baseline, per-component GDPO, or REINFORCE++."
+        "grpo", description="Advantage formula; dr_grpo and rloo set the two switches below themselves."
     )
     normalize_rewards: bool = Field(
         "${..normalize_rewards}",  # type: ignore[assignment]
-        description="Divide by the standard deviation of the group's rewards (false: Dr.GRPO, RLOO).",
+        description="Divide by the standard deviation of the group's rewards.",
     )
     use_leave_one_out_baseline: bool = Field(
         "${..use_leave_one_out_baseline}",  # type: ignore[assignment]
-        description="Leave the sample's own reward out of its baseline (true: RLOO).",
+        description="Leave the sample's own reward out of its baseline.",
     )
     minus_baseline: bool = Field(
         True, description="REINFORCE++: subtract the group's mean reward before whitening the batch."

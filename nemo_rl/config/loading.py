@@ -13,11 +13,7 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from nemo_rl.config.inheritance import merge_layers, read_layers
@@ -29,7 +25,7 @@ from nemo_rl.config.section import Section, fill_defaults
 from nemo_rl.config.sources import Sources
 from nemo_rl.config.structure import Slot
 from nemo_rl.config.unknown_keys import refuse_unknown_keys
-from nemo_rl.config.validation_errors import config_error
+from nemo_rl.config.validation_errors import config_error, without_followers
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -68,12 +64,7 @@ def load_config[Config: Section](
         apply_to_schema(schema, tree, override, sources)
         refuse_unknown_keys(schema, OmegaConf.to_container(tree), f"the override {text!r}")
         tree = _filled(schema, tree)
-    values = _resolved(tree, sources)
-    _tell_ignored(schema, values)
-    try:
-        config = schema.model_validate(values)
-    except ValidationError as error:
-        raise config_error(schema, error, values, sources) from None
+    config = _validated(schema, tree, sources)
     if isinstance(config, MasterConfig):
         make_paths_absolute(config)
         if check:
@@ -114,19 +105,35 @@ def _filled(schema: type[Section], tree: DictConfig) -> DictConfig:
     return OmegaConf.create(fill_defaults(schema, plain)[0])
 
 
-def _resolved(tree: DictConfig, sources: Sources) -> dict[str, Any]:
+def _validated[Config: Section](schema: type[Config], tree: DictConfig, sources: Sources) -> Config:
+    """Resolve and validate; a wrong value is reported where it is written, not where it is used."""
+    unresolved = OmegaConf.to_container(tree, resolve=False)
+    failure: ConfigError | None = None
     try:
-        return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
-    except MissingMandatoryValue as error:
-        key = error.full_key or ""
-        raise ConfigError(
-            f"{key} has no value ({sources.of(key.split('.'))} leaves it open as ???). "
-            f"Write it in the config file or add the override {key}=..."
-        ) from None
-    except (InterpolationResolutionError, OmegaConfBaseException) as error:
-        key = error.full_key or ""
-        detail = str(error).splitlines()[0]
-        raise ConfigError(f"{key} (set by {sources.of(key.split('.'))}) cannot be worked out: {detail}") from None
+        values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        values, failure = unresolved, _unresolvable(error, sources)
+    try:
+        config = schema.model_validate(values)
+    except ValidationError as error:
+        details = error.errors()
+        written = without_followers(details, values, unresolved)
+        if written or failure is None:
+            raise config_error(schema, written or details, values, sources) from None
+    if failure is not None:
+        raise failure
+    _tell_ignored(schema, values)
+    return config
+
+
+def _unresolvable(error: OmegaConfBaseException, sources: Sources) -> ConfigError:
+    key = error.full_key or ""
+    source = sources.of(key.split("."))
+    if isinstance(error, MissingMandatoryValue):
+        return ConfigError(
+            f"{key} has no value ({source} leaves it open). Write it in the config file or add the override {key}=..."
+        )
+    return ConfigError(f"{key} (set by {source}) cannot be worked out: {str(error).splitlines()[0]}.")
 
 
 def _tell_ignored(schema: type[Section], values: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ class ClippedPGLossConfig(Section):
     use_kl_in_reward: bool = Field(
         False, description="Subtract the KL term from the reward instead of adding it to the loss."
     )
-    ratio_clip_min: NonNegativeFloat = Field(
+    ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = Field(
         0.2, description="Lower clip epsilon: the ratio is clipped below 1 - ratio_clip_min."
     )
     ratio_clip_max: NonNegativeFloat = Field(

@@ -12,6 +12,7 @@ RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "DAPOMathAIME2024",
     "AIME2024",
     "AIME2025",
+    "AIME2026",
     "gsm8k",
     "GSM8K",
     "NuminaMath-1.5",

@@ -81,6 +81,8 @@ def apply_override(cfg: DictConfig, override: Override) -> None:
         detail = str(error).strip().replace("\n", " ")
         if isinstance(cause, Exception) and detail.startswith("Error merging"):
             detail = str(cause).strip().splitlines()[0]
+        if detail.startswith("Could not override"):
+            detail = f"there is no such key to change. To add it write '+{override.input_line}'."
         raise OverridesError(f"cannot apply the override {override.input_line!r}: {detail}") from None
 
 
@@ -106,10 +108,20 @@ def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override
         override.type = OverrideType.FORCE_ADD
     if override.type == OverrideType.ADD and typed and not absent and not sources.has(path):
         override.type = OverrideType.FORCE_ADD
+    _clear_other_kind(cfg, override, value_at(tree, path))
     already_null = override.type == OverrideType.DEL and value_at(tree, path, _ABSENT) is None
     if not already_null:
         apply_override(cfg, override)
     sources.overrides.append((override.key_or_group, str(override.input_line)))
+
+
+def _clear_other_kind(cfg: DictConfig, override: Override, current: Any) -> None:
+    """Let a list take the place of a mapping and the other way round, which OmegaConf cannot merge."""
+    value = None if override.type == OverrideType.DEL else override.value()
+    if (isinstance(current, dict) and isinstance(value, list)) or (
+        isinstance(current, list) and isinstance(value, dict)
+    ):
+        OmegaConf.update(cfg, override.key_or_group, None)
 
 
 def _below_list(tree: Any, path: Sequence[str]) -> bool:

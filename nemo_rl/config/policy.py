@@ -24,9 +24,8 @@ from nemo_rl.config.structure import Only
 SchedulerList = list[SchedulerConfig | SchedulerMilestones]
 
 _SCHEDULER_SHAPE = (
-    "a list of schedulers is [{{name, kwargs}}, {{name, kwargs}}, ..., {{milestones: [step, ...]}}] "
-    "with one milestone fewer than schedulers, in rising order; got {schedulers} schedulers "
-    "and {milestones} milestones"
+    "a list of schedulers is [{name, kwargs}, {name, kwargs}, ..., {milestones: [step, ...]}] "
+    "with one milestone fewer than schedulers, in rising order"
 )
 
 
@@ -37,7 +36,9 @@ def _ends_with_milestones(entries: SchedulerList) -> SchedulerList:
     shaped = len(schedulers) >= 1 and len(entries) - len(schedulers) == bool(points)
     if not shaped or len(points) != len(schedulers) - 1 or points != sorted(set(points)):
         raise PydanticCustomError(
-            "scheduler", _SCHEDULER_SHAPE, {"schedulers": len(schedulers), "milestones": len(points)}
+            "scheduler",
+            "{shape}; got {schedulers} schedulers and {milestones} milestones",
+            {"shape": _SCHEDULER_SHAPE, "schedulers": len(schedulers), "milestones": len(points)},
         )
     return entries
 

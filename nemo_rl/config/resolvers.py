@@ -11,11 +11,19 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+
+def _numbers(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{value!r} is not a number")
+    return values
+
+
 _RESOLVERS: dict[str, Callable[..., Any]] = {
-    "mul": lambda *values: functools.reduce(operator.mul, values),
-    "div": operator.truediv,
-    "add": lambda *values: sum(values),
-    "max": lambda *values: max(values),
+    "mul": lambda *values: functools.reduce(operator.mul, _numbers(values)),
+    "div": lambda *values: operator.truediv(*_numbers(values)),
+    "add": lambda *values: sum(_numbers(values)),
+    "max": lambda *values: max(_numbers(values)),
 }
 
 

@@ -66,7 +66,7 @@ def _sentence(slot: Slot, key: str, parent: Sequence[str | int], value: Any, sch
     full = dotted_path([*parent, key])
     moved: Mapping[str, str] = getattr(section, "moved", {})
     if key in moved:
-        return f"{full!r} is the place of an older NeMo RL: {moved[key]}."
+        return f"{full!r} is the spelling of NeMo RL up to 0.5: {moved[key]}."
     siblings = list(section.model_fields)
     near = _nearest(key, parent, siblings, schema)
     if near:

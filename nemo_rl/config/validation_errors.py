@@ -6,9 +6,10 @@ Used by loading.py. Law: each line says the key, what was given, what is allowed
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from nemo_rl.config.section import is_interpolation
 from nemo_rl.config.sources import Sources, dotted_path
 from nemo_rl.config.structure import find_slot, type_text, value_at
 from nemo_rl.utils.errors import ConfigError
@@ -17,19 +18,29 @@ _BRANCH_ERRORS = {"list_type", "model_type", "model_attributes_type", "dict_type
 _OWN_SENTENCES = {"metric_name", "scheduler"}
 
 
-def config_error(schema: type[BaseModel], error: ValidationError, tree: Any, sources: Sources) -> ConfigError:
+def config_error(schema: type[BaseModel], details: Sequence[ErrorDetails], tree: Any, sources: Sources) -> ConfigError:
     """One error with a line for each finding.
 
     Args:
         schema: section that was validated.
-        error: pydantic's findings.
+        details: pydantic's findings.
         tree: the resolved values that were validated.
         sources: who set what.
     """
-    details = error.errors()
     precise = [e for e in details if e["type"] not in _BRANCH_ERRORS]
     lines = [_line(schema, e, tree, sources) for e in precise or details]
     return ConfigError("\n  ".join(dict.fromkeys(lines)))
+
+
+def without_followers(details: Sequence[ErrorDetails], tree: Any, unresolved: Any) -> list[ErrorDetails]:
+    """The findings on values that are written as such, not on those that only follow another key.
+
+    Args:
+        details: pydantic's findings.
+        tree: the values that were validated.
+        unresolved: the same values with their interpolations.
+    """
+    return [e for e in details if not is_interpolation(value_at(unresolved, _path_in(tree, e["loc"])))]
 
 
 def _line(schema: type[BaseModel], error: ErrorDetails, tree: Any, sources: Sources) -> str:
