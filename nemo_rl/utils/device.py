@@ -64,6 +64,11 @@ class Device:
             torch.cuda.empty_cache()
 
 
+def device_for(uses_gpu: bool) -> Device:
+    """The device of ranks that own a GPU, or of ranks that own none."""
+    return Device("cuda" if uses_gpu else "cpu")
+
+
 def gpu_count() -> int:
     """Number of CUDA devices this process can see."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

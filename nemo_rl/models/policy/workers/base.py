@@ -30,7 +30,9 @@ from nemo_rl.models.policy.workers.microbatches import (
     build_model_inputs,
     training_targets,
 )
-from nemo_rl.utils.device import DeviceKind
+from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.interfaces import TransportSpec
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +42,28 @@ class WorkerSettings:
     """What a worker needs beyond the policy section.
 
     Attributes:
-        device_kind: the value of `cluster.device`.
-        num_threads: CPU threads of the process; fixed, so that results are reproducible.
+        uses_gpu: whether each rank owns a GPU.
+        num_threads: CPU threads of the process; None divides the machine's cores by `ranks_per_node`.
+        ranks_per_node: workers that share the machine.
         collective_timeout_s: seconds after which a collective that a peer never joins raises.
         seed: run seed; each rank derives its own from it (dropout).
         init_optimizer: make optimizer and schedule.
         init_reference_model: keep the initial weights for reference log-probabilities.
     """
 
-    device_kind: DeviceKind
-    num_threads: int
+    uses_gpu: bool
+    num_threads: int | None
+    ranks_per_node: int
     collective_timeout_s: float
     seed: int
     init_optimizer: bool
     init_reference_model: bool
+
+    def threads(self) -> int:
+        """CPU threads of this process, the same on every start on the same machine."""
+        if self.num_threads is not None:
+            return self.num_threads
+        return max(1, len(os.sched_getaffinity(0)) // self.ranks_per_node)
 
 
 class PolicyWorker:
@@ -67,6 +77,7 @@ class PolicyWorker:
     def __init__(self, backend: PolicyBackend, config: PolicyConfig) -> None:
         self.backend = backend
         self._layout = input_layout(config)
+        self._sender: WeightSender | None = None
 
     def train(
         self,
@@ -149,6 +160,30 @@ class PolicyWorker:
         """`PolicyBackend.iterate_weights`; all ranks must exhaust it together."""
         return self.backend.iterate_weights(dtype)
 
+    def begin_weight_stream(self, spec: TransportSpec, dtype: str) -> None:
+        """Start streaming the weights to the engines.
+
+        Args:
+            spec: transport agreement; another one than last time makes a new sender.
+            dtype: torch dtype the engines compute in, for example "bfloat16".
+        """
+        if self._sender is None or self._sender.spec != spec:
+            if self._sender is not None:
+                self._sender.close()
+            rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+            self._sender = WeightSender(spec, rank, is_node_leader=local_rank == 0)
+        self._sender.begin(self.iterate_weights(getattr(torch, dtype)))
+
+    def next_weight_bucket(self) -> Bucket:
+        """Gather and pack the next bucket; collective over all ranks."""
+        assert self._sender is not None, "begin_weight_stream comes first"
+        return self._sender.next_bucket()
+
+    def send_weight_bucket(self, bucket: Bucket) -> None:
+        """Push a packed bucket through a sending transport."""
+        assert self._sender is not None, "begin_weight_stream comes first"
+        self._sender.send(bucket)
+
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Write this rank's part of a checkpoint."""
         self.backend.save(_paths(weights_path, optimizer_path))
@@ -169,7 +204,9 @@ class PolicyWorker:
         }
 
     def shutdown(self) -> bool:
-        """Leave the process group."""
+        """Free the weight transport and leave the process group."""
+        if self._sender is not None:
+            self._sender.close()
         self.backend.close()
         return True
 

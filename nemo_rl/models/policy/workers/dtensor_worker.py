@@ -11,7 +11,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.process_group import init_process_group
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
-from nemo_rl.utils.device import Device
+from nemo_rl.utils.device import device_for
 from nemo_rl.utils.seed import derive_seed, set_seed
 
 
@@ -24,9 +24,9 @@ class DTensorPolicyWorker(PolicyWorker):
     """
 
     def __init__(self, config: PolicyConfig, settings: WorkerSettings) -> None:
-        torch.set_num_threads(settings.num_threads)
+        torch.set_num_threads(settings.threads())
         transformers_logging.disable_progress_bar()
-        device = Device(settings.device_kind)
+        device = device_for(settings.uses_gpu)
         torch_device = device.activate()
         init_process_group(device, settings.collective_timeout_s)
         backend = DTensorBackend(

@@ -1,0 +1,155 @@
+"""Cut a batch into global batches, ranks and microbatches, and put results back in order.
+
+Used by `lm_policy`; the plan itself comes from `data.packing`. Law: any number of rows works. What
+the ranks and microbatches leave uneven is filled with rows that count for nothing and score nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.data.packing import (
+    FixedSize,
+    MicrobatchPlan,
+    MicrobatchStrategy,
+    Packed,
+    TokenBudget,
+    plan_microbatches,
+)
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.utils.errors import DataError
+
+_MASKS = ("token_mask", "sample_mask")
+
+
+@dataclass(frozen=True)
+class ShardedBatch:
+    """One batch, dealt to the ranks.
+
+    Attributes:
+        data: rows of each data-parallel rank, in microbatch order.
+        sizes: rows of each microbatch, per rank.
+        plan: where the rows came from.
+        num_rows: rows of the batch before filling.
+    """
+
+    data: list[BatchedDataDict[Any]]
+    sizes: list[list[int]]
+    plan: MicrobatchPlan
+    num_rows: int
+
+    def restore(self, parts: Sequence[Tensor]) -> Tensor:
+        """Concatenate the ranks' results `[b, ...]` in the order of the batch's rows."""
+        return torch.cat(list(parts))[self.plan.restore_order[: self.num_rows]]
+
+
+def training_strategy(config: PolicyConfig, micro_batch_size: int | None = None) -> MicrobatchStrategy:
+    """How training microbatches are formed; a given `micro_batch_size` overrides the configuration."""
+    size = config.train_micro_batch_size
+    packing, dynamic = config.sequence_packing, config.dynamic_batching
+    tokens = packing.train_mb_tokens if packing.enabled else dynamic.train_mb_tokens
+    return _strategy(config, size, tokens, micro_batch_size)
+
+
+def logprob_strategy(config: PolicyConfig, micro_batch_size: int | None = None) -> MicrobatchStrategy:
+    """How microbatches of log-prob passes are formed; as `training_strategy`."""
+    size = config.logprob_batch_size
+    packing, dynamic = config.sequence_packing, config.dynamic_batching
+    tokens = packing.logprob_mb_tokens if packing.enabled else dynamic.logprob_mb_tokens
+    return _strategy(config, size, tokens, micro_batch_size)
+
+
+def shard_batch(data: BatchedDataDict[Any], num_shards: int, strategy: MicrobatchStrategy) -> ShardedBatch:
+    """Deal the rows to the ranks.
+
+    Args:
+        data: at least one row, with `input_lengths`.
+        num_shards: data-parallel ranks.
+        strategy: how microbatches are formed.
+
+    Raises:
+        DataError: a row is longer than a microbatch may be.
+    """
+    num_rows = data.size
+    multiple = num_shards
+    if isinstance(strategy, FixedSize):
+        strategy = FixedSize(min(strategy.size, -(-num_rows // num_shards)))
+        multiple = num_shards * strategy.size
+    filled = with_filler_rows(data, -num_rows % multiple)
+    plan = plan_microbatches(filled["input_lengths"].tolist(), num_shards, strategy)
+    shards = range(num_shards)
+    return ShardedBatch(
+        data=[filled.select_indices(plan.shard_rows(shard)) for shard in shards],
+        sizes=[[len(rows) for rows in plan.shards[shard]] for shard in shards],
+        plan=plan,
+        num_rows=num_rows,
+    )
+
+
+def with_filler_rows(data: BatchedDataDict[Any], count: int) -> BatchedDataDict[Any]:
+    """Append `count` one-token copies of the first row, with masks of 0."""
+    if count == 0:
+        return data
+    fillers = data.select_indices([0] * count)
+    fillers["input_lengths"] = torch.ones_like(fillers["input_lengths"])
+    for name in _MASKS:
+        if name in fillers:
+            fillers[name] = torch.zeros_like(fillers[name])
+    return type(data).from_batches([data, fillers])
+
+
+def global_batches(data: BatchedDataDict[Any], size: int, *, allow_partial: bool) -> Iterator[BatchedDataDict[Any]]:
+    """Runs of `size` rows, in order.
+
+    Args:
+        data: the rows.
+        size: rows of one optimizer update.
+        allow_partial: let the last run be shorter (evaluation).
+
+    Raises:
+        DataError: the rows do not divide, or there are none.
+    """
+    rows = data.check_rows()
+    if rows == 0:
+        raise DataError("The batch has no rows.")
+    if rows % size and not allow_partial:
+        below, above = rows // size * size, -(-rows // size) * size
+        nearest = ", ".join(str(n) for n in (below, above) if n)
+        raise DataError(
+            f"{rows} rows do not divide into global batches of {size} rows (one optimizer update each). "
+            f"Nearest numbers of rows: {nearest}; or set policy.train_global_batch_size to a divisor of {rows}."
+        )
+    return (data.slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def count_valid(batch: BatchedDataDict[Any]) -> tuple[float, float]:
+    """Valid sequences and valid target tokens of a global batch: the losses' denominators."""
+    sample_mask = batch["sample_mask"].double()
+    tokens = batch["token_mask"][:, 1:].double() * sample_mask[:, None]
+    return sample_mask.sum().item(), tokens.sum().item()
+
+
+def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) -> None:
+    """Check that a batch has what a call needs.
+
+    Raises:
+        DataError: naming what is missing and what is there.
+    """
+    missing = [key for key in keys if key not in data]
+    if missing:
+        raise DataError(f"{purpose} needs the keys {missing}; the batch has {sorted(data)}.")
+
+
+def _strategy(config: PolicyConfig, size: int, tokens: int, micro_batch_size: int | None) -> MicrobatchStrategy:
+    if micro_batch_size is not None:
+        return FixedSize(micro_batch_size)
+    round_to = config.make_sequence_length_divisible_by
+    if config.sequence_packing.enabled:
+        return Packed(tokens, config.sequence_packing.algorithm, round_to)
+    if config.dynamic_batching.enabled:
+        return TokenBudget(tokens, max(round_to, config.dynamic_batching.sequence_length_round))
+    return FixedSize(size)

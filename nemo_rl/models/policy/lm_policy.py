@@ -1,0 +1,298 @@
+"""The policy as the controller sees it: one object, many ranks.
+
+Algorithms call `train`, `get_logprobs` and checkpoints here; `workers` do the work, one process per
+rank. Flow of a call:
+
+    batch ─► global batches ─► plan (data.packing) ─► each rank its own rows ─► workers ─► gather, reorder
+
+Every call blocks with a deadline from `cluster.timeouts`; a worker that raises or dies ends the call
+with its error, and the group with it.
+
+Law: results do not depend on the number of ranks or on how microbatches are formed.
+"""
+
+import logging
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config import PolicyConfig, TimeoutsConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.losses.interfaces import LossFunction, LossInputType
+from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER
+from nemo_rl.models.policy.batching import (
+    ShardedBatch,
+    count_valid,
+    global_batches,
+    logprob_strategy,
+    require_keys,
+    shard_batch,
+    training_strategy,
+)
+from nemo_rl.models.policy.interfaces import (
+    LogprobOutputSpec,
+    PolicyInterface,
+    ReferenceLogprobOutputSpec,
+    TrainResult,
+    UpdateResult,
+)
+from nemo_rl.models.policy.metrics import average_updates, reduce_metrics
+from nemo_rl.models.policy.workers.base import WorkerSettings
+from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DTENSOR_WORKER = "nemo_rl.models.policy.workers.dtensor_worker.DTensorPolicyWorker"
+TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
+SCORING_KEYS = ("input_ids", "input_lengths")
+
+
+class Policy(PolicyInterface):
+    """The model under training.
+
+    Args:
+        cluster: where the ranks sit; one rank per bundle unless `workers_per_node` says otherwise.
+        config: the policy section.
+        tokenizer: saved beside the weights.
+        name_prefix: names the worker processes.
+        workers_per_node: ranks on each node entry of the cluster.
+        init_optimizer: make optimizer and schedule.
+        weights_path: checkpoint folder to resume weights from.
+        optimizer_path: checkpoint folder to resume optimizer, schedule and random numbers from.
+        init_reference_model: keep the weights of `config.model_name` for reference log-probabilities,
+            also when resumed from a checkpoint.
+        timeouts: deadlines; None takes the defaults.
+        threads_per_rank: CPU threads of a rank; None divides the machine's cores by its ranks.
+        seed: run seed, for dropout.
+
+    Attributes:
+        weight_version: counts training calls; `weight_stream` and the engines go by it.
+
+    Raises:
+        ConfigError: no training backend is enabled, or a worker refuses the configuration.
+        ResourceInsufficientError, DeadlineExceededError, WorkerDiedError: the ranks did not start.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        config: PolicyConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        name_prefix: str = "lm_policy",
+        workers_per_node: int | list[int] | None = None,
+        init_optimizer: bool = True,
+        weights_path: str | PathLike[str] | None = None,
+        optimizer_path: str | PathLike[str] | None = None,
+        init_reference_model: bool = True,
+        *,
+        timeouts: TimeoutsConfig | None = None,
+        threads_per_rank: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not config.dtensor_cfg.enabled:
+            raise ConfigError("policy.dtensor_cfg.enabled=false: no training backend is left; set it to true.")
+        self.config = config
+        self.tokenizer = tokenizer
+        self.weight_version = 0
+        self._timeouts = timeouts or TimeoutsConfig()
+        settings = WorkerSettings(
+            uses_gpu=cluster.use_gpus,
+            num_threads=threads_per_rank,
+            ranks_per_node=_ranks_per_node(cluster, workers_per_node),
+            collective_timeout_s=self._timeouts.train_s,
+            seed=seed,
+            init_optimizer=init_optimizer,
+            init_reference_model=init_reference_model,
+        )
+        self.worker_group = RayWorkerGroup(
+            cluster,
+            RayWorkerBuilder(DTENSOR_WORKER, config, settings),
+            workers_per_node=workers_per_node,
+            name_prefix=name_prefix,
+            env_vars=config.dtensor_cfg.env_vars,
+            setup_timeout_s=self._timeouts.setup_s,
+            call_timeout_s=self._timeouts.train_s,
+        )
+        if weights_path is not None:
+            self._load_checkpoint(weights_path, optimizer_path)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that work on different rows."""
+        return self.worker_group.dp_size
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> TrainResult:
+        """Make one optimizer update per global batch, in the order of the rows.
+
+        The learning-rate schedule advances once per call, whatever the number of updates.
+
+        Args:
+            data: a training batch (`input_ids`, `input_lengths`, `token_mask`, `sample_mask` and what
+                the loss needs).
+            loss_fn: called in every rank on each microbatch, with global denominators.
+            eval_mode: compute loss and metrics, change nothing; the last global batch may be partial.
+            gbs: rows of one update; None takes `train_global_batch_size`.
+            mbs: rows of one microbatch, padded or packed; None forms microbatches as configured.
+
+        Raises:
+            DataError: missing keys, rows that do not divide into global batches, or rows too long.
+            ConfigError: the loss wants an input that policies do not prepare.
+        """
+        _check_loss(loss_fn)
+        keys = list(TRAINING_KEYS)
+        if getattr(loss_fn, "needs_reference", False):
+            keys.append("reference_policy_logprobs")
+        require_keys(data, keys, "Policy.train")
+        size = gbs or self.config.train_global_batch_size
+        batches = list(global_batches(data, size, allow_partial=eval_mode))
+        strategy = training_strategy(self.config, mbs)
+        updates = []
+        for number, batch in enumerate(batches):
+            valid = count_valid(batch)
+            sharded = shard_batch(batch, self.data_parallel_size, strategy)
+            parts = self._run_sharded(
+                "train",
+                sharded,
+                loss_fn=loss_fn,
+                global_valid=valid,
+                eval_mode=eval_mode,
+                last_update=number == len(batches) - 1,
+            )
+            updates.append(_join_ranks(parts, valid, eval_mode))
+        if not eval_mode:
+            self.weight_version += 1
+        return _train_result(updates)
+
+    def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
+        """Log-probabilities of all tokens under the current weights and the sampler's temperature.
+
+        Args:
+            data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
+
+        Returns:
+            `logprobs [B, T]` float32; 0 at position 0 and on padding.
+        """
+        return BatchedDataDict({"logprobs": self._score("get_logprobs", data)})
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """`get_logprobs` under the weights of `config.model_name`, as `reference_logprobs [B, T]`.
+
+        Raises:
+            ConfigError: the policy was made with `init_reference_model=False`.
+        """
+        scores = self._score("get_reference_policy_logprobs", data, micro_batch_size)
+        return BatchedDataDict({"reference_logprobs": scores})
+
+    def save_checkpoint(
+        self,
+        weights_path: str | PathLike[str],
+        optimizer_path: str | PathLike[str] | None = None,
+        tokenizer_path: str | PathLike[str] | None = None,
+    ) -> None:
+        """Write a checkpoint; `<weights_path>/model` loads with `from_pretrained`, tokenizer included.
+
+        Args:
+            weights_path: new or empty folder, on storage that all ranks and this process see.
+            optimizer_path: folder for optimizer, schedule and random-number state; None leaves them out.
+            tokenizer_path: folder for one more copy of the tokenizer.
+        """
+        self._run_everywhere(
+            "save_checkpoint",
+            "writing a checkpoint",
+            weights_path=_absolute(weights_path),
+            optimizer_path=_absolute(optimizer_path),
+        )
+        self.tokenizer.save_pretrained(str(Path(weights_path) / MODEL_FOLDER))
+        if tokenizer_path is not None:
+            self.tokenizer.save_pretrained(str(tokenizer_path))
+
+    def shutdown(self) -> bool:
+        """End the ranks; returns whether all of them ended cleanly."""
+        return self.worker_group.shutdown("shutdown", timeout=self._timeouts.shutdown_s)
+
+    def _load_checkpoint(self, weights_path: str | PathLike[str], optimizer_path: str | PathLike[str] | None) -> None:
+        self._run_everywhere(
+            "load_checkpoint",
+            "reading a checkpoint",
+            weights_path=_absolute(weights_path),
+            optimizer_path=_absolute(optimizer_path),
+        )
+
+    def _score(self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> torch.Tensor:
+        require_keys(data, SCORING_KEYS, f"Policy.{method}")
+        wanted = BatchedDataDict({key: data[key] for key in SCORING_KEYS})
+        if wanted.check_rows() == 0:
+            return torch.zeros(wanted["input_ids"].shape, dtype=torch.float32)
+        strategy = logprob_strategy(self.config, micro_batch_size)
+        sharded = shard_batch(wanted, self.data_parallel_size, strategy)
+        return sharded.restore(self._run_sharded(method, sharded))
+
+    def _run_sharded(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:
+        """Call a method on every rank with its own rows; answers in data-parallel order."""
+        future = self.worker_group.run_all_workers_sharded_data(
+            method,
+            in_sharded_axes=["data_parallel"],
+            common_kwargs=common,
+            data=sharded.data,
+            sizes=sharded.sizes,
+        )
+        return self.worker_group.get_all_worker_results(future, phase=f"policy {method}")
+
+    def _run_everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
+        future = self.worker_group.run_all_workers_single_data(method, **kwargs)
+        return self.worker_group.get_all_worker_results(future, timeout_s=self._timeouts.checkpoint_s, phase=phase)
+
+
+def _check_loss(loss_fn: LossFunction) -> None:
+    wanted = getattr(loss_fn, "input_type", LossInputType.LOGPROB)
+    if wanted is not LossInputType.LOGPROB:
+        raise ConfigError(
+            f"{type(loss_fn).__name__} wants {wanted} as input; policies prepare {LossInputType.LOGPROB} only."
+        )
+
+
+def _join_ranks(parts: list[UpdateResult], valid: tuple[float, float], eval_mode: bool) -> dict[str, float]:
+    """The metrics of one update over all ranks."""
+    joined = reduce_metrics([part.metrics for part in parts])
+    joined["loss"] = sum(part.loss for part in parts)
+    joined["global_valid_seqs"], joined["global_valid_toks"] = valid
+    if not eval_mode:
+        joined["lr"] = parts[0].lr
+        joined["grad_norm"] = parts[0].grad_norm
+        joined["skipped_updates"] = float(parts[0].skipped)
+    return joined
+
+
+def _train_result(updates: list[dict[str, float]]) -> TrainResult:
+    names = list(dict.fromkeys(name for update in updates for name in update))
+    return TrainResult(
+        loss=torch.tensor([update["loss"] for update in updates]),
+        grad_norm=torch.tensor([update.get("grad_norm", 0.0) for update in updates]),
+        metrics=average_updates(updates),
+        all_mb_metrics={name: [u[name] for u in updates if name in u] for name in names},
+    )
+
+
+def _ranks_per_node(cluster: RayVirtualCluster, workers_per_node: int | list[int] | None) -> int:
+    if workers_per_node is None:
+        return max(cluster.bundle_counts)
+    return workers_per_node if isinstance(workers_per_node, int) else max(workers_per_node)
+
+
+def _absolute(path: str | PathLike[str] | None) -> str | None:
+    """Workers run in other folders than the controller."""
+    return None if path is None else str(Path(path).absolute())

@@ -1,0 +1,63 @@
+"""The policy as the source of a weight stream, for `algorithms.refit`.
+
+Controller side: asks all ranks for each bucket and joins what they report. Law: gathering a bucket is
+collective, so every rank is asked every time, whoever packs.
+"""
+
+from nemo_rl.distributed.worker_results import PendingCall
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.endpoints import merge_buckets
+from nemo_rl.weight_sync.interfaces import TransportSpec
+
+
+class PolicyWeightStream:
+    """Streams a policy's weights.
+
+    Args:
+        policy: whose weights.
+        dtype: torch dtype the engines compute in, for example "bfloat16".
+        timeout_s: limit for packing one bucket.
+    """
+
+    def __init__(self, policy: Policy, dtype: str, timeout_s: float):
+        self._policy = policy
+        self._workers = policy.worker_group
+        self._dtype = dtype
+        self._timeout_s = timeout_s
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the policy's current weights."""
+        return self._policy.weight_version
+
+    def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
+        """Start a stream on all ranks; returns the calls to wait for."""
+        calls = self._workers.run_all_workers_single_data("begin_weight_stream", spec, self._dtype)
+        return self._workers.pending_calls(calls)
+
+    def next_weight_bucket(self) -> Bucket:
+        """Gather and pack the next bucket.
+
+        Raises:
+            WeightSyncError: ranks disagree about the stream.
+            DeadlineExceededError, WorkerDiedError: a rank did not answer.
+        """
+        calls = self._workers.run_all_workers_single_data("next_weight_bucket")
+        reports = self._workers.get_all_worker_results(calls, self._timeout_s, "packing weights")
+        return merge_buckets(reports)
+
+    def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
+        """Push a bucket through a sending transport; returns the calls to wait for."""
+        if bucket.handles:
+            return []
+        return [
+            PendingCall(
+                self._workers.run_single_worker_single_data("send_weight_bucket", 0, bucket),
+                self._workers.seat(0),
+            )
+        ]
+
+    def free_rendezvous_address(self) -> tuple[str, int]:
+        """A host and free port on the node of rank 0."""
+        return self._workers.cluster.get_available_address_and_port(0, 0)
