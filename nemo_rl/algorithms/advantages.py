@@ -13,17 +13,15 @@ Legend: `B` samples, `T` tokens, `K` reward components.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
+from typing import Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from nemo_rl.config import AdvantageEstimatorConfig, ClippedPGLossConfig, GRPOConfig
 from nemo_rl.losses.kl import calculate_kl
 from nemo_rl.losses.reductions import masked_mean, masked_var
 from nemo_rl.utils.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from nemo_rl.config import AdvantageEstimatorConfig, ClippedPGLossConfig, GRPOConfig
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
@@ -198,7 +196,7 @@ class GRPOAdvantageEstimator:
 
     needs_logprobs = False
 
-    def __init__(self, estimator_config: "AdvantageEstimatorConfig", loss_config: "ClippedPGLossConfig") -> None:
+    def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
         self.leave_one_out = estimator_config.use_leave_one_out_baseline
         self.normalize = estimator_config.normalize_rewards
 
@@ -224,7 +222,7 @@ class GRPOAdvantageEstimator:
 class RLOOAdvantageEstimator(GRPOAdvantageEstimator):
     """REINFORCE leave-one-out, arXiv 2402.14740: `r - mean of the others`."""
 
-    def __init__(self, estimator_config: "AdvantageEstimatorConfig", loss_config: "ClippedPGLossConfig") -> None:
+    def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
         self.leave_one_out = True
         self.normalize = False
 
@@ -232,7 +230,7 @@ class RLOOAdvantageEstimator(GRPOAdvantageEstimator):
 class DrGRPOAdvantageEstimator(GRPOAdvantageEstimator):
     """Dr.GRPO, arXiv 2503.20783: `r - mean of the group`; use `loss_fn.token_level_loss: true`."""
 
-    def __init__(self, estimator_config: "AdvantageEstimatorConfig", loss_config: "ClippedPGLossConfig") -> None:
+    def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
         self.leave_one_out = False
         self.normalize = False
 
@@ -247,7 +245,7 @@ class GDPOAdvantageEstimator:
 
     needs_logprobs = False
 
-    def __init__(self, estimator_config: "AdvantageEstimatorConfig", loss_config: "ClippedPGLossConfig") -> None:
+    def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
         self.leave_one_out = estimator_config.use_leave_one_out_baseline
         self.normalize = estimator_config.normalize_rewards
         self.reward_weights = estimator_config.reward_weights
@@ -306,7 +304,7 @@ class ReinforcePlusPlusAdvantageEstimator:
     (REINFORCE++-baseline).
     """
 
-    def __init__(self, estimator_config: "AdvantageEstimatorConfig", loss_config: "ClippedPGLossConfig") -> None:
+    def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
         self.minus_baseline = estimator_config.minus_baseline
         self.loss_config = loss_config
         self.needs_logprobs = loss_config.use_kl_in_reward and loss_config.reference_policy_kl_penalty != 0
@@ -378,7 +376,7 @@ class ClippedAdvantageEstimator:
         return advantages_BT.clamp(self.low, self.high)
 
 
-type EstimatorFactory = Callable[["AdvantageEstimatorConfig", "ClippedPGLossConfig"], AdvantageEstimator]
+type EstimatorFactory = Callable[[AdvantageEstimatorConfig, ClippedPGLossConfig], AdvantageEstimator]
 
 ESTIMATORS: dict[str, EstimatorFactory] = {
     "grpo": GRPOAdvantageEstimator,
@@ -389,7 +387,7 @@ ESTIMATORS: dict[str, EstimatorFactory] = {
 }
 
 
-def make_advantage_estimator(grpo_config: "GRPOConfig", loss_config: "ClippedPGLossConfig") -> AdvantageEstimator:
+def make_advantage_estimator(grpo_config: GRPOConfig, loss_config: ClippedPGLossConfig) -> AdvantageEstimator:
     """Build the estimator that `grpo.adv_estimator.name` asks for, with clipping if configured.
 
     Raises:

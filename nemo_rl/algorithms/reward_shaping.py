@@ -8,15 +8,13 @@ Legend: `B` samples.
 
 import copy
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_rl.config import RewardScalingConfig, RewardShapingConfig
 from nemo_rl.utils.errors import ConfigError
-
-if TYPE_CHECKING:
-    from nemo_rl.config import RewardScalingConfig, RewardShapingConfig
 
 
 def linear_map(rewards_B: Tensor, source: tuple[float, float], target: tuple[float, float]) -> Tensor:
@@ -86,7 +84,7 @@ def stop_properly_penalty(rewards_B: Tensor, truncated_B: Tensor, coefficient: f
     return torch.where(truncated_B.bool(), rewards_B * coefficient, rewards_B)
 
 
-def scale_rewards(rewards_B: Tensor, config: "RewardScalingConfig") -> Tensor:
+def scale_rewards(rewards_B: Tensor, config: RewardScalingConfig) -> Tensor:
     """Apply `grpo.reward_scaling`; returns the rewards as they are when it is off."""
     if not config.enabled:
         return rewards_B
@@ -98,7 +96,7 @@ def shape_rewards(
     rewards_B: Tensor,
     response_lengths_B: Tensor,
     truncated_B: Tensor,
-    config: "RewardShapingConfig",
+    config: RewardShapingConfig,
 ) -> Tensor:
     """Apply `grpo.reward_shaping`; returns the rewards as they are when it is off.
 
@@ -133,7 +131,7 @@ def shape_rewards(
     return rewards_B + penalty_B.to(rewards_B)
 
 
-def apply_reward_shaping[BatchT: MutableMapping[str, Any]](batch: BatchT, cfg: "RewardShapingConfig") -> BatchT:
+def apply_reward_shaping[BatchT: MutableMapping[str, Any]](batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
     """Shape `total_reward` of a rollout batch; lengths are counted from its message logs.
 
     Args:

@@ -18,9 +18,7 @@ class EventLoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="rollout-loop", daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
         self._thread.start()
 
     def run[T](self, coroutine: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:

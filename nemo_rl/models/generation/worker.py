@@ -11,6 +11,7 @@ Law: an engine is touched only between two steps, never during one.
 
 import asyncio
 import logging
+import os
 
 from nemo_rl.models.generation.interfaces import (
     Engine,
@@ -44,13 +45,12 @@ class GenerationWorker:
     """Hosts one engine.
 
     Args:
-        settings: what to build.
-        engine_index: position among the engines of the run.
+        settings: what to build. The engine's index among those of the run is its RANK.
     """
 
-    def __init__(self, settings: EngineSettings, engine_index: int):
+    def __init__(self, settings: EngineSettings):
         self._engine = make_engine(settings)
-        self._engine_index = engine_index
+        self._engine_index = int(os.environ["RANK"])
         self._receiver: WeightReceiver | None = None
         self._finished: list[tuple[str, GenerationResult]] = []
         self._has_finished = asyncio.Event()

@@ -56,9 +56,7 @@ class HfEngine:
         """See `Engine.add_request`."""
         ids = request.prompt_token_ids
         if not 0 < len(ids) < self._max_model_len:
-            raise GenerationError(
-                f"A prompt of {len(ids)} tokens does not fit the context of {self._max_model_len}."
-            )
+            raise GenerationError(f"A prompt of {len(ids)} tokens does not fit the context of {self._max_model_len}.")
         if not all(0 <= token < self._vocab_size for token in ids):
             raise GenerationError(f"A prompt holds token ids outside 0..{self._vocab_size - 1}.")
         generator = torch.Generator().manual_seed(request.seed)
@@ -73,9 +71,7 @@ class HfEngine:
         """See `Engine.step`."""
         if not self._active:
             self._start_batch()
-        output = self._model(
-            **self._inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1
-        )
+        output = self._model(**self._inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         next_ids = [
             self._extend(row, logits) if row.finish_reason is None else row.token_ids[-1]
             for row, logits in zip(self._active, output.logits[:, -1], strict=True)
@@ -132,9 +128,7 @@ class HfEngine:
         finished = [
             (
                 row.request_id,
-                GenerationResult(
-                    row.token_ids, row.logprobs, row.finish_reason or "length", self.weight_version
-                ),
+                GenerationResult(row.token_ids, row.logprobs, row.finish_reason or "length", self.weight_version),
             )
             for row in self._active
         ]

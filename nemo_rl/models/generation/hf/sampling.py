@@ -23,15 +23,11 @@ def filtered_logprobs(logits_V: torch.Tensor, sampling: SamplingParams) -> torch
         sorted_logits, order = logits_V.sort(descending=True)
         probs = sorted_logits.softmax(-1)
         beyond = probs.cumsum(-1) - probs >= sampling.top_p
-        logits_V = logits_V.masked_fill(
-            torch.zeros_like(beyond).scatter(0, order, beyond), -torch.inf
-        )
+        logits_V = logits_V.masked_fill(torch.zeros_like(beyond).scatter(0, order, beyond), -torch.inf)
     return logits_V.log_softmax(-1)
 
 
-def draw(
-    logits_V: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
-) -> tuple[int, float]:
+def draw(logits_V: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
     """One token id and its log-probability."""
     logprobs = filtered_logprobs(logits_V, sampling).cpu()
     if sampling.temperature == 0:

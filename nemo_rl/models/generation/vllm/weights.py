@@ -38,9 +38,7 @@ def finish_reload(worker: Any) -> set[str]:
     model = worker.model_runner.get_model()
     expected = {name for name, _ in model.named_parameters()}
     if getattr(worker.model_runner.model_config.hf_text_config, "tie_word_embeddings", False):
-        expected -= {
-            f"{name}.weight" for name, m in model.named_modules() if isinstance(m, ParallelLMHead)
-        }
+        expected -= {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, ParallelLMHead)}
     if current_platform.is_cpu():
         with torch.no_grad():
             finalize_layerwise_reload(model, worker.model_runner.model_config)

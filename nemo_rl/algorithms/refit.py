@@ -1,0 +1,202 @@
+"""Move weights from the policy to the engines when, and only when, they are stale.
+
+Sits between `models.policy` and `models.generation`, which never import each other. One sync:
+
+    engines.begin ─┐                       ┌─ next bucket is packed while this one is loaded
+    policy.begin  ─┴► policy.next_bucket ─►│─► engines.receive_bucket  (+ policy.send for collectives)
+                            ▲──────────────┘        until the last bucket
+    engines.finish ─► receipts ─► verify: version, tensor count, checksums, nothing left unbound
+
+Every wait has the deadline `cluster.timeouts.weight_sync_s`. An engine that dies is replaced and the sync
+starts over. Law: after `ensure_fresh` returns, every engine answers with the policy's weight version.
+"""
+
+import dataclasses
+import logging
+import time
+from typing import Any, Protocol
+
+from nemo_rl.distributed.worker_results import PendingCall, gather
+from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.utils.errors import WorkerDiedError
+from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSource(Protocol):
+    """What a sync needs of the policy."""
+
+    weight_version: int
+
+    def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
+        """Start a stream on all ranks; returns the calls to wait for."""
+
+    def next_weight_bucket(self) -> Bucket:
+        """Gather and pack the next bucket."""
+
+    def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
+        """Push a bucket through a sending transport; returns the calls to wait for."""
+
+    def free_rendezvous_address(self) -> tuple[str, int]:
+        """A host and free port on the node of rank 0."""
+
+
+class MemorySharing(Protocol):
+    """How policy and engines share device memory between the phases of a step."""
+
+    def before_generation(self) -> None:
+        """Make room for the engines."""
+
+    def before_training(self) -> None:
+        """Make room for the policy."""
+
+
+class KeepBoth:
+    """Separate devices, or a CPU whose memory holds both: nothing moves."""
+
+    def before_generation(self) -> None:
+        """Nothing to do."""
+
+    def before_training(self) -> None:
+        """Nothing to do."""
+
+
+class TakeTurns:
+    """Colocated GPUs: the side that rests moves its state to host memory.
+
+    Args:
+        policy: has `offload_to_cpu` and `prepare_for_training`.
+        generation: engines with `sleep` and `wake_up`.
+        timeout_s: limit for the engines to answer.
+    """
+
+    def __init__(self, policy: Any, generation: EngineGroup, timeout_s: float):
+        self._policy = policy
+        self._generation = generation
+        self._timeout_s = timeout_s
+
+    def before_generation(self) -> None:
+        """Optimizer state to the host, engines awake."""
+        self._policy.offload_optimizer()
+        self._on_engines("wake_up")
+
+    def before_training(self) -> None:
+        """Engines asleep, optimizer state back."""
+        self._on_engines("sleep")
+        self._policy.onload_optimizer()
+
+    def _on_engines(self, method: str) -> None:
+        workers = self._generation.workers
+        calls = workers.run_all_workers_single_data(method)
+        workers.get_all_worker_results(calls, self._timeout_s, f"engines: {method}")
+
+
+class Refitter:
+    """Keeps the engines' weights equal to the policy's.
+
+    Args:
+        policy: where weights come from.
+        generation: where they go.
+        spec: transport agreement; for collectives its address is filled in here.
+        timeout_s: limit of every wait within a sync.
+        memory: how device memory is shared.
+    """
+
+    def __init__(
+        self,
+        policy: WeightSource,
+        generation: EngineGroup,
+        spec: TransportSpec,
+        timeout_s: float,
+        memory: MemorySharing | None = None,
+    ):
+        self._policy = policy
+        self._generation = generation
+        self._spec = spec
+        self._timeout_s = timeout_s
+        self._memory = memory or KeepBoth()
+        self._synced_version: int | None = None
+        self.last_sync: dict[str, float] = {}
+        generation.bring_up = self.sync
+
+    def ensure_fresh(self) -> None:
+        """Wake the engines and sync if their weights are older than the policy's.
+
+        Raises:
+            WeightSyncError: what arrived is not what was sent.
+            DeadlineExceededError: a side did not answer in time.
+        """
+        self._memory.before_generation()
+        if self._synced_version != self._policy.weight_version:
+            self.sync()
+
+    def before_training(self) -> None:
+        """Hand device memory to the policy."""
+        self._memory.before_training()
+
+    def sync(self) -> None:
+        """Move the policy's current weights to all engines, replacing engines that died."""
+        started = time.perf_counter()
+        while True:
+            self._renew_rendezvous()
+            try:
+                receipts = self._sync_once()
+                break
+            except WorkerDiedError:
+                if self._generation.revive_dead() == 0:
+                    raise
+        seconds = time.perf_counter() - started
+        version = self._policy.weight_version
+        self._synced_version = version
+        self._generation.weight_version = version
+        num_bytes = receipts[0].num_bytes
+        self.last_sync = {
+            "sync_s": seconds,
+            "sync_mb": num_bytes / 1e6,
+            "sync_mb_per_s": num_bytes / 1e6 / max(seconds, 1e-9),
+            "num_tensors": float(receipts[0].num_tensors),
+        }
+        logger.debug("Weights of version %d reached %d engines in %.3f s.", version, len(receipts), seconds)
+
+    def _renew_rendezvous(self) -> None:
+        """A collective's group is bound to its members: give it a new meeting point when they change."""
+        restarts = self._generation.num_restarts
+        if self._spec.name != "collective" or self._spec.extra.get("epoch") == restarts:
+            return
+        address, port = self._policy.free_rendezvous_address()
+        self._spec = dataclasses.replace(
+            self._spec,
+            master_address=address,
+            master_port=port,
+            world_size=1 + self._generation.num_engines,
+            extra={"epoch": restarts},
+        )
+
+    def _sync_once(self) -> list[SyncReceipt]:
+        version = self._policy.weight_version
+        opening = self._on_engines("begin_weight_update", self._spec, version)
+        self._wait(opening + self._policy.begin_weight_stream(self._spec), "opening")
+        buckets: list[Bucket] = []
+        in_flight: list[PendingCall] = []
+        while not buckets or not buckets[-1].is_last:
+            bucket = self._policy.next_weight_bucket()
+            self._wait(in_flight, f"bucket {len(buckets) - 1}")
+            buckets.append(bucket)
+            in_flight = self._on_engines("receive_bucket", bucket)
+            in_flight += self._policy.send_weight_bucket(bucket)
+        self._wait(in_flight, f"bucket {len(buckets) - 1}")
+        closing = self._on_engines("finish_weight_update", version)
+        receipts: list[SyncReceipt] = self._wait(closing, "closing")
+        check_receipts(receipts, buckets, version)
+        return receipts
+
+    def _on_engines(self, method: str, *args: Any) -> list[PendingCall]:
+        workers = self._generation.workers
+        return workers.pending_calls(workers.run_all_workers_single_data(method, *args))
+
+    def _wait(self, calls: list[PendingCall], part: str) -> list[Any]:
+        crew = [call.seat for call in calls]
+        return gather(calls, crew, self._timeout_s, f"weight sync, {part} ({self._spec.name})")

@@ -1,0 +1,140 @@
+"""Where a training step's trajectories come from.
+
+A source pulls prompts and returns graded trajectories. Variants wrap
+each other instead of adding branches to the loop: `DynamicSampling` wraps `FreshRollouts`.
+Law: a source returns exactly `num_prompts_per_step` groups, or says why it cannot.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
+from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+PromptSource = Callable[[], BatchedDataDict[Any]]
+"""Gives the next batch of prompts; raises `prompt_stream.DataExhausted` after the last epoch."""
+
+
+@dataclass
+class Rollouts:
+    """One step's experience.
+
+    Attributes:
+        trajectories: ordered by group, then sample.
+        metrics: what the source has to tell about how it got them.
+    """
+
+    trajectories: list[Trajectory]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class RolloutSource(Protocol):
+    """Gives a step its experience."""
+
+    def collect(self, step: int) -> Rollouts:
+        """Trajectories for training step `step` (from 1)."""
+
+
+class FreshRollouts:
+    """Samples the next batch of prompts with the current weights.
+
+    Args:
+        next_prompts: the data.
+        runner: plays rollouts.
+        sampling: how to sample.
+        num_generations: samples per prompt.
+        run_seed: seed of the run.
+    """
+
+    def __init__(
+        self,
+        next_prompts: PromptSource,
+        runner: RolloutRunner,
+        sampling: SamplingParams,
+        num_generations: int,
+        run_seed: int,
+    ):
+        self._next_prompts = next_prompts
+        self._runner = runner
+        self._sampling = sampling
+        self._num_generations = num_generations
+        self._run_seed = run_seed
+
+    def collect(self, step: int, round_index: int = 0) -> Rollouts:
+        """See `RolloutSource.collect`; `round_index` tells repeated collections of a step apart."""
+        key = RolloutKey(self._run_seed, "train", step, round_index)
+        trajectories = self._runner.collect(self._next_prompts(), self._num_generations, self._sampling, key)
+        return Rollouts(trajectories)
+
+
+class DynamicSampling:
+    """DAPO's dynamic sampling (Yu et al. 2025, section 3.2): only groups whose rewards differ teach.
+
+    Collects until `num_groups` groups have more than one distinct reward; surplus groups are dropped.
+
+    Args:
+        inner: what to collect from.
+        num_groups: groups per step.
+        max_rounds: collections per step before giving up.
+    """
+
+    def __init__(self, inner: FreshRollouts, num_groups: int, max_rounds: int):
+        self._inner = inner
+        self._num_groups = num_groups
+        self._max_rounds = max_rounds
+
+    def collect(self, step: int) -> Rollouts:
+        """See `RolloutSource.collect`.
+
+        Raises:
+            DataError: too few groups differ after `max_rounds` collections.
+        """
+        kept: list[list[Trajectory]] = []
+        num_groups_seen = 0
+        for round_index in range(self._max_rounds):
+            groups = _by_group(self._inner.collect(step, round_index).trajectories)
+            num_groups_seen += len(groups)
+            kept += [group for group in groups if _rewards_differ(group)]
+            if len(kept) >= self._num_groups:
+                return self._result(kept, round_index + 1, num_groups_seen)
+        raise DataError(
+            f"Dynamic sampling found {len(kept)} of {self._num_groups} prompts with differing rewards in "
+            f"{num_groups_seen} prompts (step {step}). The task is too easy or too hard for the model, or "
+            f"raise grpo.dynamic_sampling_max_gen_batches={self._max_rounds} or grpo.batch_multiplier."
+        )
+
+    def _result(self, kept: list[list[Trajectory]], rounds: int, seen: int) -> Rollouts:
+        chosen = kept[: self._num_groups]
+        trajectories = []
+        for group_index, group in enumerate(chosen):
+            for trajectory in group:
+                trajectory.group_index = group_index
+                trajectories.append(trajectory)
+        metrics = {
+            "dynamic_sampling_num_gen_batches": float(rounds),
+            "dynamic_sampling_num_discarded_valid_samples": float(
+                sum(len(group) for group in kept[self._num_groups :])
+            ),
+            "dynamic_sampling_kept_share": len(kept) / seen,
+        }
+        return Rollouts(trajectories, metrics)
+
+
+def _by_group(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+    groups: dict[int, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        groups[trajectory.group_index].append(trajectory)
+    return list(groups.values())
+
+
+def _rewards_differ(group: list[Trajectory]) -> bool:
+    return len({t.reward for t in group if t.has_reward}) > 1

@@ -1,0 +1,98 @@
+"""Rollouts to the `[B, T]` batch that losses are computed on.
+
+Law: rows keep the order of the trajectories; a token counts in the loss only if the policy wrote it, and a
+sample only if it has a reward.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.trajectory import Outcome, Trajectory
+
+
+class TrainingBatch(TypedDict, total=False):
+    """What policy and losses read. B samples, T tokens of the longest sample."""
+
+    input_ids: Tensor  # [B, T] int64, right-padded with pad_token_id
+    input_lengths: Tensor  # [B] int64
+    token_mask: Tensor  # [B, T] float32, 1 on tokens the policy wrote, 0 on all else
+    sample_mask: Tensor  # [B] float32, 0 removes the sample from the loss
+    generation_logprobs: Tensor  # [B, T] float32, 0 wherever token_mask is 0
+    advantages: Tensor  # [B, T] float32
+    prev_logprobs: Tensor  # [B, T] float32; absent when the update is exactly on-policy
+    reference_policy_logprobs: Tensor  # [B, T] float32; absent without a KL term
+
+
+def build_training_batch(
+    trajectories: Sequence[Trajectory], pad_token_id: int, *, mask_truncated: bool
+) -> BatchedDataDict[TrainingBatch]:
+    """Lay trajectories out as tensors.
+
+    Args:
+        trajectories: B rollouts.
+        pad_token_id: id written behind the end of a sample.
+        mask_truncated: take samples that hit a length limit out of the loss (overlong filtering).
+    """
+    rows = [_flatten(trajectory) for trajectory in trajectories]
+    lengths = [len(ids) for ids, _, _ in rows]
+    shape = (len(rows), max(lengths))
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
+    token_mask = torch.zeros(shape)
+    generation_logprobs = torch.zeros(shape)
+    for row, (ids, mask, logprobs) in enumerate(rows):
+        input_ids[row, : len(ids)] = ids
+        token_mask[row, : len(ids)] = mask
+        generation_logprobs[row, : len(ids)] = logprobs
+    batch: dict[str, Any] = {
+        "input_ids": input_ids,
+        "input_lengths": torch.tensor(lengths, dtype=torch.int64),
+        "token_mask": token_mask,
+        "sample_mask": torch.tensor([_weight(t, mask_truncated) for t in trajectories]),
+        "generation_logprobs": generation_logprobs,
+    }
+    return BatchedDataDict(batch)
+
+
+def _flatten(trajectory: Trajectory) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, loss mask and log-probabilities of one message log, each `[t]`."""
+    ids, masks, logprobs = [], [], []
+    for message in trajectory.message_log:
+        tokens = message["token_ids"]
+        written = message.get("generation_logprobs")
+        ids.append(tokens)
+        masks.append(torch.full((len(tokens),), float(written is not None)))
+        logprobs.append(torch.zeros(len(tokens)) if written is None else written)
+    return torch.cat(ids), torch.cat(masks), torch.cat(logprobs)
+
+
+def _weight(trajectory: Trajectory, mask_truncated: bool) -> float:
+    if not trajectory.has_reward:
+        return 0.0
+    if mask_truncated and trajectory.outcome == Outcome.TRUNCATED:
+        return 0.0
+    return trajectory.loss_multiplier
+
+
+def mask_mismatched_sequences(batch: BatchedDataDict[TrainingBatch], threshold: float) -> dict[str, float]:
+    """Take samples out of the loss whose training and generation log-probs disagree too much.
+
+    Sets `sample_mask` to 0 where the mean over the sample's tokens of `exp(|prev - generation|)` exceeds
+    `threshold`.
+
+    Returns:
+        Metrics: largest and mean ratio, number of samples masked.
+    """
+    mask = batch["token_mask"] * batch["sample_mask"][:, None]
+    difference = (batch["prev_logprobs"] - batch["generation_logprobs"]).abs()
+    ratios = (difference.exp() * mask).sum(1) / mask.sum(1).clamp(min=1)
+    exceeds = ratios > threshold
+    batch["sample_mask"] = batch["sample_mask"] * (~exceeds)
+    return {
+        "max_seq_mult_prob_error": float(ratios.max()),
+        "mean_seq_mult_prob_error": float(ratios.mean()),
+        "num_masked_seqs": float(exceeds.sum()),
+    }

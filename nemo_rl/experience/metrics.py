@@ -1,0 +1,77 @@
+"""Numbers about a set of trajectories, under the field's names.
+
+Law: means over rewards use only samples that have one; how many do not is a metric of its own.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from nemo_rl.experience.trajectory import Outcome, Trajectory
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean, NaN for no values."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Metrics of a training collection, to be logged under `train/`."""
+    responses = [t.response_length for t in trajectories]
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    outcomes = Counter(t.outcome for t in trajectories)
+    count = max(len(trajectories), 1)
+    failed = outcomes[Outcome.REWARD_ERROR] + outcomes[Outcome.ENV_ERROR]
+    metrics = {
+        "reward": mean(rewards),
+        "mean_total_reward": mean(rewards),
+        "max_total_reward": max(rewards, default=math.nan),
+        "min_total_reward": min(rewards, default=math.nan),
+        "reward_error_rate": failed / count,
+        "num_reward_errors": float(failed),
+        "truncation_rate": outcomes[Outcome.TRUNCATED] / count,
+        "natural_termination_rate": outcomes[Outcome.FINISHED] / count,
+        "prompt_too_long_rate": outcomes[Outcome.PROMPT_TOO_LONG] / count,
+        "total_turns": float(sum(t.num_turns for t in trajectories)),
+        "avg_turns_per_sample": mean([t.num_turns for t in trajectories]),
+        "max_turns_per_sample": float(max((t.num_turns for t in trajectories), default=0)),
+        "mean_prompt_length": mean([t.prompt_length for t in trajectories]),
+        "mean_gen_tokens_per_sample": mean(responses),
+        "max_gen_tokens_per_sample": float(max(responses, default=0)),
+        "mean_total_tokens_per_sample": mean([t.length for t in trajectories]),
+        "mean_env_tokens_per_sample": mean([t.length - t.prompt_length - t.response_length for t in trajectories]),
+        "total_num_tokens": float(sum(t.length for t in trajectories)),
+        "mean_environment_s": mean([t.environment_s for t in trajectories]),
+    }
+    return metrics | _component_means(trajectories)
+
+
+def _component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.reward_components.items():
+            values[name].append(value)
+    return {name: mean(found) for name, found in values.items()}
+
+
+def validation_metrics(trajectories: Sequence[Trajectory], num_generations: int) -> dict[str, float]:
+    """Metrics of a validation: `accuracy` is the mean reward, `pass_k` the share of prompts solved at least once.
+
+    A sample whose grading failed counts as not solved in `pass_k` and is left out of `accuracy`;
+    `num_reward_errors` says how many.
+    """
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    metrics = {
+        "accuracy": mean(rewards),
+        "avg_length": mean([t.response_length for t in trajectories]),
+        "num_samples": float(len(trajectories)),
+        "num_reward_errors": float(sum(t.outcome == Outcome.REWARD_ERROR for t in trajectories)),
+        "truncation_rate": mean([float(t.outcome == Outcome.TRUNCATED) for t in trajectories]),
+    }
+    if num_generations > 1:
+        best: dict[int, float] = defaultdict(float)
+        for trajectory in trajectories:
+            group = trajectory.group_index
+            best[group] = max(best[group], trajectory.reward or 0.0)
+        metrics["pass_k"] = mean([float(value >= 1.0) for value in best.values()])
+    return metrics

@@ -1,0 +1,58 @@
+"""An endless-looking stream of prompt batches over the epochs of a loader, with a position to save.
+
+Sits between the data loader and the rollout source. Law: `state_dict` between two batches, loaded into a
+fresh stream, goes on with the very next batch.
+"""
+
+from typing import Any
+
+from nemo_rl.data.loader import PromptLoader
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+
+class DataExhausted(Exception):  # noqa: N818
+    """The training data has no further batch; ends the run in an orderly way."""
+
+
+class PromptStream:
+    """Batches of prompts, epoch after epoch.
+
+    Args:
+        loader: one pass over it is an epoch.
+        max_epochs: passes before the stream ends.
+
+    Attributes:
+        epoch: finished passes.
+    """
+
+    def __init__(self, loader: PromptLoader, max_epochs: int):
+        self._loader = loader
+        self._max_epochs = max_epochs
+        self._iterator: Any = None
+        self.epoch = 0
+
+    def next_batch(self) -> BatchedDataDict[Any]:
+        """The next batch.
+
+        Raises:
+            DataExhausted: all epochs are over.
+        """
+        while self.epoch < self._max_epochs:
+            if self._iterator is None:
+                self._iterator = iter(self._loader)
+            batch = next(self._iterator, None)
+            if batch is not None:
+                return batch
+            self._iterator = None
+            self.epoch += 1
+        raise DataExhausted(f"the training data ended after {self.epoch} passes (max_num_epochs={self._max_epochs})")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: epoch and the loader's own state."""
+        return {"epoch": self.epoch, "loader": self._loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a stored position; only before the first batch."""
+        self.epoch = state["epoch"]
+        self._loader.load_state_dict(state["loader"])
+        self._iterator = None

@@ -1,0 +1,82 @@
+"""JSONL files of everything that was said and what it earned.
+
+`train_data_step<N>.jsonl` has one line per sample with texts, tokens, log-probabilities and advantages;
+`val_data_step<N>.jsonl` one per validation sample. Law: a step's file is written whole or not at all, so a
+resumed run overwrites what a killed one left.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.trajectory import Trajectory
+
+_DECIMALS = 6
+_PER_TOKEN = ("generation_logprobs", "prev_logprobs", "advantages", "reference_policy_logprobs")
+
+
+class TrajectoryLog:
+    """Writes trajectories below a folder.
+
+    Args:
+        folder: the run's log folder.
+        enabled: `logger.save_trajectories`.
+    """
+
+    def __init__(self, folder: Path, enabled: bool):
+        self._folder = folder
+        self._enabled = enabled
+
+    def write_training(self, step: int, trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> None:
+        """Write a training step's samples; row i of `batch` belongs to trajectory i."""
+        if not self._enabled:
+            return
+        lines = [_describe(trajectory) | _tokens_of(batch, row) for row, trajectory in enumerate(trajectories)]
+        self._write(f"train_data_step{step}.jsonl", lines)
+
+    def write_validation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Write a validation's samples."""
+        if self._enabled:
+            self._write(f"val_data_step{step}.jsonl", [_describe(t) for t in trajectories])
+
+    def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
+        path = self._folder / name
+        partial = path.with_suffix(".partial")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        os.replace(partial, path)
+
+
+def _describe(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "idx": trajectory.idx,
+        "group": trajectory.group_index,
+        "sample": trajectory.sample_index,
+        "task_name": trajectory.task_name,
+        "content": [{"role": message["role"], "content": message["content"]} for message in trajectory.message_log],
+        "rewards": trajectory.reward,
+        "reward_components": trajectory.reward_components,
+        "outcome": str(trajectory.outcome),
+        "error": trajectory.error,
+        "answer": trajectory.answer,
+        "weight_versions": trajectory.weight_versions,
+        "response_length": trajectory.response_length,
+    }
+
+
+def _tokens_of(batch: BatchedDataDict[Any], row: int) -> dict[str, Any]:
+    length = int(batch["input_lengths"][row])
+    values: dict[str, Any] = {
+        "input_lengths": length,
+        "token_ids": batch["input_ids"][row, :length].tolist(),
+        "token_loss_mask": batch["token_mask"][row, :length].int().tolist(),
+        "sample_loss_mask": float(batch["sample_mask"][row]),
+    }
+    for name in _PER_TOKEN:
+        if name in batch:
+            numbers = batch[name][row, :length].tolist()
+            values[name] = [round(number, _DECIMALS) for number in numbers]
+    return values

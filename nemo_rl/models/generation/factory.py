@@ -1,0 +1,105 @@
+"""Build the engines a configuration asks for.
+
+The only place that turns `policy.generation` into `EngineSettings`. Law: no engine library is imported
+here; that happens in the actors.
+"""
+
+from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
+from nemo_rl.models.generation.vllm.settings import engine_environment
+from nemo_rl.utils.errors import ConfigError
+
+_WORKER = "nemo_rl.models.generation.worker.GenerationWorker"
+_CPU_KV_CACHE_MB = 256
+_CONCURRENT_CALLS = 64
+
+
+def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, load_weights: bool) -> EngineSettings:
+    """The engine that `policy.generation` describes.
+
+    Args:
+        policy: the `policy` section.
+        cluster: the `cluster` section.
+        seed: engine seed.
+        load_weights: read the checkpoint at start (evaluation); training syncs weights instead.
+
+    Raises:
+        ConfigError: `policy.generation` is missing.
+    """
+    generation = policy.generation
+    if generation is None:
+        raise ConfigError("policy.generation is null, but this algorithm generates. Fill it in.")
+    engine = generation.vllm_cfg
+    kv_cache_mb = engine.kv_cache_memory_mb
+    if kv_cache_mb is None and not cluster.uses_gpu:
+        kv_cache_mb = _CPU_KV_CACHE_MB
+    return EngineSettings(
+        backend=generation.backend,
+        model_name=policy.model_name,
+        tokenizer_name=policy.tokenizer.name,
+        device=cluster.device,
+        precision=policy.precision if engine.precision == "auto" else engine.precision,
+        max_model_len=engine.max_model_len,
+        kv_cache_bytes=None if kv_cache_mb is None else kv_cache_mb << 20,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        enforce_eager=engine.enforce_eager or not cluster.uses_gpu,
+        can_sleep=cluster.uses_gpu and generation.colocated.enabled,
+        load_weights=load_weights,
+        seed=seed % 2**31,
+        hf_overrides=dict(policy.hf_config_overrides or {}),
+        engine_kwargs=dict(generation.vllm_kwargs),
+    )
+
+
+def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validation: bool) -> SamplingParams:
+    """How training or validation samples.
+
+    Args:
+        policy: the `policy` section.
+        eos_token_id: ends a response when `stop_token_ids` is null.
+        validation: take the `val_*` keys.
+    """
+    generation = policy.generation
+    assert generation is not None, "engine_settings checks this first"
+    stop_ids = generation.stop_token_ids
+    if stop_ids is None:
+        stop_ids = [] if eos_token_id is None else [eos_token_id]
+    top_k = generation.val_top_k if validation else generation.top_k
+    return SamplingParams(
+        temperature=generation.val_temperature if validation else generation.temperature,
+        top_k=None if top_k in (None, -1, 0) else top_k,
+        top_p=generation.val_top_p if validation else generation.top_p,
+        max_new_tokens=generation.max_new_tokens,
+        stop_token_ids=tuple(stop_ids),
+        stop_strings=tuple(generation.stop_strings or ()),
+    )
+
+
+def make_engines(
+    settings: EngineSettings,
+    where: RayVirtualCluster,
+    cluster: ClusterConfig,
+    env_vars: dict[str, str] | None = None,
+) -> EngineGroup:
+    """Start one engine on every bundle; blocks until all are built.
+
+    Args:
+        settings: what to build.
+        where: the bundles.
+        cluster: deadlines and restarts.
+        env_vars: further environment of the engine processes (`vllm_cfg.env_vars`).
+    """
+    environment = engine_environment(settings.device) if settings.backend == "vllm" else {}
+    workers = RayWorkerGroup(
+        where,
+        RayWorkerBuilder(_WORKER, settings).asynchronous(_CONCURRENT_CALLS),
+        name_prefix=f"{settings.backend}_engine",
+        env_vars=environment | (env_vars or {}),
+        setup_timeout_s=cluster.timeouts.setup_s,
+        call_timeout_s=cluster.timeouts.weight_sync_s,
+        independent_workers=True,
+    )
+    return EngineGroup(workers, cluster.timeouts.setup_s, cluster.max_actor_restarts)
