@@ -3,7 +3,9 @@
 import os
 import socket
 import sys
+import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,18 +147,19 @@ def process_group(rank: int = 0, world_size: int = 1, port: int | None = None) -
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run `fn(rank, world_size, *args)` in forked processes with a gloo group; results by rank."""
     port = free_port()
-    results = mp.get_context("fork").SimpleQueue()
-    mp.start_processes(
-        _rank_main, (fn, world_size, port, results, args), nprocs=world_size, start_method="fork"
-    )
-    found = dict(results.get() for _ in range(world_size))
-    return [found[rank] for rank in range(world_size)]
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside idle threads of torch
+        mp.start_processes(
+            _rank_main, (fn, world_size, port, folder, args), nprocs=world_size, start_method="fork"
+        )
+        files = [Path(folder) / f"{rank}.pt" for rank in range(world_size)]
+        return [torch.load(file, weights_only=False) for file in files]
 
 
-def _rank_main(rank, fn, world_size, port, results, args) -> None:
+def _rank_main(rank, fn, world_size, port, folder, args) -> None:
     try:
         with process_group(rank, world_size, port):
-            results.put((rank, fn(rank, world_size, *args)))
+            torch.save(fn(rank, world_size, *args), Path(folder) / f"{rank}.pt")
             dist.barrier()
     except BaseException:
         sys.stderr.write(f"[rank {rank}] {traceback.format_exc()}\n")
