@@ -53,9 +53,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
                 differing = sorted(set(batch) ^ set(keys))
                 raise DataError(f"batch {index} differs from batch 0 in the keys {differing}.")
         pad_values = pad_value_dict or {}
-        return cls(
-            {key: _concat(key, [b[key] for b in batches], pad_values.get(key, 0)) for key in keys}
-        )
+        return cls({key: _concat(key, [b[key] for b in batches], pad_values.get(key, 0)) for key in keys})
 
     @property
     def size(self) -> int:
@@ -168,9 +166,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
                 raise DataError("allow_uneven_shards and batch_size cannot be given together.")
             base, extra = divmod(rows, shards)
             ends = [(s + 1) * base + min(s + 1, extra) for s in range(shards)]
-            return [
-                self.slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)
-            ]
+            return [self.slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         batch_size = rows if batch_size is None else batch_size
         if batch_size < 0 or (batch_size and rows % batch_size) or batch_size % shards:
             raise DataError(
@@ -181,8 +177,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
             return [self.chunk(shard, shards) for shard in range(shards)]
         batches = [self.slice(at, at + batch_size) for at in range(0, rows, batch_size)]
         return [
-            SlicedDataDict.from_batches([batch.chunk(shard, shards) for batch in batches])
-            for shard in range(shards)
+            SlicedDataDict.from_batches([batch.chunk(shard, shards) for batch in batches]) for shard in range(shards)
         ]
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> "SlicedDataDict":
@@ -243,12 +238,13 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         """A plain dict with the same values."""
         return dict(self.data)
 
-    def _each_as[BatchT: BatchedDataDict](
-        self, kind: type[BatchT], change: Callable[[Any], Any]
-    ) -> BatchT:
+    def _each_as[BatchT: BatchedDataDict](self, kind: type[BatchT], change: Callable[[Any], Any]) -> BatchT:
         for key, value in self.data.items():
             _rows(key, value)
         return kind({key: change(value) for key, value in self.data.items()})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.clone()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), pack_tensors(self.data))
@@ -284,9 +280,7 @@ def _concat(key: Any, values: list[Any], pad_value: int | float) -> Any:
         raise DataError(f"cannot join {key!r}: shapes {shapes}, dtypes {dtypes}.")
     if len(shapes[0]) == 1 or len({s[1] for s in shapes}) == 1:
         return torch.cat(values)
-    joined = values[0].new_full(
-        (sum(s[0] for s in shapes), max(s[1] for s in shapes), *shapes[0][2:]), pad_value
-    )
+    joined = values[0].new_full((sum(s[0] for s in shapes), max(s[1] for s in shapes), *shapes[0][2:]), pad_value)
     row = 0
     for value in values:
         joined[row : row + value.shape[0], : value.shape[1]] = value

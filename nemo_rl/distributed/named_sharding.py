@@ -41,9 +41,7 @@ class NamedSharding:
         array = array.astype(np.int32)
         names = list(names)
         if array.ndim != len(names):
-            raise ValueError(
-                f"layout has {array.ndim} dimensions but {len(names)} names were given: {names}."
-            )
+            raise ValueError(f"layout has {array.ndim} dimensions but {len(names)} names were given: {names}.")
         if len(set(names)) != len(names):
             raise ValueError(f"axis names must differ from each other, got {names}.")
         ids, counts = np.unique(array, return_counts=True)

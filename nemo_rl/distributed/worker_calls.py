@@ -1,0 +1,97 @@
+"""Which worker is called with what: the arithmetic behind `RayWorkerGroup.run_all_workers_*`.
+
+`worker_groups` sends what is planned here. Law: pure functions of a `NamedSharding`, no Ray calls.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from nemo_rl.distributed.named_sharding import NamedSharding
+
+
+@dataclass
+class MultiWorkerFuture:
+    """Answers on their way from several workers.
+
+    Attributes:
+        futures: one Ray reference for each called worker.
+        return_from_workers: workers whose answers are wanted; None wants all.
+        called_workers: the worker of each future; None means workers 0, 1, 2 ...
+    """
+
+    futures: list[ray.ObjectRef]
+    return_from_workers: list[int] | None = None
+    called_workers: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class ShardedCall:
+    """One worker's part of a sharded call.
+
+    Attributes:
+        worker_idx: the worker to call.
+        coords: its positions on the sharded axes, None for a dummy call without data.
+        is_wanted: whether its answer is returned.
+    """
+
+    worker_idx: int
+    coords: tuple[int, ...] | None
+    is_wanted: bool
+
+
+def plan_sharded_calls(
+    sharding: NamedSharding,
+    in_sharded_axes: Sequence[str],
+    replicate_on_axes: Sequence[str],
+    output_is_replicated: Sequence[str],
+    make_dummy_calls_to_free_axes: bool = False,
+) -> list[ShardedCall]:
+    """Decide who is called with which shard and whose answer counts; see `RayWorkerGroup`.
+
+    Raises:
+        ValueError: unknown axis, or an axis that is both sharded and replicated.
+    """
+    if both := set(in_sharded_axes) & set(replicate_on_axes):
+        raise ValueError(f"axes {sorted(both)} cannot be both sharded and replicated.")
+    for axis in [*in_sharded_axes, *replicate_on_axes, *output_is_replicated]:
+        sharding.get_axis_index(axis)
+    held = {*in_sharded_axes, *replicate_on_axes}
+    free = [name for name in sharding.names if name not in held]
+    calls = []
+    for idx in range(sharding.size):
+        coords = sharding.get_worker_coords(idx)
+        gets_data = sharding.is_axis_zero(coords, free)
+        if gets_data or make_dummy_calls_to_free_axes:
+            at = tuple(coords[axis] for axis in in_sharded_axes) if gets_data else None
+            wanted = sharding.is_axis_zero(coords, output_is_replicated)
+            calls.append(ShardedCall(idx, at, wanted))
+    return calls
+
+
+def workers_at_zero(sharding: NamedSharding, axes: Sequence[str]) -> list[int]:
+    """Workers at position 0 of all the axes, in order."""
+    return [idx for idx in range(sharding.size) if sharding.is_axis_zero(sharding.get_worker_coords(idx), axes)]
+
+
+def pick_shard(nested: Any, at: Sequence[int]) -> Any:
+    """The shard at a position of nested lists."""
+    for position in at:
+        nested = nested[position]
+    return nested
+
+
+def check_nesting(shards: Mapping[str, Any], sizes: Sequence[int]) -> None:
+    """Check that nested lists have the sizes of the sharded axes, outermost first.
+
+    Raises:
+        ValueError: one has not.
+    """
+    for name, nested in shards.items():
+        if sizes and (not isinstance(nested, list | tuple) or len(nested) != sizes[0]):
+            given = len(nested) if isinstance(nested, list | tuple) else type(nested).__name__
+            raise ValueError(f"{name} must be a list of {sizes[0]} shards, got {given}.")
+        for inner in nested if sizes else ():
+            check_nesting({name: inner}, sizes[1:])

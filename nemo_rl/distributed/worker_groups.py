@@ -1,0 +1,428 @@
+"""Groups of worker processes: one Ray actor for each rank, called together.
+
+`models.policy` and `models.generation` own the groups; `worker_process` runs inside each actor.
+
+    controller                                   worker process, one per bundle
+    RayWorkerGroup --build/call (Ray)--> WorkerHost --> worker object (policy, engine ...)
+        ^  `- run_all_workers_*: returns at once with a MultiWorkerFuture
+        `--- get_all_worker_results: waits with a deadline (`worker_results.gather`)
+
+Law: every wait has a deadline, a death is reported with its last log lines, and after `shutdown` no
+worker process is left.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from nemo_rl.distributed.named_sharding import NamedSharding
+from nemo_rl.distributed.tensor_transport import pack_tensors
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_builder import RayWorkerBuilder, plan_places
+from nemo_rl.distributed.worker_calls import (
+    MultiWorkerFuture,
+    check_nesting,
+    pick_shard,
+    plan_sharded_calls,
+    workers_at_zero,
+)
+from nemo_rl.distributed.worker_logs import wait_until_gone
+from nemo_rl.distributed.worker_results import PendingCall, WorkerSeat, explain_failure, gather
+from nemo_rl.utils.errors import WorkerDiedError
+
+__all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
+
+logger = logging.getLogger(__name__)
+
+_SMALL_TYPES = (type(None), bool, int, float, str)
+
+
+class RayWorkerGroup:
+    """Workers on the bundles of a cluster, numbered node by node.
+
+    Each worker process finds RANK, LOCAL_RANK, WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in
+    its environment. All processes start at the same time.
+
+    Args:
+        cluster: where the workers sit.
+        remote_worker_builder: what they are.
+        workers_per_node: workers on each node entry (one number, or one for each entry); None puts
+            one on every bundle.
+        name_prefix: actors are named `<prefix>-<node>-<local rank>`; empty takes the class name.
+        bundle_indices_list: instead of `workers_per_node`, pairs (node entry, bundle indices); one
+            worker sits on each bundle listed.
+        sharding_annotations: parallel axes of the workers; None is one `data_parallel` axis.
+        env_vars: further environment, set before the process imports anything.
+        setup_timeout_s: seconds for processes and worker objects to be ready.
+        call_timeout_s: seconds a call may take unless `get_all_worker_results` is told otherwise.
+        independent_workers: workers do not depend on each other, so that when one dies the others
+            live on (engines); otherwise they are killed, because they would wait for it.
+
+    Raises:
+        ResourceInsufficientError: the cluster lacks the resources.
+        DeadlineExceededError: not ready in time.
+        WorkerDiedError: a process ended during setup.
+        Exception: what a worker's constructor raised.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        remote_worker_builder: RayWorkerBuilder,
+        workers_per_node: int | list[int] | None = None,
+        name_prefix: str = "",
+        bundle_indices_list: list[tuple[int, list[int]]] | None = None,
+        sharding_annotations: NamedSharding | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        *,
+        setup_timeout_s: float = 900.0,
+        call_timeout_s: float = 3600.0,
+        independent_workers: bool = False,
+    ) -> None:
+        self.cluster = cluster
+        self.name_prefix = name_prefix or remote_worker_builder.class_name
+        self._builder = remote_worker_builder
+        self._env_vars = dict(env_vars or {})
+        self._call_timeout_s = call_timeout_s
+        self._independent = independent_workers
+        self._places = plan_places(cluster.bundle_counts, workers_per_node, bundle_indices_list)
+        world_size = len(self._places)
+        self.sharding_annotations = sharding_annotations or NamedSharding.from_axis_sizes({"data_parallel": world_size})
+        if sorted(self.sharding_annotations.layout.ravel()) != list(range(world_size)):
+            raise ValueError(
+                f"sharding_annotations must arrange the workers 0..{world_size - 1}, got {self.sharding_annotations!r}."
+            )
+        self._seats: list[WorkerSeat] = []
+        self._cause_of_death: str | None = None
+        self._master = cluster.get_master_address_and_port()
+        try:
+            self._seats = [self._create_seat(rank) for rank in range(world_size)]
+            self._settle(list(range(world_size)), setup_timeout_s)
+        except BaseException:
+            self._kill(self._seats)
+            raise
+
+    @property
+    def workers(self) -> list[Any]:
+        """Ray actor handles in rank order."""
+        return [seat.handle for seat in self._seats]
+
+    @property
+    def worker_metadata(self) -> list[dict[str, Any]]:
+        """For each worker: name, global_rank, local_rank, node_idx, bundle_idx, pid, node_ip."""
+        described = []
+        for rank, (seat, place) in enumerate(zip(self._seats, self._places, strict=True)):
+            where = seat.identity
+            described.append(
+                {
+                    "name": seat.name,
+                    "global_rank": rank,
+                    "local_rank": place.local_rank,
+                    "node_idx": place.node_idx,
+                    "bundle_idx": place.bundle_idx,
+                    "pid": where.pid if where else None,
+                    "node_ip": where.node_ip if where else None,
+                }
+            )
+        return described
+
+    @property
+    def dp_size(self) -> int:
+        """Size of the data-parallel axis; 1 without one."""
+        return self.sharding_annotations.shape.get("data_parallel", 1)
+
+    def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
+        """The worker that is first on all other axes for a data-parallel position."""
+        sharding = self.sharding_annotations
+        first = {name: 0 for name in sharding.names if name != "data_parallel"}
+        return sharding.get_ranks_by_coord(data_parallel=dp_shard_idx, **first)[0]
+
+    def run_single_worker_single_data(
+        self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
+    ) -> ray.ObjectRef:
+        """Call a method of one worker.
+
+        Returns:
+            Ray's reference; `await` it or wait with `get_worker_result`, and give what it raises to
+            `explain_failure`.
+        """
+        self._refuse_when_dead()
+        return self._call(worker_idx, method_name, pack_tensors(args), pack_tensors(kwargs))
+
+    def run_all_workers_single_data(
+        self,
+        method_name: str,
+        *args: Any,
+        run_rank_0_only_axes: list[str] | None = None,
+        **kwargs: Any,
+    ) -> MultiWorkerFuture:
+        """Call a method with the same arguments on all workers.
+
+        Args:
+            method_name: method of the worker object.
+            *args: positional arguments; each is stored once for all workers.
+            run_rank_0_only_axes: call only workers at position 0 of these axes.
+            **kwargs: keyword arguments, likewise.
+        """
+        self._refuse_when_dead()
+        chosen = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])
+        shared_args = [_stored(value) for value in args]
+        shared_kwargs = {name: _stored(value) for name, value in kwargs.items()}
+        refs = [self._call(idx, method_name, shared_args, shared_kwargs) for idx in chosen]
+        return MultiWorkerFuture(refs, called_workers=chosen)
+
+    def run_all_workers_multiple_data(
+        self,
+        method_name: str,
+        *,
+        run_rank_0_only_axes: list[str] | None = None,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Sequence[Any],
+    ) -> MultiWorkerFuture:
+        """Call a method with each worker's own arguments.
+
+        Args:
+            method_name: method of the worker object.
+            run_rank_0_only_axes: call only workers at position 0 of these axes.
+            common_kwargs: arguments that all workers get.
+            **kwargs: lists with one value for each called worker.
+
+        Raises:
+            ValueError: a list has not one value for each called worker.
+        """
+        self._refuse_when_dead()
+        chosen = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])
+        for name, values in kwargs.items():
+            if len(values) != len(chosen):
+                raise ValueError(f"{name} holds {len(values)} values for {len(chosen)} workers.")
+        common = {name: _stored(value) for name, value in (common_kwargs or {}).items()}
+        refs = []
+        for position, idx in enumerate(chosen):
+            own = {name: pack_tensors(values[position]) for name, values in kwargs.items()}
+            refs.append(self._call(idx, method_name, (), {**common, **own}))
+        return MultiWorkerFuture(refs, called_workers=chosen)
+
+    def run_all_workers_sharded_data(
+        self,
+        method_name: str,
+        *,
+        in_sharded_axes: list[str] | None = None,
+        replicate_on_axes: list[str] | None = None,
+        output_is_replicated: list[str] | None = None,
+        make_dummy_calls_to_free_axes: bool = False,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> MultiWorkerFuture:
+        """Call a method with the shard that belongs to each worker's position.
+
+        Args:
+            method_name: method of the worker object.
+            in_sharded_axes: axes over which the values are sharded, outermost first.
+            replicate_on_axes: axes along which all workers get the same shard. On axes in neither
+                list only workers at position 0 are called.
+            output_is_replicated: axes along which answers are equal; only position 0 is returned.
+            make_dummy_calls_to_free_axes: call the remaining workers too, with None as data.
+            common_kwargs: arguments that all workers get as they are.
+            **kwargs: nested lists indexed by the positions on `in_sharded_axes`. A shard that
+                several workers get is stored once.
+
+        Raises:
+            ValueError: unknown axis, an axis in both lists, or a list of the wrong length.
+        """
+        self._refuse_when_dead()
+        sharding, sharded = self.sharding_annotations, in_sharded_axes or []
+        plan = plan_sharded_calls(
+            sharding,
+            sharded,
+            replicate_on_axes or [],
+            output_is_replicated or [],
+            make_dummy_calls_to_free_axes,
+        )
+        check_nesting(kwargs, [sharding.get_axis_size(axis) for axis in sharded])
+        common = {name: _stored(value) for name, value in (common_kwargs or {}).items()}
+        shards: dict[tuple[int, ...] | None, dict[str, Any]] = {None: dict.fromkeys(kwargs)}
+        refs = []
+        for call in plan:
+            if call.coords is not None and call.coords not in shards:
+                shards[call.coords] = {
+                    name: _stored(pick_shard(nested, call.coords), bool(replicate_on_axes))
+                    for name, nested in kwargs.items()
+                }
+            own = shards[call.coords]
+            refs.append(self._call(call.worker_idx, method_name, (), {**common, **own}))
+        return MultiWorkerFuture(
+            refs,
+            return_from_workers=[call.worker_idx for call in plan if call.is_wanted],
+            called_workers=[call.worker_idx for call in plan],
+        )
+
+    def get_all_worker_results(
+        self,
+        future_bundle: MultiWorkerFuture,
+        timeout_s: float | None = None,
+        phase: str = "call",
+    ) -> list[Any]:
+        """Wait for all called workers.
+
+        Args:
+            future_bundle: what a `run_all_workers_*` method returned.
+            timeout_s: seconds from now; None is the group's `call_timeout_s`.
+            phase: what this is, as an error should name it.
+
+        Returns:
+            The wanted answers in worker order.
+
+        Raises:
+            DeadlineExceededError: with the stacks of all workers.
+            WorkerDiedError: with the last log lines of the worker.
+            Exception: what a worker raised; its cause is the remote traceback.
+        """
+        called = future_bundle.called_workers
+        if called is None:
+            called = list(range(len(future_bundle.futures)))
+        calls = self.pending_calls(future_bundle)
+        with self._one_dies_all_die():
+            answers = gather(calls, self._seats, timeout_s or self._call_timeout_s, phase)
+        wanted = future_bundle.return_from_workers
+        by_worker = dict(zip(called, answers, strict=True))
+        return [by_worker[idx] for idx in (called if wanted is None else wanted)]
+
+    def seat(self, worker_idx: int) -> WorkerSeat:
+        """Name and place of a worker, for waits and errors."""
+        return self._seats[worker_idx]
+
+    def pending_calls(self, future_bundle: MultiWorkerFuture) -> list[PendingCall]:
+        """The calls of a bundle with their workers, to be waited for together with another group's."""
+        called = future_bundle.called_workers
+        if called is None:
+            called = list(range(len(future_bundle.futures)))
+        return [PendingCall(ref, self._seats[idx]) for idx, ref in zip(called, future_bundle.futures, strict=True)]
+
+    def get_worker_result(
+        self, ref: ray.ObjectRef, worker_idx: int, timeout_s: float | None = None, phase: str = "call"
+    ) -> Any:
+        """Wait for one worker's answer; deadline and errors as in `get_all_worker_results`."""
+        return self.get_all_worker_results(MultiWorkerFuture([ref], called_workers=[worker_idx]), timeout_s, phase)[0]
+
+    def explain_failure(self, error: RayError, worker_idx: int, phase: str) -> Exception:
+        """The error to show for what an awaited reference of a worker raised."""
+        return explain_failure(error, self._seats[worker_idx], phase)
+
+    def restart_worker(self, worker_idx: int, timeout_s: float = 900.0) -> None:
+        """Put a new process and a new worker object in a worker's place.
+
+        Only for groups of `independent_workers`; the old process is killed if it still runs.
+
+        Raises:
+            DeadlineExceededError, WorkerDiedError, Exception: as when the group was made.
+        """
+        if not self._independent:
+            raise ValueError(f"workers of group {self.name_prefix!r} depend on each other.")
+        end = time.monotonic() + timeout_s
+        self._kill([self._seats[worker_idx]])
+        while True:
+            try:
+                self._seats[worker_idx] = self._create_seat(worker_idx)
+                break
+            except ValueError:
+                # Ray frees the name of an actor a moment after its death.
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+        self._settle([worker_idx], end - time.monotonic())
+
+    def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
+        """End all worker processes; may be called again.
+
+        Args:
+            cleanup_method: method that each worker runs first.
+            timeout: seconds for that method; None is `call_timeout_s`.
+            force: skip the method.
+
+        Returns:
+            Whether the method succeeded everywhere and no process on this node is left.
+        """
+        clean = True
+        if cleanup_method and not force and self._seats and self._cause_of_death is None:
+            try:
+                future = self.run_all_workers_single_data(cleanup_method)
+                self.get_all_worker_results(future, timeout, "cleanup")
+            except Exception as error:  # the boundary: whatever cleanup does, the processes must end
+                logger.warning("%s: %s failed: %s", self.name_prefix, cleanup_method, error)
+                clean = False
+        seats, self._seats = self._seats, []
+        return self._kill(seats) and clean
+
+    def _create_seat(self, rank: int) -> WorkerSeat:
+        place = self._places[rank]
+        environment = {
+            **self._env_vars,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(place.local_rank),
+            "WORLD_SIZE": str(len(self._places)),
+            "NODE_RANK": str(place.node_idx),
+            "MASTER_ADDR": self._master[0],
+            "MASTER_PORT": str(self._master[1]),
+        }
+        return self._builder.create_seat(
+            f"{self.name_prefix}-{place.node_idx}-{place.local_rank}",
+            rank,
+            self.cluster.get_placement_groups()[place.node_idx],
+            place.bundle_idx,
+            runtime_env={"env_vars": environment},
+            **self.cluster.resources_per_worker(),
+        )
+
+    def _settle(self, indices: list[int], timeout_s: float) -> None:
+        """Wait until processes have reported themselves and built their worker objects."""
+        end = time.monotonic() + timeout_s
+        seats = [self._seats[idx] for idx in indices]
+        reports = [PendingCall(s.handle.report_identity.remote(), s) for s in seats]
+        builds = [self._builder.build_in(seat) for seat in seats]
+        phase = f"{self.name_prefix} setup"
+        for idx, who in zip(indices, gather(reports, seats, timeout_s, phase), strict=True):
+            self._seats[idx] = replace(self._seats[idx], identity=who)
+        calls = [PendingCall(ref, self._seats[idx]) for idx, ref in zip(indices, builds, strict=True)]
+        gather(calls, [call.seat for call in calls], max(end - time.monotonic(), 0.0), phase)
+
+    def _call(self, idx: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ray.ObjectRef:
+        call = self._seats[idx].handle.call.options(name=f"{self.name_prefix}.{method_name}")
+        return call.remote(method_name, *args, **kwargs)
+
+    @contextmanager
+    def _one_dies_all_die(self) -> Iterator[None]:
+        try:
+            yield
+        except WorkerDiedError as error:
+            if not self._independent:
+                self._cause_of_death = str(error).partition("\n")[0]
+                self._kill(self._seats)
+            raise
+
+    def _refuse_when_dead(self) -> None:
+        if self._cause_of_death is not None:
+            raise WorkerDiedError(f"Group {self.name_prefix!r} has ended: {self._cause_of_death}")
+        if not self._seats:
+            raise WorkerDiedError(f"Group {self.name_prefix!r} has been shut down.")
+
+    def _kill(self, seats: Sequence[WorkerSeat]) -> bool:
+        if not ray.is_initialized():
+            return True
+        for seat in seats:
+            ray.kill(seat.handle, no_restart=True)
+        left = wait_until_gone([seat.identity for seat in seats if seat.identity], timeout_s=10.0)
+        for identity in left:
+            logger.warning("%s was killed and is still running.", identity)
+        return not left
+
+
+def _stored(value: Any, shared: bool = True) -> Any:
+    """Put a value that several workers get into Ray's store once; the rest goes with the call."""
+    value = pack_tensors(value)
+    return ray.put(value) if shared and not isinstance(value, _SMALL_TYPES) else value

@@ -1,0 +1,187 @@
+"""What runs inside a worker process: a host actor that owns one worker object.
+
+`worker_groups` creates hosts by name of the worker's class; `worker_logs` finds a worker's logs and
+stacks through the identity reported here. Law: the class is imported in the worker process only, after
+its environment is set, so the controller needs no backend library and threads settings take effect.
+This file stays free of torch: a worker without tensors starts in a second instead of five.
+"""
+
+import asyncio
+import ctypes
+import faulthandler
+import importlib
+import inspect
+import io
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+STACK_SIGNAL = signal.SIGUSR1
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """Where a worker lives, as it reports itself.
+
+    Attributes:
+        name: actor name, `<prefix>-<node>-<local rank>`.
+        rank: position in its group.
+        pid: process id on its node.
+        start_ticks: kernel start time of the process, tells it from a later one with the same pid.
+        node_id: Ray's id of the node.
+        node_ip: address of the node.
+        log_paths: files on that node that receive the process's stdout and stderr.
+        stacks_path: file on that node that receives stacks on `STACK_SIGNAL`.
+    """
+
+    name: str
+    rank: int
+    pid: int
+    start_ticks: int | None
+    node_id: str
+    node_ip: str
+    log_paths: tuple[str, ...]
+    stacks_path: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (rank {self.rank}, node {self.node_ip}, pid {self.pid})"
+
+
+class WorkerHost:
+    """Actor that builds one worker object and calls its methods, one at a time.
+
+    Args:
+        name: actor name, used in logs and `repr`.
+        rank: position of the worker in its group.
+    """
+
+    def __init__(self, name: str, rank: int) -> None:
+        self._name = name
+        self._worker: Any = None
+        die_with_parent()
+        configure_logging(name)
+        log_paths = _redirected_outputs()
+        folder = Path(log_paths[-1]).parent if log_paths else Path("/tmp")
+        stacks_path = folder / f"stacks-{os.getpid()}.txt"
+        self._stacks_file = stacks_path.open("w")
+        faulthandler.register(STACK_SIGNAL, file=self._stacks_file, all_threads=True)
+        context = ray.get_runtime_context()
+        self._identity = WorkerIdentity(
+            name=name,
+            rank=rank,
+            pid=os.getpid(),
+            start_ticks=process_start_ticks(os.getpid()),
+            node_id=context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            log_paths=log_paths,
+            stacks_path=str(stacks_path),
+        )
+
+    def report_identity(self) -> WorkerIdentity:
+        """Who and where this worker is; answers before the worker object is built."""
+        return self._identity
+
+    def build(self, class_fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Import `pkg.module.Class` and construct the worker object."""
+        self._worker = resolve_class(class_fqn)(*args, **kwargs)
+
+    def call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the worker object; tensors in the result travel without copies."""
+        return packed(getattr(self._worker, method_name)(*args, **kwargs))
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+class AsyncWorkerHost(WorkerHost):
+    """Actor whose worker's coroutine methods run concurrently on one asyncio loop.
+
+    Plain methods are allowed and hold the loop while they run.
+    """
+
+    async def call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the worker object and await it when it is a coroutine."""
+        result = getattr(self._worker, method_name)(*args, **kwargs)
+        return packed(await result if inspect.isawaitable(result) else result)
+
+    async def describe_tasks(self) -> str:
+        """Where each running coroutine waits; thread stacks show only the loop itself."""
+        text = io.StringIO()
+        for task in asyncio.all_tasks():
+            if task is not asyncio.current_task():
+                task.print_stack(file=text)
+        return text.getvalue()
+
+
+def packed(value: Any) -> Any:
+    """Pack tensors for the way out; without torch in the process there are none."""
+    if "torch" not in sys.modules:
+        return value
+    transport = importlib.import_module("nemo_rl.distributed.tensor_transport")
+    return transport.pack_tensors(value)
+
+
+def resolve_class(class_fqn: str) -> type:
+    """Import the class named `pkg.module.Class`.
+
+    Raises:
+        ValueError: not a dotted name, or the module has no such class.
+    """
+    module_name, _, class_name = class_fqn.rpartition(".")
+    if not module_name:
+        raise ValueError(f"worker class must be named 'package.module.Class', got {class_fqn!r}.")
+    found = getattr(importlib.import_module(module_name), class_name, None)
+    if not isinstance(found, type):
+        raise ValueError(f"module {module_name} has no class {class_name!r}.")
+    return found
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux; elsewhere nothing).
+
+    Ray's workers notice a dead raylet from a thread of their own; this also covers processes that
+    are stuck where that thread cannot run, and child processes that call it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def configure_logging(name: str) -> None:
+    """Send log records to stderr, `nemo_rl` at NRL_LOG_LEVEL (INFO), all else at WARNING."""
+    logging.basicConfig(
+        level=logging.WARNING,
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s [{name}] %(name)s: %(message)s",
+        force=True,
+    )
+    logging.getLogger("nemo_rl").setLevel(os.environ.get("NRL_LOG_LEVEL", "INFO").upper())
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """Kernel start time of a process in clock ticks; None when it is gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _redirected_outputs() -> tuple[str, ...]:
+    """Files behind stdout and stderr of this process, as Ray redirected them."""
+    paths = []
+    for descriptor in (1, 2):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue
+        if os.path.isfile(target) and target not in paths:
+            paths.append(target)
+    return tuple(paths)

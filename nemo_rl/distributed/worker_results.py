@@ -1,0 +1,172 @@
+"""Wait for answers of workers: with a deadline, and with errors that say who and why.
+
+`worker_groups` calls `gather` for everything it asks its workers.
+
+    gather --ray.wait--> first answer --> result kept, next
+                     |-> first failure --> short grace for its root cause --> raise, others left
+                     `-> deadline -------> stacks of all workers ----------> raise
+
+Law: no wait is endless, and one rank's failure surfaces while the others still hang.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from nemo_rl.distributed.worker_logs import stacks_of, tail_of_logs
+from nemo_rl.distributed.worker_process import WorkerIdentity
+from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
+
+# When a worker dies, its peers may report a broken connection before Ray reports the death.
+ROOT_CAUSE_GRACE_S = 2.0
+
+
+@dataclass(frozen=True)
+class WorkerSeat:
+    """A worker as its group knows it; the identity follows once its process runs."""
+
+    name: str
+    rank: int
+    handle: Any
+    is_async: bool = False
+    identity: WorkerIdentity | None = None
+
+    def __str__(self) -> str:
+        return str(self.identity or f"{self.name} (rank {self.rank}, process not started yet)")
+
+
+@dataclass(frozen=True)
+class PendingCall:
+    """An answer on its way, and the seat of the worker that owes it."""
+
+    ref: Any
+    seat: WorkerSeat
+
+
+def gather(calls: Sequence[PendingCall], crew: Sequence[WorkerSeat], timeout_s: float, phase: str) -> list[Any]:
+    """Wait for all answers.
+
+    Args:
+        calls: what to wait for.
+        crew: all workers of the group; their stacks are shown when the deadline passes.
+        timeout_s: seconds from now.
+        phase: what the wait is for, as it should read in an error.
+
+    Returns:
+        The answers in the order of `calls`.
+
+    Raises:
+        DeadlineExceededError: some worker did not answer in time.
+        WorkerDiedError: some worker's process ended.
+        Exception: what a worker raised, with a note that names it and the remote traceback as
+            its cause.
+    """
+    end = time.monotonic() + timeout_s
+    waiting = {call.ref: call for call in calls}
+    answers: dict[Any, Any] = {}
+    while waiting:
+        failures = _take_ready(waiting, answers, end)
+        if failures is None:
+            raise _deadline_error(list(waiting.values()), calls, crew, timeout_s, phase)
+        if failures:
+            raise _root_cause(failures, waiting, phase)
+    return [answers[call.ref] for call in calls]
+
+
+def explain_failure(error: RayError, seat: WorkerSeat, phase: str) -> Exception:
+    """Turn what Ray raised for a worker's call into the error to show.
+
+    Returns:
+        The worker's own exception (a note names the worker, its cause is the remote traceback), or
+        a `WorkerDiedError` with the worker's last log lines.
+    """
+    if isinstance(error, RayTaskError):
+        own = error.cause if isinstance(error.cause, Exception) else error
+        if own is not error:
+            own.__cause__ = error
+        own.add_note(f"Raised in worker {seat} during {phase!r}.")
+        return own
+    logs = tail_of_logs(seat.identity) if seat.identity else "Its process never reported itself."
+    reason = " ".join(str(error).split())
+    return WorkerDiedError(f"Worker {seat} died during {phase!r}.\n{logs}\nRay says: {reason}")
+
+
+def _take_ready(
+    waiting: dict[Any, PendingCall], answers: dict[Any, Any], end: float
+) -> list[tuple[PendingCall, RayError]] | None:
+    """Move answers that are there from `waiting` to `answers`.
+
+    Returns:
+        The calls that failed, or None when nothing came before `end`.
+    """
+    refs = list(waiting)
+    ready, _ = ray.wait(refs, num_returns=1, timeout=max(end - time.monotonic(), 0.0))
+    if not ready:
+        return None
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+    failures = []
+    for ref in ready:
+        call = waiting.pop(ref)
+        try:
+            answers[ref] = ray.get(ref)
+        except RayError as error:
+            failures.append((call, error))
+    return failures
+
+
+def _root_cause(failures: list[tuple[PendingCall, RayError]], waiting: dict[Any, PendingCall], phase: str) -> Exception:
+    end = time.monotonic() + ROOT_CAUSE_GRACE_S
+    while waiting and not any(isinstance(error, RayActorError) for _, error in failures):
+        more = _take_ready(waiting, {}, end)
+        if more is None:
+            break
+        failures = failures + more
+    deaths_first = sorted(failures, key=lambda failure: isinstance(failure[1], RayTaskError))
+    (call, error), *others = deaths_first
+    shown = explain_failure(error, call.seat, phase)
+    for other_call, other_error in others:
+        last_line = str(other_error).strip().splitlines()[-1]
+        shown.add_note(f"Worker {other_call.seat} failed too: {last_line}")
+    return shown
+
+
+def _deadline_error(
+    late: Sequence[PendingCall],
+    calls: Sequence[PendingCall],
+    crew: Sequence[WorkerSeat],
+    timeout_s: float,
+    phase: str,
+) -> DeadlineExceededError:
+    names = ", ".join(str(call.seat) for call in late)
+    parts = [
+        f"{phase!r} did not finish within {timeout_s:g} s: no answer from {len(late)} of {len(calls)} workers: {names}."
+    ]
+    known = [seat.identity for seat in crew if seat.identity]
+    if known:
+        parts.append(stacks_of(known))
+    if len(known) < len(crew):
+        parts.append(
+            f"Processes not started: {len(crew) - len(known)} of {len(crew)}. Free in the cluster: "
+            f"{ray.available_resources()}."
+        )
+    parts.extend(_waiting_coroutines([call.seat for call in late]))
+    return DeadlineExceededError("\n".join(parts))
+
+
+def _waiting_coroutines(seats: Sequence[WorkerSeat]) -> list[str]:
+    """Where the coroutines of asynchronous workers wait, from those whose loop still answers."""
+    asked = {seat.handle.describe_tasks.remote(): seat for seat in seats if seat.is_async}
+    if not asked:
+        return []
+    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=5.0)
+    parts = []
+    for ref in ready:
+        try:
+            parts.append(f"Coroutines of {asked[ref]}:\n{ray.get(ref)}")
+        except RayError as error:
+            parts.append(f"Coroutines of {asked[ref]}: {type(error).__name__}")
+    return parts
