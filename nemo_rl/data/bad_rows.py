@@ -52,7 +52,13 @@ def summarize_bad_rows(bad_rows: Sequence[BadRow], num_rows: int) -> str:
     return "\n".join(lines)
 
 
-def report_bad_rows(name: str, bad_rows: Sequence[BadRow], num_rows: int, max_share: float) -> None:
+def report_bad_rows(
+    name: str,
+    bad_rows: Sequence[BadRow],
+    num_rows: int,
+    max_share: float,
+    columns: Sequence[str] = (),
+) -> None:
     """Log the bad rows of a data set, and refuse it if there are too many.
 
     Args:
@@ -60,6 +66,7 @@ def report_bad_rows(name: str, bad_rows: Sequence[BadRow], num_rows: int, max_sh
         bad_rows: The rows left out.
         num_rows: All rows read, bad ones included.
         max_share: `data.max_bad_row_share`, 0 to 1.
+        columns: Columns that the first row has, to help when no row is usable.
 
     Raises:
         DataError: No usable row is left, or the share of bad rows is above `max_share`.
@@ -68,7 +75,11 @@ def report_bad_rows(name: str, bad_rows: Sequence[BadRow], num_rows: int, max_sh
         raise DataError(f"data set {name} has no rows.")
     summary = summarize_bad_rows(bad_rows, num_rows)
     if len(bad_rows) == num_rows:
-        raise DataError(f"data set {name} has no usable row. {summary}")
+        found = f"\nIts first row has the columns {', '.join(columns)}; " if columns else "\n"
+        raise DataError(
+            f"data set {name} has no usable row. {summary}{found}"
+            "choose the columns of question and answer with input_key and output_key."
+        )
     share = len(bad_rows) / num_rows
     if share > max_share:
         raise DataError(

@@ -2,7 +2,7 @@
 
 Wraps torchdata's `StatefulDataLoader`; iterated by the algorithms' session.
 Law: the order of epoch e is a function of (seed, e) alone, so the state of the loader is an epoch
-and a position, and a loader that loads a state goes on with the very next batch.
+and a number of batches, and a loader that loads a state goes on with the very next batch.
 """
 
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpochSampler(Sampler[int]):
-    """Row indices of one epoch after another; each `iter()` begins the next epoch.
+    """Row indices of one epoch, from a position on; `begin` chooses both.
 
     Args:
         num_rows: Rows of the data set.
@@ -34,94 +34,105 @@ class EpochSampler(Sampler[int]):
         self.num_rows = num_rows
         self.shuffle = shuffle
         self.seed = seed
-        self.next_epoch = 0
+        self.begin(epoch=0, position=0)
+
+    def begin(self, epoch: int, position: int) -> None:
+        """Let the next `iter()` yield the rows of `epoch` from `position` on."""
+        self._epoch = epoch
+        self._position = position
 
     def __len__(self) -> int:
         return self.num_rows
 
-    def __iter__(self) -> "EpochOrder":
-        order = EpochOrder(self, self.next_epoch)
-        self.next_epoch += 1
-        return order
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order(self._epoch)[self._position :])
 
     def order(self, epoch: int) -> list[int]:
-        """The rows of an epoch."""
+        """All rows of an epoch, in its order."""
         if not self.shuffle:
             return list(range(self.num_rows))
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "data_order", epoch))
         return torch.randperm(self.num_rows, generator=generator).tolist()
 
 
-class EpochOrder(Iterator[int]):
-    """Position within one epoch; its state is saved and restored by the loader."""
-
-    def __init__(self, sampler: EpochSampler, epoch: int) -> None:
-        self._sampler = sampler
-        self._begin(epoch, position=0)
-
-    def _begin(self, epoch: int, position: int) -> None:
-        self._epoch = epoch
-        self._rows = self._sampler.order(epoch)
-        self._position = position
-
-    def __next__(self) -> int:
-        if self._position >= len(self._rows):
-            raise StopIteration
-        self._position += 1
-        return self._rows[self._position - 1]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Epoch and position, with what they depend on."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "num_rows": self._sampler.num_rows,
-            "shuffle": self._sampler.shuffle,
-            "seed": self._sampler.seed,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the saved position.
-
-        Raises:
-            DataError: The state belongs to other data, another seed or the other `shuffle`.
-        """
-        now = self.state_dict()
-        changed = [k for k in ("num_rows", "shuffle", "seed") if state[k] != now[k]]
-        if changed:
-            raise DataError(
-                "the saved data position does not fit this run: "
-                + ", ".join(f"{k} was {state[k]} and is {now[k]}" for k in changed)
-                + ". Resume with the same data and keys, or start a new run in another "
-                "checkpoint_dir."
-            )
-        self._begin(state["epoch"], state["position"])
-        self._sampler.next_epoch = state["epoch"] + 1
-
-
 class PromptLoader(StatefulDataLoader):
-    """`StatefulDataLoader` that reports prompts that are too long, by file and line.
+    """A `StatefulDataLoader` whose state is an epoch and a number of batches.
+
+    Each `iter()` begins the next epoch, except the first one after `load_state_dict`, which yields
+    the rest of the saved epoch (nothing, if it was saved after the last batch). torchdata's own
+    state depends on the number of workers and counts epochs by calls of `iter()`; this one does
+    neither. Prompts that are too long are reported by file and line.
 
     Attributes:
-        num_over_long: Too long prompts met so far in this process.
+        num_over_long: Too long prompts met so far.
     """
 
-    def __init__(self, dataset: Dataset[Any], **kwargs: Any) -> None:
-        super().__init__(dataset, **kwargs)
+    def __init__(self, dataset: Dataset[Any], sampler: EpochSampler, **kwargs: Any) -> None:
+        super().__init__(dataset, sampler=sampler, **kwargs)
         self.num_over_long = 0
+        self._order = sampler
+        self._epoch = 0
+        self._num_batches_done = 0
+        self._in_progress = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Batches of the next epoch, or of the rest of a restored one."""
+        if self._in_progress:
+            self._epoch, self._num_batches_done = self._epoch + 1, 0
+        self._in_progress = True
+        assert self.batch_size is not None
+        self._order.begin(self._epoch, self._num_batches_done * self.batch_size)
         before = self.num_over_long
         for batch in super().__iter__():
+            self._num_batches_done += 1
             self._note_over_long(batch)
             yield batch
+        self._epoch, self._num_batches_done = self._epoch + 1, 0
+        self._in_progress = False
         if self.num_over_long > before:
             logger.warning(
                 "%d prompts of this epoch were longer than data.max_input_seq_length; they were "
                 "generated from a stub and did not train the model.",
                 self.num_over_long - before,
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch and batches done in it, with what their meaning depends on."""
+        return {
+            "epoch": self._epoch,
+            "num_batches_done": self._num_batches_done,
+            **self._conditions(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next `iter()` go on after the batches that were done.
+
+        Raises:
+            DataError: The state belongs to other data, another seed, batch size or `shuffle`.
+        """
+        conditions = self._conditions()
+        changed = [
+            f"{key} was {state_dict.get(key)} and is {now}"
+            for key, now in conditions.items()
+            if state_dict.get(key) != now
+        ]
+        if changed:
+            raise DataError(
+                f"the saved data position does not fit this run: {', '.join(changed)}. Resume "
+                "with the same data and keys, or start a new run in another checkpoint_dir."
+            )
+        self._epoch = state_dict["epoch"]
+        self._num_batches_done = state_dict["num_batches_done"]
+        self._in_progress = False
+
+    def _conditions(self) -> dict[str, Any]:
+        order = self._order
+        return {
+            "num_rows": order.num_rows,
+            "batch_size": self.batch_size,
+            "shuffle": order.shuffle,
+            "seed": order.seed,
+        }
 
     def _note_over_long(self, batch: Any) -> None:
         if "loss_multiplier" not in batch:

@@ -32,7 +32,7 @@ def render_chat(
             "policy.tokenizer.chat_template: null to send the bare text, a *.jinja file, or a "
             "template text."
         )
-    optional = {} if tools is None else {"tools": tools}
+    optional: dict[str, Any] = {} if tools is None else {"tools": tools}
     try:
         rendered = tokenizer.apply_chat_template(
             list(messages),

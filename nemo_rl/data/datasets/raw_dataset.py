@@ -32,12 +32,14 @@ class RawDataset:
         val_dataset: Rows set aside by `split_train_validation`, else None.
         bad_rows: Rows left out, with their places.
         num_rows: All rows read, bad ones included.
+        first_columns: Columns of the first raw row, for messages.
     """
 
     dataset: Sequence[FormattedRow]
     val_dataset: Sequence[FormattedRow] | None = None
     bad_rows: list[BadRow]
     num_rows: int
+    first_columns: tuple[str, ...] = ()
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
         """Set rows aside for validation, chosen by `seed`; both parts keep the file's order.

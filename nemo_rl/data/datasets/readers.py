@@ -85,7 +85,7 @@ def read_file(data_path: str) -> RowTable:
 
 def table_of(name: str, dataset: datasets.Dataset) -> RowTable:
     """Wrap a Hugging Face data set; lines are row indices."""
-    return RowTable(name, dataset, range(len(dataset)))  # type: ignore[arg-type]
+    return RowTable(name, dataset, range(len(dataset)))
 
 
 def _kind(path: Path) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import datasets
 
-from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION, ArithmeticDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
@@ -70,6 +70,8 @@ class ResponseDataset(RawDataset):
         self.dataset = rows
         self.bad_rows = rows.bad_rows
         self.num_rows = table.num_rows
+        if len(table.rows):
+            self.first_columns = tuple(table.rows[0])
 
     def columns(self) -> list[str]:
         """Columns that `to_messages` reads."""

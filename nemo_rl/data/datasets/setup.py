@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.config import DataConfig, DatasetConfig
 from nemo_rl.data.bad_rows import BadRow, report_bad_rows
 from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
@@ -116,7 +116,7 @@ class _Plan:
         """Read the rows, refuse them if too many are bad, and try the first one."""
         raw = load_response_dataset(self.config, self.role)
         name = self.config.data_path or str(self.config.dataset_name)
-        report_bad_rows(name, raw.bad_rows, raw.num_rows, self.max_bad_row_share)
+        report_bad_rows(name, raw.bad_rows, raw.num_rows, self.max_bad_row_share, raw.first_columns)
         rows = self._process(raw.dataset)
         held_out = None if raw.val_dataset is None else self._process(raw.val_dataset)
         return _Loaded(rows, held_out, raw.bad_rows)

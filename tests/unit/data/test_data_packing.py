@@ -1,0 +1,168 @@
+"""Packers and microbatch plans, on random lengths and by hand."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.data.packing import (
+    FixedSize,
+    Packed,
+    PackingAlgorithm,
+    TokenBudget,
+    get_packer,
+    plan_microbatches,
+)
+from nemo_rl.utils.errors import DataError
+
+CAPACITY = 64
+lengths_of = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60)
+algorithms = st.sampled_from(list(PackingAlgorithm))
+
+
+def fewest_bins(lengths, capacity):
+    """Exact optimum by trying every partition into first-fit orders; for tiny inputs only."""
+    return min(
+        len(first_fit([lengths[i] for i in order], capacity)) for order in itertools.permutations(range(len(lengths)))
+    )
+
+
+def first_fit(lengths, capacity):
+    bins = []
+    for length in lengths:
+        for bin_lengths in bins:
+            if sum(bin_lengths) + length <= capacity:
+                bin_lengths.append(length)
+                break
+        else:
+            bins.append([length])
+    return bins
+
+
+@given(lengths_of, algorithms)
+def test_each_sequence_is_in_one_bin_within_capacity(lengths, algorithm):
+    bins = get_packer(algorithm, CAPACITY).pack(lengths)
+    assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
+    assert all(rows and sum(lengths[i] for i in rows) <= CAPACITY for rows in bins)
+
+
+@given(lengths_of, algorithms, st.integers(1, 6), st.integers(1, 6))
+def test_number_of_bins_asked_for(lengths, algorithm, least, multiple):
+    packer = get_packer(algorithm, CAPACITY, min_bin_count=least, bin_count_multiple=multiple)
+    free = len(get_packer(algorithm, CAPACITY).pack(lengths))
+    wanted = -(-max(free, least) // multiple) * multiple
+    if wanted > len(lengths):
+        with pytest.raises(DataError, match="do not divide"):
+            packer.pack(lengths)
+        return
+    bins = packer.pack(lengths)
+    assert len(bins) == wanted
+    assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
+    assert all(rows and sum(lengths[i] for i in rows) <= CAPACITY for rows in bins)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, CAPACITY), min_size=1, max_size=6))
+def test_decreasing_packers_keep_their_bounds(lengths):
+    best = fewest_bins(lengths, CAPACITY)
+    ffd = len(get_packer("first_fit_decreasing", CAPACITY).pack(lengths))
+    mffd = len(get_packer("modified_first_fit_decreasing", CAPACITY).pack(lengths))
+    assert best <= ffd <= 11 / 9 * best + 6 / 9
+    assert best <= mffd <= 71 / 60 * best + 1
+
+
+def test_first_fit_decreasing_by_hand():
+    assert get_packer("FIRST_FIT_DECREASING", 10).pack([2, 5, 4, 7, 1, 3]) == [[3, 5], [1, 2, 4], [0]]
+
+
+def test_concatenative_keeps_the_order():
+    assert get_packer("concatenative", 10).pack([6, 3, 4, 6, 1]) == [[0, 1], [2, 3], [4]]
+
+
+def test_modified_first_fit_decreasing_by_hand():
+    # Half is 30, a third 20, a sixth 10: the medium 27 completes the bin of 33, and the other bin
+    # takes the shortest small one first, then the longest small one that still fits.
+    lengths = [33, 31, 27, 17, 12]
+    assert get_packer("modified_first_fit_decreasing", 60).pack(lengths) == [[0, 2], [1, 4, 3]]
+
+
+def test_shuffle_repeats_itself():
+    lengths = [random.Random(1).randint(1, CAPACITY) for _ in range(50)]
+    packer = get_packer("first_fit_shuffle", CAPACITY)
+    assert packer.pack(lengths) == packer.pack(lengths)
+    assert packer.pack(lengths) != get_packer("first_fit_decreasing", CAPACITY).pack(lengths)
+
+
+def test_too_long_names_rows_and_lengths():
+    with pytest.raises(DataError, match=r"row 1 has 70, row 3 has 80"):
+        get_packer("first_fit_decreasing", CAPACITY).pack([1, 70, 64, 80])
+    with pytest.raises(DataError, match=r"row 1 has 63.*train_mb_tokens"):
+        plan_microbatches([1, 63], 1, Packed(64, round_to=10))
+
+
+def test_unknown_algorithm_lists_the_known():
+    with pytest.raises(DataError, match="best_fit.*modified_first_fit_decreasing"):
+        get_packer("best_fit", 8)
+
+
+def test_metrics():
+    packer = get_packer("concatenative", 10, collect_metrics=True)
+    bins = packer.pack([6, 3, 4])
+    stats = packer.compute_metrics([6, 3, 4], bins)
+    assert stats["average_utilization"] == pytest.approx(13 / 20)
+    assert stats["waste_ratio"] == pytest.approx(7 / 20)
+    assert stats["bin_balance"] == pytest.approx(4 / 9)
+    assert stats["packing_efficiency"] == 1.0
+    packer.pack([10])
+    assert packer.get_aggregated_metrics()["average_utilization"] == pytest.approx(23 / 30)
+    packer.reset_metrics()
+    assert packer.get_aggregated_metrics() == {}
+
+
+strategies = st.one_of(
+    st.builds(TokenBudget, st.just(CAPACITY * 2), st.sampled_from([1, 8])),
+    st.builds(Packed, st.just(CAPACITY), algorithms, st.sampled_from([1, 8])),
+)
+
+
+@settings(deadline=None)
+@given(lengths_of, st.integers(1, 5), strategies)
+def test_plan_laws(lengths, num_shards, strategy):
+    lengths = (lengths * num_shards)[: len(lengths) // num_shards * num_shards or num_shards]
+    plan = plan_microbatches(lengths, num_shards, strategy)
+    assert len(plan.shards) == num_shards
+    assert {len(shard) for shard in plan.shards} == {plan.num_microbatches}
+    assert sorted(plan.row_order) == list(range(len(lengths)))
+    assert [plan.row_order[i] for i in plan.restore_order] == list(range(len(lengths)))
+    rounded = [-(-n // strategy.round_to) * strategy.round_to for n in lengths]
+    for rows in itertools.chain(*plan.shards):
+        assert rows
+        if isinstance(strategy, Packed):
+            assert sum(rounded[i] for i in rows) <= strategy.capacity
+        else:
+            assert max(rounded[i] for i in rows) * len(rows) <= strategy.max_tokens
+    assert plan == plan_microbatches(lengths, num_shards, strategy)
+
+
+def test_fixed_size_keeps_contiguous_shards():
+    plan = plan_microbatches([9] * 8, 2, FixedSize(2))
+    assert plan.shards == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+def test_fixed_size_names_the_nearest_sizes():
+    with pytest.raises(DataError, match=r"50 / \(4 x 4\)\. Nearest: 48, 64"):
+        plan_microbatches([1] * 50, 4, FixedSize(4))
+
+
+def test_token_budget_puts_similar_lengths_together():
+    plan = plan_microbatches([2, 30, 3, 31], 1, TokenBudget(62))
+    assert [sorted(rows) for rows in plan.shards[0]] == [[1, 3], [0, 2]]
+
+
+def test_fewer_rows_than_shards():
+    with pytest.raises(DataError, match="2 rows do not divide among 3"):
+        plan_microbatches([1, 1], 3, Packed(8))
+    with pytest.raises(DataError, match="do not divide"):
+        plan_microbatches([8, 8, 8], 2, Packed(8))

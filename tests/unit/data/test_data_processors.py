@@ -1,0 +1,145 @@
+"""Tokenizer loading, and processors against the chat template itself."""
+
+import copy
+import logging
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_rl.data import processors
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.utils.errors import ConfigError, DataError
+
+USER = [{"role": "user", "content": "1+1="}]
+
+
+def config(name, chat_template="default", kwargs=None):
+    return SimpleNamespace(name=str(name), chat_template=chat_template, chat_template_kwargs=kwargs)
+
+
+def row(question="What is 2+2?", answer="4", **more):
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "task_name": "math", **more}
+
+
+def rendered(tokenizer, **kwargs):
+    return tokenizer.apply_chat_template(USER, tokenize=False, add_generation_prompt=True, **kwargs)
+
+
+def test_template_choices(shared_data, tmp_path):
+    folder = shared_data / "tokenizers/qwen3"
+    assert rendered(get_tokenizer(config(folder))).startswith("<|im_start|>user\n1+1=")
+    assert rendered(get_tokenizer(config(folder, None))) == "1+1="
+    assert rendered(get_tokenizer(config(folder, "Q:{{ messages[0].content }}"))) == "Q:1+1="
+    (tmp_path / "t.jinja").write_text("J:{{ messages[0].content }}")
+    assert rendered(get_tokenizer(config(folder, str(tmp_path / "t.jinja")))) == "J:1+1="
+    with pytest.raises(ConfigError, match=r"none\.jinja.*cannot be read"):
+        get_tokenizer(config(folder, "none.jinja"))
+
+
+def test_template_kwargs_are_bound_and_survive_copies(shared_data):
+    folder = shared_data / "tokenizers/qwen3"
+    tokenizer = get_tokenizer(config(folder, kwargs={"enable_thinking": False}))
+    for one in (tokenizer, copy.deepcopy(tokenizer), pickle.loads(pickle.dumps(tokenizer))):
+        assert rendered(one).endswith("<think>\n\n</think>\n\n")
+    assert not rendered(tokenizer, enable_thinking=True).endswith("</think>\n\n")
+
+
+def test_pad_token_falls_back_to_eos(shared_data, caplog):
+    with caplog.at_level(logging.INFO):
+        tokenizer = get_tokenizer(config(shared_data / "tokenizers/gpt2"))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 50256
+    assert "padding with its end-of-sequence token" in caplog.text
+    assert "has no chat template" in caplog.text
+    spec = TaskDataSpec("math")
+    with pytest.raises(DataError, match="chat_template: null"):
+        processors.math_hf_data_processor(row(), spec, tokenizer, 64, 0)
+
+
+def test_missing_tokenizer(tmp_path):
+    with pytest.raises(ConfigError, match="policy.tokenizer.name"):
+        get_tokenizer(config(tmp_path))
+
+
+def test_prompt_ids_equal_the_chat_template(chat_tokenizer, tmp_path):
+    (tmp_path / "p.txt").write_text("Think.\n{}")
+    (tmp_path / "s.txt").write_text("You are terse.")
+    spec = TaskDataSpec("math", tmp_path / "p.txt", tmp_path / "s.txt")
+    datum = processors.math_hf_data_processor(row(), spec, chat_tokenizer, 512, 7)
+    expected = chat_tokenizer.apply_chat_template(
+        [
+            {"role": "system", "content": "You are terse."},
+            {"role": "user", "content": "Think.\nWhat is 2+2?"},
+        ],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    (message,) = datum["message_log"]
+    assert message["token_ids"].tolist() == expected
+    assert chat_tokenizer.decode(expected) == message["content"]
+    assert datum["length"] == len(expected) and datum["loss_multiplier"] == 1.0
+    assert datum["extra_env_info"] == {"ground_truth": "4"}
+    assert (datum["idx"], datum["task_name"]) == (7, "math")
+
+
+def test_a_rows_own_system_message_follows_the_tasks(minimind, tmp_path):
+    (tmp_path / "s.txt").write_text("Task.")
+    messages = [{"role": "system", "content": "Context."}, *row()["messages"]]
+    spec = TaskDataSpec("math", None, tmp_path / "s.txt")
+    datum = processors.math_hf_data_processor({"messages": messages}, spec, minimind, None, 0)
+    assert "<|im_start|>system\nTask.\n\nContext.<|im_end|>" in datum["message_log"][0]["content"]
+    assert "task_name" not in datum
+
+
+def test_exactly_the_limit_is_kept_and_one_more_is_a_stub(bare_tokenizer):
+    spec = TaskDataSpec("math")
+    kept = processors.math_hf_data_processor(row("12+34="), spec, bare_tokenizer, 6, 0)
+    assert (kept["length"], kept["loss_multiplier"]) == (6, 1.0)
+    stub = processors.math_hf_data_processor(row("12+345="), spec, bare_tokenizer, 6, 0)
+    assert (stub["length"], stub["loss_multiplier"]) == (4, 0.0)
+    assert stub["message_log"][0]["token_ids"].tolist() == kept["message_log"][0]["token_ids"][:4].tolist()
+
+
+def test_sft_stub_cuts_each_message(bare_tokenizer):
+    datum = processors.sft_processor(row("12+345=", "357"), TaskDataSpec("math"), bare_tokenizer, 5, 0)
+    assert [len(message["token_ids"]) for message in datum["message_log"]] == [2, 2]
+    assert (datum["length"], datum["loss_multiplier"]) == (4, 0.0)
+
+
+def test_math_data_processor(chat_tokenizer):
+    raw = {"problem": "2+2", "expected_answer": 4}
+    datum = processors.math_data_processor(raw, TaskDataSpec(), chat_tokenizer, 99, 0)
+    expected = chat_tokenizer.apply_chat_template(
+        [{"role": "user", "content": "2+2"}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert datum["message_log"][0]["token_ids"].tolist() == expected
+    assert datum["extra_env_info"] == {"ground_truth": "4"}
+    with pytest.raises(DataError, match="lacks expected_answer and has problem"):
+        processors.math_data_processor({"problem": "1"}, TaskDataSpec(), chat_tokenizer, 9, 0)
+
+
+def test_multiple_choice(chat_tokenizer, tmp_path):
+    (tmp_path / "p.txt").write_text("Answer with {{A}}.")
+    spec = TaskDataSpec("mmlu", tmp_path / "p.txt")
+    raw = {"question": "Capital?", "options": ["Rome", "Paris"], "answer": 1, "subject": "geo"}
+    datum = processors.multichoice_qa_processor(raw, spec, chat_tokenizer, 512, 0)
+    text = "Answer with {A}.\n\nQuestion: Capital?\nOptions:\nA) Rome\nB) Paris"
+    assert text in datum["message_log"][0]["content"]
+    assert datum["extra_env_info"] == {"ground_truth": "B", "subject": "geo"}
+
+
+def test_registry(monkeypatch):
+    monkeypatch.setattr(processors, "PROCESSOR_REGISTRY", dict(processors.PROCESSOR_REGISTRY))
+    assert processors.get_processor(None) is processors.math_hf_data_processor
+    processors.register_processor("mine", processors.sft_processor)
+    assert processors.get_processor("mine") is processors.sft_processor
+    with pytest.raises(DataError, match="exists already"):
+        processors.register_processor("mine", processors.math_data_processor)
+    with pytest.raises(DataError, match="'math_procesor' is unknown; choose one of"):
+        processors.get_processor("math_procesor")

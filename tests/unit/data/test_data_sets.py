@@ -1,0 +1,239 @@
+"""Arithmetic, splits, mixing, setup, and real files."""
+
+import json
+import re
+import time
+
+import pytest
+from data_helpers import data_config, entry, pairs, write_lines
+
+from nemo_rl.data.datasets import AllTaskProcessedDataset, setup_response_data
+from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
+from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.processors import math_data_processor, math_hf_data_processor
+from nemo_rl.utils.errors import DataError
+
+
+def operands(rows):
+    return [tuple(map(int, row["problem"][:-1].split("+"))) for row in rows]
+
+
+def test_arithmetic_is_right_and_repeats_itself():
+    rows = ArithmeticDataset(num_samples=500, seed=3).dataset
+    for row in rows:
+        assert re.fullmatch(r"[1-9]\d\+[1-9]\d=", row["problem"])
+        assert eval(row["problem"][:-1]) == int(row["answer"])
+        assert [message["content"] for message in row["messages"]] == [row["problem"], row["answer"]]
+    again = ArithmeticDataset(num_samples=500, seed=3).dataset
+    other = ArithmeticDataset(num_samples=500, seed=4).dataset
+    assert list(rows) == list(again)
+    assert [row["problem"] for row in rows] != [row["problem"] for row in other]
+
+
+@pytest.mark.parametrize("num_operands", [2, 3])
+@pytest.mark.parametrize("limits", [(-3, 20), (10, 99), (0, 100_000)])
+def test_arithmetic_splits_share_no_sum(limits, num_operands):
+    seen = {}
+    for split, seed in (("train", 1), ("validation", 2)):
+        made = ArithmeticDataset(split, 3000, *limits, num_operands=num_operands, seed=seed)
+        assert len(made.dataset) == 3000
+        rows = operands(made.dataset)
+        assert all(limits[0] <= number <= limits[1] for row in rows for number in row)
+        seen[split] = {tuple(sorted(row)) for row in rows}
+    assert seen["train"].isdisjoint(seen["validation"])
+
+
+def test_arithmetic_repeats_no_sum_before_all_are_used():
+    rows = operands(ArithmeticDataset(num_samples=7000).dataset)
+    assert len(set(rows)) == 7000
+    share = len(set(operands(ArithmeticDataset("validation", 50_000).dataset))) / 8100
+    assert 0.08 < share < 0.12
+
+
+def test_arithmetic_refuses_what_cannot_be():
+    for arguments, message in [
+        ({"min_operand": 5, "max_operand": 4}, "min_operand=5 > max_operand=4"),
+        ({"num_operands": 4}, "2 or 3 operands"),
+        ({"split": "test"}, "no split 'test'"),
+        ({"num_samples": 0}, "at least 1"),
+        ({"split": "validation", "min_operand": 1, "max_operand": 1}, "leave no sum"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            ArithmeticDataset(**arguments)
+
+
+def test_arithmetic_by_config_holds_out_other_sums():
+    keys = {"dataset_name": "arithmetic", "num_samples": 1000, "min_operand": 10, "seed": 5}
+    raw = load_response_dataset(entry(**keys, split_validation_size=0.1))
+    assert (len(raw.dataset), len(raw.val_dataset)) == (1000, 100)
+    by_role = load_response_dataset(entry(**keys), "validation").dataset
+    train = {tuple(sorted(row)) for row in operands(raw.dataset)}
+    for rows in (raw.val_dataset, by_role):
+        assert train.isdisjoint(tuple(sorted(row)) for row in operands(rows))
+
+
+def test_split_keeps_order_and_loses_nothing(tmp_path):
+    path = write_lines(
+        tmp_path / "rows.jsonl",
+        *({"input": f"q{i}", "output": i} if i % 10 else {"input": "x"} for i in range(100)),
+    )
+    raw = load_response_dataset(entry(data_path=path, split_validation_size=0.2, seed=1))
+    train = [int(row["messages"][1]["content"]) for row in raw.dataset]
+    held_out = [int(row["messages"][1]["content"]) for row in raw.val_dataset]
+    assert len(held_out) == 18 and len(raw.bad_rows) == 10
+    assert train == sorted(train) and held_out == sorted(held_out)
+    assert sorted(train + held_out) == [i for i in range(100) if i % 10]
+    assert raw.val_dataset.place(0) == (path, held_out[0] + 1)
+    again = load_response_dataset(entry(data_path=path, split_validation_size=0.2, seed=1))
+    other = load_response_dataset(entry(data_path=path, split_validation_size=0.2, seed=2))
+    assert list(again.val_dataset) == list(raw.val_dataset) != list(other.val_dataset)
+
+
+def test_split_that_leaves_a_side_empty(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", {"input": "q", "output": "1"})
+    with pytest.raises(DataError, match=r"split_validation_size=0\.5 of 1 rows"):
+        load_response_dataset(entry(data_path=path, split_validation_size=0.5))
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    one = write_lines(
+        tmp_path / "one.jsonl",
+        {"q": "1+1=", "a": 2},
+        {"q": "1+2="},
+        {"q": "1+3=", "a": 4},
+        {"q": "1" * 50, "a": 5},
+    )
+    two = write_lines(tmp_path / "two.jsonl", {"input": "2+2=", "output": "4", "note": "kept"})
+    (tmp_path / "prompt.txt").write_text("0+{}")
+    return [
+        {"data_path": one, "input_key": "q", "output_key": "a", "env_name": "math"},
+        {"data_path": two, "env_name": "other", "prompt_file": str(tmp_path / "prompt.txt")},
+    ]
+
+
+def test_setup_mixes_data_sets(bare_tokenizer, two_files, caplog):
+    config = data_config(train=two_files, validation=two_files[1], max_input_seq_length=20, max_bad_row_share=0.5)
+    data = setup_response_data(bare_tokenizer, config, ["math", "other"])
+    assert [data.train[i]["message_log"][0]["content"] for i in (0, 1, 3)] == [
+        "1+1=", "1+3=", "0+2+2=",
+    ]  # fmt: skip
+    assert [data.train[i]["task_name"] for i in range(4)] == ["math"] * 3 + ["other"]
+    assert [data.train[i]["idx"] for i in range(4)] == [0, 1, 2, 3]
+    assert [data.train[i]["loss_multiplier"] for i in range(4)] == [1, 1, 0, 1]
+    assert data.train[3]["extra_env_info"] == {"ground_truth": "4"}
+    assert data.train.place(2) == (two_files[0]["data_path"], 4)
+    assert data.train.place(3) == (two_files[1]["data_path"], 1)
+    assert len(data.validation) == 1
+    assert data.task_env == {"math": "math", "other": "other"}
+    assert [(str(row), row.reason) for row in data.bad_rows] == [(f"{two_files[0]['data_path']}:2", "missing 'a'")]
+    assert "1 of 4 rows cannot be used" in caplog.text
+    with pytest.raises(IndexError):
+        data.train[4]
+
+
+def test_setup_joins_held_out_rows_and_validation_entries(bare_tokenizer):
+    train = {"dataset_name": "arithmetic", "num_samples": 100, "split_validation_size": 0.1}
+    validation = {"dataset_name": "arithmetic", "num_samples": 7, "env_name": "math"}
+    data = setup_response_data(bare_tokenizer, data_config(train=train, validation=validation))
+    assert (len(data.train), len(data.validation)) == (100, 17)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"env_name": "mth"}, r"data\.train\.env_name='mth'.*Did you mean 'math'"),
+        ({"processor": "math_prozessor"}, "processor 'math_prozessor' is unknown"),
+        ({"prompt_file": "none.txt"}, "prompt_file 'none.txt' cannot be read"),
+        ({"data_path": "none.jsonl"}, "data_path 'none.jsonl' does not exist"),
+        ({"input_key": "question"}, "(?s)no usable row.*missing 'question'.*columns q, a"),
+        ({}, r"25\.0% of its rows cannot be used, more than data\.max_bad_row_share=0\.1"),
+    ],
+)
+def test_setup_refuses_before_training(bare_tokenizer, two_files, change, message):
+    config = data_config(train=two_files[0] | change)
+    with pytest.raises(DataError, match=message):
+        setup_response_data(bare_tokenizer, config, ["math"])
+
+
+def test_setup_needs_training_data(bare_tokenizer):
+    with pytest.raises(DataError, match="data.train is empty"):
+        setup_response_data(bare_tokenizer, data_config(), ["math"])
+
+
+def test_setup_tries_the_first_row(bare_tokenizer, two_files, tmp_path):
+    (tmp_path / "bad.txt").write_text("nothing")
+    entry_keys = two_files[1] | {"prompt_file": str(tmp_path / "bad.txt")}
+    with pytest.raises(DataError, match="no {} placeholder"):
+        setup_response_data(bare_tokenizer, data_config(train=entry_keys), ["other"])
+
+
+def test_many_rows_are_quick(bare_tokenizer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = {"input": "What is it? " * 20, "output": "42"}
+    path.write_text((json.dumps(row) + "\n") * 100_000)
+    started = time.process_time()
+    data = setup_response_data(bare_tokenizer, data_config(train={"data_path": str(path)}), ["math"])
+    assert len(data.train) == 100_000
+    assert time.process_time() - started < 10
+
+
+def test_processed_dataset_by_task(bare_tokenizer, tmp_path):
+    rows = [
+        {"task_name": "raw", "problem": "1+1=", "expected_answer": "2"},
+        {"task_name": "chat", "n": 3},
+    ]
+    (tmp_path / "p.txt").write_text("0+{}")
+    dataset = AllTaskProcessedDataset(
+        rows,
+        bare_tokenizer,
+        TaskDataSpec(prompt_file=tmp_path / "p.txt"),
+        {
+            "raw": (TaskDataSpec("raw"), math_data_processor),
+            "chat": (TaskDataSpec("chat"), math_hf_data_processor),
+        },
+        {"chat": lambda row: row | {"messages": [{"role": "user", "content": "3"}] * 2}},
+        max_seq_length=99,
+    )
+    assert [dataset[i]["message_log"][0]["content"] for i in range(2)] == ["0+1+1=", "0+3"]
+    rows.append({"task_name": "none"})
+    with pytest.raises(DataError, match="task 'none', for which there is no processor"):
+        dataset[2]
+
+
+def test_real_gsm8k(shared_data, chat_tokenizer):
+    path = shared_data / "gsm8k/train.jsonl.gz"
+    train = {"dataset_name": "gsm8k", "data_path": str(path), "split_validation_size": 0.05}
+    config = data_config(train=train, max_input_seq_length=256)
+    data = setup_response_data(chat_tokenizer, config, ["math"])
+    assert len(data.train) + len(data.validation) == 7473 and data.bad_rows == []
+    first = data.train[0]
+    assert first["extra_env_info"]["ground_truth"] == "72"
+    assert "Natalia sold clips" in first["message_log"][0]["content"]
+    answers = [row["messages"][1]["content"] for row in data.train.parts[0].dataset]
+    assert all(re.fullmatch(r"-?\d+(\.\d+)?", answer) for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "answer", "count"),
+    [
+        ("easy_math/svamp.jsonl.gz", "Question", "Answer", 1000),
+        ("easy_math/mawps_addsub.jsonl.gz", "input", "target", 395),
+        ("easy_math/mawps_singleop.jsonl.gz", "input", "target", 562),
+        ("math/math_train_answers.json.gz", "problem", "answer", 7474),
+        ("math/math_test.jsonl.gz", "problem", "solution", 5000),
+        ("aime/aime25.jsonl", "problem", "expected_answer", 30),
+        ("game24/24.csv", "Puzzles", "Rank", 1362),
+    ],
+)
+def test_real_files(shared_data, name, question, answer, count):
+    keys = {"input_key": question, "output_key": answer}
+    raw = load_response_dataset(entry(data_path=str(shared_data / name), **keys))
+    assert raw.num_rows == count
+    assert len(raw.dataset) + len(raw.bad_rows) == count
+    assert {row.reason for row in raw.bad_rows} <= {f"empty {answer!r}"}
+    assert len(raw.bad_rows) == (4 if "train_answers" in name else 0)
+    if "easy_math" in name:
+        assert all(re.fullmatch(r"-?\d+(\.\d+)?", text) for _, text in pairs(raw))
+        assert not any(text.endswith(".0") for _, text in pairs(raw))
