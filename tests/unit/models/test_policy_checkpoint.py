@@ -1,0 +1,220 @@
+"""Checkpoints restore every bit, on any number of ranks, and load with from_pretrained."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from policy_helpers import (
+    WeightedNLL,
+    hf_logprobs,
+    policy_config,
+    process_group,
+    random_batch,
+    run_ranks,
+    save_tiny_model,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import SequentialLR
+from transformers import AutoModelForCausalLM
+
+from nemo_rl.models.dtensor import checkpoint_io
+from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler
+from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
+from nemo_rl.models.policy.interfaces import CheckpointPaths
+from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.utils.errors import CheckpointError, ConfigError
+
+CPU = torch.device("cpu")
+SCHEDULE = [
+    {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 2}},
+    {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 100}},
+    {"milestones": [2]},
+]
+
+
+def _update(worker: PolicyWorker, config, seed: int, rank: int = 0, world_size: int = 1):
+    data = random_batch(rows=6, seed=seed)
+    batch = shard_batch(data, world_size, training_strategy(config))
+    return worker.train(batch.data[rank], batch.sizes[rank], WeightedNLL(), count_valid(data))
+
+
+def _state(worker: PolicyWorker) -> dict:
+    """All weights, optimizer state, learning rate and generator states as full tensors."""
+    state = {f"weight.{key}": tensor.clone() for key, tensor in worker.iterate_weights()}
+    named = dict(worker.backend.model.hf.named_parameters())
+    for key, parameter in named.items():
+        for field, value in worker.backend.optimizer.state[parameter].items():
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            state[f"optim.{field}.{key}"] = full.detach().clone()
+    state["lr"] = torch.tensor(worker.backend.learning_rate(), dtype=torch.float64)
+    return state
+
+
+def _assert_equal(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    for key in a:
+        assert torch.equal(a[key], b[key]), key
+
+
+def _worker(name: str, **values) -> tuple[PolicyWorker, object]:
+    config = policy_config(name, scheduler=SCHEDULE, **values)
+    return PolicyWorker(DTensorBackend(config, CPU), config), config
+
+
+def _save(rank: int, world_size: int, name: str, step: str) -> tuple[dict, dict]:
+    """Train twice, save, train twice more: the state at the save, and the state at the end."""
+    worker, config = _worker(name)
+    for seed in (1, 2):
+        _update(worker, config, seed, rank, world_size)
+    worker.save_checkpoint(f"{step}/weights", f"{step}/optimizer")
+    saved = _state(worker)
+    for seed in (3, 4):
+        _update(worker, config, seed, rank, world_size)
+    return saved, _state(worker)
+
+
+def _resume(rank: int, world_size: int, name: str, step: str) -> tuple[dict, dict, torch.Tensor]:
+    worker, config = _worker(name)
+    worker.load_checkpoint(f"{step}/weights", f"{step}/optimizer")
+    loaded = _state(worker)
+    reference = worker.get_reference_policy_logprobs(random_batch(rows=2), [2])
+    for seed in (3, 4):
+        _update(worker, config, seed, rank, world_size)
+    return loaded, _state(worker), reference
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(world_size, tie, tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m", tie=tie)
+    step = str(tmp_path / "step_2" / "policy")
+    straight = run_ranks(_save, world_size, name, step)
+    resumed = run_ranks(_resume, world_size, name, step)
+    original = AutoModelForCausalLM.from_pretrained(name).eval()
+    with torch.no_grad():
+        want = hf_logprobs(original, random_batch(rows=2))
+    for (saved, end), (loaded, end_again, reference) in zip(straight, resumed, strict=True):
+        assert any(key.startswith("optim.exp_avg_sq") for key in saved)
+        _assert_equal(saved, loaded)
+        _assert_equal(end, end_again)
+        # The reference is the model the run started from, not the checkpoint.
+        torch.testing.assert_close(reference.double(), want, rtol=0, atol=2e-4)
+
+
+def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m", "llama")
+    step = str(tmp_path / "step")
+    saved, _ = run_ranks(_save, 2, name, step)[0]
+    for world_size in (1, 3):
+        for loaded, _, _ in run_ranks(_resume, world_size, name, step):
+            _assert_equal(saved, loaded)
+
+
+@pytest.mark.parametrize(("arch", "tie"), [("qwen2", True), ("qwen3", False), ("gemma3", True)])
+def test_saved_weights_load_with_from_pretrained(arch, tie, tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m", arch, tie=tie)
+    step = str(tmp_path / "step")
+    saved, _ = run_ranks(_save, 2, name, step)[0]
+    folder = Path(step) / "weights" / "model"
+    assert (folder / "config.json").exists()
+    assert not (folder / "sharded").exists()
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.dtype == torch.float32
+    for key, parameter in model.named_parameters():
+        assert torch.equal(parameter, saved[f"weight.{key}"])
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) is tie
+
+
+def test_large_models_are_written_in_several_files(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoint_io, "MAX_FILE_BYTES", 100_000)
+    name = save_tiny_model(tmp_path / "m")
+    with process_group():
+        worker, _ = _worker(name)
+        worker.save_checkpoint(str(tmp_path / "w"))
+        want = {key: tensor.clone() for key, tensor in worker.iterate_weights()}
+        worker.load_checkpoint(str(tmp_path / "w"))
+        assert all(torch.equal(want[key], tensor) for key, tensor in worker.iterate_weights())
+    files = list((tmp_path / "w" / "model").glob("*.safetensors"))
+    assert len(files) > 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "w" / "model")
+    assert all(torch.equal(parameter, want[key]) for key, parameter in model.named_parameters())
+
+
+def test_saving_before_the_first_update_keeps_the_optimizer_fresh(tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m")
+    with process_group():
+        worker, config = _worker(name)
+        worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+        _update(worker, config, 1)
+        again, _ = _worker(name)
+        again.load_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+        _update(again, config, 1)
+        _assert_equal(_state(worker), _state(again))
+
+
+def test_random_numbers_continue_where_they_were(tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m")
+
+    def draw():
+        return random.random(), np.random.rand(), np.random.randn(), torch.rand(1).item()
+
+    with process_group():
+        worker, _ = _worker(name)
+        np.random.randn()  # leaves numpy with a cached second number
+        worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+        want = draw()
+        worker.load_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+        assert draw() == want
+
+
+def test_folders_that_are_no_checkpoint_are_refused(tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m")
+    (tmp_path / "empty").mkdir()
+    with process_group():
+        worker, _ = _worker(name)
+        with pytest.raises(CheckpointError, match="no \\*.safetensors"):
+            worker.backend.load(CheckpointPaths(tmp_path / "empty"))
+        worker.save_checkpoint(str(tmp_path / "w"))
+        with pytest.raises(CheckpointError, match="trainer.pt"):
+            worker.load_checkpoint(str(tmp_path / "w"), str(tmp_path / "empty"))
+        other = save_tiny_model(tmp_path / "other", hidden_size=32)
+        bigger, _ = _worker(other)
+        with pytest.raises(CheckpointError, match="does not fit Qwen2ForCausalLM"):
+            bigger.load_checkpoint(str(tmp_path / "w"))
+
+
+def _schedule_of(scheduler, steps: int = 4) -> list[float]:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    config = policy_config("m", scheduler=scheduler, optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}})
+    optimizer = build_optimizer([parameter], config.optimizer)
+    built = build_scheduler(optimizer, config.scheduler)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if built is not None:
+            built.step()
+    assert built is None or isinstance(built, SequentialLR) is isinstance(scheduler, list) or len(scheduler) == 1
+    return rates
+
+
+def test_schedules_take_all_three_shapes() -> None:
+    linear = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.5, "total_iters": 2}}
+    assert _schedule_of(None) == [1.0] * 4
+    assert _schedule_of(linear) == pytest.approx([0.5, 0.75, 1.0, 1.0])
+    assert _schedule_of([linear]) == pytest.approx([0.5, 0.75, 1.0, 1.0])
+    assert _schedule_of(SCHEDULE) == pytest.approx([0.1, 0.55, 1.0, 1.0])
+
+
+def test_wrong_names_and_arguments_are_explained() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    bad = policy_config("m", optimizer={"name": "torch.optim.AdamWW", "kwargs": {}}).optimizer
+    with pytest.raises(ConfigError, match="policy.optimizer.name='torch.optim.AdamWW' cannot be imported"):
+        build_optimizer([parameter], bad)
+    bad = policy_config("m", optimizer={"name": "torch.optim.SGD", "kwargs": {"beta": 1}}).optimizer
+    with pytest.raises(ConfigError, match="policy.optimizer.kwargs do not fit torch.optim.SGD"):
+        build_optimizer([parameter], bad)
