@@ -57,7 +57,8 @@ def launch_environment_actor(env_class: "str | EnvironmentClass", cfg: dict[str,
     hosted = env_class if isinstance(env_class, str) else class_path(plain_class) or plain_class
     import_path = [entry for entry in sys.path if entry]
     options = {"num_cpus": 0, **options, "max_concurrency": concurrency, "max_restarts": 0}
-    return ray.remote(EnvironmentActor).options(**options).remote(hosted, cfg, import_path)
+    remote_class: Any = ray.remote(EnvironmentActor)
+    return remote_class.options(**options).remote(hosted, cfg, import_path)
 
 
 class EnvironmentActor:

@@ -138,7 +138,7 @@ class EnvironmentClient:
             incarnation = self._living()
             try:
                 await self._until_ready(incarnation)
-                call = incarnation.handle.global_post_process_and_metrics.remote(reference)
+                call: ray.ObjectRef[Any] = incarnation.handle.global_post_process_and_metrics.remote(reference)
                 return await _answer(call, self._step_timeout_s)
             except RayActorError as error:
                 self._replace(incarnation, _death_in_short(error))
@@ -210,7 +210,7 @@ class EnvironmentClient:
         self.num_calls += 1
         logs = [waiting.message_log for waiting in batch]
         metadata = [waiting.metadata for waiting in batch]
-        call = incarnation.handle.step.remote(logs, metadata)
+        call: ray.ObjectRef[Any] = incarnation.handle.step.remote(logs, metadata)
         return await _answer(call, self._step_timeout_s)
 
     async def _until_ready(self, incarnation: _Incarnation) -> None:

@@ -48,9 +48,10 @@ def plain_env_class(found: Any) -> tuple[EnvironmentClass, dict[str, Any]]:
     """
     options: dict[str, Any] = {}
     if isinstance(found, ActorClass):
-        decorator = found._default_options
+        decorated: Any = found  # Ray has no public way back from an ActorClass to its class
+        decorator = decorated._default_options
         options = {name: decorator[name] for name in _KEPT_OPTIONS if name in decorator}
-        found = found.__ray_metadata__.modified_class.__ray_actor_class__
+        found = decorated.__ray_metadata__.modified_class.__ray_actor_class__
     if not (isinstance(found, type) and issubclass(found, EnvironmentInterface)):
         raise ConfigError(
             f"{found!r} is not an environment: derive it from nemo_rl.environments.interfaces.EnvironmentInterface."
