@@ -1,0 +1,101 @@
+"""The property-test kit catches each kind of dependence that it promises to catch."""
+
+import pytest
+import torch
+
+from nemo_rl.losses.interfaces import LossInputType, LossType
+from nemo_rl.losses.invariance import check_invariance
+
+
+class Written:
+    """A user's loss made of one function of (logprobs, mask, data, seqs, toks)."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGPROB
+    needs_reference = False
+
+    def __init__(self, formula, metric=None):
+        self.formula = formula
+        self.metric = metric
+
+    def __call__(self, logprobs, data, global_valid_seqs, global_valid_toks):
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        loss = self.formula(logprobs, mask, data, global_valid_seqs, global_valid_toks)
+        metrics = {} if self.metric is None else self.metric(logprobs.detach(), mask)
+        return loss, metrics
+
+
+def make_batch():
+    gen = torch.Generator().manual_seed(0)
+    data = {
+        "token_mask": (torch.rand(6, 5, generator=gen) < 0.6).float(),
+        "sample_mask": torch.tensor([1.0, 1, 1, 0, 1, 1]),
+        "names": list("abcdef"),
+    }
+    return -torch.rand(6, 4, generator=gen), data
+
+
+def good(logprobs, mask, data, seqs, toks):
+    return -(logprobs * mask).sum() / toks
+
+
+def test_a_good_loss_passes():
+    check_invariance(Written(good), *make_batch())
+
+
+def test_a_good_sequence_loss_passes_with_metrics():
+    def per_sequence(logprobs, mask, data, seqs, toks):
+        means = (logprobs.exp() * mask).sum(1) / mask.sum(1).clamp(min=1)
+        return (means * data["sample_mask"]).sum() / seqs
+
+    def metrics(logprobs, mask):
+        kept = logprobs[mask != 0]
+        extremes = (kept.min(), kept.max()) if len(kept) else (torch.inf, -torch.inf)
+        return {"count": mask.sum(), "p_min": extremes[0], "p_max": extremes[1]}
+
+    check_invariance(Written(per_sequence, metrics), *make_batch())
+
+
+@pytest.mark.parametrize(
+    ("formula", "words"),
+    [
+        (lambda x, m, d, s, t: -(x * m).sum() / m.sum().clamp(min=1), "microbatches of 1 rows"),
+        (lambda x, m, d, s, t: -x.sum() / t, "columns of padding"),
+        (lambda x, m, d, s, t: -(x * m).sum() / t + x.detach().mean(), "loss with"),
+        (
+            lambda x, m, d, s, t: -(x * m * torch.arange(len(x))[:, None]).sum() / t,
+            "microbatches of 1 rows",
+        ),
+        (
+            lambda x, m, d, s, t: -(x * m).sum() / t + (x.sum() - x.sum().detach()),
+            "gradient on",
+        ),
+    ],
+)
+def test_faults_are_found(formula, words):
+    with pytest.raises(AssertionError, match=words):
+        check_invariance(Written(formula), *make_batch())
+
+
+def test_a_gradient_that_depends_on_the_group_is_found():
+    def formula(x, m, d, s, t):
+        return -(x * m).sum() / t + len(x) * ((x * m).sum() - (x * m).sum().detach())
+
+    with pytest.raises(AssertionError, match="gradient with microbatches of 1 rows changes"):
+        check_invariance(Written(formula), *make_batch())
+
+
+def test_a_metric_that_is_a_local_mean_is_found():
+    def metrics(logprobs, mask):
+        return {"mean": (logprobs * mask).sum() / mask.sum().clamp(min=1)}
+
+    with pytest.raises(AssertionError, match="metric mean with"):
+        check_invariance(Written(good, metrics), *make_batch())
+
+
+def test_a_metric_that_comes_and_goes_is_found():
+    def metrics(logprobs, mask):
+        return {"big": 1.0} if len(logprobs) > 3 else {}
+
+    with pytest.raises(AssertionError, match="metrics with"):
+        check_invariance(Written(good, metrics), *make_batch())

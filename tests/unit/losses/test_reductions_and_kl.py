@@ -1,0 +1,153 @@
+"""Masked reductions against NumPy, KL estimators by hand and by their defining properties."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.losses.kl import calculate_kl
+from nemo_rl.losses.reductions import (
+    masked_max,
+    masked_mean,
+    masked_min,
+    masked_sum,
+    masked_var,
+    safe_divide,
+)
+from nemo_rl.utils.errors import ConfigError
+
+VALUES = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]], dtype=torch.float64)
+MASK = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
+
+
+def test_masked_mean_by_hand():
+    assert masked_sum(VALUES, MASK).item() == 21
+    assert masked_mean(VALUES, MASK).item() == 7
+    assert masked_mean(VALUES, MASK, dim=-1).tolist() == [2.5, 16.0]
+    assert masked_mean(VALUES, MASK, dim=0).tolist() == [1.0, 16.0, 4.0]
+    assert masked_mean(VALUES, MASK, global_normalization_factor=42).item() == 0.5
+    by_row = masked_mean(VALUES, MASK, dim=1, global_normalization_factor=torch.tensor(2.0))
+    assert by_row.tolist() == [2.5, 8.0]
+
+
+def test_masked_var_by_hand():
+    kept = [1.0, 4.0, 16.0]
+    assert masked_var(VALUES, MASK).item() == pytest.approx(np.var(kept, ddof=1))
+    assert masked_var(VALUES, MASK, unbiased=False).item() == pytest.approx(np.var(kept))
+    about_zero = masked_var(VALUES, MASK, mean=0.0, unbiased=False).item()
+    assert about_zero == pytest.approx(np.mean(np.square(kept)))
+
+
+def test_masked_extremes():
+    assert (masked_min(VALUES, MASK).item(), masked_max(VALUES, MASK).item()) == (1, 16)
+    nothing = torch.zeros_like(MASK)
+    assert masked_min(VALUES, nothing).item() == math.inf
+    assert masked_max(VALUES, nothing).item() == -math.inf
+
+
+def test_empty_masks_give_zero():
+    nothing = torch.zeros_like(MASK)
+    assert masked_mean(VALUES, nothing).item() == 0
+    assert masked_mean(VALUES, nothing, dim=-1).tolist() == [0, 0]
+    assert masked_mean(VALUES, nothing, global_normalization_factor=0).item() == 0
+    assert masked_var(VALUES, nothing).item() == 0
+    one = nothing.clone()
+    one[0, 1] = 1
+    assert masked_var(VALUES, one).item() == 0
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_masked_garbage_touches_neither_value_nor_gradient(garbage):
+    values = torch.where(MASK == 0, garbage, VALUES).requires_grad_(True)
+    mean = masked_mean(values, MASK)
+    mean.backward()
+    assert mean.item() == 7
+    torch.testing.assert_close(values.grad, MASK / 3)
+
+
+def test_safe_divide_is_exact_and_has_finite_gradients():
+    numerator = torch.tensor([3.0, 5.0], requires_grad=True)
+    quotient = safe_divide(numerator, torch.tensor([7.0, 0.0]))
+    quotient.sum().backward()
+    assert quotient.tolist() == [float(np.float32(3) / np.float32(7)), 0.0]
+    assert numerator.grad.tolist() == [float(np.float32(1) / np.float32(7)), 0.0]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 10_000))
+def test_means_with_a_global_factor_add_up(num_rows, cut, seed):
+    gen = torch.Generator().manual_seed(seed)
+    values = torch.randn(num_rows, 3, generator=gen, dtype=torch.float64)
+    mask = (torch.rand(num_rows, 3, generator=gen) < 0.5).double()
+    total = mask.sum()
+    parts = [
+        masked_mean(v, m, global_normalization_factor=total)
+        for v, m in [(values[:cut], mask[:cut]), (values[cut:], mask[cut:])]
+        if len(v)
+    ]
+    assert sum(parts).item() == pytest.approx(masked_mean(values, mask).item(), abs=1e-12)
+
+
+def test_kl_by_hand():
+    policy = torch.tensor([math.log(0.5)], dtype=torch.float64)
+    reference = torch.tensor([math.log(0.25)], dtype=torch.float64)
+    log2 = math.log(2)
+    for kind, value in {"k1": log2, "k2": log2**2 / 2, "k3": 0.5 - 1 + log2}.items():
+        assert calculate_kl(policy, reference, kind).item() == pytest.approx(value, rel=1e-14)
+
+
+def test_k1_and_k3_are_unbiased_and_k2_has_the_right_gradient():
+    """Exact expectations over a small vocabulary instead of samples."""
+    gen = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, generator=gen, dtype=torch.float64).requires_grad_(True)
+    reference = torch.randn(9, generator=gen, dtype=torch.float64).log_softmax(0)
+    policy = logits.log_softmax(0)
+    true_kl = (policy.exp() * (policy - reference)).sum()
+    (true_gradient,) = torch.autograd.grad(true_kl, logits, retain_graph=True)
+    for kind in ("k1", "k3"):
+        kl = calculate_kl(policy, reference, kind, output_clamp_value=None)
+        estimate = (policy.exp() * kl).sum()
+        assert estimate.item() == pytest.approx(true_kl.item(), rel=1e-12)
+    kl = calculate_kl(policy, reference, "k2", output_clamp_value=None)
+    sampled = (policy.exp().detach() * kl).sum()
+    (gradient,) = torch.autograd.grad(sampled, logits)
+    torch.testing.assert_close(gradient, true_gradient)
+
+
+def test_importance_weights_make_the_estimate_on_policy():
+    gen = torch.Generator().manual_seed(1)
+    policy, reference, behaviour = torch.randn(3, 9, generator=gen, dtype=torch.float64).log_softmax(-1)
+    weights = (policy - behaviour).exp()
+    estimate = behaviour.exp() * calculate_kl(policy, reference, "k3", importance_sampling_weights=weights)
+    true_kl = (policy.exp() * (policy - reference)).sum()
+    assert estimate.sum().item() == pytest.approx(true_kl.item(), rel=1e-12)
+
+
+def test_kl_clamps():
+    policy = torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([50.0, -50.0, 1.0], dtype=torch.float64)
+    kl = calculate_kl(policy, reference, "k3", input_clamp_value=3.0, output_clamp_value=None)
+    expected = [math.exp(3) - 4, math.exp(-3) + 2, math.e - 2]
+    assert kl.tolist() == pytest.approx(expected, rel=1e-14)
+    kl.sum().backward()
+    assert policy.grad.tolist() == pytest.approx([0, 0, 1 - math.e], rel=1e-14)
+    limited = calculate_kl(policy, reference, "k1", input_clamp_value=None, output_clamp_value=10.0)
+    assert limited.tolist() == [-10, 10, -1]
+    default = calculate_kl(policy, reference)
+    assert default.tolist() == pytest.approx([10, 10, math.e - 2])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(-60, 0), st.floats(-60, 0))
+def test_k2_and_k3_are_never_negative(policy, reference):
+    for kind in ("k2", "k3"):
+        kl = calculate_kl(torch.tensor(policy, dtype=torch.float64), torch.tensor(reference, dtype=torch.float64), kind)
+        assert 0 <= kl.item() <= 10
+
+
+def test_unknown_estimator_is_refused():
+    with pytest.raises(ConfigError, match="k1, k2, k3"):
+        calculate_kl(torch.zeros(1), torch.zeros(1), "k4")
