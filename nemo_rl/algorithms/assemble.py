@@ -121,7 +121,7 @@ def assemble_grpo(config: GRPOMasterConfig, started_at: float = 0.0) -> GRPORun:
     refitter = make_refitter(config, workers)
     prompts = make_prompts(config, data)
     trajectory_log = TrajectoryLog(log_dir, config.logger.save_trajectories)
-    backends = Logger(config.logger, log_dir)
+    backends = Logger(config.logger, log_dir, config.grpo.max_num_steps)
     backends.log_hyperparams(config.model_dump())
     session = Session(
         SessionParts(
@@ -192,6 +192,9 @@ def start_workers(
 ) -> Workers:
     """Start engines, policy ranks and environments side by side; blocks until all are ready."""
     policy_cluster, generation_cluster = make_clusters(config.cluster, config.policy)
+    clusters = list({id(c): c for c in (policy_cluster, generation_cluster)}.values())
+    for cluster in clusters:
+        cluster.get_placement_groups()
     settings = engine_settings(config.policy, config.cluster, config.grpo.seed, load_weights=False)
     generation_config = config.policy.generation
     assert generation_config is not None, "engine_settings checks this"
@@ -221,7 +224,6 @@ def start_workers(
             generation_config.vllm_cfg.env_vars,
         )
         policy = pool.submit(start_policy)
-        clusters = list({id(c): c for c in (policy_cluster, generation_cluster)}.values())
         return Workers(policy.result(), engines.result(), environments, clusters)
 
 

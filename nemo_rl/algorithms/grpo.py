@@ -15,11 +15,11 @@ from nemo_rl.algorithms.refit import Refitter
 from nemo_rl.algorithms.rollout_source import RolloutSource
 from nemo_rl.algorithms.scoring import PolicyScoring
 from nemo_rl.algorithms.session import Session
-from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.algorithms.training_batch import build_training_batch
 from nemo_rl.config import GRPOConfig
 from nemo_rl.config import GRPOMasterConfig as MasterConfig
 from nemo_rl.experience.metrics import rollout_metrics
+from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.models.policy.interfaces import PolicyInterface
 

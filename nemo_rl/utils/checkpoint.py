@@ -1,0 +1,198 @@
+"""Checkpoint folders: written aside, renamed when whole, the best kept.
+
+    init_tmp_checkpoint ─► tmp_step_N/ (the caller fills it) ─► finalize_checkpoint ─► step_N/
+
+A crash at any point leaves every finished `step_N` as it was; leftovers are cleared at the next start.
+Law: a folder named `step_N` is always complete, and the newest one is never removed.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from nemo_rl.config import CheckpointingConfig
+from nemo_rl.utils.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_INFO_FILE = "training_info.json"
+_CONFIG_FILE = "config.yaml"
+_STATUS_FILE = "latest_checkpoint_status.json"
+_STEP = re.compile(r"^step_(\d+)$")
+
+type PathLike = str | os.PathLike[str]
+
+
+class CheckpointManager:
+    """The checkpoints of a run below `checkpoint_dir`.
+
+    Args:
+        config: the `checkpointing` section.
+    """
+
+    def __init__(self, config: CheckpointingConfig):
+        self.checkpoint_dir = Path(config.checkpoint_dir).absolute()
+        self._metric_name = config.metric_name
+        self._higher_is_better = config.higher_is_better
+        self._keep_top_k = config.keep_top_k
+        self._recover()
+
+    def _recover(self) -> None:
+        """Undo what a crash left half done."""
+        for old in sorted(self.checkpoint_dir.glob("old_step_*")):
+            step = self.checkpoint_dir / old.name.removeprefix("old_")
+            if step.exists():
+                shutil.rmtree(old)
+            else:
+                logger.warning("Restoring %s, which a crash had left as %s.", step.name, old.name)
+                os.replace(old, step)
+        for leftover in self.checkpoint_dir.glob("tmp_step_*"):
+            logger.warning("Removing %s: the run ended while it was written.", leftover)
+            shutil.rmtree(leftover)
+
+    @staticmethod
+    def get_resume_paths(
+        last_checkpoint_path: PathLike | None, *, model_component: str = "policy"
+    ) -> tuple[Path | None, Path | None]:
+        """Weights and optimizer folders of a checkpoint; the latter is None when it was not saved."""
+        if last_checkpoint_path is None:
+            return None, None
+        component = Path(last_checkpoint_path) / model_component
+        optimizer = component / "optimizer"
+        return component / "weights", optimizer if optimizer.exists() else None
+
+    def init_tmp_checkpoint(
+        self, step: int, training_info: Mapping[str, Any], run_config: BaseModel | None = None
+    ) -> Path:
+        """Begin a checkpoint; the caller fills the returned folder and calls `finalize_checkpoint`.
+
+        Args:
+            step: training step.
+            training_info: save state and metrics (`val:<name>`, `train:<name>`).
+            run_config: stored beside it.
+        """
+        folder = self.checkpoint_dir / f"tmp_step_{step}"
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        (folder / _INFO_FILE).write_text(json.dumps(dict(training_info), indent=1))
+        if run_config is not None:
+            text = yaml.safe_dump(run_config.model_dump(mode="json"), sort_keys=False)
+            (folder / _CONFIG_FILE).write_text(text)
+        return folder
+
+    def finalize_checkpoint(self, checkpoint_path: PathLike) -> None:
+        """Make a filled folder the checkpoint of its step, durably, and drop what is no longer kept.
+
+        Raises:
+            CheckpointError: the folder was not made by `init_tmp_checkpoint`.
+        """
+        folder = Path(checkpoint_path)
+        if not folder.name.startswith("tmp_step_"):
+            raise CheckpointError(f"{folder} is not a tmp_step_<N> folder.")
+        _flush_tree(folder)
+        final = folder.with_name(folder.name.removeprefix("tmp_"))
+        old = folder.with_name(f"old_{final.name}")
+        if final.exists():
+            os.replace(final, old)
+        os.replace(folder, final)
+        _flush_folder(self.checkpoint_dir)
+        if old.exists():
+            shutil.rmtree(old)
+        self._write_status(int(final.name.removeprefix("step_")))
+        self.remove_old_checkpoints()
+
+    def _write_status(self, step: int) -> None:
+        path = self.checkpoint_dir / _STATUS_FILE
+        partial = path.with_suffix(".partial")
+        saved_at = (self.checkpoint_dir / f"step_{step}").stat().st_mtime
+        status = {"last_successful_ckpt_save_completion": saved_at, "last_checkpoint_step": step}
+        partial.write_text(json.dumps(status))
+        os.replace(partial, path)
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, oldest first."""
+        if not self.checkpoint_dir.exists():
+            return []
+        found = (_STEP.match(entry.name) for entry in self.checkpoint_dir.iterdir())
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def get_latest_checkpoint_path(self) -> str | None:
+        """The newest checkpoint's folder, or None."""
+        steps = self.steps()
+        return str(self.checkpoint_dir / f"step_{steps[-1]}") if steps else None
+
+    def get_best_checkpoint_path(self) -> str | None:
+        """The checkpoint with the best metric (the newest without one), or None."""
+        ranking = self._ranking()
+        return str(self.checkpoint_dir / f"step_{ranking[0]}") if ranking else None
+
+    def load_training_info(self, checkpoint_path: PathLike | None = None) -> dict[str, Any] | None:
+        """What `init_tmp_checkpoint` stored; of the newest checkpoint when no path is given."""
+        path = checkpoint_path or self.get_latest_checkpoint_path()
+        if path is None:
+            return None
+        info = Path(path) / _INFO_FILE
+        if not info.exists():
+            raise CheckpointError(f"{path} has no {_INFO_FILE}; it is not a checkpoint of this library.")
+        return json.loads(info.read_text())
+
+    def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
+        """Keep the `keep_top_k` best and, with `exclude_latest`, the newest one."""
+        if self._keep_top_k is None:
+            return
+        kept = set(self._ranking()[: self._keep_top_k])
+        steps = self.steps()
+        if exclude_latest and steps:
+            kept.add(steps[-1])
+        for step in steps:
+            if step not in kept:
+                doomed = self.checkpoint_dir / f"tmp_step_{step}"
+                os.replace(self.checkpoint_dir / f"step_{step}", doomed)
+                shutil.rmtree(doomed)
+
+    def _ranking(self) -> list[int]:
+        """Steps from best to worst; those without the metric last, ties to the newer."""
+        steps = self.steps()
+        if self._metric_name is None:
+            return steps[::-1]
+        values = {step: self._metric_of(step) for step in steps}
+        if steps and all(value is None for value in values.values()):
+            logger.warning("No checkpoint has the metric %s yet; ranking them by recency.", self._metric_name)
+        sign = 1 if self._higher_is_better else -1
+
+        def key(step: int) -> tuple[bool, float, int]:
+            value = values[step]
+            return (value is not None, sign * value if value is not None else 0.0, step)
+
+        return sorted(steps, key=key, reverse=True)
+
+    def _metric_of(self, step: int) -> float | None:
+        info = self.load_training_info(self.checkpoint_dir / f"step_{step}") or {}
+        value = info.get(str(self._metric_name))
+        return None if value is None else float(value)
+
+
+def _flush_tree(folder: Path) -> None:
+    """Ask the disk to hold every file before the rename makes them count."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        _flush_folder(Path(root))
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

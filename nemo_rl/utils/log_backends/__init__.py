@@ -1,0 +1,1 @@
+"""Where metrics go: one file per tracker, each importing its library alone."""

@@ -1,0 +1,87 @@
+"""One line a step on the console, with a progress bar on a terminal.
+
+Law: the line shows the same numbers, under the same names, that the trackers get.
+"""
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from nemo_rl.utils.log_backends.interface import LoggerInterface
+
+logger = logging.getLogger("nemo_rl.console")
+
+_SHOWN = (
+    ("train", "loss"),
+    ("train", "reward"),
+    ("train", "accuracy"),
+    ("train", "grad_norm"),
+    ("train", "lr"),
+    ("train", "gen_kl_error"),
+    ("train", "token_mult_prob_error"),
+    ("train", "mean_gen_tokens_per_sample"),
+    ("train", "num_reward_errors"),
+    ("timing/train", "generation"),
+    ("timing/train", "policy_training"),
+    ("timing/train", "total_step_time"),
+)
+_SHORT = {
+    "token_mult_prob_error": "mult_err",
+    "gen_kl_error": "gen_kl",
+    "mean_gen_tokens_per_sample": "len",
+    "total_step_time": "step_s",
+    "generation": "gen_s",
+    "policy_training": "train_s",
+}
+_LAST_PREFIX = "performance"
+
+
+class ConsoleLogger(LoggerInterface):
+    """Prints a line when a step's last group of metrics has arrived.
+
+    Args:
+        total_steps: length of the progress bar.
+    """
+
+    def __init__(self, total_steps: int | None = None):
+        self._pending: dict[tuple[str, str], float] = {}
+        self._total = total_steps
+        self._bar: Progress | None = None
+        if total_steps and sys.stderr.isatty():
+            columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("steps", total=total_steps)
+            self._bar.start()
+
+    def log_metrics(
+        self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None
+    ) -> None:
+        """See `LoggerInterface.log_metrics`; gathers groups until `performance` ends the step."""
+        self._pending |= {(prefix, name): value for name, value in metrics.items()}
+        if prefix != _LAST_PREFIX:
+            return
+        shown = [
+            f"{_SHORT.get(name, name)}={self._pending[prefix_, name]:.4g}"
+            for prefix_, name in _SHOWN
+            if (prefix_, name) in self._pending
+        ]
+        of_total = f"/{self._total}" if self._total else ""
+        logger.info("step %d%s  %s", step, of_total, "  ".join(shown))
+        self._pending = {}
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """The configuration is stored beside the run; nothing is printed."""
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """Distributions are for trackers."""
+
+    def close(self) -> None:
+        """Remove the progress bar."""
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,50 @@
+"""MLflow tracking (extra `mlflow`)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlflow
+
+from nemo_rl.config import MlflowConfig
+from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten, full_name
+
+_PARAMS_PER_CALL = 100
+_LONGEST_VALUE = 500
+
+
+class MLflowLogger(LoggerInterface):
+    """Logs to one MLflow run.
+
+    Args:
+        cfg: the `logger.mlflow` section.
+    """
+
+    def __init__(self, cfg: MlflowConfig):
+        if cfg.tracking_uri:
+            mlflow.set_tracking_uri(cfg.tracking_uri)
+        if cfg.experiment_name:
+            if cfg.artifact_location and mlflow.get_experiment_by_name(cfg.experiment_name) is None:
+                mlflow.create_experiment(cfg.experiment_name, artifact_location=cfg.artifact_location)
+            mlflow.set_experiment(cfg.experiment_name)
+        mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name)
+
+    def log_metrics(
+        self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None
+    ) -> None:
+        """See `LoggerInterface.log_metrics`."""
+        mlflow.log_metrics({full_name(prefix, name): float(value) for name, value in metrics.items()}, step=step)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """See `LoggerInterface.log_hyperparams`; long values are cut as MLflow demands."""
+        items = [(name, str(value)[:_LONGEST_VALUE]) for name, value in flatten(params).items()]
+        for start in range(0, len(items), _PARAMS_PER_CALL):
+            mlflow.log_params(dict(items[start : start + _PARAMS_PER_CALL]))
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """See `LoggerInterface.log_histogram`; MLflow has none, so the mean is kept."""
+        values = list(histogram)
+        mlflow.log_metric(f"{name}/mean", sum(values) / max(len(values), 1), step=step)
+
+    def close(self) -> None:
+        """See `LoggerInterface.close`."""
+        mlflow.end_run()

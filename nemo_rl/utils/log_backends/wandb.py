@@ -1,0 +1,47 @@
+"""Weights & Biases; works offline with WANDB_MODE=offline."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from nemo_rl.config import WandbConfig
+from nemo_rl.utils.log_backends.interface import LoggerInterface, full_name
+
+_PREFIXES = ("train", "validation", "timing/train", "timing/validation", "performance", "refit")
+
+
+class WandbLogger(LoggerInterface):
+    """Logs to one W&B run.
+
+    Args:
+        cfg: the `logger.wandb` section.
+        log_dir: folder for its files.
+    """
+
+    def __init__(self, cfg: WandbConfig, log_dir: str | Path):
+        self._run = wandb.init(project=cfg.project, name=cfg.name, entity=cfg.entity, dir=str(log_dir))
+        for prefix in _PREFIXES:
+            self._run.define_metric(f"{prefix}/step")
+            self._run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
+
+    def log_metrics(
+        self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None
+    ) -> None:
+        """See `LoggerInterface.log_metrics`; each prefix has its own step axis."""
+        values = {full_name(prefix, name): value for name, value in metrics.items()}
+        values[step_metric or full_name(prefix, "step")] = step
+        self._run.log(values)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """See `LoggerInterface.log_hyperparams`."""
+        self._run.config.update(dict(params))
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """See `LoggerInterface.log_histogram`."""
+        self._run.log({name: wandb.Histogram(list(histogram)), "train/step": step})
+
+    def close(self) -> None:
+        """See `LoggerInterface.close`."""
+        self._run.finish()
