@@ -2,12 +2,13 @@
 
     init_tmp_checkpoint ─► tmp_step_N/ (the caller fills it) ─► finalize_checkpoint ─► step_N/
 
-A crash at any point leaves every finished `step_N` as it was; leftovers are cleared at the next start.
+A crash at any point leaves a complete checkpoint to resume from; leftovers are cleared at the next start.
 Law: a folder named `step_N` is always complete, and the newest one is never removed.
 """
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from pydantic import BaseModel
 
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.utils.folder_lock import FolderLock
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,9 @@ type PathLike = str | os.PathLike[str]
 class CheckpointManager:
     """The checkpoints of a run below `checkpoint_dir`.
 
+    Making a manager clears what a crash left half done, unless another process writes there at the moment.
+    The first `init_tmp_checkpoint` makes this process the only writer of the folder until it ends.
+
     Args:
         config: the `checkpointing` section.
     """
@@ -43,7 +48,11 @@ class CheckpointManager:
         self._metric_name = config.metric_name
         self._higher_is_better = config.higher_is_better
         self._keep_top_k = config.keep_top_k
-        self._recover()
+        self._lock = FolderLock(self.checkpoint_dir)
+        self._warned_of_metric = False
+        if self._lock.acquire():
+            self._recover()
+            self._lock.release()
 
     def _recover(self) -> None:
         """Undo what a crash left half done."""
@@ -55,7 +64,7 @@ class CheckpointManager:
                 logger.warning("Restoring %s, which a crash had left as %s.", step.name, old.name)
                 os.replace(old, step)
         for leftover in self.checkpoint_dir.glob("tmp_step_*"):
-            logger.warning("Removing %s: the run ended while it was written.", leftover)
+            logger.warning("Removing %s: a run ended while it was written or removed.", leftover)
             shutil.rmtree(leftover)
 
     @staticmethod
@@ -76,14 +85,25 @@ class CheckpointManager:
 
         Args:
             step: training step.
-            training_info: save state and metrics (`val:<name>`, `train:<name>`).
+            training_info: save state and metrics (`val:<name>`, `train:<name>`); numbers may be tensors or
+                NumPy scalars.
             run_config: stored beside it.
+
+        Raises:
+            CheckpointError: another process writes checkpoints into the same folder.
         """
+        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        if not self._lock.acquire():
+            raise CheckpointError(
+                f"{self.checkpoint_dir} is in use by another run, or is read-only. "
+                "Give each run its own checkpointing.checkpoint_dir."
+            )
         folder = self.checkpoint_dir / f"tmp_step_{step}"
         if folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        (folder / _INFO_FILE).write_text(json.dumps(dict(training_info), indent=1))
+        folder.mkdir()
+        text = json.dumps(dict(training_info), indent=1, default=lambda number: number.item())
+        (folder / _INFO_FILE).write_text(text)
         if run_config is not None:
             text = yaml.safe_dump(run_config.model_dump(mode="json"), sort_keys=False)
             (folder / _CONFIG_FILE).write_text(text)
@@ -96,8 +116,8 @@ class CheckpointManager:
             CheckpointError: the folder was not made by `init_tmp_checkpoint`.
         """
         folder = Path(checkpoint_path)
-        if not folder.name.startswith("tmp_step_"):
-            raise CheckpointError(f"{folder} is not a tmp_step_<N> folder.")
+        if not folder.name.startswith("tmp_step_") or not (folder / _INFO_FILE).exists():
+            raise CheckpointError(f"{folder} is not a folder made by init_tmp_checkpoint.")
         _flush_tree(folder)
         final = folder.with_name(folder.name.removeprefix("tmp_"))
         old = folder.with_name(f"old_{final.name}")
@@ -136,14 +156,21 @@ class CheckpointManager:
         return str(self.checkpoint_dir / f"step_{ranking[0]}") if ranking else None
 
     def load_training_info(self, checkpoint_path: PathLike | None = None) -> dict[str, Any] | None:
-        """What `init_tmp_checkpoint` stored; of the newest checkpoint when no path is given."""
+        """What `init_tmp_checkpoint` stored; of the newest checkpoint when no path is given.
+
+        Raises:
+            CheckpointError: the folder holds no readable save state.
+        """
         path = checkpoint_path or self.get_latest_checkpoint_path()
         if path is None:
             return None
-        info = Path(path) / _INFO_FILE
-        if not info.exists():
-            raise CheckpointError(f"{path} has no {_INFO_FILE}; it is not a checkpoint of this library.")
-        return json.loads(info.read_text())
+        try:
+            return json.loads((Path(path) / _INFO_FILE).read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise CheckpointError(
+                f"{path} has no readable {_INFO_FILE} ({error}), so it is not a checkpoint of this library. "
+                "Move it away or choose another checkpointing.checkpoint_dir."
+            ) from error
 
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
         """Keep the `keep_top_k` best and, with `exclude_latest`, the newest one."""
@@ -165,8 +192,12 @@ class CheckpointManager:
         if self._metric_name is None:
             return steps[::-1]
         values = {step: self._metric_of(step) for step in steps}
-        if steps and all(value is None for value in values.values()):
-            logger.warning("No checkpoint has the metric %s yet; ranking them by recency.", self._metric_name)
+        if steps and all(value is None for value in values.values()) and not self._warned_of_metric:
+            self._warned_of_metric = True
+            logger.warning(
+                "No checkpoint has the metric %s of checkpointing.metric_name; keeping the newest ones.",
+                self._metric_name,
+            )
         sign = 1 if self._higher_is_better else -1
 
         def key(step: int) -> tuple[bool, float, int]:
@@ -176,9 +207,10 @@ class CheckpointManager:
         return sorted(steps, key=key, reverse=True)
 
     def _metric_of(self, step: int) -> float | None:
+        """The ranking metric of a checkpoint; None when it is absent or not a finite number."""
         info = self.load_training_info(self.checkpoint_dir / f"step_{step}") or {}
         value = info.get(str(self._metric_name))
-        return None if value is None else float(value)
+        return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _flush_tree(folder: Path) -> None:

@@ -1,21 +1,54 @@
-"""One logger for a run, fanning out to the console and the trackers that are switched on.
+"""One logger for a run, fanning out to the console, a file and the trackers that are switched on.
 
-Law: every backend gets the same numbers under the same names.
+The session logs through it; the backends are in `utils.log_backends`. Law: every backend gets the same
+numbers under the same names.
 """
 
+import importlib
 import importlib.util
-import math
+import io
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
 
 from nemo_rl.config import LoggerConfig
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
-from nemo_rl.utils.log_backends.interface import LoggerInterface
+from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict
+from nemo_rl.utils.log_backends.jsonl import JsonlLogger, write_rows
+
+if TYPE_CHECKING:
+    from nemo_rl.utils.log_backends.mlflow import MLflowLogger
+    from nemo_rl.utils.log_backends.tensorboard import TensorboardLogger
+    from nemo_rl.utils.log_backends.wandb import WandbLogger
+
+__all__ = [
+    "Logger",
+    "LoggerInterface",
+    "MLflowLogger",
+    "TensorboardLogger",
+    "WandbLogger",
+    "flatten_dict",
+    "get_next_experiment_dir",
+    "print_message_log_samples",
+]
+
+logger = logging.getLogger(__name__)
 
 _EXPERIMENT = re.compile(r"^exp_(\d+)$")
+_PANEL_WIDTH = 100
+_TRACKERS = {"tensorboard": "TensorboardLogger", "wandb": "WandbLogger", "mlflow": "MLflowLogger"}
+_INSTALL = {
+    "tensorboard": "it comes with nemo_rl",
+    "wandb": "it comes with nemo_rl",
+    "mlflow": "the extra: uv sync --extra mlflow",
+}
 
 
 def get_next_experiment_dir(base_log_dir: str | Path) -> str:
@@ -39,24 +72,29 @@ class Logger(LoggerInterface):
 
     Args:
         cfg: the `logger` section.
-        log_dir: this run's folder.
-        total_steps: for the console's progress bar.
+        log_dir: this run's folder; None means `cfg.log_dir`.
+        total_steps: length of the console's progress bar.
 
     Raises:
         ConfigError: a tracker is on and its library is not installed.
     """
 
-    def __init__(self, cfg: LoggerConfig, log_dir: str | Path, total_steps: int | None = None):
-        self.log_dir = Path(log_dir)
+    def __init__(self, cfg: LoggerConfig, log_dir: str | Path | None = None, total_steps: int | None = None):
+        self.log_dir = Path(cfg.log_dir if log_dir is None else log_dir)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         self._backends = make_backends(cfg, self.log_dir, total_steps)
 
     def log_metrics(
-        self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
     ) -> None:
-        """See `LoggerInterface.log_metrics`; values that are not finite numbers stay out of trackers' way."""
-        numbers = {name: float(v) for name, v in metrics.items() if math.isfinite(float(v))}
+        """See `LoggerInterface.log_metrics`."""
         for backend in self._backends:
-            backend.log_metrics(numbers, step, prefix, step_metric)
+            backend.log_metrics(metrics, step, prefix, step_metric, step_finished)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `LoggerInterface.log_hyperparams`."""
@@ -68,33 +106,106 @@ class Logger(LoggerInterface):
         for backend in self._backends:
             backend.log_histogram(histogram, step, name)
 
+    def log_plot(self, figure: Any, step: int, name: str) -> None:
+        """See `LoggerInterface.log_plot`."""
+        for backend in self._backends:
+            backend.log_plot(figure, step, name)
+
+    def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> None:
+        """Write a batch as `<log_dir>/<filename>`, one line for each sample.
+
+        Args:
+            to_log: tensors, arrays or lists with a common first axis.
+            filename: name of the file in this run's folder.
+
+        Raises:
+            ValueError: the first axes differ.
+        """
+        columns = dict(to_log)
+        sizes = {name: len(column) for name, column in columns.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"The columns of {filename} differ in length: {sizes}.")
+        num_rows = next(iter(sizes.values()), 0)
+        rows = ({name: column[row] for name, column in columns.items()} for row in range(num_rows))
+        write_rows(self.log_dir / filename, rows)
+
+    def log_string_list_as_jsonl(self, to_log: Sequence[str], filename: str) -> None:
+        """Write texts that are JSON already as `<log_dir>/<filename>`, one a line."""
+        (self.log_dir / filename).write_text("".join(line + "\n" for line in to_log), encoding="utf-8")
+
     def close(self) -> None:
         """Close all backends."""
         for backend in self._backends:
             backend.close()
 
+    def finish(self) -> None:
+        """The same as `close`."""
+        self.close()
+
 
 def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> list[LoggerInterface]:
-    """The console and every tracker that is on; a tracker's library is imported only then."""
-    backends: list[LoggerInterface] = [ConsoleLogger(total_steps)]
-    if cfg.tensorboard_enabled:
-        from nemo_rl.utils.log_backends.tensorboard import TensorboardLogger
+    """The console, the metrics file, and every tracker that is on.
 
-        backends.append(TensorboardLogger(log_dir / "tensorboard"))
-    if cfg.wandb_enabled:
-        _require("wandb", "logger.wandb_enabled", "wandb")
-        from nemo_rl.utils.log_backends.wandb import WandbLogger
-
-        (log_dir / "wandb").mkdir(exist_ok=True)
-        backends.append(WandbLogger(cfg.wandb, log_dir / "wandb"))
-    if cfg.mlflow_enabled:
-        _require("mlflow", "logger.mlflow_enabled", "--extra mlflow")
-        from nemo_rl.utils.log_backends.mlflow import MLflowLogger
-
-        backends.append(MLflowLogger(cfg.mlflow))
+    Raises:
+        ConfigError: a tracker is on and its library is not installed.
+    """
+    backends: list[LoggerInterface] = [ConsoleLogger(total_steps), JsonlLogger(log_dir)]
+    for name, class_name in _TRACKERS.items():
+        if not getattr(cfg, f"{name}_enabled"):
+            continue
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"logger.{name}_enabled=true needs the package {name}, which is not installed. "
+                f"Install it ({_INSTALL[name]}) or set logger.{name}_enabled=false."
+            )
+        folder = log_dir / name
+        folder.mkdir(exist_ok=True)
+        backends.append(_tracker_class(name, class_name)(getattr(cfg, name), folder))
     return backends
 
 
-def _require(library: str, key: str, how: str) -> None:
-    if importlib.util.find_spec(library) is None:
-        raise ConfigError(f"{key}=true needs {library}, which is not installed. Install it ({how}) or set {key}=false.")
+def _tracker_class(name: str, class_name: str) -> Any:
+    """Import one tracker's file; its library is imported only here and only when wanted."""
+    return getattr(importlib.import_module(f"nemo_rl.utils.log_backends.{name}"), class_name)
+
+
+def __getattr__(name: str) -> Any:
+    """Offer the trackers' classes under this module's name without importing their libraries."""
+    for module, class_name in _TRACKERS.items():
+        if class_name == name:
+            return _tracker_class(module, class_name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def print_message_log_samples(
+    message_logs: Sequence[Sequence[Mapping[str, Any]]],
+    rewards: Sequence[float],
+    num_samples: int = 5,
+    step: int = 0,
+) -> None:
+    """Show conversations with their rewards on the console, best and worst first.
+
+    Args:
+        message_logs: one message log for each sample.
+        rewards: one reward for each sample.
+        num_samples: how many to show; 0 shows nothing.
+        step: training step, for the heading.
+
+    Raises:
+        ValueError: there are not as many rewards as message logs.
+    """
+    if len(message_logs) != len(rewards):
+        raise ValueError(f"{len(message_logs)} message logs, but {len(rewards)} rewards.")
+    by_reward = sorted(range(len(rewards)), key=lambda row: rewards[row], reverse=True)
+    num_shown = min(num_samples, len(by_reward))
+    num_worst = num_shown // 2
+    for row in by_reward[: num_shown - num_worst] + by_reward[len(by_reward) - num_worst :]:
+        logger.info("step %d, sample %d\n%s", step, row, _render(message_logs[row], float(rewards[row])))
+
+
+def _render(message_log: Sequence[Mapping[str, Any]], reward: float) -> str:
+    """One conversation as text in a frame; markup in the texts is shown, not obeyed."""
+    turns = [Text(f"{message['role']}: {message['content']}") for message in message_log]
+    page = io.StringIO()
+    Console(file=page, width=_PANEL_WIDTH).print(Panel(Group(*turns), title=f"reward {reward:g}"))
+    return page.getvalue().rstrip()

@@ -1,6 +1,7 @@
 """One line a step on the console, with a progress bar on a terminal.
 
-Law: the line shows the same numbers, under the same names, that the trackers get.
+The records go through `utils.logging_setup`, which lets them pass above the bar. Law: the line shows the
+same numbers that the trackers get.
 """
 
 import logging
@@ -11,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nemo_rl.utils.log_backends.interface import LoggerInterface
+from nemo_rl.utils.log_backends.interface import LoggerInterface, to_scalars
 
 logger = logging.getLogger("nemo_rl.console")
 
@@ -41,7 +42,7 @@ _LAST_PREFIX = "performance"
 
 
 class ConsoleLogger(LoggerInterface):
-    """Prints a line when a step's last group of metrics has arrived.
+    """Logs a line when a step's last group of metrics has arrived.
 
     Args:
         total_steps: length of the progress bar.
@@ -58,12 +59,19 @@ class ConsoleLogger(LoggerInterface):
             self._bar.start()
 
     def log_metrics(
-        self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
     ) -> None:
-        """See `LoggerInterface.log_metrics`; gathers groups until `performance` ends the step."""
-        self._pending |= {(prefix, name): value for name, value in metrics.items()}
-        if prefix != _LAST_PREFIX:
-            return
+        """See `LoggerInterface.log_metrics`; a group named `performance` ends a step too."""
+        self._pending |= {(prefix, name): value for name, value in to_scalars(metrics).items()}
+        if prefix == _LAST_PREFIX or step_finished:
+            self._print_step(step)
+
+    def _print_step(self, step: int) -> None:
         shown = [
             f"{_SHORT.get(name, name)}={self._pending[prefix_, name]:.4g}"
             for prefix_, name in _SHOWN

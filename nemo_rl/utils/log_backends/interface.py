@@ -1,4 +1,8 @@
-"""What a metric tracker offers. Law: a metric is logged as `<prefix>/<name>`."""
+"""What a metric tracker offers, and the shapes all of them need.
+
+Implemented by the other files of this folder and by `utils.logger`. Law: a metric is logged as
+`<prefix>/<name>`, and a number that is not finite is logged as such, never hidden.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,21 +14,38 @@ class LoggerInterface(ABC):
 
     @abstractmethod
     def log_metrics(
-        self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
     ) -> None:
-        """Log scalars of a step under `<prefix>/<name>`."""
+        """Log scalars of a step under `<prefix>/<name>`.
+
+        Args:
+            metrics: name to number; 0-dimensional tensors and NumPy scalars are numbers too.
+            step: training step.
+            prefix: group of the metrics, for example `train`.
+            step_metric: name of the x-axis in trackers that have several.
+            step_finished: whether nothing more follows for this step.
+        """
 
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log the run's configuration."""
+        """Log the run's configuration, a nested mapping."""
 
     @abstractmethod
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """Log a distribution."""
 
-    @abstractmethod
+    def log_plot(self, figure: Any, step: int, name: str) -> None:
+        """Log a matplotlib figure; a tracker without pictures ignores it."""
+        return None
+
     def close(self) -> None:
-        """Write out what is pending."""
+        """Write out what is pending; nothing to do by default."""
+        return None
 
 
 def full_name(prefix: str | None, name: str) -> str:
@@ -32,13 +53,36 @@ def full_name(prefix: str | None, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
 
 
-def flatten(params: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
-    """Nested mappings as one level with dotted names."""
+def to_scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are single numbers, as floats; NaN and infinities stay what they are."""
+    scalars = {}
+    for name, value in metrics.items():
+        if hasattr(value, "item"):
+            num_elements = value.numel() if hasattr(value, "numel") else value.size
+            value = value.item() if num_elements == 1 else None
+        if isinstance(value, bool | int | float):
+            scalars[name] = float(value)
+    return scalars
+
+
+def flatten_dict(d: Mapping[str, Any], sep: str = ".", expand_lists: bool = True) -> dict[str, Any]:
+    """Nested mappings as one level.
+
+    Args:
+        d: the nested mapping.
+        sep: what joins the names.
+        expand_lists: whether items of lists get their index as a name; otherwise lists stay whole.
+
+    Example:
+        >>> flatten_dict({"a": {"b": 1}, "c": [2]})
+        {'a.b': 1, 'c.0': 2}
+    """
     flat: dict[str, Any] = {}
-    for name, value in params.items():
-        key = f"{parent}.{name}" if parent else str(name)
-        if isinstance(value, Mapping):
-            flat |= flatten(value, key)
+    for name, value in d.items():
+        if expand_lists and isinstance(value, list | tuple):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping) and value:
+            flat |= {f"{name}{sep}{inner}": leaf for inner, leaf in flatten_dict(value, sep, expand_lists).items()}
         else:
-            flat[key] = value
+            flat[str(name)] = value
     return flat

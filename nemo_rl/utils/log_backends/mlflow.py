@@ -1,12 +1,16 @@
-"""MLflow tracking (extra `mlflow`)."""
+"""MLflow tracking (extra `mlflow`).
+
+Chosen by `logger.mlflow_enabled`. Law: the only file that imports mlflow.
+"""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlflow
 
 from nemo_rl.config import MlflowConfig
-from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten, full_name
+from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict, full_name, to_scalars
 
 _PARAMS_PER_CALL = 100
 _LONGEST_VALUE = 500
@@ -17,9 +21,10 @@ class MLflowLogger(LoggerInterface):
 
     Args:
         cfg: the `logger.mlflow` section.
+        log_dir: unused; MLflow keeps its files where `tracking_uri` says.
     """
 
-    def __init__(self, cfg: MlflowConfig):
+    def __init__(self, cfg: MlflowConfig, log_dir: str | Path | None = None):
         if cfg.tracking_uri:
             mlflow.set_tracking_uri(cfg.tracking_uri)
         if cfg.experiment_name:
@@ -29,14 +34,21 @@ class MLflowLogger(LoggerInterface):
         mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name)
 
     def log_metrics(
-        self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
     ) -> None:
         """See `LoggerInterface.log_metrics`."""
-        mlflow.log_metrics({full_name(prefix, name): float(value) for name, value in metrics.items()}, step=step)
+        values = {full_name(prefix, name): value for name, value in to_scalars(metrics).items()}
+        mlflow.log_metrics(values, step=step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `LoggerInterface.log_hyperparams`; long values are cut as MLflow demands."""
-        items = [(name, str(value)[:_LONGEST_VALUE]) for name, value in flatten(params).items()]
+        flat = flatten_dict(params, expand_lists=False)
+        items = [(name, str(value)[:_LONGEST_VALUE]) for name, value in flat.items()]
         for start in range(0, len(items), _PARAMS_PER_CALL):
             mlflow.log_params(dict(items[start : start + _PARAMS_PER_CALL]))
 
@@ -44,6 +56,10 @@ class MLflowLogger(LoggerInterface):
         """See `LoggerInterface.log_histogram`; MLflow has none, so the mean is kept."""
         values = list(histogram)
         mlflow.log_metric(f"{name}/mean", sum(values) / max(len(values), 1), step=step)
+
+    def log_plot(self, figure: Any, step: int, name: str) -> None:
+        """See `LoggerInterface.log_plot`."""
+        mlflow.log_figure(figure, f"{name}_{step}.png")
 
     def close(self) -> None:
         """See `LoggerInterface.close`."""

@@ -1,4 +1,7 @@
-"""TensorBoard files."""
+"""TensorBoard event files.
+
+Chosen by `logger.tensorboard_enabled`. Law: the only file that imports TensorBoard.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,35 +10,47 @@ from typing import Any
 import numpy as np
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten, full_name
+from nemo_rl.config import TensorboardConfig
+from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict, full_name, to_scalars
+
+_FLUSH_S = 10
 
 
 class TensorboardLogger(LoggerInterface):
     """Writes event files.
 
     Args:
+        cfg: the `logger.tensorboard` section.
         log_dir: folder of the event files.
     """
 
-    def __init__(self, log_dir: str | Path):
-        self._writer = SummaryWriter(str(log_dir), flush_secs=10)
+    def __init__(self, cfg: TensorboardConfig, log_dir: str | Path):
+        self._writer = SummaryWriter(str(log_dir), flush_secs=_FLUSH_S)
 
     def log_metrics(
-        self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
     ) -> None:
         """See `LoggerInterface.log_metrics`; values that are no numbers are left out."""
-        for name, value in metrics.items():
-            if isinstance(value, bool | int | float) or np.isscalar(value):
-                self._writer.add_scalar(full_name(prefix, name), float(value), step)  # type: ignore[arg-type]
+        for name, value in to_scalars(metrics).items():
+            self._writer.add_scalar(full_name(prefix, name), value, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `LoggerInterface.log_hyperparams`; as a text page."""
-        lines = [f"    {name}: {value}" for name, value in flatten(params).items()]
+        lines = [f"    {name}: {value}" for name, value in flatten_dict(params, expand_lists=False).items()]
         self._writer.add_text("config", "\n".join(lines), 0)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """See `LoggerInterface.log_histogram`."""
         self._writer.add_histogram(name, np.asarray(histogram), step)
+
+    def log_plot(self, figure: Any, step: int, name: str) -> None:
+        """See `LoggerInterface.log_plot`."""
+        self._writer.add_figure(name, figure, step)
 
     def close(self) -> None:
         """See `LoggerInterface.close`."""

@@ -1,4 +1,7 @@
-"""Weights & Biases; works offline with WANDB_MODE=offline."""
+"""Weights & Biases; works without a network with WANDB_MODE=offline.
+
+Chosen by `logger.wandb_enabled`. Law: the only file that imports wandb.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +10,7 @@ from typing import Any
 import wandb
 
 from nemo_rl.config import WandbConfig
-from nemo_rl.utils.log_backends.interface import LoggerInterface, full_name
+from nemo_rl.utils.log_backends.interface import LoggerInterface, full_name, to_scalars
 
 _PREFIXES = ("train", "validation", "timing/train", "timing/validation", "performance", "refit")
 
@@ -23,14 +26,24 @@ class WandbLogger(LoggerInterface):
     def __init__(self, cfg: WandbConfig, log_dir: str | Path):
         self._run = wandb.init(project=cfg.project, name=cfg.name, entity=cfg.entity, dir=str(log_dir))
         for prefix in _PREFIXES:
-            self._run.define_metric(f"{prefix}/step")
-            self._run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
+            self.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        """Give a metric, or all metrics of a pattern, an x-axis of its own."""
+        if step_metric is not None:
+            self._run.define_metric(step_metric)
+        self._run.define_metric(name, step_metric=step_metric)
 
     def log_metrics(
-        self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
     ) -> None:
         """See `LoggerInterface.log_metrics`; each prefix has its own step axis."""
-        values = {full_name(prefix, name): value for name, value in metrics.items()}
+        values: dict[str, Any] = {full_name(prefix, name): value for name, value in to_scalars(metrics).items()}
         values[step_metric or full_name(prefix, "step")] = step
         self._run.log(values)
 
@@ -41,6 +54,10 @@ class WandbLogger(LoggerInterface):
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """See `LoggerInterface.log_histogram`."""
         self._run.log({name: wandb.Histogram(list(histogram)), "train/step": step})
+
+    def log_plot(self, figure: Any, step: int, name: str) -> None:
+        """See `LoggerInterface.log_plot`."""
+        self._run.log({name: wandb.Image(figure), "train/step": step})
 
     def close(self) -> None:
         """See `LoggerInterface.close`."""

@@ -1,0 +1,74 @@
+"""Metrics and rows as JSON lines, the record that needs no tracker to read.
+
+`metrics.jsonl` has one line per group of metrics: `{"step", "prefix", "metrics"}`. Law: numbers keep full
+precision, and every line is strict JSON (null stands for a number that is not finite).
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.utils.log_backends.interface import LoggerInterface, to_scalars
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class JsonlLogger(LoggerInterface):
+    """Appends metrics to `metrics.jsonl`; a line is on its way to the disk as soon as it is logged.
+
+    Args:
+        log_dir: this run's folder.
+    """
+
+    def __init__(self, log_dir: str | Path):
+        self._file = (Path(log_dir) / METRICS_FILE).open("a", encoding="utf-8", buffering=1)
+
+    def log_metrics(
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """See `LoggerInterface.log_metrics`."""
+        numbers = to_scalars(metrics)
+        self._file.write(to_line({"step": step, "prefix": prefix, "metrics": numbers}) + "\n")
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """The configuration has its own file beside the run."""
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """Distributions follow from the trajectories."""
+
+    def close(self) -> None:
+        """See `LoggerInterface.close`."""
+        self._file.close()
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write one JSON object a line, the whole file or nothing."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(to_line(row) + "\n" for row in rows)
+    os.replace(partial, path)
+
+
+def to_line(row: Mapping[str, Any]) -> str:
+    """One strict JSON line; tensors and arrays become lists."""
+    return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
