@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, PositiveInt
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.availability import Only
 from nemo_rl.config.section import Section
-from nemo_rl.config.structure import Only
 
 
 def _has_side(metric: str) -> str:
@@ -40,23 +40,27 @@ class CheckpointingConfig(Section):
         "model_repo_id": "the model is named by policy.model_name",
     }
 
-    enabled: bool = Field(True, description="Save checkpoints.")
-    checkpoint_dir: str = Field("results/grpo", description="Folder of the checkpoints, one step_<N> folder each.")
+    enabled: bool = Field(default=True, description="Save checkpoints.")
+    checkpoint_dir: str = Field(
+        default="results/grpo", description="Folder of the checkpoints, one step_<N> folder each."
+    )
     metric_name: Annotated[str, AfterValidator(_has_side)] | None = Field(
-        "val:accuracy",
+        default="val:accuracy",
         description="Metric that ranks checkpoints, as val:<name> or train:<name>; null: newest first.",
     )
-    higher_is_better: bool = Field(True, description="Whether a larger metric is better.")
-    keep_top_k: PositiveInt | None = Field(3, description="Best checkpoints kept besides the newest one; null: all.")
-    save_period: PositiveInt = Field(10, description="Save every this many steps.")
+    higher_is_better: bool = Field(default=True, description="Whether a larger metric is better.")
+    keep_top_k: PositiveInt | None = Field(
+        default=3, description="Best checkpoints kept besides the newest one; null: all."
+    )
+    save_period: PositiveInt = Field(default=10, description="Save every this many steps.")
     checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")] | None = Field(
-        None,
+        default=None,
         description="Wall-clock limit DD:HH:MM:SS after which the run saves and ends; null: none.",
     )
     save_optimizer: bool = Field(
-        True, description="Store the optimizer state; without it a resumed run starts it anew."
+        default=True, description="Store the optimizer state; without it a resumed run starts it anew."
     )
-    save_consolidated: bool = Field(False, description="Also write the weights as one Hugging Face folder.")
+    save_consolidated: bool = Field(default=False, description="Also write the weights as one Hugging Face folder.")
     model_save_format: Annotated[Literal["safetensors", "torch_save"], Only(("safetensors",), "torch_save")] | None = (
-        Field("safetensors", description="File format of the weights; null means safetensors.")
+        Field(default="safetensors", description="File format of the weights; null means safetensors.")
     )

@@ -14,13 +14,13 @@ from nemo_rl.config.section import Section
 class TimeoutsConfig(Section):
     """The longest that each phase may take; afterwards the run stops and names who was waited for."""
 
-    setup_s: PositiveFloat = Field(900.0, description="Seconds to start all workers and engines.")
-    rollout_s: PositiveFloat = Field(3600.0, description="Seconds for the rollouts of one step.")
-    train_s: PositiveFloat = Field(3600.0, description="Seconds for one training or logprob call.")
-    weight_sync_s: PositiveFloat = Field(600.0, description="Seconds to move weights to the engines.")
-    environment_s: PositiveFloat = Field(600.0, description="Seconds for one environment step.")
-    checkpoint_s: PositiveFloat = Field(1800.0, description="Seconds to write or read a checkpoint.")
-    shutdown_s: PositiveFloat = Field(30.0, description="Seconds for workers to end by themselves.")
+    setup_s: PositiveFloat = Field(default=900.0, description="Seconds to start all workers and engines.")
+    rollout_s: PositiveFloat = Field(default=3600.0, description="Seconds for the rollouts of one step.")
+    train_s: PositiveFloat = Field(default=3600.0, description="Seconds for one training or logprob call.")
+    weight_sync_s: PositiveFloat = Field(default=600.0, description="Seconds to move weights to the engines.")
+    environment_s: PositiveFloat = Field(default=600.0, description="Seconds for one environment step.")
+    checkpoint_s: PositiveFloat = Field(default=1800.0, description="Seconds to write or read a checkpoint.")
+    shutdown_s: PositiveFloat = Field(default=30.0, description="Seconds for workers to end by themselves.")
 
 
 class ClusterConfig(Section):
@@ -29,27 +29,27 @@ class ClusterConfig(Section):
     later: ClassVar[dict[str, str]] = {"segment_size": "placement by NVLink domain"}
 
     device: Literal["cuda", "cpu"] = Field(
-        "cuda", description="Where policy and engines compute: on GPUs or on the CPU."
+        default="cuda", description="Where policy and engines compute: on GPUs or on the CPU."
     )
-    num_nodes: PositiveInt = Field(1, description="Machines in the run.")
-    gpus_per_node: NonNegativeInt = Field(1, description="GPUs used on each machine.")
+    num_nodes: PositiveInt = Field(default=1, description="Machines in the run.")
+    gpus_per_node: NonNegativeInt = Field(default=1, description="GPUs used on each machine.")
     ranks_per_node: PositiveInt | None = Field(
-        None,
+        default=None,
         description="Policy processes on each machine; null: gpus_per_node on GPUs, 1 on the CPU.",
     )
     threads_per_rank: PositiveInt | None = Field(
-        None,
+        default=None,
         description="CPU threads of a policy process; null: cores divided by ranks_per_node, at least 1.",
     )
     max_actor_restarts: NonNegativeInt = Field(
-        10, description="Generation and environment actors restarted in one run before it stops."
+        default=10, description="Generation and environment actors restarted in one run before it stops."
     )
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig, description="Deadlines of the phases.")
     master_port_range_low: int | None = Field(
-        1400, ge=1, le=65535, description="Lowest port for the meeting point of worker processes."
+        default=1400, ge=1, le=65535, description="Lowest port for the meeting point of worker processes."
     )
     master_port_range_high: int | None = Field(
-        1999, ge=1, le=65535, description="Highest port for the meeting point of worker processes."
+        default=1999, ge=1, le=65535, description="Highest port for the meeting point of worker processes."
     )
 
     @property

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, Tag
 
-from nemo_rl.config.section import Section
+from nemo_rl.config.section import Section, derived
 
 _MEDIA = "multimodal data"
 
@@ -27,31 +27,39 @@ class DatasetDefaults(Section):
     ignored: ClassVar[dict[str, str]] = {"download_dir": "data sets are cached by Hugging Face"}
 
     dataset_name: str | None = Field(
-        None,
+        default=None,
         description="A built-in data set, ResponseDataset for data_path, or the dotted path of a class.",
     )
-    data_path: str | None = Field(None, description="A local JSONL, JSON, Parquet, CSV or Arrow file, or a hub id.")
-    subset: str | None = Field(None, description="Configuration name of a hub data set.")
-    split: str | None = Field(None, description="Split of a hub data set; null: the usual one.")
+    data_path: str | None = Field(
+        default=None, description="A local JSONL, JSON, Parquet, CSV or Arrow file, or a hub id."
+    )
+    subset: str | None = Field(default=None, description="Configuration name of a hub data set.")
+    split: str | None = Field(default=None, description="Split of a hub data set; null: the usual one.")
     split_validation_size: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="Share of the training rows set aside for validation."
+        default=0.0, description="Share of the training rows set aside for validation."
     )
-    seed: NonNegativeInt = Field(42, description="Seed of the split and of generated tasks.")
-    input_key: str | None = Field(None, description="Column of the question; null: the data set's own, or input.")
-    output_key: str | None = Field(None, description="Column of the answer; null: the data set's own, or output.")
-    env_name: str | None = Field("math", description="Environment that rewards answers, from env.")
-    processor: str | None = Field("math_hf_data_processor", description="Function that turns a row into a prompt.")
+    seed: NonNegativeInt = Field(default=42, description="Seed of the split and of generated tasks.")
+    input_key: str | None = Field(
+        default=None, description="Column of the question; null: the data set's own, or input."
+    )
+    output_key: str | None = Field(
+        default=None, description="Column of the answer; null: the data set's own, or output."
+    )
+    env_name: str | None = Field(default="math", description="Environment that rewards answers, from env.")
+    processor: str | None = Field(
+        default="math_hf_data_processor", description="Function that turns a row into a prompt."
+    )
     prompt_file: str | None = Field(
-        None, description="Text file with one {} for the question; null: the question alone."
+        default=None, description="Text file with one {} for the question; null: the question alone."
     )
-    system_prompt_file: str | None = Field(None, description="Text file with the system message; null: none.")
+    system_prompt_file: str | None = Field(default=None, description="Text file with the system message; null: none.")
     num_samples: PositiveInt | None = Field(
-        None,
+        default=None,
         description="Generated problems, only for dataset_name: arithmetic; null: 10,000 for training, "
         "256 for validation.",
     )
-    min_operand: int = Field(10, description="Smallest number in a problem, only for dataset_name: arithmetic.")
-    max_operand: int = Field(99, description="Largest number in a problem, only for dataset_name: arithmetic.")
+    min_operand: int = Field(default=10, description="Smallest number in a problem, only for dataset_name: arithmetic.")
+    max_operand: int = Field(default=99, description="Largest number in a problem, only for dataset_name: arithmetic.")
 
 
 class DatasetConfig(DatasetDefaults):
@@ -101,19 +109,19 @@ class DataConfig(Section):
         "processor": _as_default("processor"),
     }
 
-    train: DatasetEntries | None = Field(None, description="Training data: one entry, or a list that is mixed.")
-    validation: DatasetEntries | None = Field(None, description="Validation data: one entry, a list, or null.")
+    train: DatasetEntries | None = Field(default=None, description="Training data: one entry, or a list that is mixed.")
+    validation: DatasetEntries | None = Field(default=None, description="Validation data: one entry, a list, or null.")
     default: DatasetDefaults = Field(
         default_factory=DatasetDefaults, description="Values for entries that leave them out."
     )
-    max_input_seq_length: PositiveInt | None = Field(
-        "${policy.max_total_sequence_length}",  # type: ignore[assignment]
-        description="Longest prompt in tokens; longer ones are cut to a stub and masked; null: no limit.",
+    max_input_seq_length: PositiveInt | None = derived(
+        "${policy.max_total_sequence_length}",
+        "Longest prompt in tokens; longer ones are cut to a stub and masked; null: no limit.",
     )
-    shuffle: bool = Field(True, description="Draw training prompts in a seeded random order.")
-    num_workers: NonNegativeInt = Field(1, description="Processes that prepare prompts; 0: in the driver.")
+    shuffle: bool = Field(default=True, description="Draw training prompts in a seeded random order.")
+    num_workers: NonNegativeInt = Field(default=1, description="Processes that prepare prompts; 0: in the driver.")
     max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="Share of unusable rows above which a data set is refused."
+        default=0.1, description="Share of unusable rows above which a data set is refused."
     )
 
     @property

@@ -15,18 +15,18 @@ from nemo_rl.config.structure import NamedSections
 class MathEnvironmentConfig(Section):
     """Compares the model's final answer with the known one."""
 
-    num_workers: PositiveInt = Field(8, description="Processes that check answers.")
+    num_workers: PositiveInt = Field(default=8, description="Processes that check answers.")
     stop_strings: list[str] | None = Field(
-        None, description="Texts that end generation, besides policy.generation.stop_strings."
+        default=None, description="Texts that end generation, besides policy.generation.stop_strings."
     )
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = Field(
-        "math", description="How answers are compared: as mathematics or as a choice letter."
+        default="math", description="How answers are compared: as mathematics or as a choice letter."
     )
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = Field(
-        "hf_math_verify", description="Rule for mathematics: math-verify, or DAPO's strict match."
+        default="hf_math_verify", description="Rule for mathematics: math-verify, or DAPO's strict match."
     )
     timeout_s: PositiveFloat = Field(
-        10.0, description="Seconds for one answer; afterwards it counts as a reward error."
+        default=10.0, description="Seconds for one answer; afterwards it counts as a reward error."
     )
 
 
@@ -38,4 +38,6 @@ class BuiltInEnvironments(TypedDict, total=False):
     math: MathEnvironmentConfig
 
 
-EnvironmentMap = Annotated[dict[str, Any], NamedSections(BuiltInEnvironments)]
+_LATER = (("nemo_gym", "NeMo-Gym"), ("should_use_nemo_gym", "NeMo-Gym"))
+
+EnvironmentMap = Annotated[dict[str, Any], NamedSections(BuiltInEnvironments, _LATER)]

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from nemo_rl.config.section import Section
-from nemo_rl.config.structure import Only
+from nemo_rl.config.availability import Only
+from nemo_rl.config.section import Section, derived
 
 TopK = Annotated[int, Field(ge=-1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -23,20 +23,20 @@ class ColocatedResourcesConfig(Section):
     """What generation gets when it does not share the policy's devices."""
 
     gpus_per_node: PositiveInt | None = Field(
-        None, description="GPUs of each generation machine; needed when not colocated on GPUs."
+        default=None, description="GPUs of each generation machine; needed when not colocated on GPUs."
     )
     num_nodes: PositiveInt | None = Field(
-        None, description="Machines for generation only; null on one machine, which is split."
+        default=None, description="Machines for generation only; null on one machine, which is split."
     )
     ranks_per_node: PositiveInt | None = Field(
-        None, description="Engines on each machine when not colocated on the CPU; null: 1."
+        default=None, description="Engines on each machine when not colocated on the CPU; null: 1."
     )
 
 
 class ColocatedConfig(Section):
     """Whether engines share devices with the policy."""
 
-    enabled: bool = Field(True, description="Engines and policy take turns on the same devices.")
+    enabled: bool = Field(default=True, description="Engines and policy take turns on the same devices.")
     resources: ColocatedResourcesConfig = Field(
         default_factory=ColocatedResourcesConfig, description="Devices of separate engines."
     )
@@ -46,14 +46,16 @@ class WeightSyncConfig(Section):
     """How the policy's weights reach the engines."""
 
     transport: Literal["auto", "shared_memory", "collective", "cuda_ipc"] = Field(
-        "auto",
+        default="auto",
         description="Carrier of the weights; auto: shared_memory on CPUs of one machine, cuda_ipc when "
         "colocated on GPUs, else collective.",
     )
     bucket_size_mb: PositiveInt = Field(
-        256, description="Mebibytes of weights moved at a time; bounds the extra memory."
+        default=256, description="Mebibytes of weights moved at a time; bounds the extra memory."
     )
-    verify: bool = Field(True, description="Compare version, tensor count and checksum on both sides of every sync.")
+    verify: bool = Field(
+        default=True, description="Compare version, tensor count and checksum on both sides of every sync."
+    )
 
 
 class VllmConfig(Section):
@@ -85,42 +87,44 @@ class VllmConfig(Section):
         "vllm_metrics_logger_interval": "engine metrics are reported once a step",
     }
 
-    max_model_len: PositiveInt = Field(
-        "${...max_total_sequence_length}",  # type: ignore[assignment]
-        description="Context length of the engine in tokens, prompt and answer together.",
+    max_model_len: PositiveInt = derived(
+        "${...max_total_sequence_length}",
+        "Context length of the engine in tokens, prompt and answer together.",
     )
-    precision: EnginePrecision = Field(
-        "${...precision}",  # type: ignore[assignment]
-        description="Number format of weights and activations in the engine.",
+    precision: EnginePrecision = derived(
+        "${...precision}",
+        "Number format of weights and activations in the engine.",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.6, description="Share of a GPU's memory that the engine may take."
+        default=0.6, description="Share of a GPU's memory that the engine may take."
     )
     kv_cache_memory_mb: PositiveInt | None = Field(
-        None,
+        default=None,
         description="Mebibytes of KV cache of an engine; null: from gpu_memory_utilization on GPUs, 256 on the CPU.",
     )
     kv_cache_dtype: Annotated[str, Only(("auto",), "A quantised KV cache")] = Field(
-        "auto", description="Number format of the KV cache."
+        default="auto", description="Number format of the KV cache."
     )
-    enforce_eager: bool = Field(False, description="Run without compilation and CUDA graphs; the CPU always does.")
+    enforce_eager: bool = Field(
+        default=False, description="Run without compilation and CUDA graphs; the CPU always does."
+    )
     logprobs_mode: Annotated[str, Only(("processed_logprobs",), "The use of raw log-probs")] = Field(
-        "processed_logprobs",
+        default="processed_logprobs",
         description="Which log-probs the engine reports: after temperature and truncation.",
     )
     tensor_parallel_size: Annotated[PositiveInt, Only((1,), "Tensor parallelism in the engine")] = Field(
-        1, description="GPUs that share one engine's layers."
+        default=1, description="GPUs that share one engine's layers."
     )
     pipeline_parallel_size: Annotated[PositiveInt, Only((1,), "Pipeline parallelism in the engine")] = Field(
-        1, description="Stages of one engine."
+        default=1, description="Stages of one engine."
     )
     expert_parallel_size: Annotated[PositiveInt, Only((1,), "Expert parallelism in the engine")] = Field(
-        1, description="GPUs that share one engine's experts."
+        default=1, description="GPUs that share one engine's experts."
     )
     async_engine: Annotated[bool, Only((False,), "The asynchronous vLLM engine")] = Field(
-        False, description="Use vLLM's asynchronous engine."
+        default=False, description="Use vLLM's asynchronous engine."
     )
-    env_vars: dict[str, str] | None = Field(None, description="Environment variables of the engine's process.")
+    env_vars: dict[str, str] | None = Field(default=None, description="Environment variables of the engine's process.")
 
 
 class GenerationConfig(Section):
@@ -153,31 +157,31 @@ class GenerationConfig(Section):
     backend: Annotated[
         Literal["vllm", "hf", "megatron", "sglang", "trtllm", "dynamo"],
         Only(("vllm", "hf"), "This generation backend"),
-    ] = Field("vllm", description="Engine: vLLM, or Hugging Face generate (hf), which needs nothing.")
+    ] = Field(default="vllm", description="Engine: vLLM, or Hugging Face generate (hf), which needs nothing.")
     temperature: NonNegativeFloat = Field(
-        1.0, description="Sampling temperature; 0 takes the most likely token (not for training)."
+        default=1.0, description="Sampling temperature; 0 takes the most likely token (not for training)."
     )
-    top_p: TopP = Field(1.0, description="Sample from the smallest set with this much probability.")
-    top_k: TopK | None = Field(None, description="Sample from the k most likely tokens; null or -1: from all.")
-    max_new_tokens: PositiveInt = Field(
-        "${..max_total_sequence_length}",  # type: ignore[assignment]
-        description="Most tokens of one answer; prompt and answer together end at max_model_len.",
+    top_p: TopP = Field(default=1.0, description="Sample from the smallest set with this much probability.")
+    top_k: TopK | None = Field(default=None, description="Sample from the k most likely tokens; null or -1: from all.")
+    max_new_tokens: PositiveInt = derived(
+        "${..max_total_sequence_length}",
+        "Most tokens of one answer; prompt and answer together end at max_model_len.",
     )
-    stop_strings: list[str] | None = Field(None, description="Texts that end an answer.")
+    stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer.")
     stop_token_ids: list[int] | None = Field(
-        None, description="Tokens that end an answer; null: the tokenizer's end-of-sequence token."
+        default=None, description="Tokens that end an answer; null: the tokenizer's end-of-sequence token."
     )
-    val_temperature: NonNegativeFloat = Field(
-        "${.temperature}",  # type: ignore[assignment]
-        description="Sampling temperature in validation.",
+    val_temperature: NonNegativeFloat = derived(
+        "${.temperature}",
+        "Sampling temperature in validation.",
     )
-    val_top_p: TopP = Field(
-        "${.top_p}",  # type: ignore[assignment]
-        description="top_p in validation.",
+    val_top_p: TopP = derived(
+        "${.top_p}",
+        "top_p in validation.",
     )
-    val_top_k: TopK | None = Field(
-        "${.top_k}",  # type: ignore[assignment]
-        description="top_k in validation.",
+    val_top_k: TopK | None = derived(
+        "${.top_k}",
+        "top_k in validation.",
     )
     colocated: ColocatedConfig = Field(
         default_factory=ColocatedConfig, description="Sharing of devices with the policy."

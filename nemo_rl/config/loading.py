@@ -128,11 +128,11 @@ def _validated[Config: Section](schema: type[Config], tree: DictConfig, sources:
 
 def _unresolvable(error: OmegaConfBaseException, sources: Sources) -> ConfigError:
     key = error.full_key or ""
-    source = sources.of(key.split("."))
+    path = key.split(".")
+    source = sources.of(path)
     if isinstance(error, MissingMandatoryValue):
-        return ConfigError(
-            f"{key} has no value ({source} leaves it open). Write it in the config file or add the override {key}=..."
-        )
+        opener = f" ({source} leaves it open)" if sources.has(path) else ""
+        return ConfigError(f"{key} has no value{opener}. Write it in the config file or add the override {key}=...")
     return ConfigError(f"{key} (set by {source}) cannot be worked out: {str(error).splitlines()[0]}.")
 
 

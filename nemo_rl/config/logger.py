@@ -15,9 +15,9 @@ class WandbConfig(Section):
 
     later: ClassVar[dict[str, str]] = {"log_nemo_gym_full_result_tables": "NeMo-Gym"}
 
-    project: str | None = Field("grpo-dev", description="Project of the run.")
-    name: str | None = Field("grpo-dev-logger", description="Name of the run.")
-    entity: str | None = Field(None, description="Team or user that owns the project.")
+    project: str | None = Field(default="grpo-dev", description="Project of the run.")
+    name: str | None = Field(default="grpo-dev-logger", description="Name of the run.")
+    entity: str | None = Field(default=None, description="Team or user that owns the project.")
 
 
 class TensorboardConfig(Section):
@@ -31,20 +31,20 @@ class TensorboardConfig(Section):
 class MlflowConfig(Section):
     """MLflow."""
 
-    experiment_name: str | None = Field("grpo-dev", description="Experiment of the run.")
-    run_name: str | None = Field("grpo-dev-logger", description="Name of the run.")
+    experiment_name: str | None = Field(default="grpo-dev", description="Experiment of the run.")
+    run_name: str | None = Field(default="grpo-dev-logger", description="Name of the run.")
     tracking_uri: str | None = Field(
-        "http://localhost:5000", description="Address of the tracking server, or a file: address."
+        default="http://localhost:5000", description="Address of the tracking server, or a file: address."
     )
-    artifact_location: str | None = Field(None, description="Where a new experiment puts artifacts.")
-    run_id: str | None = Field(None, description="Existing run to continue; null: a new one.")
+    artifact_location: str | None = Field(default=None, description="Where a new experiment puts artifacts.")
+    run_id: str | None = Field(default=None, description="Existing run to continue; null: a new one.")
 
 
 class GpuMonitoringConfig(Section):
     """How often machine metrics are read."""
 
-    collection_interval: PositiveFloat = Field(10.0, description="Seconds between two readings.")
-    flush_interval: PositiveFloat = Field(10.0, description="Seconds between two reports.")
+    collection_interval: PositiveFloat = Field(default=10.0, description="Seconds between two readings.")
+    flush_interval: PositiveFloat = Field(default=10.0, description="Seconds between two reports.")
 
 
 class LoggerConfig(Section):
@@ -53,13 +53,17 @@ class LoggerConfig(Section):
     later: ClassVar[dict[str, str]] = {"swanlab_enabled": "the SwanLab tracker"}
     ignored: ClassVar[dict[str, str]] = {"swanlab": "there is no SwanLab tracker yet"}
 
-    log_dir: str = Field("logs", description="Folder of all runs; a run makes exp_NNN below it.")
-    num_val_samples_to_print: NonNegativeInt = Field(0, description="Validation conversations shown on the console.")
-    save_trajectories: bool = Field(True, description="Write every rollout of a step to train_data_step<N>.jsonl.")
-    wandb_enabled: bool = Field(False, description="Report to Weights & Biases.")
-    tensorboard_enabled: bool = Field(False, description="Write TensorBoard files.")
-    mlflow_enabled: bool = Field(False, description="Report to MLflow (extra `mlflow`).")
-    monitor_gpus: bool = Field(True, description="Report GPU and memory use of all machines.")
+    log_dir: str = Field(default="logs", description="Folder of all runs; a run makes exp_NNN below it.")
+    num_val_samples_to_print: NonNegativeInt = Field(
+        default=0, description="Validation conversations shown on the console."
+    )
+    save_trajectories: bool = Field(
+        default=True, description="Write every rollout of a step to train_data_step<N>.jsonl."
+    )
+    wandb_enabled: bool = Field(default=False, description="Report to Weights & Biases.")
+    tensorboard_enabled: bool = Field(default=False, description="Write TensorBoard files.")
+    mlflow_enabled: bool = Field(default=False, description="Report to MLflow (extra `mlflow`).")
+    monitor_gpus: bool = Field(default=True, description="Report GPU and memory use of all machines.")
     wandb: WandbConfig = Field(default_factory=WandbConfig, description="Weights & Biases.")
     tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig, description="TensorBoard.")
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig, description="MLflow.")

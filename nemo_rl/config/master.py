@@ -40,7 +40,7 @@ class MasterConfig(Section):
         "reward_penalties": "reward penalties",
     }
 
-    policy: PolicyConfig = Field(default_factory=PolicyConfig, description="The model that is trained.")
+    policy: PolicyConfig = Field(description="The model that is trained.")
     data: DataConfig = Field(default_factory=DataConfig, description="Data sets.")
     checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig, description="Saving and resuming.")
     logger: LoggerConfig = Field(default_factory=LoggerConfig, description="Metrics and files.")

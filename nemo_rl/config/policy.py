@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.availability import Only
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.policy_parallel import (
     DTensorConfig,
@@ -18,8 +19,7 @@ from nemo_rl.config.policy_parallel import (
     SchedulerMilestones,
     SequencePackingConfig,
 )
-from nemo_rl.config.section import Section
-from nemo_rl.config.structure import Only
+from nemo_rl.config.section import Section, derived
 
 SchedulerList = list[SchedulerConfig | SchedulerMilestones]
 
@@ -53,15 +53,17 @@ class TokenizerConfig(Section):
         "video": "multimodal processors",
     }
 
-    name: str = Field(
-        "${..model_name}",  # type: ignore[assignment]
-        description="Hub id or folder of the tokenizer.",
+    name: str = derived(
+        "${..model_name}",
+        "Hub id or folder of the tokenizer.",
     )
     chat_template: str | None = Field(
-        "default",
+        default="default",
         description="default: the tokenizer's own; null: message texts as they are; a .jinja file; or a template text.",
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="More arguments for the chat template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="More arguments for the chat template."
+    )
 
 
 class PolicyConfig(Section):
@@ -93,29 +95,35 @@ class PolicyConfig(Section):
     precision: Annotated[
         Literal["bfloat16", "float16", "float32", "fp8"],
         Only(("bfloat16", "float16", "float32"), "fp8 training"),
-    ] = Field("bfloat16", description="Number format of the forward and backward pass.")
-    max_total_sequence_length: PositiveInt = Field(512, description="Most tokens of a prompt and its answer together.")
-    train_global_batch_size: PositiveInt = Field(512, description="Samples of one optimizer update, over all ranks.")
-    train_micro_batch_size: PositiveInt = Field(4, description="Samples of one forward and backward pass of a rank.")
-    logprob_batch_size: PositiveInt = Field(
-        "${.train_micro_batch_size}",  # type: ignore[assignment]
-        description="Samples of one log-prob pass of a rank.",
+    ] = Field(default="bfloat16", description="Number format of the forward and backward pass.")
+    max_total_sequence_length: PositiveInt = Field(
+        default=512, description="Most tokens of a prompt and its answer together."
+    )
+    train_global_batch_size: PositiveInt = Field(
+        default=512, description="Samples of one optimizer update, over all ranks."
+    )
+    train_micro_batch_size: PositiveInt = Field(
+        default=4, description="Samples of one forward and backward pass of a rank."
+    )
+    logprob_batch_size: PositiveInt = derived(
+        "${.train_micro_batch_size}",
+        "Samples of one log-prob pass of a rank.",
     )
     logprob_chunk_size: PositiveInt | None = Field(
-        None, description="Tokens whose vocabulary is held at a time in log-prob work; null: all."
+        default=None, description="Tokens whose vocabulary is held at a time in log-prob work; null: all."
     )
-    make_sequence_length_divisible_by: PositiveInt = Field(
-        "${.dtensor_cfg.tensor_parallel_size}",  # type: ignore[assignment]
-        description="Sequence lengths are padded to a multiple of this many tokens.",
+    make_sequence_length_divisible_by: PositiveInt = derived(
+        "${.dtensor_cfg.tensor_parallel_size}",
+        "Sequence lengths are padded to a multiple of this many tokens.",
     )
     max_grad_norm: PositiveFloat | None = Field(
-        1.0, description="Norm to which the whole gradient is clipped; null: no clipping."
+        default=1.0, description="Norm to which the whole gradient is clipped; null: no clipping."
     )
     optimizer: OptimizerConfig | None = Field(
         default_factory=OptimizerConfig, description="The optimizer; null: a model that only answers."
     )
     scheduler: Annotated[SchedulerList, AfterValidator(_ends_with_milestones)] | SchedulerConfig | None = Field(
-        None,
+        default=None,
         description="Learning-rate schedule: one, or a list that ends with milestones; null: constant.",
     )
     hf_config_overrides: dict[str, Any] | None = Field(

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from nemo_rl.config.section import Section
-from nemo_rl.config.structure import Only
+from nemo_rl.config.availability import Only
+from nemo_rl.config.section import Section, derived
 
 _TRAIN_TOKENS = "${mul:${..max_total_sequence_length},${..train_micro_batch_size}}"
 _LOGPROB_TOKENS = "${mul:${..max_total_sequence_length},${..logprob_batch_size}}"
@@ -27,43 +27,47 @@ class DTensorConfig(Section):
     }
     ignored: ClassVar[dict[str, str]] = {"_v2": "there is one DTensor worker"}
 
-    enabled: bool = Field(True, description="Train with this backend.")
-    cpu_offload: bool = Field(False, description="Keep parameters and optimizer state in host memory between uses.")
+    enabled: bool = Field(default=True, description="Train with this backend.")
+    cpu_offload: bool = Field(
+        default=False, description="Keep parameters and optimizer state in host memory between uses."
+    )
     activation_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory."
+        default=False, description="Recompute activations in the backward pass to save memory."
     )
     tensor_parallel_size: Annotated[PositiveInt, Only((1,), "Tensor parallelism")] = Field(
-        1, description="Ranks that share each layer."
+        default=1, description="Ranks that share each layer."
     )
     context_parallel_size: Annotated[PositiveInt, Only((1,), "Context parallelism")] = Field(
-        1, description="Ranks that share each sequence."
+        default=1, description="Ranks that share each sequence."
     )
     expert_parallel_size: Annotated[PositiveInt, Only((1,), "Expert parallelism")] = Field(
-        1, description="Ranks that share the experts of a layer."
+        default=1, description="Ranks that share the experts of a layer."
     )
     sequence_parallel: Annotated[bool, Only((False,), "Sequence parallelism")] = Field(
-        False, description="Split norms and dropout along the sequence between tensor-parallel ranks."
+        default=False, description="Split norms and dropout along the sequence between tensor-parallel ranks."
     )
     clear_cache_every_n_steps: PositiveInt | None = Field(
-        None, description="Free cached GPU memory every this many microbatches; null: never."
+        default=None, description="Free cached GPU memory every this many microbatches; null: never."
     )
-    env_vars: dict[str, str] | None = Field(None, description="Environment variables of the policy's processes.")
+    env_vars: dict[str, str] | None = Field(
+        default=None, description="Environment variables of the policy's processes."
+    )
 
 
 class DynamicBatchingConfig(Section):
     """Microbatches with a token budget instead of a fixed number of samples."""
 
-    enabled: bool = Field(False, description="Fill microbatches up to a number of padded tokens.")
-    train_mb_tokens: PositiveInt = Field(
-        _TRAIN_TOKENS,  # type: ignore[assignment]
-        description="Padded tokens of one training microbatch.",
+    enabled: bool = Field(default=False, description="Fill microbatches up to a number of padded tokens.")
+    train_mb_tokens: PositiveInt = derived(
+        _TRAIN_TOKENS,
+        "Padded tokens of one training microbatch.",
     )
-    logprob_mb_tokens: PositiveInt = Field(
-        _LOGPROB_TOKENS,  # type: ignore[assignment]
-        description="Padded tokens of one log-prob microbatch.",
+    logprob_mb_tokens: PositiveInt = derived(
+        _LOGPROB_TOKENS,
+        "Padded tokens of one log-prob microbatch.",
     )
     sequence_length_round: PositiveInt = Field(
-        64, description="Microbatch lengths are rounded up to a multiple of this many tokens."
+        default=64, description="Microbatch lengths are rounded up to a multiple of this many tokens."
     )
 
 
@@ -72,27 +76,27 @@ class SequencePackingConfig(Section):
 
     later: ClassVar[dict[str, str]] = {"fuse_loss": "one fused loss call for a packed row"}
 
-    enabled: bool = Field(True, description="Pack sequences instead of padding them.")
-    train_mb_tokens: PositiveInt = Field(
-        _TRAIN_TOKENS,  # type: ignore[assignment]
-        description="Tokens of one packed row in training.",
+    enabled: bool = Field(default=True, description="Pack sequences instead of padding them.")
+    train_mb_tokens: PositiveInt = derived(
+        _TRAIN_TOKENS,
+        "Tokens of one packed row in training.",
     )
-    logprob_mb_tokens: PositiveInt = Field(
-        _LOGPROB_TOKENS,  # type: ignore[assignment]
-        description="Tokens of one packed row in log-prob passes.",
+    logprob_mb_tokens: PositiveInt = derived(
+        _LOGPROB_TOKENS,
+        "Tokens of one packed row in log-prob passes.",
     )
     algorithm: Literal[
         "concatenative",
         "first_fit_decreasing",
         "first_fit_shuffle",
         "modified_first_fit_decreasing",
-    ] = Field("modified_first_fit_decreasing", description="How sequences are assigned to rows.")
+    ] = Field(default="modified_first_fit_decreasing", description="How sequences are assigned to rows.")
     sequence_length_round: PositiveInt = Field(
-        64, description="Packed rows are padded to a multiple of this many tokens."
+        default=64, description="Packed rows are padded to a multiple of this many tokens."
     )
     microbatch_order: Annotated[
         Literal["packer", "largest_first"], Only(("packer",), "Another order of microbatches")
-    ] = Field("packer", description="Order in which packed rows are processed.")
+    ] = Field(default="packer", description="Order in which packed rows are processed.")
 
 
 class SchedulerConfig(Section):
@@ -111,7 +115,7 @@ class SchedulerMilestones(Section):
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    name: str = Field("torch.optim.AdamW", description="Dotted class of the optimizer.")
+    name: str = Field(default="torch.optim.AdamW", description="Dotted class of the optimizer.")
     kwargs: dict[str, Any] = Field(
         default_factory=lambda: {
             "lr": 5.0e-6,

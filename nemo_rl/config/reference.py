@@ -63,7 +63,7 @@ def reference_markdown(schema: type[BaseModel] = GRPOMasterConfig) -> str:
     """
     blocks = list(_blocks(schema, ""))
     tables = [_table(block) for block in blocks if block.path]
-    later = [row for block in blocks for row in _extra_rows(block, "later")]
+    later = [row for block in blocks for row in (*_extra_rows(block, "later"), *_named_rows(block))]
     ignored = [row for block in blocks for row in _extra_rows(block, "ignored")]
     return "\n".join([_HEAD, *tables, _LATER + "\n".join(later) + "\n", _IGNORED + "\n".join(ignored) + "\n"])
 
@@ -125,6 +125,14 @@ def _extra_rows(block: _Block, kind: str) -> list[str]:
     extra: dict[str, str] = getattr(block.section, kind, {})
     prefix = f"{block.path}." if block.path else ""
     return [f"| `{prefix}{key}` | {_cell(text)} |" for key, text in sorted(extra.items())]
+
+
+def _named_rows(block: _Block) -> Iterator[str]:
+    """Rows for the names of a free mapping that belong to features that do not exist yet."""
+    for name, field in block.section.model_fields.items():
+        slot = Slot.of(field.annotation, field.metadata)
+        if slot.named is not None:
+            yield from (f"| `{name}.{key}` | {_cell(text)} |" for key, text in slot.named.later)
 
 
 def _cell(text: str) -> str:

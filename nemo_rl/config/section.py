@@ -14,16 +14,28 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
+from nemo_rl.config.availability import drop_switched_off
 from nemo_rl.config.resolvers import register_omegaconf_resolvers
 from nemo_rl.config.structure import FREE, Slot
 from nemo_rl.utils.errors import ConfigError
 
 MISSING = "???"
 _REQUIRED = object()
+
+
+def derived(interpolation: str, description: str) -> Any:
+    """A key whose default follows other keys.
+
+    Args:
+        interpolation: the default, e.g. `${.train_micro_batch_size}`; relative where the section may be
+            reused at another place.
+        description: one sentence for the reference page.
+    """
+    return Field(default=interpolation, description=description)
 
 
 class Section(BaseModel):
@@ -134,7 +146,9 @@ def _own_default(section: type[BaseModel], name: str) -> Any:
         if isinstance(made, type) and issubclass(made, BaseModel):
             return {}
         return _plain(made())  # type: ignore[call-arg]
-    return MISSING if field.default is PydanticUndefined else copy.deepcopy(field.default)
+    if field.default is PydanticUndefined:
+        return {} if Slot.of(field.annotation, field.metadata).sections else MISSING
+    return copy.deepcopy(field.default)
 
 
 def _fallback(section: type[BaseModel], name: str, optional: bool) -> Any:
@@ -158,6 +172,8 @@ def _resolve_alone(section: type[Section], filled: dict[str, Any], derived: Mapp
     for path, fallback in derived.items():
         try:
             OmegaConf.select(config, prefix + path, throw_on_missing=False)
+        except InterpolationToMissingValueError:
+            OmegaConf.update(config, prefix + path, MISSING)
         except OmegaConfBaseException:
             if fallback is _REQUIRED:
                 raise PydanticCustomError(
@@ -172,27 +188,12 @@ def _resolve_alone(section: type[Section], filled: dict[str, Any], derived: Mapp
 
 def drop_inactive(section: type[Section], values: dict[str, Any]) -> dict[str, Any]:
     """Take out keys without effect or value; refuse keys of features that do not exist yet."""
-    kept = {key: value for key, value in values.items() if value != MISSING}
-    for key, feature in section.later.items():
-        if key in kept and not is_off(kept.pop(key)):
-            raise PydanticCustomError(
-                "not_available", "{feature} is not available yet", {"feature": feature, "key": key}
-            )
-    for key in section.ignored:
-        kept.pop(key, None)
+    given = {key: value for key, value in values.items() if value != MISSING and key not in section.ignored}
+    kept = drop_switched_off(given, section.later)
     for key, place in section.moved.items():
         if key in kept:
             raise PydanticCustomError("moved", "{key} has moved: {place}", {"key": key, "place": place})
     return kept
-
-
-def is_off(value: Any) -> bool:
-    """Whether the value of a feature's key leaves the feature switched off."""
-    if isinstance(value, Mapping):
-        if "enabled" in value:
-            return not value["enabled"]
-        return all(is_off(v) for v in value.values())
-    return not value
 
 
 def _plain(value: Any) -> Any:

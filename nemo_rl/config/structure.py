@@ -11,32 +11,13 @@ import inspect
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_typeddict
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
-
-@dataclass(frozen=True)
-class Only:
-    """Restricts a key to the values that work today; others name the missing feature.
-
-    Attributes:
-        allowed: values that are accepted.
-        feature: what the other values would switch on, as the start of a sentence.
-    """
-
-    allowed: tuple[Any, ...]
-    feature: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def _check(self, value: Any) -> Any:
-        if value not in self.allowed:
-            raise PydanticCustomError("not_available", "{feature} is not available yet", {"feature": self.feature})
-        return value
+from nemo_rl.config.availability import Only, drop_switched_off
 
 
 @dataclass(frozen=True)
@@ -45,17 +26,21 @@ class NamedSections:
 
     Attributes:
         typed_dict: a `TypedDict` whose keys are the names with a schema.
+        later: names that belong to features that do not exist yet.
     """
 
     typed_dict: type
+    later: tuple[tuple[str, str], ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return handler.generate_schema(self.typed_dict)
+        return core_schema.no_info_before_validator_function(self._drop, handler.generate_schema(self.typed_dict))
+
+    def _drop(self, values: Any) -> Any:
+        return drop_switched_off(values, dict(self.later)) if isinstance(values, Mapping) else values
 
     @property
     def sections(self) -> Mapping[str, type[BaseModel]]:
         """Section class of each name that has one."""
-        assert is_typeddict(self.typed_dict)
         return inspect.get_annotations(self.typed_dict, eval_str=True)
 
 

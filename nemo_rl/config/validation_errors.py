@@ -47,8 +47,8 @@ def _line(schema: type[BaseModel], error: ErrorDetails, tree: Any, sources: Sour
     path = _path_in(tree, error["loc"])
     context: Mapping[str, Any] = error.get("ctx", {})
     if error["type"] == "missing":
-        path = [*path, str(error["loc"][-1])]
-        key = dotted_path(path)
+        name = str(error["loc"][-1])
+        key = dotted_path(path if path[-1:] == [name] else [*path, name])
         return f"{key} has no value. Write it in the config file or add the override {key}=..."
     if "key" in context:
         path = [*path, str(context["key"])]

@@ -1,0 +1,292 @@
+"""Each rule between keys, on real files; the equation and the way out are part of the rule."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from config_helpers import with_values
+
+from nemo_rl.config import (
+    REPOSITORY_ROOT,
+    ClusterConfig,
+    PolicyConfig,
+    check_device,
+    count_gpus,
+    data_parallel_ranks,
+    load_config,
+    plan_topology,
+)
+from nemo_rl.config.checks import nearest_multiples
+from nemo_rl.utils.errors import ConfigError
+
+NO_PACKING = "policy.sequence_packing.enabled=false"
+SEPARATE = "policy.generation.colocated.enabled=false"
+IS = "loss_fn.use_importance_sampling_correction=true"
+
+
+def kind(name: str) -> str:
+    return f"loss_fn.truncated_importance_sampling_type={name}"
+
+
+def high(value: float) -> str:
+    return f"loss_fn.truncated_importance_sampling_ratio={value}"
+
+
+def low(value: float) -> str:
+    return f"loss_fn.truncated_importance_sampling_ratio_min={value}"
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    # batches
+    (["policy.train_global_batch_size=50"], r"8 x .*8 .*\n  \(8 x 8\) / 50 = 1\.28\. .*: 32, 64\."),
+    (["cluster.ranks_per_node=3"], r"3 data-parallel ranks\.\n  64 / 3 = 21\.3333\. Nearest values: 63, 66\."),
+    (
+        ["cluster.ranks_per_node=4", "policy.train_micro_batch_size=10", NO_PACKING],
+        r"4 data-parallel ranks x 10 samples .*\n  64 / \(4 x 10\) = 1\.6\. Nearest values: 40, 80\.",
+    ),
+    (
+        ["cluster.device=cuda", "cluster.gpus_per_node=2", "cluster.num_nodes=3"],
+        r"64 / 6 = 10\.6667\. Nearest values: 60, 66\.",
+    ),
+    (
+        ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.3"],
+        r"8 x grpo\.batch_multiplier=1\.3 = 10\.4 prompts .* 1\.25\.",
+    ),
+    # devices
+    (
+        ["cluster.device=cuda", "cluster.gpus_per_node=1", SEPARATE,
+         "policy.generation.colocated.resources.gpus_per_node=1"],
+        r"no device is left for the policy: cluster has 1 x 1 GPUs and generation takes 1 x 1",
+    ),
+    (
+        ["cluster.device=cuda", "cluster.gpus_per_node=2", SEPARATE],
+        r"needs policy\.generation\.colocated\.resources\.gpus_per_node",
+    ),
+    (
+        ["cluster.device=cuda", "cluster.num_nodes=2", SEPARATE],
+        r"needs policy\.generation\.colocated\.resources\.num_nodes",
+    ),
+    (["policy.dtensor_cfg.enabled=false"], "leaves no training backend"),
+    (["policy.optimizer=null"], r"policy\.optimizer is null"),
+    (["policy.generation=null"], r"policy\.generation is null"),
+    (["policy.generation.temperature=0"], r"temperature=0 makes all answers of a group equal"),
+    # lengths
+    (
+        ["policy.dynamic_batching.enabled=true"],
+        r"sequence_packing\.enabled=true and policy\.dynamic_batching\.enabled=true exclude each other",
+    ),
+    (
+        ["policy.sequence_packing.train_mb_tokens=500"],
+        r"train_mb_tokens=500 cannot hold .*max_total_sequence_length=512 .* at least 512",
+    ),
+    (["policy.sequence_packing.logprob_mb_tokens=500"], r"logprob_mb_tokens=500 cannot hold"),
+    (
+        [NO_PACKING, "policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=5"],
+        r"dynamic_batching\.train_mb_tokens=5 cannot hold",
+    ),
+    (["data.max_input_seq_length=513"], r"max_input_seq_length=513 is longer .*=512"),
+    (["policy.generation.max_new_tokens=513"], r"max_new_tokens=513 is more than .*=512"),
+    (["policy.generation.vllm_cfg.max_model_len=600"], r"max_model_len=600 lets the engine write .*=512"),
+    (["policy.generation.vllm_cfg.max_model_len=100"], r"max_new_tokens=512 does not fit .*max_model_len=100"),
+    # grpo
+    (["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=8"], "leaves no other answer"),
+    (
+        ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=8", "grpo.adv_estimator.name=rloo",
+         "grpo.use_leave_one_out_baseline=false"],
+        "leaves no other answer",
+    ),
+    (
+        ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=8", "grpo.use_dynamic_sampling=true",
+         "grpo.use_leave_one_out_baseline=false"],
+        "drops all prompts",
+    ),
+    (["grpo.batch_multiplier=2"], r"only works with grpo\.use_dynamic_sampling=true"),
+    (["grpo.advantage_clip_low=0.5"], r"advantage_clip_low=0\.5 .* must have 0 between"),
+    (["grpo.stop_at_validation_metric=accuracy"], "early stop needs both"),
+    (["grpo.adv_estimator.reward_weights=[1.0]"], "only works with grpo.adv_estimator.name=gdpo"),
+    (
+        ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"],
+        r"source_min=1 must be below .*source_max=1",
+    ),
+    (
+        ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=513"],
+        r"overlong_buffer_length=513 is longer .*max_response_length=512",
+    ),
+    (
+        ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_penalty=null"],
+        "needs a value for overlong_buffer_penalty",
+    ),
+    # loss
+    (
+        ["grpo.skip_reference_policy_logprobs_calculation=true"],
+        r"reference_policy_kl_penalty=0\.01 needs the reference policy",
+    ),
+    (
+        ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0",
+         "grpo.adv_estimator.name=reinforce_plus_plus"],
+        "has no effect with loss_fn.reference_policy_kl_penalty=0",
+    ),
+    (["loss_fn.use_kl_in_reward=true"], r"only works with grpo\.adv_estimator\.name=reinforce_plus_plus"),
+    (["loss_fn.use_cispo=true", "loss_fn.disable_ppo_ratio=true"], r"use_cispo=true shapes .* Keep one"),
+    (["loss_fn.ratio_clip_c=3", "loss_fn.disable_ppo_ratio=true"], r"ratio_clip_c=3\.0 shapes"),
+    (["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"], "no dual clip"),
+    (["loss_fn.ratio_clip_c=1"], r"ratio_clip_c=1 .*Allowed: float > 1 or null"),
+    (
+        ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=16"],
+        r"64 samples / policy\.train_global_batch_size=16 = 4 updates. Set policy\.train_global_batch_size=64",
+    ),
+    ([high(2.0)], "use_importance_sampling_correction, which is false"),
+    ([IS, kind("tis")], r"type=tis needs .*_ratio, the upper bound"),
+    ([IS, kind("icepop"), high(2.0)], r"type=icepop needs .*_ratio_min, the lower bound"),
+    ([IS, kind("seq-mask-tis"), high(2.0)], r"type=seq-mask-tis needs .*_ratio_min"),
+    ([IS, kind("icepop"), high(0.5), low(2.0)], r"ratio_min=2 must not exceed .*ratio=0\.5"),
+    ([IS, high(2.0), low(0.5)], "has no effect with type tis"),
+    # single keys
+    (["policy.max_total_sequence_length=-1"], r"Allowed: int > 0"),
+    (["grpo.num_prompts_per_step=0"], r"greater than 0"),
+    (["policy.generation.top_p=1.5"], r"Allowed: float > 0 and <= 1"),
+    (["data.train.split_validation_size=1.0"], r"less than 1"),
+    (["checkpointing.checkpoint_must_save_by=4h"], r"checkpoint_must_save_by='4h'"),
+    # validation and data
+    (["grpo.val_period=5"], r"grpo\.val_period=5 asks for validation, but there is no validation data"),
+    (["grpo.val_at_start=true"], r"grpo\.val_at_start=true asks for validation"),
+    (["data.train=null"], r"data\.train is empty"),
+    (["data.train.dataset_name=null"], r"data\.train names no data"),
+    (["data.train.dataset_name=ResponseDataset"], r"ResponseDataset needs data\.train\.data_path"),
+    (["data.train.dataset_name=gsm9k"], r"'gsm9k' is unknown\. Did you mean 'gsm8k'\? Known: OpenMath"),
+    (["data.train.data_path=a/b/c.jsonl"], r"generates its problems and cannot read"),
+    (["data.train.min_operand=100"], r"min_operand=100 is above data\.train\.max_operand=99"),
+    (["data.train.env_name=maths"], r"data\.train\.env_name='maths' is not in env\. Environments in env: math\."),
+    (["data.train.env_name=null"], r"env_name is null"),
+    # files
+    (["data.train.dataset_name=null", "data.train.data_path=rows.jsonl"], r"data_path='rows\.jsonl' does not exist"),
+    (["data.default.prompt_file=no.txt"], r"data\.train\.prompt_file='no\.txt' does not exist\. Looked in /"),
+    (["data.default.system_prompt_file=no.txt"], r"system_prompt_file='no\.txt' does not exist"),
+    (["policy.model_name=./nothing"], r"policy\.model_name='\./nothing' does not exist"),
+    (["policy.tokenizer.name=a/b/c"], r"policy\.tokenizer\.name='a/b/c' does not exist"),
+    (["policy.tokenizer.chat_template=no.jinja"], r"chat_template='no\.jinja' does not exist"),
+]  # fmt: skip
+
+ACCEPTED: list[list[str]] = [
+    [],
+    ["policy.train_global_batch_size=16"],
+    ["policy.train_micro_batch_size=10"],
+    ["policy.train_micro_batch_size=10", NO_PACKING, "policy.dynamic_batching.enabled=true"],
+    ["cluster.ranks_per_node=2", SEPARATE, "policy.generation.colocated.resources.ranks_per_node=2"],
+    ["cluster.device=cuda", "cluster.gpus_per_node=3", SEPARATE,
+     "policy.generation.colocated.resources.gpus_per_node=1"],
+    ["policy.generation.backend=hf", "policy.generation.vllm_cfg.max_model_len=9999"],
+    ["policy.generation.top_k=-1", "policy.generation.val_temperature=0"],
+    ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=true"],
+    ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"],
+    [IS, high(2.0)],
+    [IS, kind("icepop"), high(5.0), low(0.5)],
+    ["loss_fn.force_on_policy_ratio=true"],
+    ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],
+    ["grpo.reward_shaping.enabled=true"],
+    ["grpo.reward_shaping.stop_properly_penalty_coef=0.5", "grpo.reward_shaping.enabled=true",
+     "grpo.reward_shaping.overlong_buffer_length=null"],
+    ["grpo.val_period=5", "data.train.split_validation_size=0.1"],
+    ["data.train.dataset_name=my_package.MyDataset"],
+    ["data.train.dataset_name=gsm8k"],
+    ["data.train.dataset_name=null", "data.train.data_path=owner/rows"],
+    ["policy.tokenizer.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=lambda value: str(value)[:60])
+def test_refused(minimal: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        load_config(minimal, overrides)
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED, ids=lambda value: str(value)[:60])
+def test_accepted(minimal: Path, overrides: list[str]) -> None:
+    load_config(minimal, overrides)
+
+
+def test_all_findings_are_listed(minimal: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal, ["grpo.val_period=5", "data.train.env_name=x", "data.train.prompt_file=no.txt"])
+    assert str(caught.value).startswith("3 problems:\n- ")
+
+
+def test_nearest_multiples() -> None:
+    assert nearest_multiples(50, 16) == "Nearest values: 48, 64."
+    assert nearest_multiples(5, 16) == "Nearest value: 16."
+
+
+@pytest.mark.parametrize(
+    ("cluster", "resources", "policy_ranks", "engines"),
+    [
+        ({"gpus_per_node": 8, "num_nodes": 2}, None, 16, 16),
+        ({"gpus_per_node": 8}, {"gpus_per_node": 2}, 6, 2),
+        ({"gpus_per_node": 8, "num_nodes": 4}, {"num_nodes": 1}, 24, 8),
+        ({"device": "cpu", "ranks_per_node": 2}, None, 2, 2),
+        ({"device": "cpu", "ranks_per_node": 2}, {"ranks_per_node": 3}, 2, 3),
+        ({"device": "cpu", "ranks_per_node": 2}, {}, 2, 1),
+    ],
+)
+def test_topology(cluster: dict, resources: dict | None, policy_ranks: int, engines: int) -> None:
+    colocated = {"enabled": True} if resources is None else {"enabled": False, "resources": resources}
+    policy = PolicyConfig.build(model_name="m", generation={"colocated": colocated})
+    machines = ClusterConfig.build(**cluster)
+    topology = plan_topology(machines, policy)
+    assert (topology.policy_ranks, topology.generation_ranks) == (policy_ranks, engines)
+    assert data_parallel_ranks(machines, policy) == policy_ranks
+
+
+def test_device(minimal: Path, monkeypatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    check_device(load_config(minimal), 0)
+    gpu = load_config(minimal, ["cluster.device=cuda", "cluster.gpus_per_node=2"])
+    check_device(gpu, 2)
+    with pytest.raises(ConfigError, match=r"no GPU.*--config examples/configs/grpo_math_cpu\.yaml"):
+        check_device(gpu, 0)
+    with pytest.raises(ConfigError, match=r"need 2 GPUs, but this machine shows 1"):
+        check_device(gpu, 1)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check_device(gpu, 0)
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_gpus_do_not_count(monkeypatch, hidden: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert count_gpus() == 0
+
+
+WRONG_CONFIGS: dict[str, tuple[dict, list[str], str]] = {
+    "mistyped key": (with_values(grpo={"num_prompt_per_step": 8}), [], "Did you mean 'grpo.num_prompts_per_step'?"),
+    "batch not divisible": ({}, ["policy.train_global_batch_size=50"], "Nearest values"),
+    "unknown environment": ({}, ["data.train.env_name=mathe"], "Environments in env: math"),
+    "missing prompt file": ({}, ["data.default.prompt_file=prompts/none.txt"], "does not exist. Looked in"),
+    "missing data file": (
+        with_values(data={"train": {"data_path": "rows/none.jsonl"}}), [], "data.train.data_path='rows/none.jsonl'"),
+    "negative length": ({}, ["policy.max_total_sequence_length=-128"], "Allowed: int > 0"),
+    "unknown data set": ({}, ["data.train.dataset_name=arithmetics"], "Did you mean 'arithmetic'?"),
+    "bad override grammar": ({}, ["grpo.seed 3"], "It has no '='"),
+    "sweep": ({}, ["grpo.seed=1,2"], "sweep"),
+    "contradicting losses": ({}, ["loss_fn.use_cispo=true", "loss_fn.disable_ppo_ratio=true"], "Keep one of the two"),
+    "feature not built": ({}, ["policy.megatron_cfg.enabled=true"], "the Megatron backend is not available yet"),
+    "wrong type": ({}, ["grpo.num_prompts_per_step=many"], "Allowed: int > 0"),
+    "no such file": ({"defaults": "nothing.yaml"}, [], "there is no file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_CONFIGS)
+def test_wrong_configs_answer_within_five_seconds_of_process_start(write_yaml, name: str) -> None:
+    content, overrides, message = WRONG_CONFIGS[name]
+    path = write_yaml("wrong.yaml", content or with_values())
+    code = "import sys; from nemo_rl.config import load_config; load_config(sys.argv[1], sys.argv[2:])"
+    start = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(path), *overrides],
+        cwd=REPOSITORY_ROOT, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    seconds = time.monotonic() - start
+    assert run.returncode != 0
+    last = run.stderr.split("nemo_rl.", 1)[-1]
+    assert "Error: " in last and message in last
+    assert seconds < 5

@@ -1,0 +1,152 @@
+"""The override grammar: on plain configs as measured with hydra-core 1.3, and on the schema."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_rl.config import load_config
+from nemo_rl.utils.config import OverridesError, parse_hydra_overrides
+from nemo_rl.utils.errors import ConfigError
+
+START = {"a": {"b": 1, "l": [1, 2], "e": {}}, "x": [{"n": 1}]}
+
+
+def apply(*overrides: str) -> dict:
+    config = parse_hydra_overrides(OmegaConf.create(START), list(overrides))
+    return OmegaConf.to_container(config)  # type: ignore[return-value]
+
+
+def changed(**a: object) -> dict:
+    return {"a": {**START["a"], **a}, "x": START["x"]}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("a.b=5", changed(b=5)),
+        ("+a.x=5", changed(x=5)),
+        ("+a.n.m.k=1", changed(n={"m": {"k": 1}})),
+        ("++a.b=7", changed(b=7)),
+        ("++a.x=7", changed(x=7)),
+        ("a.l=[7,8]", changed(l=[7, 8])),
+        ("a.l.0=9", changed(l=[9, 2])),
+        ("a={b:9}", changed(b=9)),
+        ("+a.e={k:1}", changed(e={"k": 1})),
+        ("a.b=null", changed(b=None)),
+        ("a.b=true", changed(b=True)),
+        ("a.b=1e-3", changed(b=0.001)),
+        ("a.b=hello world", changed(b="hello world")),
+        ("a.b=", changed(b="")),
+        ("a.b=val:accuracy", changed(b="val:accuracy")),
+        ("a.b=/x/y.z", changed(b="/x/y.z")),
+        ("a.b='1,2'", changed(b="1,2")),
+        ("x.0.n=4", {"a": START["a"], "x": [{"n": 4}]}),
+        ("~a.b", {"a": {"l": [1, 2], "e": {}}, "x": [{"n": 1}]}),
+        ("~a.b=1", {"a": {"l": [1, 2], "e": {}}, "x": [{"n": 1}]}),
+    ],
+)
+def test_what_works(override: str, expected: dict) -> None:
+    assert apply(override) == expected
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["a.zz=5", "+a.b=3", "~a.b=2", "~a.q", "+a.l.3=", "a.e={k:1}", "a.b=1,2", "foo", "--flag", "a.b=[1",
+     "a.l.9=1", "a.b=range(1,3)", "~x.0"],
+)  # fmt: skip
+def test_what_is_refused_is_quoted(override: str) -> None:
+    with pytest.raises(OverridesError) as caught:
+        apply(override)
+    assert repr(override) in str(caught.value)
+    assert isinstance(caught.value, ConfigError) and isinstance(caught.value, ValueError)
+
+
+def test_later_overrides_win() -> None:
+    assert apply("a.b=2", "a.b=3")["a"]["b"] == 3
+
+
+def test_grammar_errors_show_an_example() -> None:
+    with pytest.raises(OverridesError, match=r"no '='.*grpo\.num_prompts_per_step=8"):
+        apply("foo")
+    with pytest.raises(OverridesError, match=r"sweep.*'a\.b=\[1,2\]'"):
+        apply("a.b=1,2")
+    with pytest.raises(OverridesError, match="Only --config is an option"):
+        apply("--seed=1")
+
+
+def test_schema_defaults_count_as_existing(minimal: Path) -> None:
+    config = load_config(minimal, ["policy.generation.weight_sync.bucket_size_mb=8"])
+    assert config.policy.generation is not None
+    assert config.policy.generation.weight_sync.bucket_size_mb == 8
+
+
+def test_plus_works_on_a_default_and_not_on_what_a_file_sets(minimal: Path) -> None:
+    config = load_config(minimal, ["+grpo.max_rollout_turns=3"])
+    assert config.grpo.max_rollout_turns == 3
+    with pytest.raises(OverridesError, match="already"):
+        load_config(minimal, ["+grpo.num_prompts_per_step=4"])
+    with pytest.raises(OverridesError, match="already"):
+        load_config(minimal, ["+grpo.max_rollout_turns=3", "+grpo.max_rollout_turns=4"])
+
+
+def test_deleting_returns_to_the_default(minimal: Path) -> None:
+    assert load_config(minimal, ["~policy.train_global_batch_size"], check=False).policy.train_global_batch_size == 512
+    assert load_config(minimal, ["~policy.scheduler"]).policy.scheduler is None
+    assert load_config(minimal, ["~env.math"], check=False).env == {}
+
+
+def test_free_mappings_need_a_plus_for_new_keys(minimal: Path) -> None:
+    with pytest.raises(OverridesError, match=r"To add it write '\+policy\.optimizer\.kwargs\.foreach=false'"):
+        load_config(minimal, ["policy.optimizer.kwargs.foreach=false"])
+    config = load_config(minimal, ["+policy.optimizer.kwargs.foreach=false", "policy.optimizer.kwargs.betas.0=0.8"])
+    assert config.policy.optimizer is not None
+    assert config.policy.optimizer.kwargs == {
+        "lr": 5e-6, "weight_decay": 0.01, "betas": [0.8, 0.999], "eps": 1e-8, "foreach": False,
+    }  # fmt: skip
+
+
+def test_a_section_that_is_null_can_be_written_into(minimal: Path) -> None:
+    config = load_config(minimal, ["data.validation.dataset_name=gsm8k", "data.default.seed=7"])
+    assert [(e.dataset_name, e.seed) for e in config.data.validation_entries] == [("gsm8k", 7)]
+
+
+def test_a_list_may_take_the_place_of_an_entry(minimal: Path) -> None:
+    config = load_config(
+        minimal,
+        ["data.train=[{dataset_name: gsm8k},{dataset_name: arithmetic, seed: 3}]", "data.train.0.split=test"],
+    )
+    assert [(e.dataset_name, e.split, e.seed) for e in config.data.train_entries] == [
+        ("gsm8k", "test", 42),
+        ("arithmetic", None, 3),
+    ]
+
+
+def test_unknown_key_in_an_override(minimal: Path) -> None:
+    with pytest.raises(
+        OverridesError, match=r"'grpo\.num_prompt_per_step=4'.*Did you mean 'grpo\.num_prompts_per_step'"
+    ):
+        load_config(minimal, ["grpo.num_prompt_per_step=4"])
+    with pytest.raises(ConfigError, match=r"unknown key 'data\.train\.0\.seedd'.*'data\.train\.0\.seed'"):
+        load_config(minimal, ["data.train=[{dataset_name: gsm8k, seedd: 3}]"])
+
+
+def test_derived_defaults_follow_overrides(minimal: Path) -> None:
+    config = load_config(
+        minimal,
+        [
+            "policy.max_total_sequence_length=100",
+            "policy.train_micro_batch_size=3",
+            "policy.generation.temperature=0.7",
+        ],
+    )
+    policy = config.policy
+    assert policy.logprob_batch_size == 3
+    assert policy.sequence_packing.train_mb_tokens == 300
+    assert policy.generation is not None
+    assert policy.generation.max_new_tokens == 100
+    assert policy.generation.vllm_cfg.max_model_len == 100
+    assert policy.generation.val_temperature == 0.7
+    assert config.data.max_input_seq_length == 100
+    assert config.grpo.reward_shaping.max_response_length == 100
+    assert policy.tokenizer.name == "gpt2"
