@@ -16,9 +16,10 @@ from pathlib import Path  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from nemo_rl.utils.logging_setup import configure_logging  # noqa: E402
+
 from nemo_rl.config import GRPOMasterConfig, check_device, count_gpus, load_config  # noqa: E402
 from nemo_rl.utils.errors import ConfigError, DataError, NemoRLError  # noqa: E402
-from nemo_rl.utils.logging_setup import configure_logging  # noqa: E402
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "grpo_math_1B.yaml"
 

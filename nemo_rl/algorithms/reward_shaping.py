@@ -116,19 +116,22 @@ def shape_rewards(
         return rewards_B
     if config.stop_properly_penalty_coef is not None:
         return stop_properly_penalty(rewards_B, truncated_B, config.stop_properly_penalty_coef)
-    values = {
-        "max_response_length": config.max_response_length,
-        "overlong_buffer_length": config.overlong_buffer_length,
-        "overlong_buffer_penalty": config.overlong_buffer_penalty,
-    }
-    missing = [f"grpo.reward_shaping.{name}" for name, value in values.items() if value is None]
-    if missing:
+    penalty_B = overlong_penalty(
+        response_lengths_B,
+        _required("max_response_length", config.max_response_length),
+        _required("overlong_buffer_length", config.overlong_buffer_length),
+        _required("overlong_buffer_penalty", config.overlong_buffer_penalty),
+    )
+    return rewards_B + penalty_B.to(rewards_B)
+
+
+def _required[NumberT: (int, float)](name: str, value: NumberT | None) -> NumberT:
+    if value is None:
         raise ConfigError(
-            f"{', '.join(missing)} is null, but reward shaping is on; give a value, or set "
+            f"grpo.reward_shaping.{name} is null, but reward shaping is on; give a value, or set "
             "grpo.reward_shaping.stop_properly_penalty_coef instead."
         )
-    penalty_B = overlong_penalty(response_lengths_B, **values)
-    return rewards_B + penalty_B.to(rewards_B)
+    return value
 
 
 def apply_reward_shaping[BatchT: MutableMapping[str, Any]](batch: BatchT, cfg: RewardShapingConfig) -> BatchT:

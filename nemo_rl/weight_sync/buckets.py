@@ -91,9 +91,7 @@ def plan_slots(group: list[tuple[str, torch.Tensor]]) -> tuple[list[TensorSlot],
     return slots, offset
 
 
-def pack(
-    group: list[tuple[str, torch.Tensor]], slots: list[TensorSlot], flat: torch.Tensor
-) -> None:
+def pack(group: list[tuple[str, torch.Tensor]], slots: list[TensorSlot], flat: torch.Tensor) -> None:
     """Copy each tensor of `group` to its slot in `flat` (uint8, at least the planned size)."""
     for (_, tensor), slot in zip(group, slots, strict=True):
         view_of(flat, slot).copy_(tensor.detach())

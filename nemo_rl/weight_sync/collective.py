@@ -20,9 +20,7 @@ def join_group(spec: TransportSpec, rank: int) -> dist.Backend:
         A backend object with `broadcast`: gloo on CPU, NCCL on CUDA.
     """
     timeout = timedelta(seconds=spec.timeout_s)
-    store = dist.TCPStore(
-        spec.master_address, spec.master_port, spec.world_size, is_master=rank == 0, timeout=timeout
-    )
+    store = dist.TCPStore(spec.master_address, spec.master_port, spec.world_size, is_master=rank == 0, timeout=timeout)
     store = dist.PrefixStore(f"nemo_rl-{spec.run_id}-{spec.extra.get('epoch', 0)}", store)
     if spec.device == "cuda":
         options = dist.ProcessGroupNCCL.Options()

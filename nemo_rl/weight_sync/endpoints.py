@@ -24,9 +24,7 @@ from nemo_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemory
 from nemo_rl.weight_sync.verify import SyncReceipt, fingerprint, mismatched_names
 
 
-def make_sender_transport(
-    spec: TransportSpec, rank: int, is_node_leader: bool
-) -> SenderTransport | None:
+def make_sender_transport(spec: TransportSpec, rank: int, is_node_leader: bool) -> SenderTransport | None:
     """The transport a trainer rank packs into, or None when it only takes part in gathering."""
     if spec.name == "cuda_ipc":
         return CudaIpcSender(spec)
@@ -87,9 +85,7 @@ class WeightSender:
             flat = self._transport.buffer(num_bytes, bucket.index)
             pack(group, slots, flat)
             if self._spec.verify:
-                bucket.slots = [
-                    dataclasses.replace(slot, fingerprint=fingerprint(flat, slot)) for slot in slots
-                ]
+                bucket.slots = [dataclasses.replace(slot, fingerprint=fingerprint(flat, slot)) for slot in slots]
             self._transport.publish(bucket)
         return bucket
 
@@ -114,9 +110,7 @@ def merge_buckets(from_ranks: list[Bucket]) -> Bucket:
     merged = (packers or from_ranks)[0]
     for other in from_ranks:
         if [s.name for s in other.slots] != [s.name for s in merged.slots]:
-            raise WeightSyncError(
-                f"Trainer ranks disagree on the tensors of bucket {merged.index}."
-            )
+            raise WeightSyncError(f"Trainer ranks disagree on the tensors of bucket {merged.index}.")
         merged.handles.update(other.handles)
     return merged
 
@@ -139,9 +133,7 @@ class WeightReceiver:
         """Start counting for a new version."""
         self._receipt = SyncReceipt(self._name, version)
 
-    def receive(
-        self, bucket: Bucket, load: Callable[[list[tuple[str, torch.Tensor]]], None]
-    ) -> None:
+    def receive(self, bucket: Bucket, load: Callable[[list[tuple[str, torch.Tensor]]], None]) -> None:
         """Fetch a bucket, check it, and hand its tensors to `load`.
 
         Tensors of a bucket that is not the last are copied first: an engine may keep them until a layer

@@ -50,12 +50,8 @@ def fingerprint(flat: torch.Tensor, slot: TensorSlot) -> int:
     raw = flat[slot.offset : slot.offset + slot.num_bytes]
     tail_bytes = slot.num_bytes % 8
     words = raw[: slot.num_bytes - tail_bytes].view(torch.int64)
-    weights = torch.arange(
-        1, 2 * min(_CHUNK_WORDS, max(len(words), 1)), 2, dtype=torch.int64, device=flat.device
-    )
-    chunk_sums = [
-        (chunk * weights[: len(chunk)]).sum() for chunk in words.split(_CHUNK_WORDS) if len(chunk)
-    ]
+    weights = torch.arange(1, 2 * min(_CHUNK_WORDS, max(len(words), 1)), 2, dtype=torch.int64, device=flat.device)
+    chunk_sums = [(chunk * weights[: len(chunk)]).sum() for chunk in words.split(_CHUNK_WORDS) if len(chunk)]
     result = slot.num_bytes
     for value in torch.stack(chunk_sums).tolist() if chunk_sums else []:
         result = (result * _CHUNK_MULTIPLIER + value) & _MASK_64
@@ -66,11 +62,7 @@ def fingerprint(flat: torch.Tensor, slot: TensorSlot) -> int:
 
 def mismatched_names(flat: torch.Tensor, slots: list[TensorSlot]) -> list[str]:
     """Names of the tensors in a received buffer whose fingerprint is not the sender's."""
-    return [
-        slot.name
-        for slot in slots
-        if slot.fingerprint is not None and fingerprint(flat, slot) != slot.fingerprint
-    ]
+    return [slot.name for slot in slots if slot.fingerprint is not None and fingerprint(flat, slot) != slot.fingerprint]
 
 
 def check_receipts(receipts: list[SyncReceipt], buckets: list[Bucket], version: int) -> None:
@@ -86,21 +78,14 @@ def check_receipts(receipts: list[SyncReceipt], buckets: list[Bucket], version: 
         if receipt.version != version:
             problems.append(f"{receipt.receiver}: version {receipt.version}, sent {version}")
         if receipt.num_tensors != num_tensors:
-            problems.append(
-                f"{receipt.receiver}: got {receipt.num_tensors} tensors, {num_tensors} were sent"
-            )
+            problems.append(f"{receipt.receiver}: got {receipt.num_tensors} tensors, {num_tensors} were sent")
         if receipt.mismatched:
-            problems.append(
-                f"{receipt.receiver}: content differs in {_shorten(receipt.mismatched)}"
-            )
+            problems.append(f"{receipt.receiver}: content differs in {_shorten(receipt.mismatched)}")
         if receipt.unbound:
-            problems.append(
-                f"{receipt.receiver}: nothing was loaded into {_shorten(receipt.unbound)}"
-            )
+            problems.append(f"{receipt.receiver}: nothing was loaded into {_shorten(receipt.unbound)}")
     if problems:
         raise WeightSyncError(
-            f"Weight sync to version {version} failed; generation would run with wrong weights. "
-            + "; ".join(problems)
+            f"Weight sync to version {version} failed; generation would run with wrong weights. " + "; ".join(problems)
         )
 
 

@@ -26,6 +26,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 logger = logging.getLogger(__name__)
 
+_CPU_BATCHED_TOKENS = 4096
+
 
 class VllmEngine:
     """One vLLM engine.
@@ -125,6 +127,10 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         "hf_overrides": settings.hf_overrides,
         "disable_log_stats": True,
     }
+    if settings.device == "cpu":
+        # A prompt cut over two steps rewinds its request's generator, which CPU generators cannot.
+        values["enable_chunked_prefill"] = False
+        values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len)
     if settings.kv_cache_bytes is not None:
         values["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     else:

@@ -1,0 +1,135 @@
+"""Baselines, spreads and whitening: how a sample did compared with its peers.
+
+Used by `advantages` and by dynamic sampling. Law: all statistics are computed in float64, and the
+spread of a group of equal rewards is exactly 0, never rounding noise that a division would blow up.
+
+Legend: `B` samples, `T` tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_rl.losses.reductions import masked_mean, masked_var
+
+STD_EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it."""
+
+RELATIVE_SPREAD_FLOOR = 1e-14
+"""Variances below this share of the group's own scale are rounding noise, hence 0."""
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Baseline and standard deviation `[B]`, float64, that apply to each sample."""
+
+    baseline_B: Tensor
+    std_B: Tensor
+
+
+def group_ids_from_prompts(prompts: Tensor) -> Tensor:
+    """Number the distinct rows of `prompts [B, T_prompt]`; equal prompts get equal ids `[B]`."""
+    return torch.unique(prompts, dim=0, return_inverse=True)[1]
+
+
+def group_statistics(
+    rewards_B: Tensor, group_ids_B: Tensor, valid_mask_B: Tensor, leave_one_out: bool
+) -> GroupStatistics:
+    """Mean and population standard deviation of the rewards each sample is compared with.
+
+    That set is the valid samples of its group, without the sample itself if `leave_one_out`. With
+    deviations d from the group mean, n samples and S = sum(d^2), leaving i out gives
+    mean_i = mean - d_i / (n - 1) and var_i = (S - d_i^2 n / (n - 1)) / (n - 1).
+
+    A sample whose group has at most one valid member has its own reward as baseline, and std 0.
+
+    Args:
+        rewards_B: `[B]` float.
+        group_ids_B: `[B]` int64, any values.
+        valid_mask_B: `[B]`, non-zero for samples that count.
+        leave_one_out: Leave the sample itself out of its set.
+    """
+    rewards_B = rewards_B.double()
+    valid_B = (valid_mask_B != 0).double()
+    _, index_B = torch.unique(group_ids_B, return_inverse=True)
+
+    def group_sum(values_B: Tensor) -> Tensor:
+        totals = values_B.new_zeros(values_B.shape[0]).index_add_(0, index_B, values_B)
+        return totals[index_B]
+
+    count_B = group_sum(valid_B)
+    clean_B = torch.where(valid_B != 0, rewards_B, 0.0)
+    mean_B = group_sum(clean_B) / count_B.clamp(min=1)
+    deviation_B = torch.where(valid_B != 0, clean_B - mean_B, 0.0)
+    squares_B = group_sum(deviation_B**2)
+    noise_B = RELATIVE_SPREAD_FLOOR * squares_B + (RELATIVE_SPREAD_FLOOR * mean_B) ** 2
+
+    size_B = count_B - valid_B if leave_one_out else count_B
+    divisor_B = size_B.clamp(min=1)
+    if leave_one_out:
+        mean_B = mean_B - deviation_B / divisor_B
+        squares_B = squares_B - deviation_B**2 * (size_B + 1) / divisor_B
+    variance_B = torch.where(squares_B > noise_B, squares_B, 0.0) / divisor_B
+    has_peers_B = count_B > 1
+    return GroupStatistics(
+        baseline_B=torch.where(has_peers_B, mean_B, rewards_B),
+        std_B=torch.where(has_peers_B, variance_B, 0.0).sqrt(),
+    )
+
+
+def calculate_baseline_and_std_per_prompt(
+    prompts: Tensor,
+    rewards: Tensor,
+    valid_mask: Tensor,
+    leave_one_out_baseline: bool = True,
+    std_rewards: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Baseline and standard deviation `[B]` of each row's group of equal prompts.
+
+    Args:
+        prompts: `[B, T_prompt]` int64, padded.
+        rewards: `[B]` float.
+        valid_mask: `[B]`, 0 for rows that enter no statistic.
+        leave_one_out_baseline: Leave the row itself out of mean and deviation.
+        std_rewards: Rewards `[B]` to take the deviation of, when they are others.
+
+    Returns:
+        Baseline and standard deviation, in the type of `rewards`. See `group_statistics`.
+    """
+    group_ids = group_ids_from_prompts(prompts)
+    statistics = group_statistics(rewards, group_ids, valid_mask, leave_one_out_baseline)
+    std_B = statistics.std_B
+    if std_rewards is not None:
+        std_B = group_statistics(std_rewards, group_ids, valid_mask, leave_one_out_baseline).std_B
+    return statistics.baseline_B.to(rewards.dtype), std_B.to(rewards.dtype)
+
+
+def group_advantage(
+    rewards_B: Tensor,
+    group_ids_B: Tensor,
+    valid_mask_B: Tensor,
+    *,
+    leave_one_out: bool,
+    normalize: bool,
+) -> Tensor:
+    """`r - baseline`, divided by `std + 1e-6` where std > 0 if `normalize`; `[B]` float64."""
+    statistics = group_statistics(rewards_B, group_ids_B, valid_mask_B, leave_one_out)
+    advantage_B = rewards_B.double() - statistics.baseline_B
+    if normalize:
+        std_B = statistics.std_B
+        advantage_B = torch.where(std_B > 0, advantage_B / (std_B + STD_EPSILON), advantage_B)
+    return torch.where(valid_mask_B != 0, advantage_B, 0.0)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Shift and scale the kept entries to mean 0 and population variance 1; others become 0.
+
+    Entries that are all equal become 0.
+    """
+    kept = (mask != 0).to(values.dtype)
+    mean = masked_mean(values, kept)
+    std = masked_var(values, kept, mean=mean, unbiased=False).sqrt()
+    is_noise = std <= RELATIVE_SPREAD_FLOOR * (1 + mean.abs())
+    scaled = (values - mean) / (std + STD_EPSILON)
+    return torch.where(is_noise | (mask == 0), 0.0, scaled)
