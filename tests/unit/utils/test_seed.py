@@ -1,8 +1,6 @@
 """Derived seeds: stable, distinct, and within what engines accept."""
 
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,23 +10,15 @@ from nemo_rl.utils.seed import derive_seed, set_seed
 
 
 def test_value_is_fixed_for_ever():
-    """A changed hash would change every resumed run, so the values are written down here."""
+    """A changed hash would change every resumed run; Python's own string hash differs in each process."""
     assert derive_seed(42) == 8132986567694255081
     assert derive_seed(42, "rollout", 3, 0) == 4199145661572861229
-
-
-def test_same_in_another_process_with_another_hash_seed():
-    code = "from nemo_rl.utils.seed import derive_seed; print(derive_seed(7, 'a', 1))"
-    output = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONHASHSEED": "123"}, capture_output=True, text=True, check=True
-    )
-    assert int(output.stdout) == derive_seed(7, "a", 1)
 
 
 def test_range_and_distinctness():
     seeds = [derive_seed(1, "rollout", step, sample) for step in range(100) for sample in range(100)]
     assert len(set(seeds)) == len(seeds)
-    assert 0 <= min(seeds) and 2**62 < max(seeds) < 2**63
+    assert min(seeds) >= 0 and 2**62 < max(seeds) < 2**63
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,272 @@
+"""Metrics reach every backend under the same names; files, console line, samples."""
+
+import json
+import logging
+import math
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nemo_rl.config import LoggerConfig
+from nemo_rl.utils import logger as logger_module
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict, to_scalars
+from nemo_rl.utils.logger import Logger, get_next_experiment_dir, print_message_log_samples
+from nemo_rl.utils.logging_setup import configure_logging
+
+
+def read_lines(path) -> list[dict]:
+    def refuse(constant):
+        raise ValueError(constant)
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_experiment_folders_count_up(tmp_path):
+    base = tmp_path / "logs"
+    assert get_next_experiment_dir(base) == str(base / "exp_001")
+    (base / "exp_041").mkdir()
+    (base / "exp_0x9").mkdir()
+    assert get_next_experiment_dir(base) == str(base / "exp_042")
+    assert (base / "exp_042").is_dir()
+
+
+def test_scalars_of_every_kind():
+    metrics = {
+        "float": 0.1,
+        "int": 3,
+        "flag": True,
+        "tensor": torch.tensor(2.5),
+        "row of one": torch.tensor([4.0]),
+        "numpy": np.float32(0.5),
+        "nan": float("nan"),
+        "text": "no number",
+        "list": [1, 2],
+        "tensor of two": torch.zeros(2),
+    }
+    scalars = to_scalars(metrics)
+    assert math.isnan(scalars.pop("nan"))
+    assert scalars == {"float": 0.1, "int": 3.0, "flag": 1.0, "tensor": 2.5, "row of one": 4.0, "numpy": 0.5}
+
+
+def test_flatten_dict():
+    nested = {"a": {"b": 1, "c": {"d": 2}}, "e": [10, {"f": 3}], "g": {}}
+    assert flatten_dict(nested) == {"a.b": 1, "a.c.d": 2, "e.0": 10, "e.1.f": 3, "g": {}}
+    assert flatten_dict(nested, sep="/", expand_lists=False)["e"] == [10, {"f": 3}]
+
+
+def test_tensorboard_and_metrics_file_hold_the_same_numbers(tmp_path):
+    logger = Logger(LoggerConfig(tensorboard_enabled=True), tmp_path)
+    logger.log_metrics({"loss": 0.25, "reward": torch.tensor(1 / 3, dtype=torch.float64)}, 1, prefix="train")
+    logger.log_metrics({"loss": float("nan"), "histogram": [1, 2]}, 2, prefix="train")
+    logger.log_histogram([1.0, 2.0, 2.5], 2, "lengths")
+    logger.log_hyperparams({"grpo": {"num_prompts_per_step": 8}})
+    logger.finish()
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"train/loss", "train/reward"}
+    assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(1, pytest.approx(1 / 3, rel=1e-6))]
+    assert math.isnan(events.Scalars("train/loss")[1].value)
+    assert events.Tags()["histograms"] == ["lengths"]
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "grpo.num_prompts_per_step: 8" in text
+
+    assert read_lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "prefix": "train", "metrics": {"loss": 0.25, "reward": 1 / 3}},
+        {"step": 2, "prefix": "train", "metrics": {"loss": None}},
+    ]
+
+
+def test_metrics_are_on_disk_before_the_logger_is_closed(tmp_path):
+    logger = Logger(LoggerConfig(), tmp_path)
+    logger.log_metrics({"loss": 1.0}, 1, prefix="train")
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 1
+    logger.close()
+
+
+def test_console_prints_one_line_a_step(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="nemo_rl")
+    logger = Logger(LoggerConfig(), tmp_path, total_steps=20)
+    for step in (1, 2):
+        logger.log_metrics({"loss": 0.5 * step, "reward": 0.25, "rare": 1.0}, step, prefix="train")
+        logger.log_metrics({"total_step_time": 1.5}, step, prefix="timing/train")
+        logger.log_metrics({"tokens_per_sec": 100.0}, step, prefix="performance")
+    logger.log_metrics({"loss": float("nan")}, 3, prefix="train", step_finished=True)
+    lines = [record.message for record in caplog.records]
+    assert lines == [
+        "step 1/20  loss=0.5  reward=0.25  step_s=1.5",
+        "step 2/20  loss=1  reward=0.25  step_s=1.5",
+        "step 3/20  loss=nan",
+    ]
+
+
+def test_batches_as_jsonl(tmp_path):
+    logger = Logger(LoggerConfig(), tmp_path)
+    batch = {
+        "content": ["7+5=12 \u00e9", 'a "quote"\n'],
+        "rewards": torch.tensor([1.0, float("inf")]),
+        "token_ids": [torch.tensor([3, 4]), torch.tensor([5])],
+        "advantages": np.array([[0.5, 0.0], [0.25, 0.0]], dtype=np.float32),
+    }
+    logger.log_batched_dict_as_jsonl(batch, "train_data_step1.jsonl")
+    assert read_lines(tmp_path / "train_data_step1.jsonl") == [
+        {"content": "7+5=12 \u00e9", "rewards": 1.0, "token_ids": [3, 4], "advantages": [0.5, 0.0]},
+        {"content": 'a "quote"\n', "rewards": None, "token_ids": [5], "advantages": [0.25, 0.0]},
+    ]
+    with pytest.raises(ValueError, match="differ in length"):
+        logger.log_batched_dict_as_jsonl({"a": [1], "b": [1, 2]}, "bad.jsonl")
+    logger.log_string_list_as_jsonl(['{"a": 1}', '{"a": 2}'], "lines.jsonl")
+    assert read_lines(tmp_path / "lines.jsonl") == [{"a": 1}, {"a": 2}]
+
+
+def test_a_tracker_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(logger_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"logger\.mlflow_enabled=true needs the package mlflow.*--extra mlflow"):
+        Logger(LoggerConfig(mlflow_enabled=True), tmp_path)
+
+
+def test_tracker_classes_are_offered_without_importing_their_libraries():
+    code = (
+        "import sys, nemo_rl.utils.logger;"
+        "assert not set(sys.modules) & {'wandb', 'mlflow', 'torch', 'ray', 'tensorboard'}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert issubclass(logger_module.TensorboardLogger, LoggerInterface)
+    with pytest.raises(AttributeError, match="CometLogger"):
+        logger_module.CometLogger  # noqa: B018
+
+
+def test_a_user_backend_needs_three_methods():
+    class Mine(LoggerInterface):
+        def log_metrics(self, metrics, step, prefix="", step_metric=None, step_finished=False):
+            self.seen = (metrics, step, prefix)
+
+        def log_hyperparams(self, params):
+            pass
+
+        def log_histogram(self, histogram, step, name):
+            pass
+
+    mine = Mine()
+    mine.log_metrics({"a": 1}, 1)
+    mine.log_plot(None, 1, "plot")
+    mine.close()
+    assert mine.seen == ({"a": 1}, 1, "")
+
+
+def test_samples_show_best_and_worst_and_keep_markup(caplog):
+    caplog.set_level(logging.INFO, logger="nemo_rl")
+    logs = [[{"role": "user", "content": f"[bold]q{i}"}, {"role": "assistant", "content": f"a{i}"}] for i in range(4)]
+    print_message_log_samples(logs, [0.0, 1.0, 0.5, 0.25], num_samples=3, step=7)
+    text = [record.message for record in caplog.records]
+    assert [next(i for i in range(4) if f"a{i}" in page) for page in text] == [1, 2, 0]
+    assert "user: [bold]q1" in text[0] and "reward 1 " in text[0] and text[0].startswith("step 7, sample 1\n")
+    caplog.clear()
+    print_message_log_samples(logs, [0.0, 1.0, 0.5, 0.25], num_samples=0)
+    print_message_log_samples([], [], num_samples=3)
+    assert not caplog.records
+    with pytest.raises(ValueError, match="2 rewards"):
+        print_message_log_samples(logs, [0.0, 1.0])
+
+
+def test_log_level_variable(monkeypatch):
+    monkeypatch.setenv("NRL_LOG_LEVEL", "loud")
+    with pytest.raises(ConfigError, match="NRL_LOG_LEVEL=LOUD.*WARNING"):
+        configure_logging()
+    code = (
+        "import logging; from nemo_rl.utils.logging_setup import configure_logging; configure_logging();"
+        "logging.getLogger('nemo_rl.x').info('mine'); logging.getLogger('other').info('theirs');"
+        "logging.getLogger('other').warning('their warning')"
+    )
+    for level, expected in (("INFO", ["mine", "their warning"]), ("warning", ["their warning"])):
+        environment = os.environ | {"NRL_LOG_LEVEL": level}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert [line.split(" ", 2)[2] for line in run.stderr.splitlines()] == expected
+
+
+def test_records_pass_above_a_live_progress_bar():
+    """On a terminal the bar redraws below each record instead of being torn by it."""
+    code = (
+        "import logging, sys, time; from nemo_rl.utils.logging_setup import configure_logging; configure_logging();"
+        "from nemo_rl.utils.log_backends.console import ConsoleLogger;"
+        "c = ConsoleLogger(3);"
+        "[c.log_metrics({'loss': 0.5}, step, 'train', step_finished=True) for step in (1, 2, 3)]; c.close()"
+    )
+    leader, follower = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=follower, env=os.environ | {"TERM": "xterm"})
+    os.close(follower)
+    output = b""
+    while True:
+        try:
+            block = os.read(leader, 4096)
+        except OSError:
+            break
+        if not block:
+            break
+        output += block
+    os.close(leader)
+    assert process.wait() == 0
+    text = output.decode()
+    assert all(f"step {step}/3" in text for step in (1, 2, 3))
+    assert "3/3" in text.split("step 3/3")[0] or "2/3" in text
+    lines = text.replace("\r", "\n").split("\n")
+    records = [line for line in lines if "loss=0.5" in line]
+    assert len(records) == 3
+    assert not any("\u2501" in line for line in records), "a record shares its line with the bar"
+
+
+def wandb_records(path) -> bytes:
+    """The payloads of a .wandb file: LevelDB log blocks of 32 KiB behind a header of 7 bytes."""
+    data, position, payloads = path.read_bytes(), 7, []
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        _, length, _ = struct.unpack_from("<IHB", data, position)
+        payloads.append(data[position + 7 : position + 7 + length])
+        position += 7 + length
+    return b"".join(payloads)
+
+
+@pytest.mark.slow
+def test_wandb_offline(tmp_path):
+    """A real run of the wandb client without a network; the names and numbers are in its file."""
+    code = f"""
+from nemo_rl.config import LoggerConfig
+from nemo_rl.utils.logger import Logger
+logger = Logger(LoggerConfig(wandb_enabled=True, wandb={{"project": "p", "name": "n"}}), {str(tmp_path)!r})
+logger.log_hyperparams({{"grpo": {{"num_prompts_per_step": 8}}}})
+logger.log_metrics({{"loss": 0.3671875}}, 31, prefix="train")
+logger.log_histogram([1.0, 2.0], 31, "lengths")
+logger.close()
+"""
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    [path] = tmp_path.glob("wandb/wandb/offline-run-*/*.wandb")
+    records = wandb_records(path)
+    for name, value in ((b"train/loss", b"0.3671875"), (b"train/step", b"31")):
+        assert re.search(name + rb".{1,4}" + value, records, re.DOTALL), name
+    assert b"lengths" in records and b"num_prompts_per_step" in records
+
+
+def test_mlflow_file_store(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    store = f"file:{tmp_path}/store"
+    section = {"tracking_uri": store, "experiment_name": "e", "run_name": "r"}
+    logger = Logger(LoggerConfig(mlflow_enabled=True, mlflow=section), tmp_path)
+    logger.log_hyperparams({"grpo": {"seed": 1}, "long": "x" * 1000})
+    logger.log_metrics({"loss": 0.25}, 3, prefix="train")
+    logger.close()
+    [run] = mlflow.search_runs(experiment_names=["e"], output_format="list")
+    assert run.data.metrics["train/loss"] == 0.25
+    assert run.data.params["grpo.seed"] == "1"
