@@ -1,0 +1,305 @@
+"""The layout of the library: floors, rooms for backends, public doors, sizes.
+
+Read with `ast`, so nothing needs to be importable for the layout itself. Law: the exception lists here
+may only shrink; a stale exception fails too.
+"""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "nemo_rl"
+
+FLOORS: list[set[str]] = [
+    {"config", "utils"},
+    {"distributed"},
+    {"losses", "data", "weight_sync"},
+    {"models"},
+    {"environments"},
+    {"experience"},
+    {"algorithms", "evals"},
+]
+SHARED_FLOORS = [{"config", "utils"}]
+"""Rooms of one floor that may import each other, as long as no circle of files arises."""
+
+UPWARD_IMPORTS: set[tuple[str, str]] = set()
+"""(file, imported module) pairs that break the floors; may only shrink."""
+
+BACKENDS = ("vllm", "wandb", "mlflow", "megatron", "sglang", "transformer_engine", "flash_attn", "swanlab")
+CUDA_ROOMS = ("utils/device.py", "weight_sync/", "models/generation/vllm/", "models/megatron/")
+CUDA_EXCEPTIONS = {"config/cluster.py": "declares the key cluster.device, whose values are cuda and cpu"}
+
+BROAD_EXCEPT_BOUNDARIES = {
+    "distributed/worker_groups.py": "clean-up goes on whatever part of it fails",
+    "environments/client.py": "a batch's failure is relayed to each waiting coroutine",
+    "environments/grading/worker_main.py": "the verifier may be the user's own code",
+    "models/generation/engine_group.py": "whatever broke an engine ends its requests",
+}
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}
+
+PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
+    "nemo_rl.algorithms.advantage_estimator": ("GRPOAdvantageEstimator", "GDPOAdvantageEstimator"),
+    "nemo_rl.algorithms.grpo": (),
+    "nemo_rl.algorithms.loss": ("ClippedPGLossFn", "NLLLossFn", "PreferenceLossFn", "DPOLossFn"),
+    "nemo_rl.algorithms.reward_functions": ("apply_reward_shaping",),
+    "nemo_rl.algorithms.utils": ("masked_mean", "calculate_kl", "set_seed", "get_tokenizer"),
+    "nemo_rl.data.collate_fn": (),
+    "nemo_rl.data.datasets": (),
+    "nemo_rl.data.interfaces": ("DatumSpec", "TaskDataSpec"),
+    "nemo_rl.data.llm_message_utils": (),
+    "nemo_rl.data.packing": (),
+    "nemo_rl.distributed.batched_data_dict": ("BatchedDataDict",),
+    "nemo_rl.distributed.named_sharding": ("NamedSharding",),
+    "nemo_rl.distributed.virtual_cluster": ("RayVirtualCluster", "init_ray"),
+    "nemo_rl.distributed.worker_groups": ("RayWorkerGroup",),
+    "nemo_rl.environments.interfaces": ("EnvironmentInterface", "EnvironmentReturn"),
+    "nemo_rl.environments.math_environment": ("MathEnvironment",),
+    "nemo_rl.experience.rollouts": (),
+    "nemo_rl.models.generation": (),
+    "nemo_rl.models.generation.interfaces": ("GenerationInterface",),
+    "nemo_rl.models.policy": (),
+    "nemo_rl.models.policy.lm_policy": ("Policy",),
+    "nemo_rl.utils.checkpoint": ("CheckpointManager", "CheckpointingConfig"),
+    "nemo_rl.utils.config": ("load_config", "parse_hydra_overrides", "register_omegaconf_resolvers"),
+    "nemo_rl.utils.logger": ("Logger", "LoggerInterface", "LoggerConfig", "flatten_dict", "get_next_experiment_dir"),
+    "nemo_rl.utils.timer": ("Timer", "TimeoutChecker", "convert_to_seconds"),
+}
+PLANNED_PATHS = [
+    "nemo_rl.environments.games.sliding_puzzle",
+    "nemo_rl.evals.eval",
+    "nemo_rl.utils.nsys",
+    "nemo_rl.utils.venvs",
+]
+DOORS = ["algorithms/advantage_estimator.py", "algorithms/reward_functions.py", "algorithms/utils.py"]
+MAX_DOOR_LINES = 40
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).as_posix()
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Dotted names a file imports at run time, `from a import b` as `a.b` and `a`."""
+    skipped = {id(node) for block in ast.walk(tree_of(file)) if is_typing_block(block) for node in ast.walk(block)}
+    for node in ast.walk(tree_of(file)):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(file)}: relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_typing_block(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def floor_of(room: str) -> int:
+    return next(level for level, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def docstrings(tree: ast.AST) -> set[int]:
+    """Ids of the constants that are docstrings or texts on their own line."""
+    return {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+
+
+def test_every_room_is_on_a_floor():
+    rooms = {entry.name for entry in PACKAGE.iterdir() if entry.is_dir() and entry.name != "__pycache__"}
+    assert rooms <= set().union(*FLOORS)
+    assert {entry.name for entry in PACKAGE.glob("*.py")} == {"__init__.py"}
+
+
+def test_files_import_from_their_own_room_or_a_lower_floor():
+    found = set()
+    for file in files():
+        if file.parent == PACKAGE:
+            continue
+        room = file.relative_to(PACKAGE).parts[0]
+        for module in imports_of(file):
+            if not module.startswith("nemo_rl."):
+                continue
+            other = module.split(".")[1]
+            shared = any({room, other} <= rooms for rooms in SHARED_FLOORS)
+            if other != room and not shared and floor_of(other) >= floor_of(room):
+                found.add((name_of(file), module))
+    assert found == UPWARD_IMPORTS
+
+
+def test_files_import_in_no_circle():
+    modules = {module_name(file): file for file in files()}
+    edges = {
+        name: {target for target in imports_of(file) if target in modules and target != name}
+        for name, file in modules.items()
+    }
+    assert find_circle(edges) is None
+
+
+def module_name(file: Path) -> str:
+    dotted = file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+    return dotted.removesuffix(".__init__")
+
+
+def find_circle(edges: dict[str, set[str]]) -> list[str] | None:
+    """A circle of imports, or None: repeatedly drop what imports nothing that is left."""
+    left = {name: set(targets) for name, targets in edges.items()}
+    while left:
+        leaves = {name for name, targets in left.items() if not targets & left.keys()}
+        if not leaves:
+            return sorted(left)
+        for name in leaves:
+            del left[name]
+    return None
+
+
+def test_the_circle_finder_finds_circles():
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_are_imported_only_where_they_live(backend):
+    strangers = [
+        name_of(file)
+        for file in files()
+        if any(module.split(".")[0] == backend for module in imports_of(file))
+        and backend not in file.relative_to(PACKAGE).with_suffix("").parts
+    ]
+    assert strangers == []
+
+
+def test_cuda_is_written_only_in_its_rooms():
+    writers = {
+        name_of(file)
+        for file in files()
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"cuda(:\d+)?", node.value)
+        and id(node) not in docstrings(tree_of(file))
+        and not name_of(file).startswith(CUDA_ROOMS)
+    }
+    assert writers == set(CUDA_EXCEPTIONS)
+
+
+def test_nothing_prints():
+    printers = [
+        f"{name_of(file)}:{node.lineno}"
+        for file in files()
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "pprint")
+    ]
+    assert printers == []
+
+
+def test_broad_excepts_are_at_named_boundaries():
+    catchers = {
+        name_of(file)
+        for file in files()
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")))
+    }
+    assert catchers == set(BROAD_EXCEPT_BOUNDARIES)
+
+
+def test_files_and_functions_stay_small():
+    long_files = {
+        name_of(file) for file in files() if len(file.read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES
+    }
+    long_functions = {
+        f"{name_of(file)}:{node.name}"
+        for file in files()
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
+    }
+    assert long_files == set(LONG_FILES)
+    assert long_functions == set(LONG_FUNCTIONS)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_doors_only_re_export(door):
+    tree = tree_of(PACKAGE / door)
+    assert len((PACKAGE / door).read_text().splitlines()) <= MAX_DOOR_LINES
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+
+
+def test_every_file_says_what_it_is():
+    assert [name_of(file) for file in files() if not ast.get_docstring(tree_of(file))] == []
+
+
+def test_no_registry_hosts_are_named():
+    """Where packages come from is the machine's affair."""
+    hosts = re.compile("|".join(["py" + r"pi\.org", "python" + "hosted", r"anaconda" + r"\.org", "index" + "-url"]))
+    texts = [
+        path
+        for folder in ("nemo_rl", "examples", "tests", "tools", "docs")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md", ".yaml", ".toml", ".sh", ".txt")
+    ]
+    texts += [*ROOT.glob("*.md"), ROOT / "pyproject.toml", ROOT / ".pre-commit-config.yaml"]
+    assert len(texts) > 100
+    assert [str(path) for path in texts if hosts.search(path.read_text(encoding="utf-8", errors="replace"))] == []
+
+
+@pytest.mark.parametrize("module", PUBLIC_NAMES)
+def test_public_paths_have_their_names(module):
+    imported = importlib.import_module(module)
+    assert [name for name in PUBLIC_NAMES[module] if not hasattr(imported, name)] == []
+
+
+def test_public_paths_load_no_backend():
+    """Importing all public paths loads none of the backend libraries, so they need not be installed."""
+    code = f"""
+import importlib, sys
+for module in {list(PUBLIC_NAMES)!r}:
+    importlib.import_module(module)
+loaded = set({BACKENDS!r}) & set(sys.modules)
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_config_needs_neither_torch_nor_ray():
+    code = "import sys, nemo_rl.config; assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("module", PLANNED_PATHS)
+def test_planned_paths_are_listed_until_they_exist(module):
+    """When one of these arrives, move it to PUBLIC_NAMES."""
+    path = ROOT / module.replace(".", "/")
+    assert not path.with_suffix(".py").exists() and not path.exists()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/configs").rglob("*.yaml")), ids=lambda path: path.name)
+def test_example_configs_load_through_their_schema(path):
+    config = load_config(path)
+    assert config.policy.model_name
