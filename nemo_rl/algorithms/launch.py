@@ -1,0 +1,50 @@
+"""The command line that all example scripts share: `[--config FILE] [key=value ...]`.
+
+Light until the configuration is accepted: a wrong key is answered in a second, before torch is imported.
+Law: a mistake of the user is one message and exit status 2; a failure of the run is one message and 1.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from nemo_rl.config import MasterConfig, check_device, count_gpus, load_config
+from nemo_rl.utils.errors import ConfigError, DataError, NemoRLError
+from nemo_rl.utils.logging_setup import configure_logging
+
+
+def launch[ConfigT: MasterConfig](
+    description: str,
+    default_config: Path,
+    schema: type[ConfigT],
+    run: Callable[[ConfigT], None],
+    arguments: list[str] | None = None,
+) -> int:
+    """Read the configuration and run.
+
+    Args:
+        description: help text.
+        default_config: YAML file when `--config` is absent.
+        schema: class of the configuration.
+        run: does the work; called with the checked configuration.
+        arguments: command line without the program, `sys.argv` by default.
+
+    Returns:
+        Exit status.
+    """
+    configure_logging()
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=default_config, help="YAML file of the run")
+    known, overrides = parser.parse_known_args(arguments)
+    try:
+        config = load_config(known.config, overrides, schema=schema)
+        check_device(config, count_gpus())
+        run(config)
+    except (ConfigError, DataError) as mistake:
+        sys.stderr.write(f"\n{type(mistake).__name__}: {mistake}\n")
+        return 2
+    except NemoRLError as failure:
+        sys.stderr.write(f"\n{type(failure).__name__}: {failure}\n")
+        return 1
+    return 0
