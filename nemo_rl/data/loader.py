@@ -75,7 +75,7 @@ class PromptLoader(StatefulDataLoader):
         self._num_batches_done = 0
         self._in_progress = False
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:
         """Batches of the next epoch, or of the rest of a restored one."""
         if self._in_progress:
             self._epoch, self._num_batches_done = self._epoch + 1, 0

@@ -339,8 +339,13 @@ def _load_hub(path: str, subset: str | None, split: str, role: str) -> datasets.
             return datasets.load_from_disk(str(folder))
         return datasets.load_dataset(str(folder) if folder.is_dir() else path, subset, split=split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        hint = (
+            "The files of the folder must belong together as in a hub repository."
+            if folder.is_dir()
+            else f"Without network, set data.{role}.data_path to a local copy: a file, or a "
+            "folder with the files of the hub repository."
+        )
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise DataError(
-            f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: {error}. "
-            f"Without network, set data.{role}.data_path to a local copy: a file, or a folder "
-            "with the files of the hub repository."
+            f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: {error}{cause}. {hint}"
         ) from error

@@ -232,6 +232,35 @@ def test_mirror_folders(tmp_path):
         load_response_dataset(entry(dataset_name="gsm8k", data_path=str(tmp_path / "both"), split="nope"))
 
 
+def test_copy_of_a_hub_repository(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    mirror = tmp_path / "mirror"
+    mirror.mkdir()
+    (mirror / "README.md").write_text(
+        "---\nconfigs:\n"
+        "- config_name: AIME2025-I\n  data_files:\n  - {split: test, path: one.jsonl}\n"
+        "- config_name: AIME2025-II\n  data_files:\n  - {split: test, path: two.jsonl}\n---\n"
+    )
+    write_lines(mirror / "one.jsonl", {"question": "Q1", "answer": "1"})
+    second = [{"question": "Q2", "answer": "2"}, {"question": " ", "answer": "3"}]
+    write_lines(mirror / "two.jsonl", *second)
+    keys = {"dataset_name": "AIME2025", "data_path": str(mirror)}
+    raw = load_response_dataset(entry(**keys))
+    assert pairs(raw) == [("Q1", "1"), ("Q2", "2")]
+    assert raw.bad_rows == [BadRow(str(mirror), 2, "empty 'question'")]
+    assert pairs(load_response_dataset(entry(**keys, subset="AIME2025-II"))) == [("Q2", "2")]
+    with pytest.raises(DataError, match="split 'train'.*folder must belong together"):
+        load_response_dataset(entry(**keys, split="train"))
+
+
+def test_hub_without_network(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    message = r"'nobody/nothing' .*cannot be loaded.*set data\.train\.data_path to a local copy"
+    with pytest.raises(DataError, match=message):
+        load_response_dataset(entry(data_path="nobody/nothing"))
+
+
 class OwnDataset:
     """Found by its dotted path in the test below."""
 
