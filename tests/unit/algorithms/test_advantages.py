@@ -82,6 +82,7 @@ def test_invalid_rows_enter_no_statistic():
     baseline, std = calculate_baseline_and_std_per_prompt(PROMPTS, REWARDS, valid, False)
     assert baseline.tolist()[:3] == pytest.approx([0.5, 0.5, 0.5])
     assert std.tolist()[:3] == pytest.approx([0.5, 0.0, 0.5])
+    assert (baseline[4], std[4]) == (0.25, 0.0)  # one valid row in its group: its own reward
     rewards = REWARDS.clone()
     rewards[3] = torch.nan  # a reward error may be anything
     result = estimator().compute_advantage(PROMPTS, rewards, MASK, valid_mask=valid)
