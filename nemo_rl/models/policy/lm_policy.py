@@ -42,12 +42,16 @@ from nemo_rl.models.policy.interfaces import (
     UpdateResult,
 )
 from nemo_rl.models.policy.metrics import average_updates, reduce_metrics
+from nemo_rl.models.policy.portable_loss import make_portable
 from nemo_rl.models.policy.workers.base import WorkerSettings
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 DTENSOR_WORKER = "nemo_rl.models.policy.workers.dtensor_worker.DTensorPolicyWorker"
+# By default OpenMP threads spin for so long at a barrier that one busy core stalls a step for seconds;
+# a short spin costs nothing on an idle machine.
+_WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 SCORING_KEYS = ("input_ids", "input_lengths")
 
@@ -114,7 +118,7 @@ class Policy(PolicyInterface):
             RayWorkerBuilder(DTENSOR_WORKER, config, settings),
             workers_per_node=workers_per_node,
             name_prefix=name_prefix,
-            env_vars=config.dtensor_cfg.env_vars,
+            env_vars=_WORKER_ENVIRONMENT | (config.dtensor_cfg.env_vars or {}),
             setup_timeout_s=self._timeouts.setup_s,
             call_timeout_s=self._timeouts.train_s,
         )
@@ -155,6 +159,7 @@ class Policy(PolicyInterface):
         if getattr(loss_fn, "needs_reference", False):
             keys.append("reference_policy_logprobs")
         require_keys(data, keys, "Policy.train")
+        make_portable(loss_fn)
         size = gbs or self.config.train_global_batch_size
         batches = list(global_batches(data, size, allow_partial=eval_mode))
         strategy = training_strategy(self.config, mbs)
