@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 class WeightSource(Protocol):
     """What a sync needs of the policy."""
 
-    weight_version: int
+    @property
+    def weight_version(self) -> int:
+        """Version of the current weights."""
 
     def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
         """Start a stream on all ranks; returns the calls to wait for."""

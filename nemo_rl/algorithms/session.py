@@ -284,7 +284,7 @@ class Session:
         self._saved_step = step
 
     def _log(self, step: int, train_seconds: float) -> None:
-        timings = {k: float(v) for k, v in self.timer.get_timing_metrics("sum").items()}  # type: ignore[arg-type]
+        timings = {k: float(v) for k, v in self.timer.get_timing_metrics("sum").items()}
         timings["total_step_time"] = train_seconds
         tokens = self._metrics.get("total_num_tokens", 0.0)
         performance = {

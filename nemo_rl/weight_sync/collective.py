@@ -5,6 +5,7 @@ touch the default groups of either side. Law: trainer rank 0 is rank 0 of the gr
 """
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.interfaces import TransportSpec
 
 
-def join_group(spec: TransportSpec, rank: int) -> dist.Backend:
+def join_group(spec: TransportSpec, rank: int) -> Any:
     """Meet the other members at the spec's address and form the group.
 
     Returns:
@@ -21,20 +22,20 @@ def join_group(spec: TransportSpec, rank: int) -> dist.Backend:
     """
     timeout = timedelta(seconds=spec.timeout_s)
     store = dist.TCPStore(spec.master_address, spec.master_port, spec.world_size, is_master=rank == 0, timeout=timeout)
-    store = dist.PrefixStore(f"nemo_rl-{spec.run_id}-{spec.extra.get('epoch', 0)}", store)
+    named = dist.PrefixStore(f"nemo_rl-{spec.run_id}-{spec.extra.get('epoch', 0)}", store)
     if spec.device == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, spec.world_size, options)
+        return dist.ProcessGroupNCCL(named, rank, spec.world_size, options)
     if spec.master_address.startswith("127."):
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         options._timeout = timeout
-        return dist.ProcessGroupGloo(store, rank, spec.world_size, options)
-    return dist.ProcessGroupGloo(store, rank, spec.world_size, timeout)
+        return dist.ProcessGroupGloo(named, rank, spec.world_size, options)
+    return dist.ProcessGroupGloo(named, rank, spec.world_size, timeout)
 
 
-def broadcast(group: dist.Backend, flat: torch.Tensor, timeout_s: float) -> None:
+def broadcast(group: Any, flat: torch.Tensor, timeout_s: float) -> None:
     """Broadcast a uint8 buffer from rank 0 and wait for it."""
     options = dist.BroadcastOptions()
     options.rootRank = 0

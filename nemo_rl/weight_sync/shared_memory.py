@@ -27,7 +27,7 @@ def shared_folder() -> Path:
 def map_file(path: str, num_bytes: int) -> torch.Tensor:
     """Map `num_bytes` of a file as a shared uint8 tensor."""
     storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=num_bytes)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
 
 
 class SharedMemorySender:

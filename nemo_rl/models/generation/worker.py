@@ -12,6 +12,7 @@ Law: an engine is touched only between two steps, never during one.
 import asyncio
 import logging
 import os
+from typing import Any
 
 from nemo_rl.models.generation.interfaces import (
     Engine,
@@ -89,7 +90,7 @@ class GenerationWorker:
             Exception: whatever broke the engine's loop.
         """
         if not self._finished:
-            waiters = [asyncio.ensure_future(self._has_finished.wait())]
+            waiters: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._has_finished.wait())]
             if self._loop_task is not None and not self._loop_task.done():
                 waiters.append(self._loop_task)
             await asyncio.wait(waiters, timeout=COLLECT_POLL_S, return_when=asyncio.FIRST_COMPLETED)

@@ -5,6 +5,7 @@ until all its rows are done; later requests wait for the next batch. Simple and 
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -40,7 +41,7 @@ class HfEngine:
         self.weight_version = 0
         self._device = torch.device(settings.device)
         self._max_model_len = settings.max_model_len
-        self._model = AutoModelForCausalLM.from_pretrained(
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
             settings.model_name, dtype=getattr(torch, settings.precision), **settings.hf_overrides
         )
         self._model.to(self._device).eval()

@@ -5,11 +5,14 @@ sampled from (`processed_logprobs`), so a trainer that divides logits by the sam
 """
 
 import logging
+from functools import partial
+from typing import Any
 
 import torch
 
 from nemo_rl.models.generation.interfaces import (
     EngineSettings,
+    FinishReason,
     GenerationRequest,
     GenerationResult,
     SamplingParams,
@@ -80,7 +83,7 @@ class VllmEngine:
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         logprobs = sampled_logprobs(token_ids, completion.logprobs)
-        reason = "stop" if completion.finish_reason == "stop" else "length"
+        reason: FinishReason = "stop" if completion.finish_reason == "stop" else "length"
         return GenerationResult(token_ids, logprobs, reason, self.weight_version)
 
     def begin_weight_update(self) -> None:
@@ -90,7 +93,7 @@ class VllmEngine:
 
     def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """See `Engine.load_tensors`."""
-        for loaded in self._engine.collective_rpc(load_tensors, args=(tensors,)):
+        for loaded in self._engine.collective_rpc(partial(load_tensors, tensors=tensors)):
             self._loaded |= loaded
 
     def finish_weight_update(self, version: int) -> list[str]:
@@ -114,7 +117,7 @@ class VllmEngine:
 
 def engine_arguments(settings: EngineSettings) -> EngineArgs:
     """Translate our settings into vLLM's."""
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "model": settings.model_name,
         "tokenizer": settings.tokenizer_name,
         "dtype": settings.precision,
