@@ -71,6 +71,8 @@ class _WritableAlias:
 
 
 def _restore_tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    if array.size == 0:
+        return torch.empty(array.shape, dtype=dtype)
     if array.nbytes < COPY_BELOW_BYTES:
         array = array.copy()
     elif not array.flags.writeable:

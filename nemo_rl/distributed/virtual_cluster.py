@@ -11,12 +11,14 @@ import os
 import random
 import socket
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 _CPU_OBJECT_STORE_BYTES = 1 << 30
+_RESERVE_TIMEOUT_S = 5.0
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Under `uv run` Ray would build the whole environment again for each worker, from the driver's
@@ -77,7 +80,10 @@ def init_ray(
     else:
         # Workers of a local cluster inherit the environment it starts in; a runtime environment
         # would keep Ray from using the processes it starts in advance.
-        with _environment(env_vars or {}):
+        with _environment({**(env_vars or {}), ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+            # Without this Ray replaces 127.0.0.1 by an address that the network can reach, and all
+            # of its processes listen there. The variable tells its other processes the same.
+            ray_constants.ENABLE_RAY_CLUSTER = False
             context = ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -109,7 +115,8 @@ class RayVirtualCluster:
             the operating system.
         port_range_high: last such port.
         cpus_per_bundle: logical CPUs of a bundle; None takes 1, or less so that the bundles leave
-            half of their node's CPUs to environments and other clusters.
+            three quarters of their node's CPUs to environments and other clusters. Ray only counts
+            them; a process may use more.
 
     Raises:
         ValueError: unknown strategy, empty bundle list, or more GPUs than a node has.
@@ -167,7 +174,7 @@ class RayVirtualCluster:
         if self._cpus_per_bundle is not None:
             return self._cpus_per_bundle
         node_cpus = max((cpus for _, cpus, _ in _node_resources()), default=0.0)
-        share = node_cpus / (2 * max(self._bundle_counts))
+        share = node_cpus / (4 * max(self._bundle_counts))
         return min(1.0, int(share * 1000) / 1000)
 
     def resources_per_worker(self) -> dict[str, float]:
@@ -179,16 +186,18 @@ class RayVirtualCluster:
     def get_placement_groups(self) -> list[PlacementGroup]:
         """One placement group for each node entry, reserved on the first call.
 
-        Tries again NRL_VIRTUAL_CLUSTER_MAX_RETRIES times (6), waiting 1, 2, 4 ... seconds, because
-        nodes may still be joining and earlier workers may still be leaving.
+        Tries again NRL_VIRTUAL_CLUSTER_MAX_RETRIES times (6), waiting 1, 2, 4 ... seconds longer each
+        time, because nodes may still be joining and earlier workers may still be leaving.
 
         Raises:
             ResourceInsufficientError: the cluster does not have what is asked for.
         """
+        if self._placement_groups is None and self._exceeds_local_machine():
+            raise ResourceInsufficientError(self._lacks())
         if self._placement_groups is None:
             attempts = 1 + int(os.environ.get("NRL_VIRTUAL_CLUSTER_MAX_RETRIES", "6"))
             for attempt in range(attempts):
-                self._placement_groups = self._try_reserve(timeout_s=2.0**attempt)
+                self._placement_groups = self._try_reserve(_RESERVE_TIMEOUT_S + 2.0**attempt)
                 if self._placement_groups is not None:
                     break
                 logger.warning("%s Attempt %d of %d.", self._lacks(), attempt + 1, attempts)
@@ -230,8 +239,9 @@ class RayVirtualCluster:
     def _try_reserve(self, timeout_s: float) -> list[PlacementGroup] | None:
         bundle = {"CPU": self.cpus_per_bundle()} | ({"GPU": 1.0} if self.use_gpus else {})
         bundle = {kind: amount for kind, amount in bundle.items() if amount > 0} or {"CPU": 0.001}
+        unique = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
         groups = [
-            placement_group([bundle] * count, strategy="STRICT_PACK", name=f"{self.name}-{entry}")
+            placement_group([bundle] * count, strategy="STRICT_PACK", name=f"{unique}-{entry}")
             for entry, count in enumerate(self._bundle_counts)
         ]
         end = time.monotonic() + timeout_s
@@ -242,6 +252,15 @@ class RayVirtualCluster:
         for group in groups:
             remove_placement_group(group)
         return None
+
+    def _exceeds_local_machine(self) -> bool:
+        """Whether waiting is in vain: a local Ray has one node, and it is too small."""
+        nodes = _node_resources()
+        if [address for address, _, _ in nodes] != [_LOOPBACK]:
+            return False
+        _, cpus, gpus = nodes[0]
+        needed_gpus = self.world_size() if self.use_gpus else 0
+        return self.world_size() * self.cpus_per_bundle() > cpus or needed_gpus > gpus
 
     def _lacks(self) -> str:
         per_bundle = f"{self.cpus_per_bundle():g} CPUs" + (" and 1 GPU" if self.use_gpus else "")

@@ -3,19 +3,19 @@
 `worker_groups` creates hosts by name of the worker's class; `worker_logs` finds a worker's logs and
 stacks through the identity reported here. Law: the class is imported in the worker process only, after
 its environment is set, so the controller needs no backend library and threads settings take effect.
+When the controller or the raylet is killed, a thread of Ray's ends the process and its children, even
+one that is stuck in C code.
 This file stays free of torch: a worker without tensors starts in a second instead of five.
 """
 
-import asyncio
-import ctypes
 import faulthandler
 import importlib
 import inspect
-import io
 import logging
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 import ray
 
 STACK_SIGNAL = signal.SIGUSR1
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class WorkerHost:
     def __init__(self, name: str, rank: int) -> None:
         self._name = name
         self._worker: Any = None
-        die_with_parent()
         configure_logging(name)
         log_paths = _redirected_outputs()
         folder = Path(log_paths[-1]).parent if log_paths else Path("/tmp")
@@ -106,18 +104,24 @@ class AsyncWorkerHost(WorkerHost):
     Plain methods are allowed and hold the loop while they run.
     """
 
+    def __init__(self, name: str, rank: int) -> None:
+        super().__init__(name, rank)
+        self._running: list[Coroutine[Any, Any, Any]] = []
+
     async def call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker object and await it when it is a coroutine."""
         result = getattr(self._worker, method_name)(*args, **kwargs)
-        return packed(await result if inspect.isawaitable(result) else result)
+        if not inspect.iscoroutine(result):
+            return packed(result)
+        self._running.append(result)
+        try:
+            return packed(await result)
+        finally:
+            self._running.remove(result)
 
-    async def describe_tasks(self) -> str:
+    async def describe_coroutines(self) -> str:
         """Where each running coroutine waits; thread stacks show only the loop itself."""
-        text = io.StringIO()
-        for task in asyncio.all_tasks():
-            if task is not asyncio.current_task():
-                task.print_stack(file=text)
-        return text.getvalue()
+        return "\n".join(_waits_at(coroutine) for coroutine in self._running)
 
 
 def packed(value: Any) -> Any:
@@ -143,16 +147,6 @@ def resolve_class(class_fqn: str) -> type:
     return found
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux; elsewhere nothing).
-
-    Ray's workers notice a dead raylet from a thread of their own; this also covers processes that
-    are stuck where that thread cannot run, and child processes that call it.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def configure_logging(name: str) -> None:
     """Send log records to stderr, `nemo_rl` at NRL_LOG_LEVEL (INFO), all else at WARNING."""
     logging.basicConfig(
@@ -172,6 +166,17 @@ def process_start_ticks(pid: int) -> int | None:
         return None
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _waits_at(coroutine: Coroutine[Any, Any, Any]) -> str:
+    """The chain of awaits, outermost first; what it ends in is a future or a foreign awaitable."""
+    lines = ["Coroutine (most recent call last):"]
+    inner: Any = coroutine
+    while inspect.iscoroutine(inner) and inner.cr_frame is not None:
+        code = inner.cr_code
+        lines.append(f'  File "{code.co_filename}", line {inner.cr_frame.f_lineno} in {code.co_name}')
+        inner = inner.cr_await
+    return "\n".join(lines)
 
 
 def _redirected_outputs() -> tuple[str, ...]:

@@ -159,7 +159,7 @@ def _deadline_error(
 
 def _waiting_coroutines(seats: Sequence[WorkerSeat]) -> list[str]:
     """Where the coroutines of asynchronous workers wait, from those whose loop still answers."""
-    asked = {seat.handle.describe_tasks.remote(): seat for seat in seats if seat.is_async}
+    asked = {seat.handle.describe_coroutines.remote(): seat for seat in seats if seat.is_async}
     if not asked:
         return []
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=5.0)

@@ -1,0 +1,110 @@
+"""Worker classes for the tests of worker groups; imported by name inside worker processes."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+logger = logging.getLogger("nemo_rl.sample")
+
+
+class Plain:
+    """Answers questions, misbehaves on demand. Needs no torch."""
+
+    def __init__(self, greeting: str = "hello", fail_on_rank: int | None = None) -> None:
+        self.greeting = greeting
+        self.rank = int(os.environ["RANK"])
+        if fail_on_rank == self.rank:
+            raise ValueError(f"rank {self.rank} cannot be built")
+
+    def environment(self, *names: str) -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in names}
+
+    def loaded(self, module: str) -> bool:
+        return module in sys.modules
+
+    def late_rank(self, base: int = 0) -> int:
+        time.sleep(0.2 * (2 - self.rank))
+        return base + self.rank
+
+    def echo(self, data, factor: int = 1):
+        return self.rank, data, factor
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def raise_on(self, rank: int) -> None:
+        if self.rank == rank:
+            raise ValueError(f"bad value on rank {rank}")
+        self.stuck_in_c()
+
+    def die_on(self, rank: int) -> None:
+        if self.rank == rank:
+            logger.info("last words of rank %d", rank)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.stuck_in_c()
+
+    def break_when_peer_dies(self, rank: int) -> None:
+        if self.rank == rank:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("connection closed by peer")
+
+    def hang_on(self, rank: int) -> None:
+        if self.rank == rank:
+            self.stuck_in_c()
+
+    def stuck_in_c(self) -> None:
+        while True:
+            time.sleep(3600)
+
+    def spawn_child(self) -> int:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+    def cleanup(self, marker: str | None = None) -> None:
+        logger.info("cleaned up")
+
+    def cleanup_forever(self) -> None:
+        self.stuck_in_c()
+
+
+class Meeting:
+    """Two coroutines that need each other: works only when calls run concurrently."""
+
+    def __init__(self) -> None:
+        self.arrived = asyncio.Event()
+
+    async def wait_for_other(self) -> str:
+        await self.arrived.wait()
+        return "met"
+
+    async def arrive(self) -> None:
+        self.arrived.set()
+
+
+class Tensors:
+    """Handles batches; imports torch."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+
+    def total(self, data) -> float:
+        return float(data["x"].double().sum())
+
+    def give_back(self, data):
+        return data
+
+    def all_reduce(self) -> float:
+        from nemo_rl.distributed.process_group import destroy_process_group, init_process_group
+        from nemo_rl.utils.device import Device
+
+        init_process_group(Device("cpu"), timeout_s=60)
+        value = self.torch.tensor(float(os.environ["RANK"]) + 1)
+        self.torch.distributed.all_reduce(value)
+        destroy_process_group()
+        return value.item()
