@@ -1,0 +1,36 @@
+"""Let a loss defined in a user's own file reach the workers.
+
+Used by `lm_policy` before a loss is sent. Classes are pickled as "module and name", which a worker can
+only follow if it can import the module: true for installed packages, not for a script's neighbour on
+another node. Law: code outside of installed packages travels with the loss, everything else by name.
+"""
+
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ray import cloudpickle
+
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_INSTALLED = tuple(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib"))
+
+
+def make_portable(loss_fn: Any) -> None:
+    """Have the modules that define `loss_fn`, its class and its base classes pickled by value."""
+    definers = [loss_fn, *type(loss_fn).__mro__]
+    names = {getattr(definer, "__module__", None) for definer in definers}
+    for name in names - {None}:
+        module = sys.modules.get(name)
+        if module is not None and _is_users_own(module):
+            cloudpickle.register_pickle_by_value(module)
+
+
+def _is_users_own(module: ModuleType) -> bool:
+    """Whether a worker cannot be expected to find the module."""
+    file = getattr(module, "__file__", None)
+    if module.__name__ == "__main__" or file is None:
+        return False
+    path = Path(file).resolve()
+    return not any(path.is_relative_to(root) for root in (_PACKAGE_ROOT, *_INSTALLED))

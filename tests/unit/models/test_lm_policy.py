@@ -1,0 +1,218 @@
+"""The controller with real ranks under Ray: results in order, any number of rows, resume, errors."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from policy_helpers import (
+    VOCAB,
+    WeightedNLL,
+    hf_logprobs,
+    policy_config,
+    random_batch,
+    save_tiny_model,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from nemo_rl.config import TimeoutsConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.losses.interfaces import LossInputType
+from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.models.huggingface.tiny import make_char_tokenizer
+from nemo_rl.models.policy.batching import global_batches, shard_batch, training_strategy
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.errors import ConfigError, DataError
+
+TIMEOUTS = TimeoutsConfig(setup_s=120, train_s=60, checkpoint_s=60)
+ray_test = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_char_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayVirtualCluster]:
+    init_ray(num_cpus=4)
+    made = RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=3, name="policy-test")
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model_name(tmp_path_factory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "m", "qwen3", tie=True)
+
+
+def _policy(cluster, tokenizer, model_name, ranks: int, prefix: str, config=None, **kwargs) -> Policy:
+    config = config or policy_config(
+        model_name, sequence_packing={"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}
+    )
+    return Policy(
+        cluster,
+        config,
+        tokenizer,
+        name_prefix=prefix,
+        workers_per_node=ranks,
+        timeouts=TIMEOUTS,
+        threads_per_rank=1,
+        **kwargs,
+    )
+
+
+@pytest.fixture(scope="module")
+def policy(cluster, tokenizer, model_name) -> Iterator[Policy]:
+    made = _policy(cluster, tokenizer, model_name, 2, "shared")
+    yield made
+    assert made.shutdown()
+
+
+class ReportsRank(WeightedNLL):
+    """A loss defined in a test file, pickled by value, with metrics of every kind."""
+
+    def __call__(self, logprobs, **kwargs):
+        loss, metrics = super().__call__(logprobs, **kwargs)
+        return loss, metrics | {"microbatches": 1.0, "rows_max": float(len(logprobs))}
+
+
+@ray_test
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_scores_of_any_number_of_rows_come_back_in_order(policy, model_name, rows) -> None:
+    data = random_batch(rows=rows, seed=rows)
+    model = AutoModelForCausalLM.from_pretrained(model_name).eval()
+    with torch.no_grad():
+        want = hf_logprobs(model, data)
+    got = policy.get_logprobs(data)["logprobs"]
+    assert got.shape == data["input_ids"].shape and got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-4)
+    reference = policy.get_reference_policy_logprobs(data, micro_batch_size=2)["reference_logprobs"]
+    torch.testing.assert_close(reference.double(), want, rtol=0, atol=2e-4)
+
+
+@ray_test
+def test_evaluation_changes_nothing_and_takes_a_partial_batch(policy) -> None:
+    data = random_batch(rows=8)
+    before = policy.get_logprobs(data)["logprobs"]
+    result = policy.train(data, ReportsRank(), eval_mode=True, gbs=6)
+    assert result["loss"].shape == (2,)
+    assert "lr" not in result["metrics"] and not result["grad_norm"].any()
+    valid = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    scores = before[:, 1:] * valid * data["advantages"][:, 1:]
+    for update, rows in enumerate((slice(0, 6), slice(6, 8))):
+        want = -scores[rows].sum() / valid[rows].sum()
+        assert result["loss"][update].item() == pytest.approx(want.item(), abs=1e-5)
+    assert result["all_mb_metrics"]["global_valid_toks"] == [valid[:6].sum().item(), valid[6:].sum().item()]
+    assert torch.equal(policy.get_logprobs(data)["logprobs"], before)
+
+
+@ray_test
+def test_one_rank_and_two_ranks_train_alike_and_resume(cluster, tokenizer, model_name, tmp_path) -> None:
+    data, probe = random_batch(rows=12, seed=1), random_batch(rows=4, seed=2)
+    outcomes = []
+    for ranks in (1, 2):
+        policy = _policy(cluster, tokenizer, model_name, ranks, f"train{ranks}")
+        assert policy.data_parallel_size == ranks
+        result = policy.train(data, ReportsRank())
+        outcomes.append((result, policy.get_logprobs(probe)["logprobs"]))
+        if ranks == 2:
+            step = tmp_path / "step_1" / "policy"
+            policy.save_checkpoint(step / "weights", step / "optimizer", step / "tokenizer")
+            after = policy.train(data, ReportsRank())
+        assert policy.shutdown()
+    (one, one_scores), (two, two_scores) = outcomes
+    assert one["loss"].shape == one["grad_norm"].shape == (2,), "12 rows are 2 updates of 6"
+    torch.testing.assert_close(two["loss"], one["loss"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(two["grad_norm"], one["grad_norm"], rtol=1e-3, atol=0)
+    torch.testing.assert_close(two_scores, one_scores, rtol=0, atol=5e-3)
+    assert one["metrics"]["lr"] == 1e-2
+    assert one["metrics"]["nll"] == pytest.approx(two["metrics"]["nll"], abs=1e-4)
+    assert one["metrics"]["skipped_updates"] == 0
+
+    for folder in (step / "weights" / "model", step / "tokenizer"):
+        assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
+    resumed = _policy(
+        cluster,
+        tokenizer,
+        model_name,
+        2,
+        "resumed",
+        weights_path=step / "weights",
+        optimizer_path=step / "optimizer",
+    )
+    assert torch.equal(resumed.get_logprobs(probe)["logprobs"], two_scores)
+    again = resumed.train(data, ReportsRank())
+    assert torch.equal(again["loss"], after["loss"]) and torch.equal(again["grad_norm"], after["grad_norm"])
+    reference = resumed.get_reference_policy_logprobs(probe)["reference_logprobs"]
+    with torch.no_grad():
+        want = hf_logprobs(AutoModelForCausalLM.from_pretrained(model_name).eval(), probe)
+    torch.testing.assert_close(reference.double(), want, rtol=0, atol=2e-4)
+    assert resumed.shutdown()
+
+
+@ray_test
+def test_the_librarys_own_loss_lowers_itself(policy) -> None:
+    data = random_batch(rows=6, seed=5)
+    losses = [policy.train(data, NLLLossFn())["loss"].item() for _ in range(5)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@ray_test
+def test_errors_of_a_loss_name_the_worker(cluster, tokenizer, model_name) -> None:
+    class Faulty(WeightedNLL):
+        def __call__(self, logprobs, **kwargs):
+            raise KeyError("no such reward")
+
+    policy = _policy(cluster, tokenizer, model_name, 1, "faulty")
+    with pytest.raises(KeyError, match="no such reward") as caught:
+        policy.train(random_batch(rows=6), Faulty())
+    assert any("faulty-0-0" in note for note in caught.value.__notes__)
+    policy.shutdown()
+
+
+@ray_test
+def test_bad_calls_are_explained(policy) -> None:
+    data = random_batch(rows=7)
+    with pytest.raises(DataError, match="7 rows do not divide into global batches of 6.*6, 12"):
+        policy.train(data, WeightedNLL())
+    with pytest.raises(DataError, match=r"needs the keys \['token_mask'\]"):
+        policy.train(BatchedDataDict({k: v for k, v in data.items() if k != "token_mask"}), WeightedNLL())
+
+    class WantsReference(WeightedNLL):
+        needs_reference = True
+
+    with pytest.raises(DataError, match="reference_policy_logprobs"):
+        policy.train(data, WantsReference())
+
+    class WantsLogits(WeightedNLL):
+        input_type = LossInputType.LOGIT
+
+    with pytest.raises(ConfigError, match="WantsLogits wants"):
+        policy.train(data, WantsLogits())
+
+
+def test_filler_rows_count_for_nothing() -> None:
+    data = random_batch(rows=5)
+    data["names"] = [f"row{i}" for i in range(5)]
+    sharded = shard_batch(data, 2, training_strategy(policy_config("m", train_micro_batch_size=2)))
+    rows = BatchedDataDict.from_batches(sharded.data)
+    assert sum(map(sum, sharded.sizes)) == rows.size == 8
+    assert len({len(sizes) for sizes in sharded.sizes}) == 1
+    assert rows["sample_mask"].sum() == data["sample_mask"].sum()
+    assert rows["token_mask"].sum() == data["token_mask"].sum()
+    restored = sharded.restore([shard["input_ids"] for shard in sharded.data])
+    assert torch.equal(restored, data["input_ids"])
+
+
+def test_a_batch_smaller_than_the_microbatches_is_not_blown_up() -> None:
+    data = random_batch(rows=3)
+    sharded = shard_batch(data, 2, training_strategy(policy_config("m", train_micro_batch_size=16)))
+    assert [shard.size for shard in sharded.data] == [2, 2]
+
+
+def test_global_batches_keep_the_order() -> None:
+    data = random_batch(rows=6)
+    parts = list(global_batches(data, 2, allow_partial=False))
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts]), data["input_ids"])
+    assert max(data["input_ids"].flatten()) < VOCAB
