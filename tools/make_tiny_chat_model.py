@@ -1,9 +1,9 @@
 """Make `examples/assets/tiny-chat`: a one-million-parameter chat model that is middling at sums.
 
-Trains a small Qwen2 by plain supervised steps on CPU. The targets are worked two-digit sums of
-which about 60 % end in a wrong answer, so sampled answers are right less than half of the time and
-reinforcement learning has something to sharpen. Law: one seed gives one model; held-out problems
-of the arithmetic task are never trained on.
+Trains a small Qwen2 by plain supervised steps on CPU: first on correctly worked two-digit sums, then
+on a mixture of which about 60 % end in a wrong answer. Sampled answers are then right less than
+half of the time, and reinforcement learning has something to sharpen. Law: one seed gives one model; the validation
+problems of the arithmetic task are never trained on.
 
     uv run python tools/make_tiny_chat_model.py --output examples/assets/tiny-chat
 """
@@ -19,16 +19,17 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from nemo_rl.data.datasets.arithmetic import is_validation
 from nemo_rl.models.huggingface.tiny import (
     make_char_tokenizer,
     make_tiny_model,
     save_tiny_checkpoint,
 )
-from nemo_rl.utils.seed import derive_seed
 
 logger = logging.getLogger("make_tiny_chat_model")
 
-HELD_OUT_SHARE = 0.1
+MAX_MISS = 9
+"""A hasty answer is off by 1 to 9, so that guessing without working almost never pays."""
 IGNORED_LABEL = -100
 
 
@@ -38,31 +39,32 @@ class Recipe:
 
     Attributes:
         seed: seed of weights, problems and slips.
-        steps: optimizer steps.
+        clean_steps: optimizer steps on correctly worked sums.
+        mixed_steps: optimizer steps on the mixture with wrong answers.
         batch_size: worked sums per step.
         learning_rate: peak of a linear warm-up and linear decay, AdamW.
-        hasty_share: share of targets that skip the working and box a wrong number.
-        slip_share: share of the worked targets that contain one slip, hence a wrong number.
+        hasty_share: share of the mixture that skips the working and boxes a wrong number.
+        slip_share: share of the mixture's worked targets with one slip, hence a wrong number.
     """
 
     seed: int = 0
-    steps: int = 600
+    clean_steps: int = 350
+    mixed_steps: int = 150
     batch_size: int = 64
     learning_rate: float = 3e-3
-    hasty_share: float = 0.5
-    slip_share: float = 0.2
+    hasty_share: float = 0.55
+    slip_share: float = 0.08
 
-
-def is_held_out(left: int, right: int) -> bool:
-    """Whether a problem is reserved for measuring; independent of the order of operands."""
-    low, high = sorted((left, right))
-    return derive_seed(0, "held-out", low, high) % 1000 < HELD_OUT_SHARE * 1000
+    @property
+    def steps(self) -> int:
+        """All optimizer steps."""
+        return self.clean_steps + self.mixed_steps
 
 
 def all_problems(held_out: bool) -> list[tuple[int, int]]:
-    """All two-digit problems on one side of the held-out border."""
-    operands = range(10, 100)
-    return [(a, b) for a in operands for b in operands if is_held_out(a, b) == held_out]
+    """All two-digit problems of the arithmetic task's validation split, or of its training split."""
+    operands = torch.cartesian_prod(torch.arange(10, 100), torch.arange(10, 100)).numpy()
+    return [(int(a), int(b)) for a, b in operands[is_validation(operands) == held_out]]
 
 
 def change_a_digit(value: int, rng: random.Random) -> int:
@@ -76,7 +78,7 @@ def change_a_digit(value: int, rng: random.Random) -> int:
 
 
 def worked_answer(left: int, right: int, slip: str | None, rng: random.Random) -> str:
-    """Write the column addition, with at most one slip.
+    r"""Write the column addition, with at most one slip.
 
     Args:
         left: first operand, two digits.
@@ -86,7 +88,7 @@ def worked_answer(left: int, right: int, slip: str | None, rng: random.Random) -
         rng: source of the slip's details.
 
     Returns:
-        For example `7+5=12, 3+8+1=12, \\boxed{122}`.
+        For example `7+5=12, 3+8+1=12, \boxed{122}`.
     """
     units = left % 10 + right % 10
     if slip == "units":
@@ -103,9 +105,10 @@ def worked_answer(left: int, right: int, slip: str | None, rng: random.Random) -
 
 
 def sample_target(left: int, right: int, recipe: Recipe, rng: random.Random) -> str:
-    """Draw one training target: hasty and wrong, worked with a slip, or worked and right."""
+    """Draw one target of the mixture: hasty and wrong, worked with a slip, or worked and right."""
     if rng.random() < recipe.hasty_share:
-        return f"\\boxed{{{change_a_digit(left + right, rng)}}}"
+        miss = rng.choice([-1, 1]) * rng.randint(1, MAX_MISS)
+        return f"\\boxed{{{left + right + miss}}}"
     slip = rng.choice(["units", "carry", "copy"]) if rng.random() < recipe.slip_share else None
     return worked_answer(left, right, slip, rng)
 
@@ -143,8 +146,12 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Re
     for step in range(1, recipe.steps + 1):
         rows = []
         for left, right in rng.choices(problems, k=recipe.batch_size):
-            target = tokenizer(sample_target(left, right, recipe, rng))["input_ids"]
-            rows.append((prompt_ids(tokenizer, left, right), [*target, tokenizer.eos_token_id]))
+            if step <= recipe.clean_steps:
+                text = worked_answer(left, right, None, rng)
+            else:
+                text = sample_target(left, right, recipe, rng)
+            target = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+            rows.append((prompt_ids(tokenizer, left, right), target))
         input_ids, labels = collate(rows, tokenizer.pad_token_id)
         logits = model(input_ids=input_ids, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL)
@@ -190,7 +197,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--clean-steps", type=int, default=Recipe.clean_steps)
+    parser.add_argument("--mixed-steps", type=int, default=Recipe.mixed_steps)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     return parser.parse_args()
 
@@ -200,7 +208,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    recipe = Recipe(seed=arguments.seed, steps=arguments.steps)
+    recipe = Recipe(arguments.seed, arguments.clean_steps, arguments.mixed_steps)
     tokenizer = make_char_tokenizer()
     model = make_tiny_model("qwen2", seed=recipe.seed)
     started = time.monotonic()

@@ -4,6 +4,7 @@ Used by tests, by `tools/make_tiny_chat_model.py` and by anything that wants a g
 checkpoint without a download. Law: the same arguments give the same bytes on every machine.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,7 +38,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-_CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
+_CONFIG_CLASSES: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
@@ -168,7 +169,7 @@ def tiny_config(arch: TinyArch, shape: TinyShape) -> PretrainedConfig:
 
 
 def save_tiny_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write a model and its tokenizer as one Hugging Face folder (safetensors).
+    """Write a model and its tokenizer as one Hugging Face folder (safetensors), readable by all.
 
     Args:
         folder: where to write; made when missing.
@@ -179,3 +180,5 @@ def save_tiny_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTra
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
