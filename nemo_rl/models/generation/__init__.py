@@ -1,0 +1,22 @@
+"""Generation: engines that sample from the policy, and the group that serves rollouts. Re-exports the interface.
+
+Importing this package loads no engine; `factory` chooses one and builds it inside an actor.
+"""
+
+from nemo_rl.models.generation.interfaces import (
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+)
+
+__all__ = [
+    "GenerationDatumSpec",
+    "GenerationInterface",
+    "GenerationOutputSpec",
+    "GenerationRequest",
+    "GenerationResult",
+    "SamplingParams",
+]
