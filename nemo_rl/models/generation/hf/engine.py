@@ -41,10 +41,10 @@ class HfEngine:
         self.weight_version = 0
         self._device = torch.device(settings.device)
         self._max_model_len = settings.max_model_len
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             settings.model_name, dtype=getattr(torch, settings.precision), **settings.hf_overrides
         )
-        self._model.to(self._device).eval()
+        self._model = model.to(self._device).eval()
         self._vocab_size = self._model.get_input_embeddings().weight.shape[0]
         self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_name)
         self._waiting: list[_Row] = []

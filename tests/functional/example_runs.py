@@ -1,0 +1,113 @@
+"""A run of an example script as a user starts it: its log, metrics and processes."""
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHARED_DATA = REPOSITORY / "../shared/data"
+
+StartExample = Callable[..., "ExampleRun"]
+Metrics = dict[tuple[str, int, str], float]
+
+
+_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+
+
+@dataclass
+class ExampleRun:
+    """One process of an example script."""
+
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    log_dir: Path
+    _seen: list[psutil.Process] = field(default_factory=list)
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_for(self, pattern: str, timeout_s: float = 180) -> None:
+        """Wait until the log matches; fails early when the process has ended."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            if re.search(pattern, self.log()):
+                return
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise AssertionError(f"{pattern!r} did not appear. The log ends:\n{self.log()[-3000:]}")
+
+    def finish(self, timeout_s: float = 240) -> int:
+        """Wait for the end; returns the exit status."""
+        return self.process.wait(timeout_s)
+
+    def processes(self, title: str = "") -> list[psutil.Process]:
+        """Descendants whose title starts with `title`."""
+        try:
+            family = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        self._seen += family
+        return [p for p in family if _title(p).startswith(title)]
+
+    def kill(self, title: str, which: int = 0) -> int:
+        """SIGKILL one worker by its process title; returns its pid."""
+        victim = self.processes(title)[which]
+        victim.kill()
+        return victim.pid
+
+    def survivors(self, within_s: float = 20) -> list[str]:
+        """Processes seen earlier that still run after `within_s` seconds.
+
+        Ray's own agents are left out: they poll for their raylet once a minute.
+        """
+        end = time.monotonic() + within_s
+        while True:
+            alive = [p for p in set(self._seen) if _runs(p) and not _title(p).startswith(_AGENTS)]
+            if not alive or time.monotonic() > end:
+                return [_title(p) for p in alive]
+            time.sleep(0.2)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def read_metrics(log_dir: Path) -> Metrics:
+    """All metrics below a log folder by (prefix, step, name); a later run's values replace earlier ones."""
+    values: Metrics = {}
+    for path in sorted(log_dir.glob("exp_*/metrics.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            for name, value in row["metrics"].items():
+                values[row["prefix"], row["step"], name] = value
+    return values
+
+
+def of_training(metrics: Metrics) -> Metrics:
+    """Only what the training computes; wall-clock times differ between runs."""
+    return {
+        key: value for key, value in metrics.items() if key[0] in ("train", "validation") and not key[2].endswith("_s")
+    }
+
+
+def run_environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTEST_"))}
+    return kept | {"HF_HUB_OFFLINE": "1"}

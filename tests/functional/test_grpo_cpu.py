@@ -1,0 +1,102 @@
+"""GRPO end to end on the CPU: Ray, FSDP2 worker, vLLM, environment, weight sync, checkpoints."""
+
+import pytest
+from example_runs import StartExample, of_training, read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+CONFIG = "grpo_math_cpu.yaml"
+SHORT = ("grpo.max_num_steps=8", "checkpointing.save_period=3", "grpo.val_period=4")
+
+
+def test_learns_and_a_killed_run_repeats_its_metrics_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+    whole = start_example("run_grpo.py", CONFIG, *SHORT, f"checkpointing.checkpoint_dir={tmp_path}/a", logs="whole")
+    assert whole.finish() == 0, whole.log()[-3000:]
+    expected = of_training(read_metrics(whole.log_dir))
+    assert expected["validation", 8, "accuracy"] > expected["validation", 0, "accuracy"] + 0.15
+    errors = [v for (_, _, name), v in expected.items() if name == "token_mult_prob_error"]
+    assert len(errors) == 8
+    assert max(errors) < 1.01
+
+    folder = f"checkpointing.checkpoint_dir={tmp_path}/b"
+    killed = start_example("run_grpo.py", CONFIG, *SHORT, folder, logs="killed")
+    killed.wait_for("step 5/8")
+    killed.processes()
+    killed.process.kill()
+    killed.finish()
+    assert killed.survivors() == []
+
+    resumed = start_example("run_grpo.py", CONFIG, *SHORT, folder, logs="killed")
+    assert resumed.finish() == 0, resumed.log()[-3000:]
+    assert "Resuming from" in resumed.log()
+    assert of_training(read_metrics(resumed.log_dir)) == expected
+
+
+def test_two_ranks_and_two_engines_apart_survive_an_engine(start_example: StartExample) -> None:
+    common = ("grpo.max_num_steps=4", "checkpointing.enabled=false", "grpo.val_at_start=false")
+    alone = start_example("run_grpo.py", CONFIG, *common, logs="alone")
+    assert alone.finish() == 0, alone.log()[-3000:]
+    expected = read_metrics(alone.log_dir)
+
+    apart = start_example(
+        "run_grpo.py",
+        CONFIG,
+        *common,
+        "cluster.ranks_per_node=2",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.ranks_per_node=2",
+        "policy.generation.weight_sync.transport=collective",
+        logs="apart",
+    )
+    apart.wait_for("step 2/4")
+    apart.kill("ray::vllm_engine")
+    assert apart.finish() == 0, apart.log()[-3000:]
+    assert "Generation engine" in apart.log()
+    assert "restarting it" in apart.log()
+    metrics = read_metrics(apart.log_dir)
+    for step in range(1, 5):
+        assert metrics["train", step, "reward"] == expected["train", step, "reward"]
+        assert metrics["train", step, "loss"] == pytest.approx(expected["train", step, "loss"], abs=1e-4)
+
+
+def test_the_environment_dies_and_returns_then_a_policy_rank_dies(
+    start_example: StartExample,
+) -> None:
+    run = start_example(
+        "run_grpo.py",
+        CONFIG,
+        "grpo.max_num_steps=500",
+        "checkpointing.enabled=false",
+        "grpo.val_at_start=false",
+        "grpo.val_period=0",
+    )
+    run.wait_for("step 2/500")
+    run.kill("ray::EnvironmentActor")
+    run.wait_for("environment 'math' is gone")
+    run.wait_for("step 6/500")
+    run.processes()
+    pid = run.kill("ray::DTensorPolicyWorker")
+    assert run.finish(timeout_s=60) == 1
+    assert f"WorkerDiedError: Worker lm_policy-0-0 (rank 0, node 127.0.0.1, pid {pid}) died" in run.log()
+    assert run.survivors() == []
+
+
+def test_the_hugging_face_engine_with_dynamic_batching(start_example: StartExample) -> None:
+    run = start_example(
+        "run_grpo.py",
+        CONFIG,
+        "grpo.max_num_steps=2",
+        "checkpointing.enabled=false",
+        "grpo.val_at_start=false",
+        "policy.generation.backend=hf",
+        "policy.sequence_packing.enabled=false",
+        "policy.dynamic_batching.enabled=true",
+        "policy.train_micro_batch_size=8",
+        "loss_fn.reference_policy_kl_penalty=0.01",
+        "policy.train_global_batch_size=32",
+    )
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = read_metrics(run.log_dir)
+    assert metrics["train", 1, "token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["train", 1, "kl_penalty"] == pytest.approx(0.0, abs=1e-3)
+    assert 0.1 < metrics["train", 1, "reward"] < 0.7
