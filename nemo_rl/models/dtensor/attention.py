@@ -136,7 +136,7 @@ def _flash_segments(
     """`[T, H, D]` attention of all segments in one flash-attention call."""
     longest = max_length if max_length is not None else int(cu_seq_lens.diff().max())
     left = -1 if window is None or window >= longest else window - 1
-    return varlen_attn(
+    out = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -148,6 +148,8 @@ def _flash_segments(
         window_size=(left, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
@@ -207,7 +209,7 @@ def verify_packing(model: PreTrainedModel) -> None:
     if getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None:
         raise ConfigError(f"{name} uses chunked attention, which packing does not support. {advice}")
     device = next(model.parameters()).device
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = model.config.get_text_config().vocab_size
     tokens = (torch.arange(20, device=device) * 7 + 3) % vocab_size
     segments = [tokens[:11], tokens[11:]]
     was_training = model.training

@@ -37,6 +37,7 @@ from nemo_rl.models.dtensor.parallelize import (
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
 from nemo_rl.models.policy.interfaces import CheckpointPaths, ForwardStep
 from nemo_rl.models.policy.workers.microbatches import ModelInputs
+from nemo_rl.utils.device import device_for
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -142,6 +143,17 @@ class DTensorBackend:
             if dtype is not None and tensor.is_floating_point():
                 tensor = tensor.to(dtype)
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def move_optimizer_state(self, to_host: bool) -> None:
+        """See `PolicyBackend.move_optimizer_state`."""
+        if self.optimizer is None or self.device.type == "cpu":
+            return
+        target = torch.device("cpu") if to_host else self.device
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[name] = value.to(target)
+        device_for(uses_gpu=True).empty_cache()
 
     def save(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.save`."""

@@ -128,10 +128,15 @@ def load_training_state(hf: PreTrainedModel, optimizer: Optimizer, scheduler: LR
 
 def rng_state() -> dict[str, Any]:
     """State of this process's generators, in types that load without executing code."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    inner = numpy_state["state"]
     return {
         "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "numpy": {
+            **numpy_state,
+            "state": {"key": torch.from_numpy(inner["key"].astype(np.int64)), "pos": inner["pos"]},
+        },
         "torch": torch.get_rng_state(),
         "accelerator": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
@@ -140,8 +145,10 @@ def rng_state() -> dict[str, Any]:
 def restore_rng_state(state: dict[str, Any]) -> None:
     """Undo the draws made since `rng_state`."""
     random.setstate(state["python"])
-    name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    numpy_state = state["numpy"]
+    key, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
+    inner = {"key": key.numpy().astype(np.uint32), "pos": position}
+    np.random.set_state({**numpy_state, "state": inner})
     torch.set_rng_state(state["torch"])
     if state["accelerator"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["accelerator"])

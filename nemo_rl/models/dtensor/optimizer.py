@@ -125,8 +125,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        sharded = isinstance(gradient, DTensor)
-        groups[(gradient.device_mesh, gradient.placements) if sharded else None].append(gradient)
+        layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        groups[layout].append(gradient)
     squares = [_square_sum(group) for group in groups.values()]
     return sum(squares[1:], squares[0].clone()).sqrt()
 

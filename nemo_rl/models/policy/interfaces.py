@@ -115,6 +115,10 @@ class PolicyBackend(Protocol):
         """Yield `(hf_name, full tensor)` for every weight and persistent buffer, tied ones once."""
         ...
 
+    def move_optimizer_state(self, to_host: bool) -> None:
+        """Move optimizer state to host memory to make room on the device, or back."""
+        ...
+
     def save(self, paths: CheckpointPaths) -> None:
         """Write weights, and with `paths.optimizer` the rest of the training state."""
         ...

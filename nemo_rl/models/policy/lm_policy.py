@@ -225,6 +225,14 @@ class Policy(PolicyInterface):
         if tokenizer_path is not None:
             self.tokenizer.save_pretrained(str(tokenizer_path))
 
+    def offload_optimizer(self) -> None:
+        """Move optimizer state to host memory, to make room for colocated engines on GPUs."""
+        self._run_everywhere("move_optimizer_state", "offloading the optimizer", to_host=True)
+
+    def onload_optimizer(self) -> None:
+        """Move optimizer state back to the GPUs before training."""
+        self._run_everywhere("move_optimizer_state", "onloading the optimizer", to_host=False)
+
     def shutdown(self) -> bool:
         """End the ranks; returns whether all of them ended cleanly."""
         return self.worker_group.shutdown("shutdown", timeout=self._timeouts.shutdown_s)
@@ -239,7 +247,7 @@ class Policy(PolicyInterface):
 
     def _score(self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> torch.Tensor:
         require_keys(data, SCORING_KEYS, f"Policy.{method}")
-        wanted = BatchedDataDict({key: data[key] for key in SCORING_KEYS})
+        wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in SCORING_KEYS})
         if wanted.check_rows() == 0:
             return torch.zeros(wanted["input_ids"].shape, dtype=torch.float32)
         strategy = logprob_strategy(self.config, micro_batch_size)

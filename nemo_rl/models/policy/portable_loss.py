@@ -21,8 +21,8 @@ def make_portable(loss_fn: Any) -> None:
     """Have the modules that define `loss_fn`, its class and its base classes pickled by value."""
     definers = [loss_fn, *type(loss_fn).__mro__]
     names = {getattr(definer, "__module__", None) for definer in definers}
-    for name in names - {None}:
-        module = sys.modules.get(name)
+    for name in names:
+        module = sys.modules.get(name) if name is not None else None
         if module is not None and _is_users_own(module):
             cloudpickle.register_pickle_by_value(module)
 

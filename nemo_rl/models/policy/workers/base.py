@@ -160,6 +160,10 @@ class PolicyWorker:
         """`PolicyBackend.iterate_weights`; all ranks must exhaust it together."""
         return self.backend.iterate_weights(dtype)
 
+    def move_optimizer_state(self, to_host: bool) -> None:
+        """Make room on the device for a colocated engine, or take it back."""
+        self.backend.move_optimizer_state(to_host)
+
     def begin_weight_stream(self, spec: TransportSpec, dtype: str) -> None:
         """Start streaming the weights to the engines.
 
