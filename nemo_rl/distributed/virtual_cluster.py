@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -155,6 +156,8 @@ class RayVirtualCluster:
         self._ports = (port_range_low, port_range_high)
         self._cpus_per_bundle = cpus_per_bundle
         self._placement_groups: list[PlacementGroup] | None = None
+        # Colocated groups may be started from two threads.
+        self._reserving = threading.Lock()
 
     @property
     def bundle_counts(self) -> list[int]:
@@ -192,18 +195,10 @@ class RayVirtualCluster:
         Raises:
             ResourceInsufficientError: the cluster does not have what is asked for.
         """
-        if self._placement_groups is None and self._exceeds_local_machine():
-            raise ResourceInsufficientError(self._lacks())
-        if self._placement_groups is None:
-            attempts = 1 + int(os.environ.get("NRL_VIRTUAL_CLUSTER_MAX_RETRIES", "6"))
-            for attempt in range(attempts):
-                self._placement_groups = self._try_reserve(_RESERVE_TIMEOUT_S + 2.0**attempt)
-                if self._placement_groups is not None:
-                    break
-                logger.warning("%s Attempt %d of %d.", self._lacks(), attempt + 1, attempts)
-            else:
-                raise ResourceInsufficientError(self._lacks())
-        return self._placement_groups
+        with self._reserving:
+            if self._placement_groups is None:
+                self._placement_groups = self._reserve()
+            return self._placement_groups
 
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
         """Address of a bundle's node and a port that is free there now.
@@ -235,6 +230,17 @@ class RayVirtualCluster:
         for group in groups:
             remove_placement_group(group)
         return True
+
+    def _reserve(self) -> list[PlacementGroup]:
+        if self._exceeds_local_machine():
+            raise ResourceInsufficientError(self._lacks())
+        attempts = 1 + int(os.environ.get("NRL_VIRTUAL_CLUSTER_MAX_RETRIES", "6"))
+        for attempt in range(attempts):
+            groups = self._try_reserve(_RESERVE_TIMEOUT_S + 2.0**attempt)
+            if groups is not None:
+                return groups
+            logger.warning("%s Attempt %d of %d.", self._lacks(), attempt + 1, attempts)
+        raise ResourceInsufficientError(self._lacks())
 
     def _try_reserve(self, timeout_s: float) -> list[PlacementGroup] | None:
         bundle = {"CPU": self.cpus_per_bundle()} | ({"GPU": 1.0} if self.use_gpus else {})

@@ -102,7 +102,8 @@ class RayWorkerGroup:
         self._cause_of_death: str | None = None
         self._master = cluster.get_master_address_and_port()
         try:
-            self._seats = [self._create_seat(rank) for rank in range(world_size)]
+            for rank in range(world_size):
+                self._seats.append(self._create_seat(rank))
             self._settle(list(range(world_size)), setup_timeout_s)
         except BaseException:
             self._kill(self._seats)
@@ -288,7 +289,7 @@ class RayWorkerGroup:
             called = list(range(len(future_bundle.futures)))
         calls = self.pending_calls(future_bundle)
         with self._one_dies_all_die():
-            answers = gather(calls, self._seats, timeout_s or self._call_timeout_s, phase)
+            answers = gather(calls, self._seats, self._call_timeout_s if timeout_s is None else timeout_s, phase)
         wanted = future_bundle.return_from_workers
         by_worker = dict(zip(called, answers, strict=True))
         return [by_worker[idx] for idx in (called if wanted is None else wanted)]

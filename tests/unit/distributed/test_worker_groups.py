@@ -317,4 +317,4 @@ def test_nothing_outlives_a_killed_controller():
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == -9, done.stderr
     pids = [int(word) for word in done.stdout.split("PIDS")[1].split()]
-    assert wait_gone(pids, 30) == []
+    assert wait_gone(pids, 60) == []
