@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import nemo_rl.config
 from nemo_rl.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -301,5 +302,7 @@ def test_planned_paths_are_listed_until_they_exist(module):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/configs").rglob("*.yaml")), ids=lambda path: path.name)
 def test_example_configs_load_through_their_schema(path):
-    config = load_config(path)
+    """A file's name begins with its algorithm: grpo_math_cpu.yaml is read as a GRPOMasterConfig."""
+    algorithm = path.stem.split("_")[0]
+    config = load_config(path, schema=getattr(nemo_rl.config, f"{algorithm.upper()}MasterConfig"))
     assert config.policy.model_name
