@@ -1,0 +1,129 @@
+"""The policy worker on one GPU: packed flash attention against padded attention and Hugging Face."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "models"))
+from policy_helpers import (
+    ARCHITECTURES,
+    WeightedNLL,
+    free_port,
+    hf_logprobs,
+    policy_config,
+    random_batch,
+    save_tiny_model,
+    tiny_model,
+)
+
+from nemo_rl.distributed.process_group import destroy_process_group, init_process_group
+from nemo_rl.models.dtensor import attention
+from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
+from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.utils.device import device_for
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64}}
+# bfloat16 keeps 8 bits: logits of a few units are off by a few hundredths.
+BF16_TOLERANCE = 0.15
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    device = device_for(uses_gpu=True)
+    torch_device = device.activate()
+    init_process_group(device, timeout_s=60)
+    yield torch_device
+    destroy_process_group()
+
+
+def _scores(config, device, data):
+    worker = PolicyWorker(DTensorBackend(config, device), config)
+    batch = shard_batch(data, 1, logprob_strategy(config))
+    return worker, batch.restore([worker.get_logprobs(batch.data[0], batch.sizes[0])])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_packed_and_padded_score_as_hugging_face(arch, precision, gpu, tmp_path, monkeypatch) -> None:
+    calls: list[str] = []
+    flash = attention._flash_segments
+    monkeypatch.setattr(attention, "_flash_segments", lambda *a: (calls.append("flash"), flash(*a))[1])
+    name = save_tiny_model(tmp_path / "m", arch, initializer_range=0.1)
+    data = random_batch(rows=6, width=24)
+    with torch.no_grad():
+        want = hf_logprobs(tiny_model(arch, initializer_range=0.1).double().eval(), data)
+    tolerance = BF16_TOLERANCE if precision == "bfloat16" else 1e-3
+    _, padded = _scores(policy_config(name, precision=precision), gpu, data)
+    assert not calls
+    _, packed = _scores(policy_config(name, precision=precision, **PACKED), gpu, data)
+    assert bool(calls) is (precision == "bfloat16"), "flash attention serves half precision"
+    torch.testing.assert_close(padded.double(), want, rtol=0, atol=tolerance)
+    torch.testing.assert_close(packed.double(), want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
+def test_packed_and_padded_gradients_agree_in_bfloat16(arch, gpu, tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m", arch, initializer_range=0.1)
+    data = random_batch(rows=6, width=24)
+    found = []
+    for layout in ({}, PACKED):
+        config = policy_config(name, precision="bfloat16", **layout)
+        worker = PolicyWorker(DTensorBackend(config, gpu), config)
+        kept = {}
+
+        def keep(worker=worker, kept=kept):
+            for key, parameter in worker.backend.model.hf.named_parameters():
+                kept[key] = parameter.grad.full_tensor().float()
+            return 0.0, True
+
+        worker.backend.clip_and_step = keep
+        batch = shard_batch(data, 1, training_strategy(config))
+        worker.train(batch.data[0], batch.sizes[0], WeightedNLL(), count_valid(data))
+        found.append(kept)
+    for key, padded in found[0].items():
+        error = (found[1][key] - padded).norm() / padded.norm()
+        assert error < 0.1, (key, error)
+
+
+def test_training_and_checkpoints_in_bfloat16(gpu, tmp_path) -> None:
+    config = policy_config(save_tiny_model(tmp_path / "m", "qwen3"), precision="bfloat16", **PACKED)
+    data = random_batch(rows=6)
+    worker, before = _scores(config, gpu, data)
+    batch = shard_batch(data, 1, training_strategy(config))
+    results = [worker.train(batch.data[0], batch.sizes[0], WeightedNLL(), count_valid(data)) for _ in range(3)]
+    assert results[-1].loss < results[0].loss
+    worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+    saved = {key: tensor.clone() for key, tensor in worker.iterate_weights()}
+    assert all(tensor.dtype == torch.float32 for tensor in saved.values())
+    worker.train(batch.data[0], batch.sizes[0], WeightedNLL(), count_valid(data))
+    worker.load_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+    assert all(torch.equal(saved[key], tensor) for key, tensor in worker.iterate_weights())
+    reference = worker.get_reference_policy_logprobs(*_logprob_batch(config, data))
+    first = shard_batch(data, 1, logprob_strategy(config)).restore([reference])
+    torch.testing.assert_close(first, before, rtol=0, atol=1e-6)
+
+
+def _logprob_batch(config, data):
+    batch = shard_batch(data, 1, logprob_strategy(config))
+    return batch.data[0], batch.sizes[0]
+
+
+def test_offloaded_parameters_train(gpu, tmp_path) -> None:
+    values = {"precision": "bfloat16", "dtensor_cfg": {"cpu_offload": True}, "max_grad_norm": 0.5}
+    config = policy_config(save_tiny_model(tmp_path / "m", "llama"), **values)
+    data = random_batch(rows=6)
+    worker, _ = _scores(config, gpu, data)
+    batch = shard_batch(data, 1, training_strategy(config))
+    results = [worker.train(batch.data[0], batch.sizes[0], WeightedNLL(), count_valid(data)) for _ in range(3)]
+    assert results[-1].loss < results[0].loss
+    assert all(tensor.device.type == gpu.type for _, tensor in worker.iterate_weights())
