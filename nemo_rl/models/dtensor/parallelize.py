@@ -81,8 +81,9 @@ def enable_activation_checkpointing(hf: PreTrainedModel) -> None:
 def shard(model: CausalLMWithLogprobs, mesh: DeviceMesh, spec: ShardingSpec) -> CausalLMWithLogprobs:
     """Shard decoder layers and root with FSDP2, in place, and move the model to its device.
 
-    One float32 rank is left as it is: there is nothing to shard or to cast, and FSDP2's hooks would
-    cost a small CPU model a sizeable part of each step.
+    One float32 rank is left as it is: there is nothing to shard or to cast, and on one CPU core FSDP2's
+    hooks cost a step of a 2-million-parameter model 18 % at 512 tokens (2048 tokens: nothing; a
+    0.26-million-parameter model at 256 tokens: 54 %).
 
     Args:
         model: the wrapped model on the CPU, parameters in float32.

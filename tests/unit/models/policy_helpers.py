@@ -149,9 +149,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     port = free_port()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside idle threads of torch
-        mp.start_processes(
-            _rank_main, (fn, world_size, port, folder, args), nprocs=world_size, start_method="fork"
-        )
+        mp.start_processes(_rank_main, (fn, world_size, port, folder, args), nprocs=world_size, start_method="fork")
         files = [Path(folder) / f"{rank}.pt" for rank in range(world_size)]
         return [torch.load(file, weights_only=False) for file in files]
 
