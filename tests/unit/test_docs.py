@@ -1,0 +1,163 @@
+"""The documentation tells the truth where a test can tell: paths, links, names, commands, metrics, code."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.loss import ClippedPGLossFn
+from nemo_rl.config import ClippedPGLossConfig
+from nemo_rl.experience.metrics import rollout_metrics, validation_metrics
+from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.losses.invariance import check_invariance
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+GUIDE = ROOT / "docs/guides/grpo.md"
+ADDING = ROOT / "docs/design-docs/adding-things.md"
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(page), flags=re.DOTALL | re.MULTILINE)
+
+
+def without_blocks(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_are_named_exist(page):
+    named = re.findall(
+        r"(?<![\w/-])((?:nemo_rl|examples|tests|tools|docs)/[\w./-]*\.(?:py|yaml|md|txt))\b", text_of(page)
+    )
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_relative_links_lead_somewhere(page):
+    targets = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page)) if "://" not in link]
+    assert [target for target in targets if target and not (page.parent / target).exists()] == []
+
+
+def test_names_in_files_exist():
+    """`file.py::name` is a class, function or variable at the top of the file."""
+    places = [place for page in PAGES for place in re.findall(r"(nemo_rl/[\w/]+\.py)::(\w+)", text_of(page))]
+    assert len(places) > 15
+    assert [f"{file}::{name}" for file, name in places if name not in top_level_names(ROOT / file)] == []
+
+
+def top_level_names(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.parse(text_of(file)).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    """Each part of the command is a line of its own there."""
+    commands = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines() if "pytest" in line]
+    (command,) = commands
+    lines = [re.sub(r" --quiet\b| -q\b", "", line).strip() for line in text_of(ROOT / ".ci/run").splitlines()]
+    assert [part for part in command.split(" && ") if part.strip() not in lines] == []
+
+
+def test_all_emitted_metrics_are_in_the_guide():
+    documented = set(re.findall(r"`([\w/]+)`", text_of(GUIDE).partition("\n## Metrics\n")[2]))
+    assert emitted_metrics() - documented == set()
+
+
+def emitted_metrics() -> set[str]:
+    message = {
+        "role": "assistant",
+        "content": "4",
+        "token_ids": torch.tensor([1]),
+        "generation_logprobs": torch.zeros(1),
+    }
+    trajectory = Trajectory(0, 0, 0, "math", [message], prompt_length=0, reward=1.0)
+    _, loss_metrics = ClippedPGLossFn(ClippedPGLossConfig.build(reference_policy_kl_penalty=0.0))(
+        torch.zeros(1, 2), policy_rows(1), 1.0, 2.0
+    )
+    return {*rollout_metrics([trajectory]), *validation_metrics([trajectory], num_generations=2), *loss_metrics}
+
+
+def policy_rows(num_rows: int) -> dict[str, torch.Tensor]:
+    """A policy-gradient microbatch of three tokens a row."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(num_rows, 3)
+    mask[:, 0] = 0
+    return {
+        "advantages": torch.randn(num_rows, 3, generator=generator),
+        "generation_logprobs": -torch.rand(num_rows, 3, generator=generator),
+        "token_mask": mask,
+        "sample_mask": torch.ones(num_rows),
+    }
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict:
+    """What the Python blocks of `adding-things.md` define, all but the one that starts a run."""
+    namespace: dict = {"__name__": "adding_things"}
+    for block in blocks(ADDING, "python"):
+        if "assemble_grpo" not in block:
+            exec(compile(block, str(ADDING), "exec"), namespace)
+    return namespace
+
+
+def test_the_shown_environment_grades(shown):
+    environment = shown["MyEnvironment"]({"bonus": 0.5})
+    logs = [[{"role": "assistant", "content": "it is 4"}], [{"role": "assistant", "content": "it may well be five"}]]
+    returned = environment.step(logs, [{"ground_truth": "4"}, {"ground_truth": "4"}])
+    assert returned.rewards.tolist() == [1.5, 0.5]
+    assert returned.terminateds.all()
+
+
+def test_the_shown_advantage_picks_the_best_of_each_group(shown):
+    rewards = torch.tensor([0.0, 1.0, 0.5, 0.2, 9.0])
+    extras = {"group_ids": torch.tensor([0, 0, 1, 1, 1]), "valid_mask": torch.tensor([1.0, 1, 1, 1, 0])}
+    advantages = shown["BestOfGroup"](None, None).compute_advantage(None, rewards, torch.ones(5, 2), **extras)
+    assert advantages.tolist() == [[0, 0], [1, 1], [1, 1], [0, 0], [0, 0]]
+
+
+def test_the_shown_loss_is_invariant(shown):
+    logprobs = -torch.rand(4, 2, generator=torch.Generator().manual_seed(1))
+    check_invariance(shown["RewardWeightedLoss"](), logprobs, policy_rows(4))
+
+
+def test_the_shown_rollout_source_leaves_out_truncated_groups(shown):
+    class Inner:
+        def collect(self, step):
+            outcomes = ["truncated", "truncated", "finished", "truncated"]
+            made = [Trajectory(row // 2, row % 2, row, "math", [], 0) for row in range(4)]
+            for trajectory, outcome in zip(made, outcomes, strict=True):
+                trajectory.outcome = outcome
+            return shown["Rollouts"](made)
+
+    kept = shown["WithoutTruncated"](Inner()).collect(1)
+    assert [t.group_index for t in kept.trajectories] == [1, 1]
+    assert kept.metrics == {"num_groups_kept": 1.0}
+
+
+def test_the_shown_data_set_has_rows(shown):
+    assert shown["MyData"](seed=1).dataset[0]["messages"][-1]["content"] == "4"
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_the_shown_run_with_an_own_advantage_trains(shown, tmp_path, monkeypatch):
+    (block,) = [block for block in blocks(ADDING, "python") if "assemble_grpo" in block]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, str(ADDING), "exec"), shown)
+    steps = [path.name for path in tmp_path.glob("logs/exp_001/train_data_step*.jsonl")]
+    assert len(steps) == 3
