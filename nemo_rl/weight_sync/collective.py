@@ -52,7 +52,7 @@ class CollectiveSender:
 
     def __init__(self, spec: TransportSpec):
         self._spec = spec
-        self._group = join_group(spec, rank=0)
+        self._group: dist.Backend | None = join_group(spec, rank=0)
         self._buffers: dict[int, torch.Tensor] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
@@ -68,13 +68,14 @@ class CollectiveSender:
 
     def send(self, bucket: Bucket) -> None:
         """Broadcast the packed buffer to all engines."""
+        assert self._group is not None, "send after close"
         flat = self._buffers[bucket.index % 2][: bucket.num_bytes]
         broadcast(self._group, flat, self._spec.timeout_s)
 
     def close(self) -> None:
         """Leave the group."""
         self._buffers.clear()
-        del self._group
+        self._group = None
 
 
 class CollectiveReceiver:
@@ -82,14 +83,15 @@ class CollectiveReceiver:
 
     def __init__(self, spec: TransportSpec, rank: int):
         self._spec = spec
-        self._group = join_group(spec, rank=rank)
+        self._group: dist.Backend | None = join_group(spec, rank=rank)
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         """See `ReceiverTransport.receive`; blocks until trainer rank 0 sends."""
+        assert self._group is not None, "receive after close"
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._spec.device)
         broadcast(self._group, flat, self._spec.timeout_s)
         return flat
 
     def close(self) -> None:
         """Leave the group."""
-        del self._group
+        self._group = None

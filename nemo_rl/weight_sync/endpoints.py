@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from nemo_rl.utils.errors import WeightSyncError
-from nemo_rl.weight_sync.buckets import Bucket, group_by_size, pack, plan_slots, unpack
+from nemo_rl.weight_sync.buckets import Bucket, TensorSlot, group_by_size, pack, plan_slots, unpack
 from nemo_rl.weight_sync.collective import CollectiveReceiver, CollectiveSender
 from nemo_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from nemo_rl.weight_sync.interfaces import ReceiverTransport, SenderTransport, TransportSpec
@@ -109,10 +109,15 @@ def merge_buckets(from_ranks: list[Bucket]) -> Bucket:
     packers = [b for b in from_ranks if b.slots and b.slots[0].fingerprint is not None]
     merged = (packers or from_ranks)[0]
     for other in from_ranks:
-        if [s.name for s in other.slots] != [s.name for s in merged.slots]:
+        if _layout(other) != _layout(merged):
             raise WeightSyncError(f"Trainer ranks disagree on the tensors of bucket {merged.index}.")
         merged.handles.update(other.handles)
     return merged
+
+
+def _layout(bucket: Bucket) -> list[TensorSlot]:
+    """What all ranks must agree on: everything but the content."""
+    return [dataclasses.replace(slot, fingerprint=None) for slot in bucket.slots]
 
 
 class WeightReceiver:
@@ -137,7 +142,7 @@ class WeightReceiver:
         """Fetch a bucket, check it, and hand its tensors to `load`.
 
         Tensors of a bucket that is not the last are copied first: an engine may keep them until a layer
-        is complete, and the sender reuses its buffers.
+        is complete, and the sender reuses its buffers. Returns when the bucket's bytes are no longer read.
         """
         flat = self._transport.receive(bucket)
         self._receipt.mismatched += mismatched_names(flat, bucket.slots)
@@ -147,6 +152,8 @@ class WeightReceiver:
         if not bucket.is_last:
             tensors = [(name, tensor.clone()) for name, tensor in tensors]
         load(tensors)
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
 
     def finish(self, unbound: list[str]) -> SyncReceipt:
         """Close the stream; `unbound` names engine parameters that received nothing."""

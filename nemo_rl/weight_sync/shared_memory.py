@@ -1,13 +1,19 @@
-"""Weights through a memory-mapped file on the same host.
+"""Weights through memory that trainer and engines of one host map together.
 
-The trainer packs buckets straight into two files under /dev/shm that are reused by every sync, so pages
-are touched only once; engines map the same files. Law: the sender never rewrites a buffer before the
-controller has every receipt for the bucket that used it.
+The trainer packs buckets straight into two nameless memory files that are reused by every sync, so pages
+are touched only once; engines map the same files through the trainer's process entry. The memory belongs
+to the trainer's process: it is gone when that process is, however it ends. Law: the sender never rewrites
+a buffer before the controller has every receipt for the bucket that used it.
 """
 
+import itertools
 import os
 import socket
-from pathlib import Path
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -16,18 +22,70 @@ from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.interfaces import TransportSpec
 
 _NUM_BUFFERS = 2
+_SERIALS = itertools.count()
 
 
-def shared_folder() -> Path:
-    """The memory-backed folder of this host (/dev/shm), else the temporary folder."""
-    shm = Path("/dev/shm")
-    return shm if os.access(shm, os.W_OK) else Path(os.environ.get("TMPDIR", "/tmp"))
+class MemoryHandle(NamedTuple):
+    """How another process of the host finds a buffer.
+
+    Attributes:
+        path: where to open the memory.
+        serial: tells buffers apart that had the same path one after the other.
+        num_bytes: size of the buffer.
+    """
+
+    path: str
+    serial: int
+    num_bytes: int
 
 
-def map_file(path: str, num_bytes: int) -> torch.Tensor:
-    """Map `num_bytes` of a file as a shared uint8 tensor."""
-    storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=num_bytes)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class SharedBuffer:
+    """Memory that other processes of the host can map.
+
+    Attributes:
+        handle: how they find it.
+        flat: [num_bytes] uint8.
+        close: gives the memory up; mappings that exist stay valid.
+    """
+
+    handle: MemoryHandle
+    flat: torch.Tensor
+    close: Callable[[], None]
+
+
+def allocate(num_bytes: int) -> SharedBuffer:
+    """Allocate shared memory of at least `num_bytes`.
+
+    On Linux it has no name and no limit but the machine's memory; elsewhere it is a temporary file.
+    """
+    num_bytes = max(num_bytes, 1)
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("nemo_rl-weights", os.MFD_CLOEXEC)
+        path, close = f"/proc/{os.getpid()}/fd/{descriptor}", partial(os.close, descriptor)
+        os.ftruncate(descriptor, num_bytes)
+    else:
+        descriptor, path = tempfile.mkstemp(prefix="nemo_rl-weights-")
+        close = partial(os.unlink, path)
+        os.ftruncate(descriptor, num_bytes)
+        os.close(descriptor)
+    handle = MemoryHandle(path, next(_SERIALS), num_bytes)
+    return SharedBuffer(handle, map_memory(handle), close)
+
+
+def map_memory(handle: MemoryHandle) -> torch.Tensor:
+    """Map a buffer as a shared uint8 tensor [num_bytes].
+
+    Raises:
+        OSError: it does not exist, may not be opened, or is not the buffer of the handle.
+    """
+    size = os.path.getsize(handle.path)
+    if size != handle.num_bytes:
+        raise OSError(f"{handle.path} has {size} bytes instead of {handle.num_bytes}.")
+    try:
+        return torch.from_file(handle.path, shared=True, size=handle.num_bytes, dtype=torch.uint8)
+    except RuntimeError as refusal:
+        raise OSError(str(refusal)) from refusal
 
 
 class SharedMemorySender:
@@ -37,68 +95,67 @@ class SharedMemorySender:
 
     def __init__(self, spec: TransportSpec):
         self._spec = spec
-        self._buffers: dict[int, tuple[Path, torch.Tensor]] = {}
-        self._generation = 0
+        self._buffers: dict[int, SharedBuffer] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """See `SenderTransport.buffer`; grows by making a new file, so old mappings stay valid."""
+        """See `SenderTransport.buffer`; grows by taking new memory, so old mappings stay valid."""
         slot = index % _NUM_BUFFERS
         held = self._buffers.get(slot)
-        if held is None or held[1].numel() < num_bytes:
+        if held is None or held.flat.numel() < num_bytes:
             if held is not None:
-                held[0].unlink(missing_ok=True)
-            self._generation += 1
-            name = f"nemo_rl-{self._spec.run_id}-{os.getpid()}-{slot}-{self._generation}"
-            path = shared_folder() / name
-            held = (path, map_file(str(path), num_bytes))
-            self._buffers[slot] = held
-        return held[1][:num_bytes]
+                held.close()
+            held = self._buffers[slot] = allocate(num_bytes)
+        return held.flat[:num_bytes]
 
     def publish(self, bucket: Bucket) -> None:
-        """Name the file for receivers on this host."""
-        path, _ = self._buffers[bucket.index % _NUM_BUFFERS]
-        bucket.handles[socket.gethostname()] = str(path)
+        """Name the memory for receivers on this host."""
+        bucket.handles[socket.gethostname()] = self._buffers[bucket.index % _NUM_BUFFERS].handle
 
     def send(self, bucket: Bucket) -> None:
-        """Nothing to push: receivers map the file."""
+        """Nothing to push: receivers map the memory."""
 
     def close(self) -> None:
-        """Remove the files."""
-        for path, _ in self._buffers.values():
-            path.unlink(missing_ok=True)
+        """Give the memory back."""
+        for held in self._buffers.values():
+            held.close()
         self._buffers.clear()
 
 
 class SharedMemoryReceiver:
-    """Generator half: maps the sender's files, keeping each mapping for later syncs."""
+    """Generator half: maps the sender's buffers, keeping each mapping for later syncs."""
 
     def __init__(self, spec: TransportSpec):
         self._spec = spec
-        self._mappings: dict[str, torch.Tensor] = {}
+        self._mappings: dict[int, tuple[MemoryHandle, torch.Tensor]] = {}
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         """See `ReceiverTransport.receive`.
 
         Raises:
-            WeightSyncError: the sender has no file on this host.
+            WeightSyncError: the sender has no memory on this host, or it cannot be opened from here.
         """
         host = socket.gethostname()
-        path = bucket.handles.get(host)
-        if path is None:
+        handle = bucket.handles.get(host)
+        if handle is None:
             raise WeightSyncError(
                 f"The trainer wrote shared memory on {sorted(bucket.handles)}, but this engine runs "
                 f"on {host}. Set policy.generation.weight_sync.transport=collective."
             )
-        mapped = self._mappings.get(path)
-        if mapped is None or mapped.numel() < bucket.num_bytes:
-            mapped = map_file(path, os.path.getsize(path))
-            self._mappings[path] = mapped
-            self._drop_stale()
-        return mapped[: bucket.num_bytes]
+        slot = bucket.index % _NUM_BUFFERS
+        held = self._mappings.get(slot)
+        if held is None or held[0] != handle:
+            held = self._mappings[slot] = (handle, self._map(handle))
+        return held[1][: bucket.num_bytes]
 
-    def _drop_stale(self) -> None:
-        for path in [p for p in self._mappings if not os.path.exists(p)]:
-            del self._mappings[path]
+    def _map(self, handle: MemoryHandle) -> torch.Tensor:
+        try:
+            return map_memory(handle)
+        except OSError as refusal:
+            raise WeightSyncError(
+                f"The trainer's shared memory {handle.path} cannot be opened from this engine: its process has "
+                "ended, or runs as another user or in another container of the same name. If it lives, set "
+                "policy.generation.weight_sync.transport=collective."
+            ) from refusal
 
     def close(self) -> None:
         """Forget the mappings."""

@@ -11,7 +11,8 @@ import torch
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 
-_CHUNK_WORDS = 1 << 20
+_WORD_BYTES = 4
+_CHUNK_WORDS = 1 << 18
 _CHUNK_MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
 
@@ -40,22 +41,30 @@ class SyncReceipt:
 def fingerprint(flat: torch.Tensor, slot: TensorSlot) -> int:
     """A 64-bit checksum of one tensor's bytes that depends on their order.
 
-    Computes `sum_i word_i * (2 i + 1)` modulo 2^64 over 8-byte words in chunks of 2^20 words, then
-    chains the chunk sums. Runs on the tensor's own device.
+    Computes `sum_i word_i * (2 i + 1)` modulo 2^64 over signed 4-byte words in chunks of 2^18 words, then
+    chains the chunk sums. Within a chunk every change of a single word and every exchange of two words
+    changes the sum: the difference is never a multiple of 2^64, because words are narrower than the sum.
+    Runs on the tensor's own device and gives the same number on every device.
 
     Args:
         flat: uint8 bucket buffer.
         slot: the tensor's place; bytes between tensors are not covered.
     """
     raw = flat[slot.offset : slot.offset + slot.num_bytes]
-    tail_bytes = slot.num_bytes % 8
-    words = raw[: slot.num_bytes - tail_bytes].view(torch.int64)
-    weights = torch.arange(1, 2 * min(_CHUNK_WORDS, max(len(words), 1)), 2, dtype=torch.int64, device=flat.device)
-    chunk_sums = [(chunk * weights[: len(chunk)]).sum() for chunk in words.split(_CHUNK_WORDS) if len(chunk)]
+    num_tail_bytes = slot.num_bytes % _WORD_BYTES
+    words = raw[: slot.num_bytes - num_tail_bytes].view(torch.int32)
+    length = min(_CHUNK_WORDS, len(words))
+    weights = torch.arange(1, 2 * length + 1, 2, dtype=torch.int64, device=flat.device)
+    products = torch.empty_like(weights)
+    chunk_sums = [
+        torch.mul(chunk, weights[: len(chunk)], out=products[: len(chunk)]).sum()
+        for chunk in words.split(_CHUNK_WORDS)
+        if len(chunk)
+    ]
     result = slot.num_bytes
     for value in torch.stack(chunk_sums).tolist() if chunk_sums else []:
         result = (result * _CHUNK_MULTIPLIER + value) & _MASK_64
-    for byte in raw[slot.num_bytes - tail_bytes :].tolist():
+    for byte in raw[slot.num_bytes - num_tail_bytes :].tolist():
         result = (result * _CHUNK_MULTIPLIER + byte + 1) & _MASK_64
     return result
 
@@ -69,16 +78,19 @@ def check_receipts(receipts: list[SyncReceipt], buckets: list[Bucket], version: 
     """Compare every engine's receipt with what was sent.
 
     Raises:
-        WeightSyncError: an engine reports another version, another number of tensors, tensors whose
-            content differs, or parameters that received nothing.
+        WeightSyncError: no engine answered, or one reports another version, another number of tensors or
+            bytes, tensors whose content differs, or parameters that received nothing.
     """
     num_tensors = sum(len(bucket.slots) for bucket in buckets)
-    problems = []
+    num_bytes = sum(bucket.num_bytes for bucket in buckets)
+    problems = [] if receipts else ["no engine answered"]
     for receipt in receipts:
         if receipt.version != version:
             problems.append(f"{receipt.receiver}: version {receipt.version}, sent {version}")
         if receipt.num_tensors != num_tensors:
             problems.append(f"{receipt.receiver}: got {receipt.num_tensors} tensors, {num_tensors} were sent")
+        if receipt.num_bytes != num_bytes:
+            problems.append(f"{receipt.receiver}: got {receipt.num_bytes} bytes, {num_bytes} were sent")
         if receipt.mismatched:
             problems.append(f"{receipt.receiver}: content differs in {_shorten(receipt.mismatched)}")
         if receipt.unbound:

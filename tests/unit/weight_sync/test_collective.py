@@ -1,0 +1,140 @@
+"""Broadcast over gloo on loopback: one trainer, two engines, three processes."""
+
+import socket
+
+import pytest
+import torch
+from sync_processes import Child, ReceivingEngine, equal_to_sent
+
+from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.verify import check_receipts
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+NUM_ENGINES = 2
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def make_spec(epoch: int = 0) -> TransportSpec:
+    return TransportSpec(
+        "collective",
+        run_id="test",
+        bucket_size_bytes=4096,
+        master_port=free_port(),
+        world_size=1 + NUM_ENGINES,
+        timeout_s=20.0,
+        extra={"epoch": epoch},
+    )
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {
+        f"layer.{i}": torch.randn(17 + 100 * i, 5, generator=generator).to(dtype)
+        for i, dtype in enumerate([torch.float32, torch.bfloat16, torch.float16, torch.float32])
+    }
+
+
+class SendingTrainer:
+    """Trainer rank 0; `corrupt` flips a bit on the wire side, after the fingerprints were made."""
+
+    def __init__(self, spec: TransportSpec):
+        self._sender = WeightSender(spec, rank=0, is_node_leader=True)
+
+    def begin(self, version: int) -> None:
+        self._sender.begin(weights(version).items())
+
+    def next_bucket(self) -> Bucket:
+        return self._sender.next_bucket()
+
+    def push(self, bucket: Bucket, corrupt: bool = False) -> None:
+        if corrupt:
+            flat = self._sender._transport.buffer(bucket.num_bytes, bucket.index)
+            flat[bucket.slots[0].offset] ^= 1
+        self._sender.send(bucket)
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def sync(trainer: Child, engines: list[Child], version: int, corrupt: bool = False) -> list[Bucket]:
+    for engine in engines:
+        engine.call("begin", version)
+    trainer.call("begin", version)
+    buckets: list[Bucket] = []
+    while not buckets or not buckets[-1].is_last:
+        bucket = trainer.call("next_bucket")
+        assert bucket.handles == {}
+        for engine in engines:
+            engine.send("receive", bucket)
+        trainer.call("push", bucket, corrupt)
+        for engine in engines:
+            engine.answer()
+        buckets.append(bucket)
+    return buckets
+
+
+@pytest.fixture
+def parties():
+    spec = make_spec()
+    engines = [Child(ReceivingEngine, spec, index) for index in range(NUM_ENGINES)]
+    with Child(SendingTrainer, spec) as trainer, engines[0], engines[1]:
+        for engine in engines:
+            engine.send("ready")
+        trainer.send("begin", 0)
+        for each in (trainer, *engines):
+            each.answer()
+        yield trainer, engines
+
+
+def test_all_engines_get_the_same_weights_again_and_again(parties):
+    trainer, engines = parties
+    for version in (1, 2, 3):
+        buckets = sync(trainer, engines, version)
+        assert len(buckets) > 1
+        check_receipts([engine.call("finish") for engine in engines], buckets, version)
+        for engine in engines:
+            assert equal_to_sent(engine.call("weights"), weights(version))
+
+
+def test_corruption_on_the_way_is_noticed_by_every_engine(parties):
+    trainer, engines = parties
+    buckets = sync(trainer, engines, 1, corrupt=True)
+    expected = [bucket.slots[0].name for bucket in buckets]
+    assert [engine.call("finish").mismatched for engine in engines] == [expected] * NUM_ENGINES
+
+
+def test_a_new_meeting_point_replaces_a_dead_engine(parties):
+    """The controller's remedy: a new epoch, a new port, the sender made again."""
+    trainer, engines = parties
+    engines[1].process.kill()
+    engines[1].process.join()
+    trainer.call("close")
+    spec = make_spec(epoch=1)
+    with (
+        Child(SendingTrainer, spec) as new_trainer,
+        Child(ReceivingEngine, spec, 0) as first,
+        Child(ReceivingEngine, spec, 1) as second,
+    ):
+        for each in (first, second):
+            each.send("ready")
+        new_trainer.send("begin", 0)
+        for each in (new_trainer, first, second):
+            each.answer()
+        buckets = sync(new_trainer, [first, second], 5)
+        check_receipts([engine.call("finish") for engine in (first, second)], buckets, 5)
+
+
+def test_closing_twice_is_harmless(parties):
+    trainer, engines = parties
+    for each in (trainer, *engines):
+        each.call("close")
+    for engine in engines:
+        engine.call("close")

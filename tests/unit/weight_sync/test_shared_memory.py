@@ -1,0 +1,230 @@
+"""Shared memory between two processes: content, growth, corruption, and nothing left behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from sync_processes import Child, ReceivingEngine, RemoteFailure, equal_to_sent
+
+from nemo_rl.utils.errors import WeightSyncError
+from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
+from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender, merge_buckets
+from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, allocate, map_memory
+from nemo_rl.weight_sync.verify import check_receipts
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=1024)
+
+
+def weights(seed: int, scale: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(50 * scale, 8, generator=generator),
+        "norm": torch.randn(8, generator=generator).bfloat16(),
+        "up": torch.randn(8, 33 * scale, generator=generator).half(),
+        "scalar": torch.tensor(float(seed)),
+        "empty": torch.empty(0, 8),
+        "ids": torch.arange(7 * scale) + seed,
+        "head": torch.randn(50 * scale, 8, generator=generator).bfloat16(),
+    }
+
+
+def sync(sender: WeightSender, engine: Child, tensors: dict[str, torch.Tensor], version: int) -> list[Bucket]:
+    """One sync as the controller drives it; the next bucket is packed while the engine reads the last one."""
+    engine.call("begin", version)
+    sender.begin(tensors.items())
+    buckets = [sender.next_bucket()]
+    while not buckets[-1].is_last:
+        engine.send("receive", buckets[-1])
+        buckets.append(sender.next_bucket())
+        engine.answer()
+    engine.call("receive", buckets[-1])
+    return buckets
+
+
+def open_memory() -> set[str]:
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return {os.readlink(link) for link in links if os.path.exists(link) and "nemo_rl" in os.readlink(link)}
+
+
+@pytest.fixture
+def engine():
+    with Child(ReceivingEngine, SPEC, 0) as child:
+        yield child
+
+
+@pytest.fixture
+def sender():
+    sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+    yield sender
+    sender.close()
+
+
+def test_two_processes_over_several_growing_syncs(sender, engine):
+    for version, scale in enumerate([1, 1, 4, 2, 9], start=1):
+        sent = weights(version, scale)
+        buckets = sync(sender, engine, sent, version)
+        assert len(buckets) > 2
+        check_receipts([engine.call("finish")], buckets, version)
+        assert equal_to_sent(engine.call("weights"), sent)
+
+
+def test_what_the_engine_kept_outlives_the_next_buckets(sender, engine):
+    """Tensors of earlier buckets are copies: the sender reuses its two buffers."""
+    sent = weights(1)
+    last_names = {slot.name for slot in sync(sender, engine, sent, 1)[-1].slots}
+    sender.begin(weights(2).items())
+    sender.next_bucket(), sender.next_bucket()
+    early = {name: value for name, value in sent.items() if name not in last_names}
+    assert len(early) > 2
+    kept = engine.call("weights")
+    assert equal_to_sent({name: kept[name] for name in early}, early)
+
+
+def test_a_corrupted_byte_stops_the_run_with_the_tensor_s_name(sender, engine):
+    engine.call("begin", 1)
+    sender.begin(weights(1).items())
+    buckets = []
+    while not buckets or not buckets[-1].is_last:
+        bucket = sender.next_bucket()
+        buckets.append(bucket)
+        for slot in bucket.slots:
+            if slot.name == "head":
+                (handle,) = bucket.handles.values()
+                map_memory(handle)[slot.offset + 5] ^= 4
+        engine.call("receive", bucket)
+    receipt = engine.call("finish")
+    assert receipt.mismatched == ["head"]
+    with pytest.raises(WeightSyncError, match="content differs in head"):
+        check_receipts([receipt], buckets, 1)
+
+
+def test_verification_can_be_switched_off(sender):
+    unverified = WeightSender(TransportSpec("shared_memory", run_id="test", verify=False), 0, is_node_leader=True)
+    unverified.begin(weights(1).items())
+    assert {slot.fingerprint for slot in unverified.next_bucket().slots} == {None}
+    unverified.close()
+
+
+def test_memory_is_given_back_by_close():
+    before, files = open_memory(), set(Path("/dev/shm").glob("*nemo_rl*"))
+    sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+    for scale in (1, 5, 3):
+        sender.begin(weights(1, scale).items())
+        while not sender.next_bucket().is_last:
+            pass
+    assert len(open_memory() - before) >= 1
+    sender.close()
+    assert open_memory() == before
+    assert set(Path("/dev/shm").glob("*nemo_rl*")) <= files
+    sender.close()
+
+
+class Packer:
+    """A sender in a process of its own."""
+
+    def pack(self) -> Bucket:
+        self._sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+        self._sender.begin([("w", torch.ones(4))])
+        return self._sender.next_bucket()
+
+
+def test_memory_is_gone_when_the_sender_is_killed_and_the_engine_says_so():
+    with Child(Packer) as packer:
+        bucket = packer.call("pack")
+        receiver = WeightReceiver(SPEC, 0)
+        receiver.begin(1)
+        loaded: dict[str, torch.Tensor] = {}
+        receiver.receive(bucket, loaded.update)
+        packer.process.kill()
+        packer.process.join()
+    assert torch.equal(loaded["w"], torch.ones(4)), "a mapping that exists stays valid"
+    (handle,) = bucket.handles.values()
+    assert not os.path.exists(handle.path)
+    with pytest.raises(WeightSyncError, match="process has ended.*transport=collective"):
+        WeightReceiver(SPEC, 1).receive(bucket, loaded.update)
+
+
+def test_a_reused_descriptor_is_not_taken_for_the_old_memory():
+    """Growing closes one memory file; the next one may get the same path."""
+    sender, receiver = SharedMemorySender(SPEC), SharedMemoryReceiver(SPEC)
+    for index, size in enumerate([64, 32, 4096, 2048, 8192, 8192]):
+        sender.buffer(size, index).fill_(index + 1)
+        bucket = Bucket(index, [], size)
+        sender.publish(bucket)
+        assert receiver.receive(bucket).eq(index + 1).all()
+    sender.close()
+
+
+def test_memory_of_another_size_is_refused():
+    buffer = allocate(100)
+    with pytest.raises(OSError, match="100 bytes instead of 50"):
+        map_memory(buffer.handle._replace(num_bytes=50))
+    buffer.close()
+
+
+def test_without_nameless_memory_a_temporary_file_serves(monkeypatch, tmp_path):
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    buffer = allocate(1000)
+    assert Path(buffer.handle.path).parent == tmp_path
+    buffer.flat.fill_(3)
+    assert map_memory(buffer.handle).eq(3).all()
+    buffer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_on_another_host_is_told_what_to_do(sender):
+    sender.begin(weights(1).items())
+    bucket = sender.next_bucket()
+    bucket.handles = {"elsewhere": bucket.handles.popitem()[1]}
+    with pytest.raises(WeightSyncError, match=r"wrote shared memory on \['elsewhere'\].*transport=collective"):
+        WeightReceiver(SPEC, 0).receive(bucket, {}.update)
+
+
+def test_failures_of_the_engine_reach_the_controller(engine, sender):
+    sender.begin(weights(1).items())
+    bucket = sender.next_bucket()
+    engine.call("begin", 1)
+    bucket.slots[0] = type(bucket.slots[0])("embed", "float99", (1,), 0, 4)
+    with pytest.raises(RemoteFailure, match="float99"):
+        engine.call("receive", bucket)
+
+
+def test_an_empty_stream_is_refused(sender):
+    with pytest.raises(WeightSyncError, match="not open"):
+        sender.next_bucket()
+    sender.begin([])
+    with pytest.raises(WeightSyncError, match="holds no tensors"):
+        sender.next_bucket()
+
+
+def test_a_stream_of_empty_tensors_only(sender, engine):
+    sent = {"nothing": torch.empty(0, 3)}
+    buckets = sync(sender, engine, sent, 1)
+    check_receipts([engine.call("finish")], buckets, 1)
+    assert equal_to_sent(engine.call("weights"), sent)
+
+
+def test_only_the_node_leader_packs_and_its_report_wins():
+    leader, other = WeightSender(SPEC, 0, is_node_leader=True), WeightSender(SPEC, 1, is_node_leader=False)
+    for each in (leader, other):
+        each.begin(weights(1).items())
+    packed, walked = leader.next_bucket(), other.next_bucket()
+    assert walked.handles == {}
+    for order in ([packed, walked], [walked, packed]):
+        merged = merge_buckets(order)
+        assert merged.slots == packed.slots
+        assert merged.handles == packed.handles
+    leader.close()
+
+
+@pytest.mark.parametrize("change", [{"name": "x"}, {"dtype": "float16"}, {"shape": (1,)}])
+def test_ranks_that_disagree_are_refused(change):
+    slots = {"name": "w", "dtype": "float32", "shape": (2, 2), "offset": 0, "num_bytes": 16}
+    ours, theirs = TensorSlot(**slots), TensorSlot(**slots | change)
+    with pytest.raises(WeightSyncError, match="disagree on the tensors of bucket 4"):
+        merge_buckets([Bucket(4, [ours], 16), Bucket(4, [theirs], 16)])
