@@ -7,6 +7,7 @@ can be refused early is refused late.
 """
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.generation.factory import sampling_params
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.logger import Logger, get_next_experiment_dir
+from nemo_rl.utils.logger import Logger, get_next_experiment_dir, print_message_log_samples
 from nemo_rl.utils.seed import set_seed
 
 logger = logging.getLogger(__name__)
@@ -196,6 +197,10 @@ def _validation(
         refitter.ensure_fresh()
         metrics, trajectories = validator.validate()
         trajectory_log.write_validation(step, trajectories)
+        if config.logger.num_val_samples_to_print:
+            logs = [t.message_log for t in trajectories]
+            rewards = [t.reward if t.reward is not None else math.nan for t in trajectories]
+            print_message_log_samples(logs, rewards, config.logger.num_val_samples_to_print, step)
         return metrics
 
     return validate

@@ -136,7 +136,7 @@ class Session:
         self._cadence = parts.cadence
         self.timer = parts.timer
         self.state = SaveState()
-        self._deadline = TimeoutChecker(parts.must_save_by) if parts.must_save_by else None
+        self._deadline = TimeoutChecker(parts.must_save_by, fit_last_save_time=True) if parts.must_save_by else None
         self._started_at = started_at
         self._step_started = 0.0
         self._metrics: dict[str, float] = {}
