@@ -124,9 +124,9 @@ def test_a_corrupted_bucket_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mo
 
         def pack_and_corrupt(stream: PolicyWeightStream) -> Bucket:
             bucket = pack(stream)
-            (path,) = bucket.handles.values()
+            (handle,) = bucket.handles.values()
             victim = bucket.slots[3]
-            with Path(path).open("r+b") as file:
+            with Path(handle.path).open("r+b") as file:
                 file.seek(victim.offset + 5)
                 flipped = file.read(1)[0] ^ 1
                 file.seek(victim.offset + 5)
