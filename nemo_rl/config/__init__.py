@@ -8,6 +8,7 @@ from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.config.cluster import ClusterConfig, TimeoutsConfig
 from nemo_rl.config.data import DataConfig, DatasetConfig, DatasetDefaults
 from nemo_rl.config.device_check import check_device, count_gpus
+from nemo_rl.config.dpo import DPOConfig
 from nemo_rl.config.env import MathEnvironmentConfig
 from nemo_rl.config.generation import (
     ColocatedConfig,
@@ -26,10 +27,16 @@ from nemo_rl.config.loading import load_config, save_resolved
 from nemo_rl.config.logger import LoggerConfig, MlflowConfig, TensorboardConfig, WandbConfig
 from nemo_rl.config.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.master import GRPOMasterConfig, MasterConfig
-from nemo_rl.config.names import RESPONSE_DATASET_NAMES
+from nemo_rl.config.master_supervised import (
+    DPOMasterConfig,
+    RMMasterConfig,
+    SFTMasterConfig,
+    SupervisedMasterConfig,
+)
+from nemo_rl.config.names import PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
 from nemo_rl.config.overrides import OverridesError
 from nemo_rl.config.paths import REPOSITORY_ROOT, find_path
-from nemo_rl.config.policy import PolicyConfig, TokenizerConfig
+from nemo_rl.config.policy import PolicyConfig, RewardModelConfig, TokenizerConfig
 from nemo_rl.config.policy_parallel import (
     DTensorConfig,
     DynamicBatchingConfig,
@@ -38,10 +45,24 @@ from nemo_rl.config.policy_parallel import (
     SchedulerMilestones,
     SequencePackingConfig,
 )
+from nemo_rl.config.rm import RMConfig
 from nemo_rl.config.section import Section
+from nemo_rl.config.sft import SFTConfig
+from nemo_rl.config.supervised import SupervisedConfig, SupervisedDataConfig
 from nemo_rl.config.topology import Topology, data_parallel_ranks, plan_topology
 
 __all__ = [
+    "PREFERENCE_DATASET_NAMES",
+    "SupervisedMasterConfig",
+    "SupervisedDataConfig",
+    "SupervisedConfig",
+    "SFTMasterConfig",
+    "SFTConfig",
+    "RewardModelConfig",
+    "RMMasterConfig",
+    "RMConfig",
+    "DPOMasterConfig",
+    "DPOConfig",
     "REPOSITORY_ROOT",
     "RESPONSE_DATASET_NAMES",
     "AdvantageEstimatorConfig",

@@ -24,6 +24,9 @@ def _has_side(metric: str) -> str:
     return metric
 
 
+MetricName = Annotated[str, AfterValidator(_has_side)]
+
+
 class CheckpointingConfig(Section):
     """Saving and keeping checkpoints; a run started again resumes from the newest one."""
 
@@ -44,7 +47,7 @@ class CheckpointingConfig(Section):
     checkpoint_dir: str = Field(
         default="results/grpo", description="Folder of the checkpoints, one step_<N> folder each."
     )
-    metric_name: Annotated[str, AfterValidator(_has_side)] | None = Field(
+    metric_name: MetricName | None = Field(
         default="val:accuracy",
         description="Metric that ranks checkpoints, as val:<name> or train:<name>; null: newest first.",
     )

@@ -5,6 +5,7 @@ Law: a check yields one text for each finding, with the values given, the rule a
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.data import DataConfig
@@ -60,7 +61,7 @@ def check_batches(grpo: GRPOConfig, policy: PolicyConfig, cluster: ClusterConfig
             f"  ({prompts} x {answers}) / {batch} = {samples / batch:g}. "
             f"Nearest values of policy.train_global_batch_size: {', '.join(map(str, sorted(near)))}."
         )
-    yield from _check_shards(policy, data_parallel_ranks(cluster, policy))
+    yield from check_shards(policy, data_parallel_ranks(cluster, policy))
     drawn = prompts * grpo.batch_multiplier
     if drawn != int(drawn):
         yield (
@@ -70,7 +71,8 @@ def check_batches(grpo: GRPOConfig, policy: PolicyConfig, cluster: ClusterConfig
         )
 
 
-def _check_shards(policy: PolicyConfig, ranks: int) -> Findings:
+def check_shards(policy: PolicyConfig, ranks: int) -> Findings:
+    """An optimizer update divides into ranks and microbatches."""
     batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
     flexible = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
     step = ranks if flexible else ranks * micro
@@ -279,6 +281,8 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     if policy.optimizer is None:
         yield "policy.optimizer is null, but the policy is trained. Name an optimizer."
     generation = policy.generation
+    if policy.reward_model_cfg.enabled:
+        yield "policy.reward_model_cfg.enabled=true makes a model that scores and cannot write. Set it to false."
     if generation is None:
         yield "policy.generation is null, but GRPO samples answers. Write a policy.generation section."
         return
@@ -298,14 +302,22 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
         )
 
 
-def check_validation(grpo: GRPOConfig, data: DataConfig) -> Findings:
+class ValidationCadence(Protocol):
+    """The keys that ask for validation, in the section of any algorithm."""
+
+    val_period: int
+    val_at_start: bool
+    val_at_end: bool
+
+
+def check_validation(section: str, cadence: ValidationCadence, data: DataConfig) -> Findings:
     """Validation is only asked for where there is validation data."""
     wanted = [
-        f"grpo.{key}={str(value).lower()}"
+        f"{section}.{key}={str(value).lower()}"
         for key, value in (
-            ("val_period", grpo.val_period),
-            ("val_at_start", grpo.val_at_start),
-            ("val_at_end", grpo.val_at_end),
+            ("val_period", cadence.val_period),
+            ("val_at_start", cadence.val_at_start),
+            ("val_at_end", cadence.val_at_end),
         )
         if value
     ]
@@ -313,5 +325,6 @@ def check_validation(grpo: GRPOConfig, data: DataConfig) -> Findings:
     if wanted and data.train_entries and not data.validation_entries and not split:
         yield (
             f"{wanted[0]} asks for validation, but there is no validation data. Set data.validation, or "
-            "data.train.split_validation_size=0.05, or switch validation off (grpo.val_period=0)."
+            "data.train.split_validation_size=0.05, or switch validation off ({wanted[0].split('=')[0]}="
+            f"{'0' if 'period' in wanted[0] else 'false'})."
         )

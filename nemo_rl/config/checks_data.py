@@ -5,16 +5,19 @@ existence of local paths are looked at.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.data import DataConfig, DatasetConfig
-from nemo_rl.config.names import ARITHMETIC, RESPONSE_DATASET_NAMES
+from nemo_rl.config.names import GENERATED_DATASETS, RESPONSE_DATASET_NAMES
 from nemo_rl.config.paths import REPOSITORY_ROOT, find_path, looks_local
 from nemo_rl.config.policy import PolicyConfig
 
 Findings = Iterator[str]
+
+NEED_PATH = ("ResponseDataset", "openai_format", "open_assistant", "BinaryPreferenceDataset", "PreferenceDataset")
+"""Data sets that read `data_path` and have no place of their own."""
 
 
 def check_data(data: DataConfig, environments: Mapping[str, Any]) -> Findings:
@@ -25,7 +28,7 @@ def check_data(data: DataConfig, environments: Mapping[str, Any]) -> Findings:
             "file with data.train.data_path."
         )
     for name, entry in named_entries(data):
-        yield from _check_dataset(name, entry)
+        yield from check_dataset(name, entry, RESPONSE_DATASET_NAMES)
         if entry.env_name is not None and entry.env_name not in environments:
             known = ", ".join(sorted(environments)) or "none"
             yield (
@@ -67,29 +70,36 @@ def named_entries(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
             yield f"data.{side}", entries
 
 
-def _check_dataset(name: str, entry: DatasetConfig) -> Findings:
+def check_dataset(name: str, entry: DatasetConfig, known: Sequence[str]) -> Findings:
+    """The entry names data that exists.
+
+    Args:
+        name: key of the entry.
+        entry: one data set.
+        known: built-in names that fit the algorithm.
+    """
     dataset = entry.dataset_name
     if dataset is None and entry.data_path is None:
         yield (f"{name} names no data. Set {name}.dataset_name, for example gsm8k, or {name}.data_path, a local file.")
-    elif dataset is not None and dataset not in RESPONSE_DATASET_NAMES and "." not in dataset:
-        close = difflib.get_close_matches(dataset, RESPONSE_DATASET_NAMES, n=1)
+    elif dataset is not None and dataset not in known and "." not in dataset:
+        close = difflib.get_close_matches(dataset, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         yield (
             f"{name}.dataset_name={dataset!r} is unknown.{hint} Known: "
-            f"{', '.join(RESPONSE_DATASET_NAMES)}. For a file set {name}.data_path; for a class of your "
+            f"{', '.join(known)}. For a file set {name}.data_path; for a class of your "
             "own give its dotted path."
         )
-    if dataset == "ResponseDataset" and entry.data_path is None:
-        yield f"{name}.dataset_name=ResponseDataset needs {name}.data_path, a local file or a hub id."
+    if dataset in NEED_PATH and entry.data_path is None:
+        yield f"{name}.dataset_name={dataset} needs {name}.data_path, a local file or a hub id."
     yield from _check_arithmetic(name, entry)
 
 
 def _check_arithmetic(name: str, entry: DatasetConfig) -> Findings:
-    if entry.dataset_name != ARITHMETIC:
+    if entry.dataset_name not in GENERATED_DATASETS:
         return
     if entry.data_path is not None:
         yield (
-            f"{name}.dataset_name={ARITHMETIC} generates its problems and cannot read "
+            f"{name}.dataset_name={entry.dataset_name} generates its problems and cannot read "
             f"{name}.data_path={entry.data_path!r}. For the file set {name}.dataset_name=ResponseDataset."
         )
     if entry.min_operand > entry.max_operand:

@@ -45,6 +45,15 @@ class DatasetDefaults(Section):
     output_key: str | None = Field(
         default=None, description="Column of the answer; null: the data set's own, or output."
     )
+    chat_key: str | None = Field(default=None, description="Column of the messages, for openai_format; null: messages.")
+    system_key: str | None = Field(default=None, description="Column of a system message, for openai_format.")
+    system_prompt: str | None = Field(default=None, description="System message of rows without one (openai_format).")
+    tool_key: str | None = Field(
+        default=None, description="Column of the tool descriptions, for openai_format; null: tools."
+    )
+    prompt_key: str | None = Field(default=None, description="Column of the prompt of a pair; null: prompt.")
+    chosen_key: str | None = Field(default=None, description="Column of the preferred answer; null: chosen.")
+    rejected_key: str | None = Field(default=None, description="Column of the other answer; null: rejected.")
     env_name: str | None = Field(default="math", description="Environment that rewards answers, from env.")
     processor: str | None = Field(
         default="math_hf_data_processor", description="Function that turns a row into a prompt."
@@ -55,11 +64,11 @@ class DatasetDefaults(Section):
     system_prompt_file: str | None = Field(default=None, description="Text file with the system message; null: none.")
     num_samples: PositiveInt | None = Field(
         default=None,
-        description="Generated problems, only for dataset_name: arithmetic; null: 10,000 for training, "
+        description="Generated problems, only for the arithmetic data sets; null: 10,000 for training, "
         "256 for validation.",
     )
-    min_operand: int = Field(default=10, description="Smallest number in a problem, only for dataset_name: arithmetic.")
-    max_operand: int = Field(default=99, description="Largest number in a problem, only for dataset_name: arithmetic.")
+    min_operand: int = Field(default=10, description="Smallest number in a problem, only for the arithmetic data sets.")
+    max_operand: int = Field(default=99, description="Largest number in a problem, only for the arithmetic data sets.")
 
 
 class DatasetConfig(DatasetDefaults):

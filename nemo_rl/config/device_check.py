@@ -13,7 +13,6 @@ from nemo_rl.config.master import MasterConfig
 from nemo_rl.config.topology import plan_topology
 from nemo_rl.utils.errors import ConfigError
 
-CPU_CONFIG = "examples/configs/grpo_math_cpu.yaml"
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -33,7 +32,7 @@ def check_device(config: MasterConfig, gpu_count: int) -> None:
     if gpu_count == 0:
         raise ConfigError(
             f"cluster.device={cluster.device}, but this machine has no GPU. To run on the CPU use "
-            f"--config {CPU_CONFIG}; to use a Ray cluster that has GPUs set RAY_ADDRESS."
+            f"--config {config.cpu_config}; to use a Ray cluster that has GPUs set RAY_ADDRESS."
         )
     topology = plan_topology(cluster, config.policy)
     needed = max(cluster.gpus_per_node, topology.policy_ranks_per_node)

@@ -31,7 +31,13 @@ from nemo_rl.config.section import Section
 
 
 class MasterConfig(Section):
-    """Base of the configurations of all algorithms: the parts that every run has."""
+    """Base of the configurations of all algorithms: the parts that every run has.
+
+    Attributes:
+        cpu_config: the example that runs on a CPU, named when a GPU is missing.
+    """
+
+    cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"
 
     later: ClassVar[dict[str, str]] = {
         "async_rl": "asynchronous training",
@@ -73,7 +79,7 @@ class GRPOMasterConfig(MasterConfig):
                 check_loss(self.grpo, self.policy, self.loss_fn),
                 check_generation(self.policy, self.cluster),
                 check_data(self.data, self.env),
-                check_validation(self.grpo, self.data),
+                check_validation("grpo", self.grpo, self.data),
                 check_files(self.policy, self.data),
             )
         )

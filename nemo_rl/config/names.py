@@ -4,6 +4,9 @@ The data room registers its builders under exactly these names. Law: plain tuple
 """
 
 ARITHMETIC = "arithmetic"
+ARITHMETIC_SFT = "arithmetic_sft"
+ARITHMETIC_PREFERENCE = "arithmetic_preference"
+GENERATED_DATASETS = (ARITHMETIC, ARITHMETIC_SFT, ARITHMETIC_PREFERENCE)
 
 RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "OpenMathInstruct-2",
@@ -18,7 +21,20 @@ RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "NuminaMath-1.5",
     "OpenR1-Math-220k",
     "squad",
+    "tulu3_sft_mixture",
+    "open_assistant",
+    "openai_format",
     "ResponseDataset",
     ARITHMETIC,
+    ARITHMETIC_SFT,
 )
 """Built-in response data sets; `ResponseDataset` reads `data_path`, a dotted path is a user's class."""
+
+PREFERENCE_DATASET_NAMES: tuple[str, ...] = (
+    "HelpSteer3",
+    "Tulu3Preference",
+    "BinaryPreferenceDataset",
+    "PreferenceDataset",
+    ARITHMETIC_PREFERENCE,
+)
+"""Built-in preference data sets; the generic ones read `data_path`."""

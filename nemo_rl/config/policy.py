@@ -66,6 +66,15 @@ class TokenizerConfig(Section):
     )
 
 
+class RewardModelConfig(Section):
+    """A scalar head instead of a vocabulary."""
+
+    enabled: bool = Field(default=False, description="Give the model a scalar head (reward models).")
+    reward_model_type: Literal["bradley_terry"] = Field(
+        default="bradley_terry", description="What the score means: the log-odds of being preferred."
+    )
+
+
 class PolicyConfig(Section):
     """The model that is trained."""
 
@@ -83,7 +92,6 @@ class PolicyConfig(Section):
         "quant_calib_size": "quantised training",
         "quant_cfg": "quantised training",
         "quant_sequence_length": "quantised training",
-        "reward_model_cfg": "a reward model as policy",
         "router_replay": "router replay",
     }
     ignored: ClassVar[dict[str, str]] = {
@@ -137,6 +145,9 @@ class PolicyConfig(Section):
     )
     sequence_packing: SequencePackingConfig = Field(
         default_factory=SequencePackingConfig, description="Packing of sequences."
+    )
+    reward_model_cfg: RewardModelConfig = Field(
+        default_factory=RewardModelConfig, description="A scalar head, for reward models."
     )
     generation: GenerationConfig | None = Field(
         default_factory=GenerationConfig, description="Sampling; null: the policy never generates."

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from nemo_rl.config.master import GRPOMasterConfig
+from nemo_rl.config.master_supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl.config.structure import Slot, type_text
 
 _HEAD = """# Configuration reference
@@ -31,6 +32,11 @@ Every key of `examples/run_grpo.py`, made from the schema in `nemo_rl/config/` b
 - A relative path means the current folder first, then the repository root. Outputs
   (`logger.log_dir`, `checkpointing.checkpoint_dir`) are relative to the current folder.
 - A key that is not listed here is refused, with the nearest valid key.
+"""
+_OTHERS = """# Other algorithms
+
+SFT, DPO and reward-model training have the sections `policy`, `data`, `checkpointing`, `logger` and `cluster` of
+above, and the ones below; where a section occurs twice, the table here is the one that holds.
 """
 _LATER = """## Accepted only while switched off
 
@@ -65,7 +71,19 @@ def reference_markdown(schema: type[BaseModel] = GRPOMasterConfig) -> str:
     tables = [_table(block) for block in blocks if block.path]
     later = [row for block in blocks for row in (*_extra_rows(block, "later"), *_named_rows(block))]
     ignored = [row for block in blocks for row in _extra_rows(block, "ignored")]
-    return "\n".join([_HEAD, *tables, _LATER + "\n".join(later) + "\n", _IGNORED + "\n".join(ignored) + "\n"])
+    others = _other_tables({(block.path, block.section) for block in blocks}) if schema is GRPOMasterConfig else []
+    return "\n".join([_HEAD, *tables, *others, _LATER + "\n".join(later) + "\n", _IGNORED + "\n".join(ignored) + "\n"])
+
+
+def _other_tables(shown: set[tuple[str, type[BaseModel]]]) -> list[str]:
+    """Tables of the sections that only the other algorithms have."""
+    tables = [_OTHERS]
+    for script, schema in (("sft", SFTMasterConfig), ("dpo", DPOMasterConfig), ("rm", RMMasterConfig)):
+        for block in _blocks(schema, ""):
+            if block.path and (block.path, block.section) not in shown:
+                shown.add((block.path, block.section))
+                tables.append(_table(block).replace("\n", f" (run_{script}.py)\n", 1))
+    return tables
 
 
 def _blocks(section: type[BaseModel], path: str) -> Iterator[_Block]:

@@ -45,6 +45,40 @@ def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
     )
 
 
+def sft_collate_fn(
+    data_batch: list[DatumSpec],
+    tokenizer: TokenizerType,
+    make_sequence_length_divisible_by: int,
+    only_unmask_final: bool = False,
+) -> BatchedDataDict[Any]:
+    """Batch of B conversations for supervised training.
+
+    Args:
+        data_batch: Conversations whose last message is an assistant's.
+        tokenizer: Its pad token fills rows.
+        make_sequence_length_divisible_by: T is a multiple of this.
+        only_unmask_final: Only the last turn counts in the loss, instead of all assistant turns.
+
+    Returns:
+        `input_ids` [B, T] int64, `input_lengths` [B] int64, `token_mask` [B, T] float32, 1 on the
+        tokens of the turns that count, `sample_mask` and `loss_multiplier` [B] float32, `idx` (list).
+    """
+    logs = [datum["message_log"] for datum in data_batch]
+    add_loss_mask_to_message_log(logs, only_unmask_final=only_unmask_final)
+    flat, lengths = batched_message_log_to_flat_message(
+        logs, {"token_ids": tokenizer.pad_token_id}, make_sequence_length_divisible_by
+    )
+    multipliers = torch.tensor([datum["loss_multiplier"] for datum in data_batch], dtype=torch.float32)
+    return BatchedDataDict(
+        input_ids=flat["token_ids"],
+        input_lengths=lengths,
+        token_mask=flat["token_loss_mask"].float(),
+        sample_mask=multipliers,
+        loss_multiplier=multipliers.clone(),
+        idx=[datum["idx"] for datum in data_batch],
+    )
+
+
 def preference_collate_fn(
     data_batch: list[PreferenceDatumSpec],
     tokenizer: TokenizerType,

@@ -19,10 +19,12 @@ from nemo_rl.data.interfaces import (
     TokenizerType,
 )
 from nemo_rl.data.rendering import encode_text, render_chat
+from nemo_rl.data.turn_spans import ChatRenderer, closing_token, message_ends
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DataError
 
 TOKEN_KEY = "token_ids"
+TENSOR_KEYS = (TOKEN_KEY, "generation_logprobs", "token_loss_mask")
 
 
 def message_log_to_flat_messages(message_log: LLMMessageLogType) -> FlatMessagesType:
@@ -169,8 +171,8 @@ def get_formatted_message_log(
         task_data_spec: Its system prompt comes first; its prompt is put around the first user
             message.
         add_bos_token: Begin with the beginning-of-sequence token if the chat does not.
-        add_eos_token: End with the end-of-sequence token if the chat does not (line ends after it
-            are dropped).
+        add_eos_token: End with the end-of-sequence token if the chat does not end with a special
+            token (line ends after it are dropped).
         add_generation_prompt: Give the header of an assistant turn to the message before it, as
             when generating.
         tools: Tool descriptions for the chat template.
@@ -181,16 +183,11 @@ def get_formatted_message_log(
     """
     messages = with_task_prompts(message_log, task_data_spec)
     full_text = render_chat(messages, tokenizer, add_generation_prompt=False, tools=tools)
-    start = 0
+    chat = ChatRenderer(messages, tokenizer, tools)
+    ends = message_ends(chat, full_text, header_is_prompt=add_generation_prompt)
     formatted: LLMMessageLogType = []
-    for position, message in enumerate(messages):
-        last = position == len(messages) - 1
-        end = len(full_text)
-        if not last:
-            header = add_generation_prompt and messages[position + 1]["role"] == "assistant"
-            end = _piece_end(messages[: position + 1], full_text, tokenizer, header, tools)
-        formatted.append({**message, "content": full_text[start:end]})
-        start = end
+    for message, start, end in zip(messages, [0, *ends[:-1]], ends, strict=True):
+        formatted.append({"role": message["role"], "content": full_text[start:end]})
     _add_ends(formatted, tokenizer, add_bos_token, add_eos_token)
     for message in formatted:
         message[TOKEN_KEY] = encode_text(message["content"], tokenizer)
@@ -202,7 +199,7 @@ def with_task_prompts(messages: LLMMessageLogType, spec: TaskDataSpec) -> LLMMes
 
     A system message that the row already has follows the task's, after a blank line.
     """
-    texts = [{"role": message["role"], "content": message["content"]} for message in messages]
+    texts = [{key: value for key, value in message.items() if key not in TENSOR_KEYS} for message in messages]
     for message in texts:
         if message["role"] == "user":
             message["content"] = spec.format_problem(message["content"])
@@ -215,24 +212,6 @@ def with_task_prompts(messages: LLMMessageLogType, spec: TaskDataSpec) -> LLMMes
     return texts
 
 
-def _piece_end(
-    messages: LLMMessageLogType,
-    full_text: str,
-    tokenizer: TokenizerType,
-    add_generation_prompt: bool,
-    tools: list[dict[str, Any]] | None,
-) -> int:
-    text = render_chat(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
-    if not full_text.startswith(text):
-        raise DataError(
-            f"the chat template renders message {len(messages) - 1} "
-            f"(role {messages[-1]['role']!r}) differently once later messages follow, so its "
-            "tokens cannot be told from theirs. Use a chat template that only appends "
-            "(policy.tokenizer.chat_template), or split the conversation."
-        )
-    return len(text)
-
-
 def _add_ends(messages: LLMMessageLogType, tokenizer: TokenizerType, add_bos: bool, add_eos: bool) -> None:
     if not messages:
         return
@@ -241,4 +220,5 @@ def _add_ends(messages: LLMMessageLogType, tokenizer: TokenizerType, add_bos: bo
         messages[0]["content"] = bos + messages[0]["content"]
     if add_eos and eos:
         text = messages[-1]["content"].rstrip("\n")
-        messages[-1]["content"] = text if text.endswith(eos) else text + eos
+        closed = text.endswith(eos) or closing_token(text, tokenizer) is not None
+        messages[-1]["content"] = text if closed else text + eos

@@ -91,8 +91,8 @@ class PromptLoader(StatefulDataLoader):
         self._in_progress = False
         if self.num_over_long > before:
             logger.warning(
-                "%d prompts of this epoch were longer than data.max_input_seq_length; they were "
-                "generated from a stub and did not train the model.",
+                "%d rows of this epoch were longer than data.max_input_seq_length; they were "
+                "cut to a stub and did not train the model.",
                 self.num_over_long - before,
             )
 
@@ -137,14 +137,15 @@ class PromptLoader(StatefulDataLoader):
     def _note_over_long(self, batch: Any) -> None:
         if "loss_multiplier" not in batch:
             return
-        for idx, multiplier in zip(batch["idx"], batch["loss_multiplier"].tolist(), strict=True):
+        multipliers = dict(zip(batch["idx"], batch["loss_multiplier"].tolist(), strict=True))
+        for idx, multiplier in multipliers.items():
             if multiplier:
                 continue
             self.num_over_long += 1
             if self.num_over_long <= PLACES_SHOWN:
                 file, line = self.dataset.place(idx)
                 logger.warning(
-                    "%s:%s: prompt longer than data.max_input_seq_length; kept with loss_multiplier 0.",
+                    "%s:%s: longer than data.max_input_seq_length; kept with loss_multiplier 0.",
                     file,
                     line,
                 )

@@ -74,16 +74,19 @@ class FormattedRows(Sequence[FormattedRow]):
         columns: Columns that `format_row` reads; only these are looked at in the check.
         format_row: Returns the messages of a raw row, or raises `RowError`.
         task_name: Put into every row.
+        key: Where what `format_row` returns is put.
     """
 
     def __init__(
         self,
         table: RowTable,
         columns: Sequence[str],
-        format_row: Callable[[Row], list[dict[str, str]]],
+        format_row: Callable[[Row], Any],
         task_name: str | None,
+        key: str = "messages",
     ) -> None:
         self.table = table
+        self._key = key
         self._format_row = format_row
         self._task_name = task_name
         self.bad_rows = list(table.bad_rows)
@@ -103,7 +106,7 @@ class FormattedRows(Sequence[FormattedRow]):
 
     def __getitem__(self, position: Any) -> Any:
         row = self.table.rows[int(self._indices[position])]
-        return {**row, "messages": self._format_row(row), "task_name": self._task_name}
+        return {**row, self._key: self._format_row(row), "task_name": self._task_name}
 
     def place(self, position: int) -> tuple[str, int]:
         """File (or data set) and line of a row."""

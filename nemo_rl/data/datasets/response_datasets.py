@@ -6,44 +6,26 @@ a file. A new data set is one line of `DATASET_REGISTRY`, or a class with one ho
 """
 
 import importlib
-import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import datasets
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION, ArithmeticDataset
+from nemo_rl.data.datasets.arithmetic import TRAIN, ArithmeticDataset
+from nemo_rl.data.datasets.arithmetic_worked import WorkedSumsDataset
+from nemo_rl.data.datasets.conversation_datasets import (
+    MessagesDataset,
+    OpenAIFormatDataset,
+    OpenAssistantDataset,
+)
+from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
-from nemo_rl.data.datasets.readers import RowTable, is_file_path, read_file, table_of
+from nemo_rl.data.datasets.readers import RowTable
+from nemo_rl.data.datasets.row_values import kind_of, text_of, value_of
 from nemo_rl.utils.errors import DataError
-
-
-@dataclass(frozen=True)
-class HubSource:
-    """Where a named data set lives and what its columns are called.
-
-    Attributes:
-        path: Hub id.
-        input_key: Column of the question.
-        output_key: Column of the answer.
-        subsets: Hub configurations, joined; None is the only one.
-        split: Split used for training.
-        validation_split: Split used when the data set is the validation set.
-    """
-
-    path: str | None
-    input_key: str = "problem"
-    output_key: str = "answer"
-    subsets: tuple[str | None, ...] = (None,)
-    split: str = "train"
-    validation_split: str | None = None
 
 
 class ResponseDataset(RawDataset):
@@ -65,7 +47,7 @@ class ResponseDataset(RawDataset):
         source = source or HubSource(None, "input", "output")
         self.input_key = config.input_key or source.input_key
         self.output_key = config.output_key or source.output_key
-        table = _load_table(config, role, source)
+        table = load_table(config, role, source)
         rows = FormattedRows(table, self.columns(), self.to_messages, config.env_name)
         self.dataset = rows
         self.bad_rows = rows.bad_rows
@@ -112,11 +94,11 @@ class DAPOMathDataset(ResponseDataset):
 
     def to_messages(self, row: Row) -> list[dict[str, str]]:
         """First prompt message and `reward_model.ground_truth`."""
-        prompt, reward_model = _value(row, "prompt"), _value(row, "reward_model")
+        prompt, reward_model = value_of(row, "prompt"), value_of(row, "reward_model")
         if not isinstance(prompt, list) or not isinstance(prompt[0], Mapping):
-            raise RowError(f"'prompt' is {_kind_of(prompt)}, not a list of messages")
+            raise RowError(f"'prompt' is {kind_of(prompt)}, not a list of messages")
         if not isinstance(reward_model, Mapping):
-            raise RowError(f"'reward_model' is {_kind_of(reward_model)}, not an object")
+            raise RowError(f"'reward_model' is {kind_of(reward_model)}, not an object")
         return [
             {"role": "user", "content": text_of(prompt[0], "content")},
             {"role": "assistant", "content": text_of(reward_model, "ground_truth")},
@@ -132,7 +114,7 @@ class SquadDataset(ResponseDataset):
 
     def to_messages(self, row: Row) -> list[dict[str, str]]:
         """Context, question, first answer."""
-        answers = _value(row, "answers")
+        answers = value_of(row, "answers")
         texts = answers.get("text") if isinstance(answers, Mapping) else None
         if not isinstance(texts, list):
             raise RowError("'answers' is not an object with a list 'text'")
@@ -182,7 +164,7 @@ class ExternalDataset(RawDataset):
 
 
 def _own_messages(row: Row) -> list[dict[str, str]]:
-    messages = _value(row, "messages")
+    messages = value_of(row, "messages")
     if not isinstance(messages, list) or len(messages) < 2:
         raise RowError("'messages' is not a list of at least two messages")
     return [{"role": text_of(m, "role"), "content": text_of(m, "content")} for m in messages]
@@ -230,8 +212,12 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "NuminaMath-1.5": _named(HubSource("AI-MO/NuminaMath-1.5")),
     "OpenR1-Math-220k": _named(HubSource("open-r1/OpenR1-Math-220k")),
     "squad": _named(HubSource("rajpurkar/squad", validation_split="validation"), SquadDataset),
+    "tulu3_sft_mixture": partial(MessagesDataset, source=HubSource("allenai/tulu-3-sft-mixture")),
+    "open_assistant": OpenAssistantDataset,
+    "openai_format": OpenAIFormatDataset,
     "ResponseDataset": ResponseDataset,
     "arithmetic": _arithmetic,
+    "arithmetic_sft": WorkedSumsDataset,
 }
 
 
@@ -278,74 +264,4 @@ def resolve_external_dataset_class(dataset_name: str) -> Callable[..., Any]:
     except (ImportError, AttributeError) as error:
         raise DataError(
             f"dataset_name {dataset_name!r} is unknown and cannot be imported: {error}.{hint} {known}"
-        ) from error
-
-
-def text_of(row: Row, key: str) -> str:
-    """The text of a column; numbers are written out (43.0 as "43").
-
-    Raises:
-        RowError: The key is missing, or its value is empty, not text, or not valid Unicode.
-    """
-    value = _value(row, key)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise RowError(f"{key!r} is {_kind_of(value)}, not text or a number")
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise RowError(f"{key!r} is not a finite number")
-        value = int(value) if value.is_integer() and abs(value) < 2**53 else value
-    text = str(value)
-    if not text.strip():
-        raise RowError(f"empty {key!r}")
-    if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise RowError(f"{key!r} is not valid Unicode (lone surrogate)") from None
-    return text
-
-
-def _value(row: Row, key: str) -> Any:
-    if key not in row:
-        raise RowError(f"missing {key!r}")
-    if row[key] is None or row[key] == []:
-        raise RowError(f"empty {key!r}")
-    return row[key]
-
-
-def _kind_of(value: Any) -> str:
-    names = {bool: "true/false", list: "a list", dict: "an object", str: "text"}
-    return names.get(type(value), f"a {type(value).__name__}")
-
-
-def _load_table(config: DatasetConfig, role: str, source: HubSource) -> RowTable:
-    path = config.data_path or source.path
-    if path is None:
-        raise DataError(f"data.{role}.dataset_name={config.dataset_name!r} needs data_path: a local file or a hub id.")
-    if is_file_path(path):
-        return read_file(path)
-    split = config.split or (source.validation_split if role == VALIDATION else None)
-    subsets = (config.subset,) if config.subset else source.subsets
-    parts = [_load_hub(path, subset, split or source.split, role) for subset in subsets]
-    return table_of(path, parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts))
-
-
-def _load_hub(path: str, subset: str | None, split: str, role: str) -> datasets.Dataset:
-    folder = Path(path).expanduser()
-    try:
-        if (folder / "dataset_dict.json").is_file():
-            return datasets.load_from_disk(str(folder))[split]
-        if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
-            return datasets.load_from_disk(str(folder))
-        return datasets.load_dataset(str(folder) if folder.is_dir() else path, subset, split=split)
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-        hint = (
-            "The files of the folder must belong together as in a hub repository."
-            if folder.is_dir()
-            else f"Without network, set data.{role}.data_path to a local copy: a file, or a "
-            "folder with the files of the hub repository."
-        )
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
-        raise DataError(
-            f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: {error}{cause}. {hint}"
         ) from error

@@ -96,7 +96,6 @@ def test_flat_data_keys_show_their_new_place(write_yaml, key: str, place: str) -
         "policy.precision=fp8",
         "policy.draft.enabled=true",
         "policy.router_replay.enabled=true",
-        "policy.reward_model_cfg.enabled=true",
         "logger.swanlab_enabled=true",
         "data_plane.enabled=true",
         "reward_penalties={penalize_empty_final_answer: true}",
@@ -315,3 +314,8 @@ def test_data_set_names_are_the_registered_ones() -> None:
     from nemo_rl.data.datasets.response_datasets import DATASET_REGISTRY
 
     assert set(RESPONSE_DATASET_NAMES) == set(DATASET_REGISTRY)
+
+
+def test_a_reward_model_cannot_be_trained_with_grpo(minimal: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write"):
+        load_config(minimal, ["policy.reward_model_cfg.enabled=true"])

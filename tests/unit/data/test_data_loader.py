@@ -130,5 +130,5 @@ def test_over_long_prompts_are_reported(bare_tokenizer, tmp_path, caplog, num_wo
         1, 1, 0, 1, 1, 0, 1, 1,
     ]  # fmt: skip
     assert loader.num_over_long == 2
-    assert f"{path}:3: prompt longer" in caplog.text and f"{path}:6: prompt" in caplog.text
-    assert "2 prompts of this epoch" in caplog.text
+    assert f"{path}:3: longer" in caplog.text and f"{path}:6: longer" in caplog.text
+    assert "2 rows of this epoch" in caplog.text

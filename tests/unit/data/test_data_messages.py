@@ -102,12 +102,6 @@ def test_bos_is_added_once(minimind):
     assert log[0]["content"].startswith(minimind.bos_token + "system")
 
 
-def test_template_that_rewrites_history_is_refused(qwen3):
-    chat = [*CHAT, {"role": "user", "content": "And 3+3?"}, {"role": "assistant", "content": "6"}]
-    with pytest.raises(DataError, match="renders message 2"):
-        get_formatted_message_log(chat, qwen3, TaskDataSpec())
-
-
 def test_task_prompts(tmp_path, bare_tokenizer):
     (tmp_path / "p.txt").write_text("{}+0")
     (tmp_path / "s.txt").write_text("1")

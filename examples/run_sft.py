@@ -1,0 +1,39 @@
+"""Supervised fine-tuning.
+
+    uv run examples/run_sft.py [--config FILE] [key=value ...]
+
+Without --config the run is described by examples/configs/sft.yaml (one GPU); on a machine without a GPU use
+--config examples/configs/sft_cpu.yaml. Overrides follow Hydra's grammar.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from nemo_rl.algorithms.launch import launch
+from nemo_rl.config import SFTMasterConfig
+
+STARTED_AT = time.perf_counter()
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "sft.yaml"
+
+
+def run(config: SFTMasterConfig) -> None:
+    """Assemble the run, train, and stop all workers whatever happens."""
+    # Imported here so that a refused configuration does not wait for torch.
+    from nemo_rl.algorithms.assemble_supervised import assemble_sft
+    from nemo_rl.algorithms.sft import sft_train
+
+    parts = assemble_sft(config, STARTED_AT)
+    try:
+        sft_train(parts)
+    finally:
+        parts.close()
+
+
+def main() -> int:
+    """Run from the command line; returns the exit status."""
+    return launch(__doc__ or "", DEFAULT_CONFIG, SFTMasterConfig, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

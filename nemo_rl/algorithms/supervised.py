@@ -1,0 +1,124 @@
+"""Learning from written answers: the one loop of SFT, DPO and reward models, and its validation.
+
+One step: a batch, what the loss needs beside it, one optimizer update. `sft`, `dpo` and `rm` say what is
+different: the batch, the preparation, the loss and the validation; `assemble_supervised` chooses them.
+Law: the loop holds no option; a validation is weighted by what counts in it, so its loss does not depend
+on how it was cut into batches.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl.algorithms.session import Session
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.prompt_stream import PromptStream
+from nemo_rl.losses.interfaces import LossFunction, LossType
+from nemo_rl.models.policy.interfaces import PolicyInterface
+
+type Batch = BatchedDataDict[Any]
+type Prepare = Callable[[Batch], Batch]
+"""Adds to a batch what the loss needs, for example reference log-probabilities."""
+
+
+@dataclass
+class SupervisedRun:
+    """Everything one run is made of; built by `assemble_supervised`.
+
+    Attributes:
+        session: steps, metrics, validation, checkpoints.
+        batches: training batches, epoch after epoch; each is one optimizer update.
+        prepare: what happens to a batch before it is trained on.
+        policy: the model under training.
+        loss_fn: what it is trained on.
+        rows_per_sample: rows of a batch that one sample takes; 2 for pairs.
+        closers: called in order when the run is over.
+    """
+
+    session: Session
+    batches: PromptStream
+    prepare: Prepare
+    policy: PolicyInterface
+    loss_fn: LossFunction
+    rows_per_sample: int
+    closers: Sequence[Callable[[], Any]] = ()
+
+    def close(self) -> None:
+        """Stop all workers and free what they hold."""
+        for close in self.closers:
+            close()
+
+
+def supervised_train(run: SupervisedRun) -> None:
+    """Train until the steps, the data or the clock run out.
+
+    Args:
+        run: the parts of the run.
+    """
+    session = run.session
+    with session:
+        for step in session.steps():
+            with session.phase("data_processing"):
+                batch = run.batches.next_batch()
+            with session.phase("policy_and_reference_logprobs"):
+                batch = run.prepare(batch)
+            with session.phase("policy_training"):
+                result = run.policy.train(batch, run.loss_fn, gbs=batch.size)
+            num_samples = batch.size // run.rows_per_sample
+            session.record(result["metrics"], batch_counts(batch, num_samples))
+            session.finish_step(step, num_prompts=num_samples)
+
+
+def unchanged(batch: Batch) -> Batch:
+    """The preparation of a loss that needs nothing beside the batch."""
+    return batch
+
+
+def batch_counts(batch: Batch, num_samples: int) -> dict[str, float]:
+    """Sizes of a batch, as metrics."""
+    return {"total_num_tokens": float(batch["input_lengths"].sum()), "num_samples": float(num_samples)}
+
+
+@dataclass(frozen=True)
+class LossValidator:
+    """Computes a loss on held-out data.
+
+    Attributes:
+        batches: validation batches, iterated anew each time.
+        prepare: as in training.
+        policy: the model.
+        loss_fn: the loss.
+        micro_batch_rows: rows of one pass of a rank; None forms passes as in training.
+        names: name of a metric of the loss and the name it is reported under; None reports all.
+    """
+
+    batches: Iterable[Batch]
+    prepare: Prepare
+    policy: PolicyInterface
+    loss_fn: LossFunction
+    micro_batch_rows: int | None = None
+    names: tuple[tuple[str, str], ...] | None = None
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Metrics of the whole validation; counts are summed, the rest is averaged by what counts."""
+        sums: dict[str, float] = {}
+        total = 0.0
+        weight_name = "global_valid_toks" if self.loss_fn.loss_type is LossType.TOKEN_LEVEL else "global_valid_seqs"
+        for batch in self.batches:
+            prepared = self.prepare(batch)
+            result = self.policy.train(
+                prepared, self.loss_fn, eval_mode=True, gbs=prepared.size, mbs=self.micro_batch_rows
+            )
+            metrics = result["metrics"]
+            weight = metrics[weight_name]
+            total += weight
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + (value if _is_count(name) else value * weight)
+        means = {name: value if _is_count(name) else value / max(total, 1.0) for name, value in sums.items()}
+        if self.names is None:
+            return means
+        return {reported: means[name] for name, reported in self.names}
+
+
+def _is_count(name: str) -> bool:
+    return name.startswith(("num_", "global_valid_"))

@@ -1,0 +1,103 @@
+"""Checks between keys for SFT, DPO and reward-model training.
+
+Called by the master configurations of master_supervised.py, beside checks.py. Law: as there, one text for
+each finding, with the values given, the rule and a way out.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from nemo_rl.config.checks import check_lengths, check_shards, check_validation
+from nemo_rl.config.checks_data import check_dataset, check_files, named_entries
+from nemo_rl.config.cluster import ClusterConfig
+from nemo_rl.config.data import DataConfig
+from nemo_rl.config.dpo import DPOConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.supervised import SupervisedConfig
+from nemo_rl.config.topology import data_parallel_ranks
+
+Findings = Iterator[str]
+
+
+def check_supervised(
+    section: str,
+    algorithm: SupervisedConfig,
+    policy: PolicyConfig,
+    data: DataConfig,
+    cluster: ClusterConfig,
+) -> Findings:
+    """What every supervised run needs: a trainable policy, batches that divide, validation data."""
+    if algorithm.max_num_steps == 0:
+        yield f"{section}.max_num_steps=0 trains nothing. Use -1 for all of the data, or a number of steps."
+    if policy.generation is not None:
+        yield "policy.generation must be null: this run reads answers and writes none. Leave the section out."
+    if not policy.dtensor_cfg.enabled:
+        yield "policy.dtensor_cfg.enabled=false leaves no training backend. Set it to true."
+    if policy.optimizer is None:
+        yield "policy.optimizer is null, but the policy is trained. Name an optimizer."
+    yield from chain(
+        check_shards(policy, data_parallel_ranks(cluster, policy)),
+        check_lengths(policy, data),
+        check_validation(section, algorithm, data),
+        check_files(policy, data),
+    )
+
+
+def check_datasets(data: DataConfig, known: Sequence[str]) -> Findings:
+    """Each data entry names a data set of the right kind.
+
+    Args:
+        data: the section.
+        known: built-in names that fit the algorithm.
+    """
+    if not data.train_entries:
+        yield f"data.train is empty. Name a data set, for example data.train.dataset_name={known[0]}, or a file."
+    for name, entry in named_entries(data):
+        yield from check_dataset(name, entry, known)
+
+
+def check_pair_budget(policy: PolicyConfig) -> Findings:
+    """A microbatch has room for both answers of the longest pair."""
+    needed = 2 * policy.max_total_sequence_length
+    for name in ("sequence_packing", "dynamic_batching"):
+        section = getattr(policy, name)
+        if section.enabled and section.train_mb_tokens < needed:
+            yield (
+                f"policy.{name}.train_mb_tokens={section.train_mb_tokens} cannot hold a pair of sequences of "
+                f"policy.max_total_sequence_length={policy.max_total_sequence_length} tokens each. Set it to at "
+                f"least {needed}."
+            )
+
+
+def check_language_model(policy: PolicyConfig) -> Findings:
+    """The policy predicts tokens."""
+    if policy.reward_model_cfg.enabled:
+        yield "policy.reward_model_cfg.enabled=true belongs to run_rm.py: this run trains a language model."
+
+
+def check_reward_model(policy: PolicyConfig) -> Findings:
+    """The policy scores sequences."""
+    if not policy.reward_model_cfg.enabled:
+        yield "policy.reward_model_cfg.enabled=false, but run_rm.py trains a scalar head. Set it to true."
+
+
+def check_dpo(dpo: DPOConfig) -> Findings:
+    """Loss options belong to the loss that was chosen."""
+    loss = dpo.preference_loss
+    if dpo.preference_loss_weight == 0 and dpo.sft_loss_weight == 0:
+        yield "dpo.preference_loss_weight=0 and dpo.sft_loss_weight=0 leave no loss. Give one of them a weight."
+    if dpo.label_smoothing > 0 and loss not in ("sigmoid", "robust", "rpo"):
+        yield (
+            f"dpo.label_smoothing={dpo.label_smoothing:g} has no meaning with dpo.preference_loss={loss}. "
+            "Set it to 0, or the loss to sigmoid or robust."
+        )
+    if loss == "robust" and dpo.label_smoothing == 0:
+        yield (
+            "dpo.preference_loss=robust needs dpo.label_smoothing, the share of wrongly labelled pairs, "
+            "for example 0.1."
+        )
+    if loss in ("rpo", "orpo") and dpo.sft_loss_weight == 0:
+        yield (
+            f"dpo.preference_loss={loss} is a preference loss plus the likelihood of the chosen answer: "
+            "set dpo.sft_loss_weight, for example 1.0."
+        )

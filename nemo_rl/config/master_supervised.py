@@ -1,0 +1,158 @@
+"""The whole configuration of an SFT, DPO or reward-model run.
+
+Read by `algorithms.assemble_supervised` and the examples. Law: as in master.py, `check` looks at several
+keys at once and runs before Ray starts.
+"""
+
+from itertools import chain
+from typing import ClassVar
+
+from pydantic import Field
+
+from nemo_rl.config.checkpointing import CheckpointingConfig, MetricName
+from nemo_rl.config.checks import report_findings
+from nemo_rl.config.checks_supervised import (
+    check_datasets,
+    check_dpo,
+    check_language_model,
+    check_pair_budget,
+    check_reward_model,
+    check_supervised,
+)
+from nemo_rl.config.dpo import DPOConfig
+from nemo_rl.config.master import MasterConfig
+from nemo_rl.config.names import PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
+from nemo_rl.config.rm import RMConfig, RMPolicyConfig
+from nemo_rl.config.sft import SFTConfig
+from nemo_rl.config.supervised import (
+    PairPolicyConfig,
+    SupervisedConfig,
+    SupervisedDataConfig,
+    SupervisedPolicyConfig,
+)
+
+
+class SFTCheckpointingConfig(CheckpointingConfig):
+    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+
+    checkpoint_dir: str = Field(
+        default="results/sft", description="Folder of the checkpoints, one step_<N> folder each."
+    )
+    metric_name: MetricName | None = Field(
+        default="val:val_loss", description="Metric that ranks checkpoints, as val:<name> or train:<name>."
+    )
+    higher_is_better: bool = Field(default=False, description="Whether a larger metric is better.")
+
+
+class DPOCheckpointingConfig(SFTCheckpointingConfig):
+    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+
+    checkpoint_dir: str = Field(
+        default="results/dpo", description="Folder of the checkpoints, one step_<N> folder each."
+    )
+    metric_name: MetricName | None = Field(
+        default="val:loss", description="Metric that ranks checkpoints, as val:<name> or train:<name>."
+    )
+
+
+class RMCheckpointingConfig(DPOCheckpointingConfig):
+    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+
+    checkpoint_dir: str = Field(
+        default="results/rm", description="Folder of the checkpoints, one step_<N> folder each."
+    )
+
+
+class SupervisedMasterConfig(MasterConfig):
+    """Base of the configurations that learn from written answers."""
+
+    policy: SupervisedPolicyConfig = Field(description="The model that is trained.")
+    data: SupervisedDataConfig = Field(default_factory=SupervisedDataConfig, description="Data sets.")
+
+    @property
+    def algorithm(self) -> SupervisedConfig:
+        """The section of the algorithm."""
+        raise NotImplementedError
+
+
+class SFTMasterConfig(SupervisedMasterConfig):
+    """Configuration of `examples/run_sft.py`."""
+
+    cpu_config: ClassVar[str] = "examples/configs/sft_cpu.yaml"
+
+    sft: SFTConfig = Field(default_factory=SFTConfig, description="The algorithm.")
+    checkpointing: SFTCheckpointingConfig = Field(
+        default_factory=SFTCheckpointingConfig, description="Saving and resuming."
+    )
+
+    @property
+    def algorithm(self) -> SupervisedConfig:
+        """The section `sft`."""
+        return self.sft
+
+    def check(self) -> None:
+        """Check keys against each other, and that the files they name exist."""
+        report_findings(
+            chain(
+                check_supervised("sft", self.sft, self.policy, self.data, self.cluster),
+                check_language_model(self.policy),
+                check_datasets(self.data, RESPONSE_DATASET_NAMES),
+            )
+        )
+
+
+class DPOMasterConfig(SupervisedMasterConfig):
+    """Configuration of `examples/run_dpo.py`."""
+
+    cpu_config: ClassVar[str] = "examples/configs/dpo_cpu.yaml"
+
+    dpo: DPOConfig = Field(default_factory=DPOConfig, description="The algorithm.")
+    policy: PairPolicyConfig = Field(description="The model that is trained.")
+    checkpointing: DPOCheckpointingConfig = Field(
+        default_factory=DPOCheckpointingConfig, description="Saving and resuming."
+    )
+
+    @property
+    def algorithm(self) -> SupervisedConfig:
+        """The section `dpo`."""
+        return self.dpo
+
+    def check(self) -> None:
+        """Check keys against each other, and that the files they name exist."""
+        report_findings(
+            chain(
+                check_supervised("dpo", self.dpo, self.policy, self.data, self.cluster),
+                check_dpo(self.dpo),
+                check_language_model(self.policy),
+                check_pair_budget(self.policy),
+                check_datasets(self.data, PREFERENCE_DATASET_NAMES),
+            )
+        )
+
+
+class RMMasterConfig(SupervisedMasterConfig):
+    """Configuration of `examples/run_rm.py`."""
+
+    cpu_config: ClassVar[str] = "examples/configs/rm_cpu.yaml"
+
+    rm: RMConfig = Field(default_factory=RMConfig, description="The algorithm.")
+    policy: RMPolicyConfig = Field(description="The model that is trained.")
+    checkpointing: RMCheckpointingConfig = Field(
+        default_factory=RMCheckpointingConfig, description="Saving and resuming."
+    )
+
+    @property
+    def algorithm(self) -> SupervisedConfig:
+        """The section `rm`."""
+        return self.rm
+
+    def check(self) -> None:
+        """Check keys against each other, and that the files they name exist."""
+        report_findings(
+            chain(
+                check_supervised("rm", self.rm, self.policy, self.data, self.cluster),
+                check_reward_model(self.policy),
+                check_pair_budget(self.policy),
+                check_datasets(self.data, PREFERENCE_DATASET_NAMES),
+            )
+        )

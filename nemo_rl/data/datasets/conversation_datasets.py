@@ -1,0 +1,206 @@
+"""Data sets of whole conversations, for supervised training.
+
+Beside `response_datasets`, which registers them. Law: a usable conversation ends with an assistant message;
+tool calls and tool descriptions reach the chat template as the mappings it expects.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl.config import DatasetConfig
+from nemo_rl.data.bad_rows import RowError
+from nemo_rl.data.datasets.arithmetic import TRAIN
+from nemo_rl.data.datasets.hub import HubSource, load_table
+from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
+from nemo_rl.data.datasets.readers import RowTable
+from nemo_rl.data.datasets.row_values import kind_of, text_of, value_of
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "environment")
+ASSISTANT = "assistant"
+
+
+class MessagesDataset(RawDataset):
+    """Rows with a list of messages.
+
+    Args:
+        config: The entry of `data.train` or `data.validation`; `chat_key` names the column.
+        role: "train" or "validation": chooses the usual split.
+        source: The named data set; None for any file or hub id.
+
+    Raises:
+        DataError: There is nothing to read, or it cannot be read.
+    """
+
+    def __init__(self, config: DatasetConfig, role: str = TRAIN, source: HubSource | None = None) -> None:
+        self.config = config
+        self.chat_key = config.chat_key or "messages"
+        table = load_table(config, role, source or HubSource(None))
+        rows = self.format_rows(table)
+        self.dataset = rows
+        self.bad_rows = rows.bad_rows
+        self.num_rows = table.num_rows
+        if len(table.rows):
+            self.first_columns = tuple(table.rows[0])
+
+    def format_rows(self, table: RowTable) -> FormattedRows:
+        """Check the rows and keep the usable ones."""
+        return FormattedRows(table, self.columns(), self.to_messages, self.config.env_name)
+
+    def columns(self) -> list[str]:
+        """Columns that `to_messages` reads."""
+        return [self.chat_key]
+
+    def to_messages(self, row: Row) -> list[dict[str, Any]]:
+        """The conversation of a raw row.
+
+        Raises:
+            RowError: The row cannot be used; the message says why.
+        """
+        return checked_messages(value_of(row, self.chat_key), self.chat_key)
+
+
+class OpenAIFormatDataset(MessagesDataset):
+    """Conversations in OpenAI's format, with tool calls, tool answers and tool descriptions.
+
+    `system_key` names a column with a system message, `system_prompt` is the one of rows without,
+    `tool_key` names the column of tool descriptions (a list, or its JSON text).
+    """
+
+    def __init__(self, config: DatasetConfig, role: str = TRAIN) -> None:
+        self.tool_key = config.tool_key or "tools"
+        super().__init__(config, role)
+
+    def format_rows(self, table: RowTable) -> FormattedRows:
+        """Check the rows and keep the usable ones, with their tools."""
+        return ToolRows(table, self.columns(), self.to_messages, self.config.env_name, tool_key=self.tool_key)
+
+    def columns(self) -> list[str]:
+        """Messages, system message and tools."""
+        return [key for key in (self.chat_key, self.config.system_key, self.tool_key) if key]
+
+    def to_messages(self, row: Row) -> list[dict[str, Any]]:
+        """The conversation, its system message first."""
+        tools_of(row, self.tool_key)
+        messages = super().to_messages(row)
+        system = self.config.system_prompt
+        if self.config.system_key and row.get(self.config.system_key):
+            system = text_of(row, self.config.system_key)
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        return messages
+
+
+class ToolRows(FormattedRows):
+    """Formatted rows whose tool descriptions are under `tools`, as mappings."""
+
+    def __init__(self, *args: Any, tool_key: str) -> None:
+        super().__init__(*args)
+        self._tool_key = tool_key
+
+    def __getitem__(self, position: Any) -> Any:
+        row = super().__getitem__(position)
+        return {**row, "tools": tools_of(row, self._tool_key)}
+
+
+class OpenAssistantDataset(MessagesDataset):
+    """OpenAssistant's conversation trees: from each tree the best-ranked path that ends with an answer."""
+
+    _ROLES = {"prompter": "user", "assistant": ASSISTANT}
+
+    def columns(self) -> list[str]:
+        """The root of the tree."""
+        return ["prompt"]
+
+    def to_messages(self, row: Row) -> list[dict[str, Any]]:
+        """Follow the best reply of each message down the tree."""
+        node = value_of(row, "prompt")
+        messages: list[dict[str, Any]] = []
+        while isinstance(node, Mapping):
+            role = self._ROLES.get(str(node.get("role")))
+            if role is None:
+                raise RowError(f"unknown role {node.get('role')!r}")
+            messages.append({"role": role, "content": text_of(node, "text")})
+            replies = [reply for reply in node.get("replies") or [] if not reply.get("deleted")]
+            node = min(replies, key=_rank, default=None)
+        if messages and messages[-1]["role"] != ASSISTANT:
+            messages.pop()
+        return checked_messages(messages, "prompt")
+
+
+def _rank(reply: Mapping[str, Any]) -> float:
+    rank = reply.get("rank")
+    return float("inf") if rank is None else float(rank)
+
+
+def checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
+    """Messages as the chat template takes them.
+
+    Raises:
+        RowError: They are no conversation that ends with an assistant message which says something.
+    """
+    if not isinstance(messages, list):
+        raise RowError(f"{key!r} is {kind_of(messages)}, not a list of messages")
+    checked = [_message(message, number) for number, message in enumerate(messages)]
+    if not checked or checked[-1]["role"] != ASSISTANT:
+        raise RowError("the last message is not an assistant's")
+    return checked
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RowError(f"message {number} is {kind_of(message)}, not an object")
+    role = message.get("role")
+    if role not in ROLES:
+        raise RowError(f"message {number} has the unknown role {role!r}")
+    calls = [_tool_call(call, number) for call in message.get("tool_calls") or []]
+    kept = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    if calls:
+        kept["tool_calls"] = calls
+        kept["content"] = message.get("content") or ""
+    if isinstance(kept.get("content"), list):
+        kept["content"] = _joined(kept["content"], number)
+    if not calls and role == ASSISTANT:
+        text_of(kept, "content")
+    return kept
+
+
+def _joined(parts: list[Any], number: int) -> str:
+    """The text of a content that is a list of typed parts."""
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise RowError(f"message {number} has content that is not text")
+    return "".join(texts)  # type: ignore[arg-type]
+
+
+def _tool_call(call: Any, number: int) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not function.get("name"):
+        raise RowError(f"message {number} has a tool call without a name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, f"the tool arguments of message {number}")
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def tools_of(row: Row, key: str) -> list[dict[str, Any]] | None:
+    """The tool descriptions of a row; None without any.
+
+    Raises:
+        RowError: They are not a list of objects.
+    """
+    tools = row.get(key)
+    if isinstance(tools, str) and tools.strip():
+        tools = _parsed(tools, repr(key))
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowError(f"{key!r} is not a list of tool descriptions")
+    return [dict(tool) for tool in tools]
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise RowError(f"{what} is not valid JSON") from None

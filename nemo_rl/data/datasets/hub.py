@@ -1,0 +1,73 @@
+"""Where a named data set lives, and its raw rows: from the hub, a mirror or a file.
+
+Used by the data sets by name. Law: a name means the same columns wherever the rows come from.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+
+from nemo_rl.config import DatasetConfig
+from nemo_rl.data.datasets.arithmetic import VALIDATION
+from nemo_rl.data.datasets.readers import RowTable, is_file_path, read_file, table_of
+from nemo_rl.utils.errors import DataError
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Where a named data set lives and what its columns are called.
+
+    Attributes:
+        path: Hub id.
+        input_key: Column of the question.
+        output_key: Column of the answer.
+        subsets: Hub configurations, joined; None is the only one.
+        split: Split used for training.
+        validation_split: Split used when the data set is the validation set.
+    """
+
+    path: str | None
+    input_key: str = "problem"
+    output_key: str = "answer"
+    subsets: tuple[str | None, ...] = (None,)
+    split: str = "train"
+    validation_split: str | None = None
+
+
+def load_table(config: DatasetConfig, role: str, source: HubSource) -> RowTable:
+    """The raw rows of an entry: from its file, a mirror or the hub.
+
+    Raises:
+        DataError: There is nothing to read, or it cannot be read.
+    """
+    path = config.data_path or source.path
+    if path is None:
+        raise DataError(f"data.{role}.dataset_name={config.dataset_name!r} needs data_path: a local file or a hub id.")
+    if is_file_path(path):
+        return read_file(path)
+    split = config.split or (source.validation_split if role == VALIDATION else None)
+    subsets = (config.subset,) if config.subset else source.subsets
+    parts = [_load_hub(path, subset, split or source.split, role) for subset in subsets]
+    return table_of(path, parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts))
+
+
+def _load_hub(path: str, subset: str | None, split: str, role: str) -> datasets.Dataset:
+    folder = Path(path).expanduser()
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            return datasets.load_from_disk(str(folder))[split]
+        if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
+            return datasets.load_from_disk(str(folder))
+        return datasets.load_dataset(str(folder) if folder.is_dir() else path, subset, split=split)
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        hint = (
+            "The files of the folder must belong together as in a hub repository."
+            if folder.is_dir()
+            else f"Without network, set data.{role}.data_path to a local copy: a file, or a "
+            "folder with the files of the hub repository."
+        )
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        raise DataError(
+            f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: {error}{cause}. {hint}"
+        ) from error

@@ -1,0 +1,53 @@
+"""Take values out of raw rows, saying what is wrong with them.
+
+Used by every data set that formats rows. Law: a value is either usable or a `RowError` with a phrase for people.
+"""
+
+import math
+from typing import Any
+
+from nemo_rl.data.bad_rows import RowError
+from nemo_rl.data.datasets.raw_dataset import Row
+
+
+def text_of(row: Row, key: str) -> str:
+    """The text of a column; numbers are written out (43.0 as "43").
+
+    Raises:
+        RowError: The key is missing, or its value is empty, not text, or not valid Unicode.
+    """
+    value = value_of(row, key)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise RowError(f"{key!r} is {kind_of(value)}, not text or a number")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RowError(f"{key!r} is not a finite number")
+        value = int(value) if value.is_integer() and abs(value) < 2**53 else value
+    text = str(value)
+    if not text.strip():
+        raise RowError(f"empty {key!r}")
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise RowError(f"{key!r} is not valid Unicode (lone surrogate)") from None
+    return text
+
+
+def value_of(row: Row, key: str) -> Any:
+    """The value of a column.
+
+    Raises:
+        RowError: The key is missing, or its value is null or an empty list.
+    """
+    if key not in row:
+        raise RowError(f"missing {key!r}")
+    if row[key] is None or row[key] == []:
+        raise RowError(f"empty {key!r}")
+    return row[key]
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for messages."""
+    names = {bool: "true/false", list: "a list", dict: "an object", str: "text"}
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,134 @@
+"""From `data` of the config to conversations, or pairs of answers, to train and validate on.
+
+Called by `algorithms.assemble_supervised`, before Ray starts; `setup` does the same for prompts. Law: every
+row is either usable or reported with its place; what can be known without a model is known before training.
+Rows are rendered at the start as well (the first `CHECKED_ROWS` of each data set), because a row may be too
+long, or be one that the chat template refuses; later ones are reported when they are drawn.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from nemo_rl.config import DatasetConfig, SupervisedDataConfig
+from nemo_rl.data.bad_rows import BadRow, report_bad_rows
+from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
+from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
+from nemo_rl.data.datasets.raw_dataset import FormattedRow, RawDataset, RowView
+from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
+from nemo_rl.data.processors import get_processor, sft_processor
+from nemo_rl.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+CHECKED_ROWS = 2000
+
+type Loader = Callable[[DatasetConfig, str], RawDataset]
+type Processor = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class SupervisedData:
+    """What the functions of this file return.
+
+    Attributes:
+        train: training rows.
+        validation: validation rows, or None.
+        bad_rows: rows left out of any of the data sets, with their places.
+    """
+
+    train: MixedDataset
+    validation: MixedDataset | None
+    bad_rows: list[BadRow]
+
+
+def setup_sft_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> SupervisedData:
+    """Load, check and combine all data sets of conversations.
+
+    Args:
+        tokenizer: renders and tokenises.
+        data_config: `data` of the config.
+
+    Raises:
+        DataError: unknown names, missing files, too many bad rows, or a chat template that does not fit.
+    """
+    return _setup(tokenizer, data_config, load_response_dataset, _sft_processor)
+
+
+def _sft_processor(entry: DatasetConfig, data_config: SupervisedDataConfig) -> Processor:
+    chosen: Processor = get_processor(entry.processor)
+    if chosen is not sft_processor:
+        return chosen
+    return partial(
+        sft_processor,
+        add_bos=data_config.add_bos,
+        add_eos=data_config.add_eos,
+        add_generation_prompt=data_config.add_generation_prompt,
+    )
+
+
+def _setup(
+    tokenizer: TokenizerType,
+    data_config: SupervisedDataConfig,
+    load: Loader,
+    processor: Callable[[DatasetConfig, SupervisedDataConfig], Processor],
+) -> SupervisedData:
+    """Validation is the rows set aside from training data followed by the entries of `data.validation`."""
+    parts: dict[str, list[AllTaskProcessedDataset]] = {TRAIN: [], VALIDATION: []}
+    bad_rows: list[BadRow] = []
+    entries = [(entry, TRAIN) for entry in data_config.train_entries]
+    entries += [(entry, VALIDATION) for entry in data_config.validation_entries]
+    for entry, role in entries:
+        raw = load(entry, role)
+        spec = TaskDataSpec(entry.env_name, entry.prompt_file, entry.system_prompt_file)
+        process = partial(
+            AllTaskProcessedDataset,
+            tokenizer=tokenizer,
+            default_task_data_spec=spec,
+            task_data_processors=processor(entry, data_config),
+            max_seq_length=data_config.max_input_seq_length,
+        )
+        usable, unusable = _without_unusable(process(raw.dataset))
+        bad = raw.bad_rows + unusable
+        name = entry.data_path or str(entry.dataset_name)
+        report_bad_rows(name, bad, raw.num_rows, data_config.max_bad_row_share, raw.first_columns)
+        bad_rows += bad
+        parts[role].append(usable)
+        if raw.val_dataset is not None:
+            parts[VALIDATION].append(process(raw.val_dataset))
+    if not parts[TRAIN]:
+        raise DataError("data.train is empty: give it a dataset_name or a data_path.")
+    validation = MixedDataset(parts[VALIDATION]) if parts[VALIDATION] else None
+    data = SupervisedData(MixedDataset(parts[TRAIN]), validation, bad_rows)
+    logger.info("Data: %d training and %d validation rows.", len(data.train), len(validation or ()))
+    return data
+
+
+def _without_unusable(rows: AllTaskProcessedDataset) -> tuple[AllTaskProcessedDataset, list[BadRow]]:
+    """Render the first rows; leave out the ones that cannot be rendered or are too long."""
+    bad: dict[int, BadRow] = {}
+    for index in range(min(len(rows), CHECKED_ROWS)):
+        reason = _fault(rows, index)
+        if reason is not None:
+            file, line = rows.place(index)
+            bad[index] = BadRow(file, line, reason)
+    if bad:
+        kept = np.array([index for index in range(len(rows)) if index not in bad], dtype=np.int64)
+        raw: Sequence[FormattedRow] = rows.dataset
+        rows.dataset = RowView(raw, kept)
+    return rows, list(bad.values())
+
+
+def _fault(rows: AllTaskProcessedDataset, index: int) -> str | None:
+    try:
+        datum = rows[index]
+    except DataError as error:
+        return str(error)
+    if datum["loss_multiplier"] == 0:
+        return f"longer than data.max_input_seq_length={rows.max_seq_length} tokens"
+    return None
