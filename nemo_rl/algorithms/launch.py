@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from nemo_rl.config import MasterConfig, check_device, count_gpus, load_config
+from nemo_rl.config import EvalMasterConfig, MasterConfig, check_device, count_gpus, load_config
 from nemo_rl.utils.errors import ConfigError, DataError, NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
 
 
-def launch[ConfigT: MasterConfig](
+def launch[ConfigT: MasterConfig | EvalMasterConfig](
     description: str,
     default_config: Path,
     schema: type[ConfigT],

@@ -10,6 +10,7 @@ from nemo_rl.config.data import DataConfig, DatasetConfig, DatasetDefaults
 from nemo_rl.config.device_check import check_device, count_gpus
 from nemo_rl.config.dpo import DPOConfig
 from nemo_rl.config.env import MathEnvironmentConfig
+from nemo_rl.config.eval import EvalConfig, EvalDataConfig, EvalMasterConfig
 from nemo_rl.config.generation import (
     ColocatedConfig,
     ColocatedResourcesConfig,
@@ -40,6 +41,7 @@ from nemo_rl.config.policy import PolicyConfig, RewardModelConfig, TokenizerConf
 from nemo_rl.config.policy_parallel import (
     DTensorConfig,
     DynamicBatchingConfig,
+    LoraConfig,
     OptimizerConfig,
     SchedulerConfig,
     SchedulerMilestones,
@@ -76,10 +78,14 @@ __all__ = [
     "DatasetConfig",
     "DatasetDefaults",
     "DynamicBatchingConfig",
+    "EvalConfig",
+    "EvalDataConfig",
+    "EvalMasterConfig",
     "GRPOConfig",
     "GRPOMasterConfig",
     "GenerationConfig",
     "LoggerConfig",
+    "LoraConfig",
     "MasterConfig",
     "MathEnvironmentConfig",
     "MlflowConfig",

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from nemo_rl.config.eval import EvalMasterConfig
 from nemo_rl.config.master import MasterConfig
 from nemo_rl.config.topology import plan_topology
 from nemo_rl.utils.errors import ConfigError
@@ -16,7 +17,7 @@ from nemo_rl.utils.errors import ConfigError
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def check_device(config: MasterConfig, gpu_count: int) -> None:
+def check_device(config: MasterConfig | EvalMasterConfig, gpu_count: int) -> None:
     """Refuse a configuration that needs GPUs this machine does not have.
 
     Args:

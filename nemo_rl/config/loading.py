@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from nemo_rl.config.eval import EvalMasterConfig
 from nemo_rl.config.inheritance import merge_layers, read_layers
 from nemo_rl.config.master import GRPOMasterConfig, MasterConfig
 from nemo_rl.config.overrides import apply_to_schema, parse_override
@@ -67,8 +68,10 @@ def load_config[Config: Section](
     config = _validated(schema, tree, sources)
     if isinstance(config, MasterConfig):
         make_paths_absolute(config)
-        if check:
-            config.check()
+    elif isinstance(config, EvalMasterConfig):
+        _make_absolute(config.path_keys())
+    if check and isinstance(config, MasterConfig | EvalMasterConfig):
+        config.check()
     return config
 
 
@@ -83,21 +86,22 @@ def save_resolved(config: BaseModel, path: str | Path) -> None:
 def make_paths_absolute(config: MasterConfig) -> None:
     """Replace relative paths of existing inputs by absolute ones, so that workers find them too."""
     policy, data = config.policy, config.data
-    policy.model_name = _absolute(policy.model_name)
-    policy.tokenizer.name = _absolute(policy.tokenizer.name)
+    paths: list[tuple[Section, str]] = [(policy, "model_name"), (policy.tokenizer, "name")]
     template = policy.tokenizer.chat_template
     if template is not None and template.endswith(".jinja"):
-        policy.tokenizer.chat_template = _absolute(template)
+        paths.append((policy.tokenizer, "chat_template"))
     for entry in (data.default, *data.train_entries, *data.validation_entries):
-        for key in ("data_path", "prompt_file", "system_prompt_file"):
-            value = getattr(entry, key)
-            if value is not None:
-                setattr(entry, key, _absolute(value))
+        paths += [(entry, key) for key in ("data_path", "prompt_file", "system_prompt_file")]
+    _make_absolute(paths)
 
 
-def _absolute(name: str) -> str:
-    found = find_path(name)
-    return name if found is None else str(found)
+def _make_absolute(paths: list[tuple[Section, str]]) -> None:
+    """Make the values at these keys of sections absolute, where they name something that exists."""
+    for section, key in paths:
+        value = getattr(section, key)
+        found = None if value is None else find_path(value)
+        if found is not None:
+            setattr(section, key, str(found))
 
 
 def _filled(schema: type[Section], tree: DictConfig) -> DictConfig:

@@ -64,12 +64,15 @@ class RolloutKey:
         phase: "train", "validation" ...
         step: training step.
         round: collection within the step (dynamic sampling asks several times).
+        first_group: number of the collection's first prompt; an evaluation counts through all of its
+            batches, so that samples do not depend on the batch size.
     """
 
     run_seed: int
     phase: str
     step: int
     round: int = 0
+    first_group: int = 0
 
 
 class RolloutRunner:
@@ -178,7 +181,7 @@ class RolloutRunner:
             key.phase,
             key.step,
             key.round,
-            sample.group_index,
+            key.first_group + sample.group_index,
             sample.sample_index,
             sample.num_turns,
         )

@@ -1,0 +1,220 @@
+r"""Problems with known answers, by name or from a file.
+
+The rows come through the readers and checks of the data room; here is only what differs between benchmarks:
+where they live, the names of their columns, how an answer or its letter is found. Law: a name means the same
+problems and answers wherever the rows come from, the hub, a mirror (`data.data_path`) or a file.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from nemo_rl.config import DatasetConfig
+from nemo_rl.config.checks_eval import LOCALES, is_local_dataset
+from nemo_rl.config.eval import EvalDataConfig
+from nemo_rl.config.names import ARITHMETIC
+from nemo_rl.data.bad_rows import RowError
+from nemo_rl.data.datasets.arithmetic import VALIDATION
+from nemo_rl.data.datasets.hub import HubSource, load_table
+from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
+from nemo_rl.data.datasets.response_datasets import (
+    DATASET_REGISTRY,
+    GSM8KDataset,
+    ResponseDataset,
+    load_response_dataset,
+)
+from nemo_rl.data.datasets.row_values import kind_of, text_of, value_of
+from nemo_rl.environments.grading.boxed import last_boxed
+from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.seed import derive_seed
+
+MATH_PROCESSOR = "math_hf_data_processor"
+CHOICE_PROCESSOR = "multichoice_qa_processor"
+CHOICE_KEY = "choice"
+
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_LETTER = re.compile(r"\(?([A-Za-z])[).]?")
+
+
+@dataclass(frozen=True)
+class Problems:
+    """A data set of problems.
+
+    Attributes:
+        raw: rows with `messages`, or with `choice` for multiple choice.
+        processor: name of the processor that turns a row into a prompt.
+        topic_key: column by which results are also reported, None without one.
+    """
+
+    raw: RawDataset
+    processor: str = MATH_PROCESSOR
+    topic_key: str | None = None
+
+
+class MathDataset(ResponseDataset):
+    r"""MATH: the answer is the column `answer`, or else the last `\boxed{...}` of `solution`."""
+
+    def columns(self) -> list[str]:
+        """Problem, answer and worked solution."""
+        return [self.input_key, self.output_key, "solution"]
+
+    def to_messages(self, row: Row) -> list[dict[str, str]]:
+        """Problem and final answer."""
+        if row.get(self.output_key) is not None:
+            return super().to_messages(row)
+        answer = last_boxed(text_of(row, "solution"))
+        if not answer:
+            raise RowError(f"neither {self.output_key!r} nor a \\boxed answer in 'solution'")
+        return [
+            {"role": "user", "content": text_of(row, self.input_key)},
+            {"role": "assistant", "content": answer},
+        ]
+
+
+class ChoiceDataset(RawDataset):
+    """Questions with lettered options, each row reduced to `choice`: question, options, answer, subject.
+
+    Options are a list in `options` or `choices`, or stand in columns `A`, `B`, ...; the answer is a letter or
+    the index of an option. Column names may begin with a capital.
+
+    Args:
+        config: where the rows are.
+        source: the named data set.
+    """
+
+    def __init__(self, config: DatasetConfig, source: HubSource) -> None:
+        self.config = config
+        table = load_table(config, VALIDATION, source)
+        first = tuple(table.rows[0]) if len(table.rows) else ()
+        rows = FormattedRows(table, first, self.to_choice, config.env_name, key=CHOICE_KEY)
+        self.dataset = rows
+        self.bad_rows = rows.bad_rows
+        self.num_rows = table.num_rows
+        self.first_columns = first
+
+    def to_choice(self, row: Row) -> dict[str, Any]:
+        """The question of a raw row.
+
+        Raises:
+            RowError: The row cannot be used; the message says why.
+        """
+        lower = {str(key).lower(): value for key, value in row.items()}
+        options = _options(lower)
+        return {
+            "question": text_of(lower, (self.config.input_key or "question").lower()),
+            "options": options,
+            "answer": _letter(value_of(lower, (self.config.output_key or "answer").lower()), len(options)),
+            "subject": lower.get("subject") or lower.get("category") or lower.get("type"),
+        }
+
+
+class GPQADataset(ChoiceDataset):
+    """GPQA: one right and three wrong answers, in an order drawn for each question from `data.seed`."""
+
+    def to_choice(self, row: Row) -> dict[str, Any]:
+        """Question and shuffled options."""
+        question = text_of(row, self.config.input_key or "Question")
+        right = text_of(row, self.config.output_key or "Correct Answer")
+        answers = [right, *(text_of(row, f"Incorrect Answer {number}") for number in (1, 2, 3))]
+        order = np.random.default_rng(derive_seed(self.config.seed, "gpqa", question)).permutation(len(answers))
+        return {
+            "question": question,
+            "options": [answers[index] for index in order],
+            "answer": _LETTERS[int(np.flatnonzero(order == 0)[0])],
+            "subject": row.get("High-level domain"),
+        }
+
+
+def _options(row: Mapping[str, Any]) -> list[str]:
+    listed = row.get("options", row.get("choices"))
+    if listed is None:
+        listed = [row[letter.lower()] for letter in _LETTERS if row.get(letter.lower()) is not None]
+    if not isinstance(listed, list):
+        raise RowError(f"the options are {kind_of(listed)}, not a list")
+    if len(listed) < 2:
+        raise RowError("fewer than two options")
+    return [text_of({"option": option}, "option") for option in listed]
+
+
+def _letter(answer: Any, num_options: int) -> str:
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        index = answer
+    else:
+        found = _LETTER.fullmatch(str(answer).strip())
+        index = _LETTERS.index(found.group(1).upper()) if found else -1
+    if not 0 <= index < num_options:
+        raise RowError("the answer is no letter or index of an option")
+    return _LETTERS[index]
+
+
+Loader = Callable[[DatasetConfig], Problems]
+
+
+def _math(source: HubSource, kind: type[ResponseDataset], topic: str | None = None) -> Loader:
+    return lambda config: Problems(kind(config, VALIDATION, source), MATH_PROCESSOR, topic)
+
+
+def _choice(source: HubSource, kind: type[ChoiceDataset] = ChoiceDataset) -> Loader:
+    return lambda config: Problems(kind(config, source), CHOICE_PROCESSOR)
+
+
+_MATH_SUBSETS = (
+    *("algebra", "counting_and_probability", "geometry", "intermediate_algebra"),
+    *("number_theory", "prealgebra", "precalculus"),
+)
+_AIME_2025 = ("AIME2025-I", "AIME2025-II")
+_TEST = partial(HubSource, split="test")
+
+EVAL_REGISTRY: dict[str, Loader] = {
+    "aime2024": _math(HubSource("HuggingFaceH4/aime_2024"), ResponseDataset),
+    "aime2025": _math(_TEST("opencompass/AIME2025", "question", subsets=_AIME_2025), ResponseDataset),
+    "gsm8k": _math(_TEST("openai/gsm8k", "question", subsets=("main",)), GSM8KDataset),
+    "math": _math(_TEST("EleutherAI/hendrycks_math", subsets=_MATH_SUBSETS), MathDataset, "type"),
+    "math500": _math(_TEST("HuggingFaceH4/MATH-500"), MathDataset, "subject"),
+    "gpqa": _choice(HubSource("Idavidrein/gpqa", subsets=("gpqa_main",)), GPQADataset),
+    "gpqa_diamond": _choice(HubSource("Idavidrein/gpqa", subsets=("gpqa_diamond",)), GPQADataset),
+    "mmlu": _choice(_TEST("cais/mmlu", subsets=("all",))),
+    "mmlu_pro": _choice(_TEST("TIGER-Lab/MMLU-Pro")),
+    **{f"mmlu_{locale}": _choice(_TEST("openai/MMMLU", subsets=(locale.replace("-", "_"),))) for locale in LOCALES},
+}
+
+
+def load_eval_dataset(config: EvalDataConfig) -> Problems:
+    """Load the problems that `data` names.
+
+    Raises:
+        DataError: The name is unknown, or the data cannot be read.
+    """
+    entry = _as_dataset_config(config)
+    name = entry.dataset_name
+    if name in EVAL_REGISTRY:
+        return EVAL_REGISTRY[name](entry)
+    if name is None:
+        return Problems(ResponseDataset(entry, VALIDATION, HubSource(None)))
+    if name != ARITHMETIC and name not in DATASET_REGISTRY:
+        raise DataError(f"data.dataset_name={name!r} is unknown. Known: {', '.join((*EVAL_REGISTRY, ARITHMETIC))}.")
+    return Problems(load_response_dataset(entry, VALIDATION))
+
+
+def _as_dataset_config(config: EvalDataConfig) -> DatasetConfig:
+    """The same in the words of a training entry."""
+    name, path = config.dataset_name, config.data_path
+    if name is not None and is_local_dataset(name):
+        name, path = None, name
+    return DatasetConfig.build(
+        dataset_name=name,
+        data_path=path,
+        subset=config.subset,
+        split=config.split,
+        input_key=config.problem_key,
+        output_key=config.solution_key,
+        seed=config.seed,
+        env_name=config.env_name,
+        num_samples=config.num_samples,
+        min_operand=config.min_operand,
+        max_operand=config.max_operand,
+    )

@@ -1,0 +1,18 @@
+"""Stand-alone evaluation (door)."""
+
+from nemo_rl.config.eval import EvalConfig
+from nemo_rl.config.eval import EvalMasterConfig as MasterConfig
+from nemo_rl.evals.estimators import consensus_at_k, pass_at_k
+from nemo_rl.evals.evaluator import evaluate
+from nemo_rl.evals.report import EvalReport, format_report, make_report
+
+__all__ = [
+    "EvalConfig",
+    "EvalReport",
+    "MasterConfig",
+    "consensus_at_k",
+    "evaluate",
+    "format_report",
+    "make_report",
+    "pass_at_k",
+]

@@ -1,0 +1,180 @@
+"""Ask all prompts, grade the answers, report.
+
+The loop of an evaluation, and the start and end of its processes: engines that read the model's weights
+themselves, and one environment. Law: the same rollouts, environments and engines as in training; what is on
+disk already is not asked again, and a finished evaluation starts nothing.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nemo_rl.config.cluster import ClusterConfig
+from nemo_rl.config.eval import EvalMasterConfig
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.environments.loading import load_env_class
+from nemo_rl.environments.registry import create_env, env_class_path
+from nemo_rl.evals.prompts import EvalPrompts
+from nemo_rl.evals.records import AnswerRecord, RecordStore
+from nemo_rl.evals.report import EvalReport, make_report
+from nemo_rl.experience.event_loop import EventLoopThread
+from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
+from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.models.generation.factory import engine_settings, make_engines, sampling_params
+from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Samples and grades answers of the model.
+
+    Attributes:
+        runner: plays rollouts.
+        sampling: how to sample.
+    """
+
+    runner: RolloutRunner
+    sampling: SamplingParams
+
+
+def evaluate(config: EvalMasterConfig) -> EvalReport:
+    """Run an evaluation, or the rest of one that was stopped.
+
+    Args:
+        config: a checked configuration.
+
+    Returns:
+        The report, which is in `eval.save_path` too.
+
+    Raises:
+        ConfigError, DataError: the configuration or the data cannot be used; raised before Ray starts.
+        CheckpointError: `eval.save_path` is in use or damaged.
+    """
+    tokenizer = get_tokenizer(config.tokenizer)
+    _check_environment(config)
+    prompts = EvalPrompts(config.data, tokenizer)
+    store = RecordStore(config, len(prompts))
+    try:
+        if store.num_prompts_done < len(prompts):
+            with _started(config, tokenizer) as asker:
+                ask_all(config, prompts, store, asker)
+        report = make_report(config, store.records)
+        path = store.write_results(report.as_json())
+    finally:
+        store.close()
+    if path is not None:
+        logger.info("Answers and results: %s", path.parent)
+    return report
+
+
+def ask_all(config: EvalMasterConfig, prompts: EvalPrompts, store: RecordStore, asker: Asker) -> None:
+    """Ask the prompts that have no answers yet, batch by batch.
+
+    Args:
+        config: the configuration.
+        prompts: all prompts.
+        store: what is answered already, and where answers go.
+        asker: samples and grades.
+    """
+    wanted = config.eval
+    size = config.generation.num_prompts_per_step
+    total = len(prompts)
+    while store.num_prompts_done < total:
+        started, start = time.perf_counter(), store.num_prompts_done
+        stop = min(start + size, total) if size > 0 else total
+        batch = prompts.batch(start, stop)
+        key = RolloutKey(wanted.seed, "evaluation", step=0, first_group=start)
+        trajectories = asker.runner.collect(batch, wanted.num_tests_per_prompt, asker.sampling, key)
+        topics = [prompts.topic(index) for index in range(start, stop)]
+        store.append([_record(t, start, batch, topics) for t in trajectories])
+        num_right = sum(record.is_correct for record in store.records)
+        logger.info(
+            "%d of %d prompts, %.1f %% of the answers right, %.1f s",
+            stop,
+            total,
+            100 * num_right / len(store.records),
+            time.perf_counter() - started,
+        )
+
+
+def _record(trajectory: Trajectory, start: int, batch: BatchedDataDict[Any], topics: list[str | None]) -> AnswerRecord:
+    row = trajectory.group_index
+    info = batch["extra_env_info"][row] or {}
+    truth = info.get("ground_truth")
+    return AnswerRecord(
+        idx=start + row,
+        sample=trajectory.sample_index,
+        prompt="".join(message["content"] for message in batch["message_log"][row]),
+        response=trajectory.response_text,
+        ground_truth=None if truth is None else str(truth),
+        answer=trajectory.answer,
+        reward=trajectory.reward,
+        outcome=str(trajectory.outcome),
+        response_length=trajectory.response_length,
+        topic=topics[row],
+        error=trajectory.error,
+    )
+
+
+def _check_environment(config: EvalMasterConfig) -> None:
+    """A majority needs an environment that says which answer it found."""
+    env_class, _ = load_env_class(env_class_path(config.data.env_name))
+    if config.eval.metric == "cons@k" and not env_class.gives_answers:
+        raise ConfigError(
+            f"eval.metric=cons@k compares extracted answers, but the environment {config.data.env_name!r} "
+            f"({env_class.__name__}) gives none. Use pass@k, or set gives_answers in that class."
+        )
+
+
+@contextmanager
+def _started(config: EvalMasterConfig, tokenizer: Any) -> Iterator[Asker]:
+    """Engines and environment while the block runs; all of them are ended afterwards."""
+    cluster = config.cluster
+    settings = engine_settings(config.policy, cluster, config.eval.seed, load_weights=True)
+    settings = replace(settings, can_sleep=False)
+    init_ray()
+    name = config.data.env_name
+    environment = create_env(
+        name,
+        config.env[name],
+        step_timeout_s=cluster.timeouts.environment_s,
+        max_restarts=cluster.max_actor_restarts,
+    )
+    bundles = _bundles(cluster)
+    loop = EventLoopThread()
+    engines = None
+    try:
+        bundles.get_placement_groups()
+        engines = make_engines(settings, bundles, cluster, config.generation.vllm_cfg.env_vars)
+        limits = RolloutLimits(
+            config.generation.vllm_cfg.max_model_len, config.eval.max_rollout_turns, cluster.timeouts.rollout_s
+        )
+        runner = RolloutRunner(engines, {name: environment}, tokenizer, limits, loop)
+        yield Asker(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False))
+    finally:
+        loop.close()
+        if engines is not None:
+            engines.shutdown()
+        environment.shutdown()
+        bundles.shutdown()
+
+
+def _bundles(cluster: ClusterConfig) -> RayVirtualCluster:
+    """One place for an engine on each GPU, or `ranks_per_node` of them on each CPU machine."""
+    return RayVirtualCluster(
+        [cluster.policy_ranks_per_node] * cluster.num_nodes,
+        use_gpus=cluster.uses_gpu,
+        max_colocated_worker_groups=1,
+        num_gpus_per_node=max(cluster.gpus_per_node, 1),
+        name="evaluation",
+        port_range_low=cluster.master_port_range_low,
+        port_range_high=cluster.master_port_range_high,
+    )

@@ -1,0 +1,89 @@
+"""From `data` of the configuration to batches of prompts in a fixed order.
+
+Between `datasets` and `evaluator`. Law: prompt i is the same for every run of the same configuration, so an
+evaluation can go on where another one stopped.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nemo_rl.config.eval import EvalDataConfig
+from nemo_rl.data.bad_rows import report_bad_rows
+from nemo_rl.data.collate_fn import rl_collate_fn
+from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset
+from nemo_rl.data.datasets.raw_dataset import FormattedRow, RowView
+from nemo_rl.data.interfaces import DatumSpec, TaskDataSpec, TokenizerType
+from nemo_rl.data.processors import get_processor
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.evals.datasets import CHOICE_KEY, load_eval_dataset
+from nemo_rl.utils.seed import derive_seed
+
+logger = logging.getLogger(__name__)
+
+
+class EvalPrompts:
+    """The prompts of an evaluation.
+
+    Args:
+        config: the `data` section.
+        tokenizer: renders and tokenises prompts.
+
+    Raises:
+        DataError: the data cannot be read, too many of its rows are unusable, or prompt files and chat
+            template do not fit.
+    """
+
+    def __init__(self, config: EvalDataConfig, tokenizer: TokenizerType) -> None:
+        processor = get_processor(config.processor) if config.processor else None
+        spec = TaskDataSpec(config.env_name, config.prompt_file, config.system_prompt_file)
+        problems = load_eval_dataset(config)
+        raw = problems.raw
+        name = config.data_path or str(config.dataset_name)
+        report_bad_rows(name, raw.bad_rows, raw.num_rows, config.max_bad_row_share, raw.first_columns)
+        self.num_bad_rows = len(raw.bad_rows)
+        self._topic_key = problems.topic_key
+        self._rows = _some(raw.dataset, config)
+        self._data = AllTaskProcessedDataset(
+            self._rows,
+            tokenizer,
+            spec,
+            processor or get_processor(problems.processor),
+            _unfold_choice,
+            config.max_input_seq_length,
+        )
+        self._data[0]
+        logger.info("Data: %d problems of %s.", len(self), name)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
+        """Prompts `start` to `stop - 1`, collated for a rollout.
+
+        Raises:
+            DataError: a prompt cannot be rendered.
+        """
+        data: list[DatumSpec] = [self._data[index] for index in range(start, stop)]
+        return rl_collate_fn(data)
+
+    def topic(self, index: int) -> str | None:
+        """Field of knowledge of a prompt, where the data set names one."""
+        row = _unfold_choice(self._rows[index])
+        topic = row.get(self._topic_key or "subject")
+        return None if topic is None else str(topic)
+
+
+def _some(rows: Sequence[FormattedRow], config: EvalDataConfig) -> Sequence[FormattedRow]:
+    """All rows, or a seeded random choice of `max_samples` of them in their order."""
+    if config.max_samples is None or config.max_samples >= len(rows):
+        return rows
+    rng = np.random.default_rng(derive_seed(config.seed, "eval_samples"))
+    return RowView(rows, np.sort(rng.permutation(len(rows))[: config.max_samples]))
+
+
+def _unfold_choice(row: FormattedRow) -> FormattedRow:
+    """A multiple-choice row with its parts at the top level, where the processor looks for them."""
+    return {**row[CHOICE_KEY], "task_name": row["task_name"]} if CHOICE_KEY in row else row
