@@ -9,6 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from nemo_rl.models.generation.interfaces import (
     EngineSettings,
@@ -19,13 +26,6 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
 from nemo_rl.utils.errors import GenerationError
-from vllm.engine.arg_utils import EngineArgs
-from vllm.exceptions import VLLMValidationError
-from vllm.model_executor.models.registry import ModelRegistry
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
-from vllm.sampling_params import SamplingParams as VllmSamplingParams
-from vllm.v1.engine.llm_engine import LLMEngine
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +98,10 @@ class VllmEngine:
 
     def finish_weight_update(self, version: int) -> list[str]:
         """See `Engine.finish_weight_update`."""
-        (expected,) = self._engine.collective_rpc(finish_reload)
+        (unbound,) = self._engine.collective_rpc(partial(finish_reload, bound=self._loaded))
         self._engine.reset_prefix_cache()
         self.weight_version = version
-        return sorted(expected - self._loaded)
+        return sorted(unbound)
 
     def sleep(self) -> None:
         """See `Engine.sleep`; weights go to host memory, the cache is dropped."""
@@ -153,6 +153,7 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int) -> VllmSampl
         flat_logprobs=True,
         stop=list(sampling.stop_strings) or None,
         include_stop_str_in_output=True,
+        skip_special_tokens=False,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
         detokenize=bool(sampling.stop_strings),

@@ -9,19 +9,26 @@ Law: after `finish_reload` the model answers with the tensors that were loaded.
 from typing import Any
 
 import torch
-
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 
 def begin_reload(worker: Any) -> None:
-    """Bring the model into a state that accepts tensors under Hugging Face names."""
+    """Bring the model into a state that accepts tensors under Hugging Face names.
+
+    An update that was broken off is closed first, so that no layer counts its tensors for the new one.
+    """
     if current_platform.is_cpu():
-        initialize_layerwise_reload(worker.model_runner.get_model())
+        model = worker.model_runner.get_model()
+        if any(get_layerwise_info(module).can_load() for module in model.modules()):
+            finalize_layerwise_reload(model, worker.model_runner.model_config)
+        initialize_layerwise_reload(model)
 
 
 def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> set[str]:
@@ -30,19 +37,41 @@ def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> set[st
         return set(worker.model_runner.get_model().load_weights(iter(tensors)))
 
 
-def finish_reload(worker: Any) -> set[str]:
-    """Put the loaded tensors in force; returns the names of all engine parameters that need a tensor.
+def finish_reload(worker: Any, bound: set[str]) -> set[str]:
+    """Put the loaded tensors in force.
 
-    A tied output head shares the embedding's storage and gets no tensor of its own.
+    Args:
+        worker: vLLM's worker.
+        bound: names of the engine parameters that tensors went to.
+
+    Returns:
+        Names of engine parameters that got nothing, and on CPUs of linear layers that got only a part. A
+        tied output head shares the embedding's storage and needs no tensor of its own.
     """
     model = worker.model_runner.get_model()
     expected = {name for name, _ in model.named_parameters()}
     if getattr(worker.model_runner.model_config.hf_text_config, "tie_word_embeddings", False):
         expected -= {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, ParallelLMHead)}
+    unbound = expected - bound
     if current_platform.is_cpu():
+        unbound |= incomplete_layers(model)
         with torch.no_grad():
             finalize_layerwise_reload(model, worker.model_runner.model_config)
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-    return expected
+    return unbound
+
+
+def incomplete_layers(model: torch.nn.Module) -> set[str]:
+    """Fused linear layers (query, key and value in one) that lack some of their tensors.
+
+    vLLM would fill the rest with whatever is in memory.
+    """
+    names = set()
+    for name, module in model.named_modules():
+        info = get_layerwise_info(module)
+        num_needed = info.load_numel_total or 0
+        if isinstance(module, LinearBase) and 0 < info.load_numel < num_needed:
+            names.add(f"part of {name}")
+    return names

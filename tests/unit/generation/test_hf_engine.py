@@ -1,0 +1,175 @@
+"""The Hugging Face engine against Hugging Face itself: tokens, log-probabilities, stops, weights."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from generation_helpers import (
+    MAX_MODEL_LEN,
+    PROMPTS,
+    ask,
+    greedy_reference,
+    make_model,
+    make_settings,
+    reference_logprobs,
+    save_model,
+)
+
+from nemo_rl.models.generation.hf.engine import HfEngine
+from nemo_rl.models.generation.hf.sampling import draw, filtered_logprobs
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
+from nemo_rl.models.huggingface.tiny import make_char_tokenizer
+from nemo_rl.utils.errors import GenerationError
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("qwen2", True, seed=1)
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder, model)
+    return HfEngine(make_settings(folder, "hf"))
+
+
+def run(engine: HfEngine, requests: list[GenerationRequest]) -> list[GenerationResult]:
+    for index, request in enumerate(requests):
+        engine.add_request(str(index), request)
+    results = {}
+    while engine.has_unfinished():
+        results.update(engine.step())
+    return [results[str(index)] for index in range(len(requests))]
+
+
+def test_greedy_equals_hugging_face(engine, model):
+    results = run(engine, [ask(prompt, temperature=0.0) for prompt in PROMPTS])
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.token_ids == greedy_reference(model, prompt, 12)
+        assert result.finish_reason == "length"
+        expected = reference_logprobs(model, prompt, result.token_ids, SamplingParams(temperature=0.0))
+        assert result.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 1.7},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.7},
+    ],
+)
+def test_logprobs_are_those_of_the_distribution_that_was_sampled(engine, model, sampling):
+    results = run(engine, [ask(prompt, seed=i, **sampling) for i, prompt in enumerate(PROMPTS)])
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        expected = reference_logprobs(model, prompt, result.token_ids, SamplingParams(**sampling))
+        assert all(map(math.isfinite, expected)), "a filtered token was sampled"
+        assert result.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_seed_fixes_the_response_whatever_runs_beside_it(engine):
+    wanted = ask(PROMPTS[1], seed=123)
+    (alone,) = run(engine, [wanted])
+    crowd = [ask(prompt, seed=i) for i, prompt in enumerate(PROMPTS * 2)]
+    for place in (0, 4, 10):
+        result = run(engine, [*crowd[:place], wanted, *crowd[place:]])[place]
+        assert result.token_ids == alone.token_ids
+        assert result.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    others = {tuple(run(engine, [ask(PROMPTS[1], seed=seed)])[0].token_ids) for seed in range(8)}
+    assert len(others) == 8
+
+
+def test_a_large_seed_is_allowed(engine):
+    assert run(engine, [ask([5], seed=2**63 - 1)])[0].error is None
+
+
+def test_samples_follow_the_distribution():
+    """Chi-square over ten tokens, 20,000 draws: above 33.7 with probability 1e-4."""
+    logits = torch.linspace(-1.0, 1.5, 10)
+    sampling = SamplingParams(temperature=0.8)
+    generator = torch.Generator().manual_seed(0)
+    counts = Counter(draw(logits, sampling, generator)[0] for _ in range(20_000))
+    expected = (logits / 0.8).softmax(0) * 20_000
+    statistic = sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected.tolist()))
+    assert statistic < 33.7
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.6, 1), (0.61, 2), (0.9, 2), (0.91, 3), (1.0, 4)])
+def test_top_p_keeps_the_smallest_sufficient_set(top_p, kept):
+    logits = torch.tensor([0.3, 0.6, 0.07, 0.03]).log()
+    logprobs = filtered_logprobs(logits, SamplingParams(top_p=top_p))
+    assert int(logprobs.isfinite().sum()) == kept
+    assert logprobs.exp().sum().item() == pytest.approx(1.0)
+
+
+def test_stop_token_ends_the_response_and_stays(engine, model):
+    full = greedy_reference(model, PROMPTS[3], 12)
+    stop = full[5]
+    (result,) = run(engine, [ask(PROMPTS[3], temperature=0.0, stop_token_ids=(stop,))])
+    assert result.finish_reason == "stop"
+    assert result.token_ids == full[: full.index(stop) + 1]
+    assert len(result.logprobs) == len(result.token_ids)
+
+
+def test_stop_string_over_several_tokens(engine, model):
+    tokenizer = make_char_tokenizer()
+    full = greedy_reference(model, PROMPTS[0], 12)
+    stop = tokenizer.decode(full[3:6])
+    (result,) = run(engine, [ask(PROMPTS[0], temperature=0.0, stop_strings=(stop,))])
+    assert result.finish_reason == "stop"
+    text = tokenizer.decode(result.token_ids)
+    assert stop in text
+    assert stop not in tokenizer.decode(result.token_ids[:-1])
+    assert result.token_ids == full[: len(result.token_ids)]
+
+
+def test_limits(engine):
+    results = run(engine, [ask([1, 2], max_new_tokens=1), ask([3] * (MAX_MODEL_LEN - 4), max_new_tokens=50)])
+    assert [len(result.token_ids) for result in results] == [1, 4]
+    assert [result.finish_reason for result in results] == ["length", "length"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ([1] * MAX_MODEL_LEN, "256 tokens does not fit the context of 256"),
+        ([], "0 tokens does not fit"),
+        ([1, 264], "outside 0..263"),
+        ([-1], "outside 0..263"),
+    ],
+)
+def test_prompts_that_can_never_be_served_are_refused(engine, prompt, sentence):
+    with pytest.raises(GenerationError, match=sentence):
+        engine.add_request("x", ask(prompt))
+    assert not engine.has_unfinished()
+
+
+def test_new_weights_change_the_answers_and_the_version(engine, model):
+    new = make_model("qwen2", True, seed=2)
+    try:
+        engine.begin_weight_update()
+        tensors = list(new.named_parameters())
+        engine.load_tensors(tensors[:3])
+        engine.load_tensors(tensors[3:])
+        assert engine.finish_weight_update(7) == []
+        (result,) = run(engine, [ask(PROMPTS[1], temperature=0.0)])
+        assert result.weight_version == 7
+        assert result.token_ids == greedy_reference(new, PROMPTS[1], 12)
+    finally:
+        engine.begin_weight_update()
+        engine.load_tensors(list(model.named_parameters()))
+        engine.finish_weight_update(0)
+
+
+def test_missing_and_unknown_tensors_are_named(engine, model):
+    engine.begin_weight_update()
+    left_out = "model.layers.1.self_attn.k_proj.weight"
+    engine.load_tensors([(name, tensor) for name, tensor in model.named_parameters() if name != left_out])
+    assert engine.finish_weight_update(0) == [left_out]
+    with pytest.raises(GenerationError, match="no tensor named model.nothing"):
+        engine.load_tensors([("model.nothing", torch.zeros(1))])

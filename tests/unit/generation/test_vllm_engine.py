@@ -1,0 +1,228 @@
+"""The vLLM engine against Hugging Face: new weights in force, log-probabilities, seeds, stops.
+
+One process hosts both engines (a tied Qwen2 and an untied Llama); weights go there by the real transport.
+"""
+
+import importlib.util
+import math
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+from engine_process import EngineProcess
+from generation_helpers import (
+    MAX_MODEL_LEN,
+    PROMPTS,
+    ask,
+    greedy_reference,
+    make_model,
+    make_settings,
+    reference_logprobs,
+    restrict_vocabulary,
+    save_model,
+)
+from transformers import PreTrainedModel
+
+from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.models.huggingface.tiny import make_char_tokenizer
+from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),
+]
+
+MODELS = {"qwen2 tied": ("qwen2", True), "llama untied": ("llama", False)}
+SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=10_000)
+LONG_PROMPT = [(7 * i) % 250 for i in range(150)]
+"""Longer than a block of the prefix cache (128 tokens)."""
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    settings = {}
+    for name, (arch, tied) in MODELS.items():
+        folder = tmp_path_factory.mktemp("model")
+        save_model(folder, make_model(arch, tied, seed=0))
+        settings[name] = make_settings(folder, "vllm")
+    with EngineProcess(settings) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def sender() -> Iterator[WeightSender]:
+    sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+    yield sender
+    sender.close()
+
+
+def sync(
+    engines: EngineProcess,
+    sender: WeightSender,
+    name: str,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    version: int,
+    stop_after: int | None = None,
+) -> tuple[list[Bucket], SyncReceipt | None]:
+    """One sync; `stop_after` breaks it off behind so many buckets."""
+    engines.call(name, "begin_weight_update", SPEC, version)
+    sender.begin(tensors)
+    buckets: list[Bucket] = []
+    while not buckets or not buckets[-1].is_last:
+        buckets.append(sender.next_bucket())
+        engines.call(name, "receive_bucket", buckets[-1])
+        if len(buckets) == stop_after:
+            return buckets, None
+    return buckets, engines.call(name, "finish_weight_update", version)
+
+
+def update(engines: EngineProcess, sender: WeightSender, name: str, seed: int) -> PreTrainedModel:
+    """Give the engine the weights of a new random model; returns the model."""
+    model = make_model(*MODELS[name], seed=seed)
+    deploy(engines, sender, name, model, version=seed)
+    return model
+
+
+def deploy(engines: EngineProcess, sender: WeightSender, name: str, model: PreTrainedModel, version: int) -> None:
+    """A whole sync that must succeed; its buckets cut layers and even fused projections apart."""
+    buckets, receipt = sync(engines, sender, name, model.named_parameters(), version)
+    assert len(buckets) > 10
+    assert receipt is not None
+    check_receipts([receipt], buckets, version)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_after_each_update_equals_hugging_face(engines, sender, name):
+    """Also for a prompt whose keys and values the prefix cache held under the old weights."""
+    requests = [ask(prompt, temperature=0.0) for prompt in [*PROMPTS, LONG_PROMPT]]
+    for seed in (11, 12):
+        model = update(engines, sender, name, seed)
+        for _ in range(2):
+            results = engines.generate(name, requests)
+            expected = [greedy_reference(model, request.prompt_token_ids, 12) for request in requests]
+            assert [result.token_ids for result in results] == expected
+        assert {result.weight_version for result in results} == {seed}
+        assert {result.finish_reason for result in results} == {"length"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_engine_does_not_live_on_the_sender_s_memory(engines, sender, name):
+    model = update(engines, sender, name, seed=13)
+    sender.begin((key, torch.zeros_like(tensor)) for key, tensor in model.named_parameters())
+    while not sender.next_bucket().is_last:
+        pass
+    (result,) = engines.generate(name, [ask(PROMPTS[1], temperature=0.0)])
+    assert result.token_ids == greedy_reference(model, PROMPTS[1], 12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 20}, {"temperature": 0.9, "top_p": 0.8}]
+)
+def test_logprobs_equal_hugging_face(engines, sender, name, sampling):
+    model = update(engines, sender, name, seed=14)
+    prompts = [*PROMPTS, LONG_PROMPT]
+    results = engines.generate(name, [ask(prompt, seed=i, **sampling) for i, prompt in enumerate(prompts)])
+    for prompt, result in zip(prompts, results, strict=True):
+        assert len(result.logprobs) == len(result.token_ids) == 12
+        expected = reference_logprobs(model, prompt, result.token_ids, SamplingParams(**sampling))
+        assert all(map(math.isfinite, expected)), "a filtered token was sampled"
+        assert result.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_seed_fixes_the_response_whatever_the_order(engines):
+    name = "qwen2 tied"
+    requests = [ask(prompt, seed=100 + i) for i, prompt in enumerate([*PROMPTS, LONG_PROMPT] * 3)]
+    forward = [result.token_ids for result in engines.generate(name, requests)]
+    backward = [result.token_ids for result in engines.generate(name, requests[::-1])]
+    assert backward[::-1] == forward
+    assert [engines.generate(name, [request])[0].token_ids for request in requests[:3]] == forward[:3]
+    assert len({tuple(tokens) for tokens in forward}) == len(requests)
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_broken_off_update_can_be_started_again(engines, sender, name, stop_after):
+    """What happens when another engine dies in the middle of a sync."""
+    broken_off = make_model(*MODELS[name], seed=15).named_parameters()
+    sync(engines, sender, name, broken_off, version=15, stop_after=stop_after)
+    model = update(engines, sender, name, seed=16)
+    (result,) = engines.generate(name, [ask(PROMPTS[3], temperature=0.0)])
+    assert result.token_ids == greedy_reference(model, PROMPTS[3], 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out", "unbound"),
+    [
+        ("qwen2 tied", "model.norm.weight", "model.norm.weight"),
+        ("qwen2 tied", "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"),
+        ("llama untied", "lm_head.weight", "lm_head.weight"),
+        ("llama untied", "model.layers.0.self_attn.k_proj.weight", "part of model.layers.0.self_attn.qkv_proj"),
+        ("qwen2 tied", "model.layers.0.mlp.up_proj.weight", "part of model.layers.0.mlp.gate_up_proj"),
+    ],
+)
+def test_a_tensor_left_out_is_reported(engines, sender, name, left_out, unbound):
+    model = make_model(*MODELS[name], seed=17)
+    tensors = [(key, tensor) for key, tensor in model.named_parameters() if key != left_out]
+    _, receipt = sync(engines, sender, name, tensors, version=17)
+    assert receipt is not None
+    assert receipt.unbound == [unbound]
+    update(engines, sender, name, seed=18)
+
+
+def test_stop_tokens_and_stop_strings(engines, sender):
+    name = "llama untied"
+    model = restrict_vocabulary(make_model(*MODELS[name], seed=19), "abcdefghijklmnopqrstuvwxyz")
+    deploy(engines, sender, name, model, version=19)
+    tokenizer = make_char_tokenizer()
+    full = greedy_reference(model, PROMPTS[3], 12)
+    string = tokenizer.decode(full[3:6])
+    by_id, by_string = engines.generate(
+        name,
+        [
+            ask(PROMPTS[3], temperature=0.0, stop_token_ids=(full[5],)),
+            ask(PROMPTS[3], temperature=0.0, stop_strings=(string,)),
+        ],
+    )
+    assert by_id.token_ids == full[: full.index(full[5]) + 1]
+    assert by_string.token_ids == full[: len(by_string.token_ids)]
+    assert string in tokenizer.decode(by_string.token_ids)
+    assert string not in tokenizer.decode(by_string.token_ids[:-1])
+    assert by_id.finish_reason == by_string.finish_reason == "stop"
+    assert [len(result.logprobs) for result in (by_id, by_string)] == [
+        len(result.token_ids) for result in (by_id, by_string)
+    ]
+
+
+def test_a_special_token_can_be_a_stop_string(engines, sender):
+    name = "llama untied"
+    model = restrict_vocabulary(make_model(*MODELS[name], seed=20), "a<|im_end|>")
+    deploy(engines, sender, name, model, version=20)
+    requests = [ask(prompt, temperature=0.0, stop_strings=("<|im_end|>",)) for prompt in PROMPTS]
+    results = engines.generate(name, requests)
+    expected = [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
+    ends = [tokens.index(258) + 1 if 258 in tokens else 12 for tokens in expected]
+    assert min(ends) < 12
+    assert [result.token_ids for result in results] == [
+        tokens[:end] for tokens, end in zip(expected, ends, strict=True)
+    ]
+
+
+def test_limits_and_refusals(engines):
+    requests = [
+        ask([3] * (MAX_MODEL_LEN - 4), max_new_tokens=50),
+        ask([1] * MAX_MODEL_LEN),
+        ask([1, 100_000]),
+        ask([1, 2], max_new_tokens=1),
+        ask([1], seed=2**63 - 1),
+    ]
+    cut, too_long, unknown, short, large_seed = engines.generate("llama untied", requests)
+    assert (len(cut.token_ids), cut.finish_reason, cut.error) == (4, "length", None)
+    assert too_long.error is not None and "256 tokens leaves no room" in too_long.error
+    assert unknown.error is not None and "100000" in unknown.error
+    assert (len(short.token_ids), short.error) == (1, None)
+    assert (len(large_seed.token_ids), large_seed.error) == (12, None)
