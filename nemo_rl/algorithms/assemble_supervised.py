@@ -6,21 +6,22 @@ As `assemble` does for GRPO, and with the same order: everything that can be ref
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.assemble import open_folders
+from nemo_rl.algorithms.dpo import ReferenceLogprobs
 from nemo_rl.algorithms.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.sft import VALIDATION_NAMES
 from nemo_rl.algorithms.supervised import LossValidator, Prepare, SupervisedRun, unchanged
 from nemo_rl.algorithms.validation import limited
 from nemo_rl.algorithms.workers import PolicyStart, make_clusters, start_policy
-from nemo_rl.config import SFTMasterConfig, SupervisedMasterConfig
-from nemo_rl.data.collate_fn import sft_collate_fn
-from nemo_rl.data.datasets.setup_supervised import SupervisedData, setup_sft_data
+from nemo_rl.config import DPOConfig, DPOMasterConfig, SFTMasterConfig, SupervisedMasterConfig
+from nemo_rl.data.collate_fn import preference_collate_fn, sft_collate_fn
+from nemo_rl.data.datasets.setup_supervised import SupervisedData, setup_preference_data, setup_sft_data
 from nemo_rl.data.loader import PromptLoader, build_loader
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -28,6 +29,7 @@ from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.experience.prompt_stream import PromptStream
 from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.seed import set_seed
@@ -90,6 +92,46 @@ def assemble_sft(config: SFTMasterConfig, started_at: float = 0.0) -> Supervised
         ),
     )
     return assemble_run(config, tokenizer, data, recipe, started_at)
+
+
+def assemble_dpo(config: DPOMasterConfig, started_at: float = 0.0) -> SupervisedRun:
+    """Build a DPO run; arguments and errors as `assemble_sft`."""
+    set_seed(config.dpo.seed)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
+    data = setup_preference_data(tokenizer, config.data)
+    loss_fn = DPOLossFn(dpo_loss_config(config.dpo))
+
+    def prepare(policy: Policy) -> Prepare:
+        return ReferenceLogprobs(policy) if loss_fn.needs_reference else unchanged
+
+    recipe = Recipe(
+        collate=_pair_collate(config, tokenizer),
+        loss_fn=loss_fn,
+        rows_per_sample=2,
+        needs_reference=loss_fn.needs_reference,
+        prepare=prepare,
+        validator=lambda policy, batches: LossValidator(
+            batches, prepare(policy), policy, loss_fn, validation_rows(config, 2)
+        ),
+    )
+    return assemble_run(config, tokenizer, data, recipe, started_at)
+
+
+def dpo_loss_config(dpo: DPOConfig) -> DPOLossConfig:
+    """The keys of `dpo` that the loss needs."""
+    names = [field.name for field in fields(DPOLossConfig)]
+    return DPOLossConfig(**{name: getattr(dpo, name) for name in names})
+
+
+def _pair_collate(
+    config: SupervisedMasterConfig, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[list[Any]], BatchedDataDict[Any]]:
+    return partial(
+        preference_collate_fn,
+        tokenizer=tokenizer,
+        make_sequence_length_divisible_by=config.policy.make_sequence_length_divisible_by,
+        add_loss_mask=True,
+    )
 
 
 def assemble_run(

@@ -88,8 +88,9 @@ def preference_collate_fn(
     """Batch of B preference pairs as 2B rows: row 2i is chosen, row 2i + 1 rejected.
 
     Returns:
-        `input_ids` [2B, T] int64, `input_lengths` [2B] int64, `sample_mask` [2B] float32, and with
-        `add_loss_mask` also `token_mask` [2B, T] float32, 1 on the tokens of the last message.
+        `input_ids` [2B, T] int64, `input_lengths` [2B] int64, `sample_mask` and `loss_multiplier`
+        [2B] float32, `idx` (list of 2B), and with `add_loss_mask` also
+        `token_mask` [2B, T] float32, 1 on the tokens of the last message.
     """
     logs = []
     multipliers = []
@@ -105,6 +106,8 @@ def preference_collate_fn(
         input_ids=flat["token_ids"],
         input_lengths=lengths,
         sample_mask=torch.tensor(multipliers, dtype=torch.float32),
+        loss_multiplier=torch.tensor(multipliers, dtype=torch.float32),
+        idx=[datum["idx"] for datum in data_batch for _ in range(2)],
     )
     if add_loss_mask:
         batch["token_mask"] = flat["token_loss_mask"].float()

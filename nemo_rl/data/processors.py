@@ -15,6 +15,7 @@ from nemo_rl.data.interfaces import (
     DatumSpec,
     LLMMessageLogType,
     Message,
+    PreferenceDatumSpec,
     TaskDataProcessFnCallable,
     TaskDataSpec,
     TokenizerType,
@@ -118,6 +119,42 @@ def sft_processor(
         tools=datum_dict.get("tools"),
     )
     return _finish(message_log, None, datum_dict.get("task_name"), max_seq_length, idx)
+
+
+def preference_preprocessor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerType,
+    max_seq_length: int | None,
+    idx: int,
+    add_bos: bool = True,
+    add_eos: bool = True,
+    add_generation_prompt: bool = True,
+) -> PreferenceDatumSpec:
+    """The two conversations of a row's `pair`: context and best, context and worst completion."""
+    pair = datum_dict.get("pair", datum_dict)
+    ranked = sorted(pair["completions"], key=lambda completion: completion["rank"])
+    data = [
+        sft_processor(
+            {"messages": [*pair["context"], *completion["completion"]]},
+            task_data_spec,
+            tokenizer,
+            max_seq_length,
+            idx,
+            add_bos,
+            add_eos,
+            add_generation_prompt,
+        )
+        for completion in (ranked[0], ranked[-1])
+    ]
+    return PreferenceDatumSpec(
+        message_log_chosen=data[0]["message_log"],
+        message_log_rejected=data[1]["message_log"],
+        length_chosen=data[0]["length"],
+        length_rejected=data[1]["length"],
+        loss_multiplier=min(datum["loss_multiplier"] for datum in data),
+        idx=idx,
+    )
 
 
 PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {

@@ -42,11 +42,13 @@ class LossFunction(Protocol):
         loss_type: Global denominator the loss divides by.
         input_type: What the first argument has to be.
         needs_reference: Whether `data` must hold `reference_policy_logprobs [B, T]`.
+        rows_per_unit: Consecutive rows that must stay in one microbatch: 2 for pairs, else 1.
     """
 
     loss_type: LossType
     input_type: LossInputType
     needs_reference: bool
+    rows_per_unit: int
 
     def __call__(
         self,

@@ -15,6 +15,7 @@ class NLLLossFn:
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
+    rows_per_unit = 1
     needs_reference = False
 
     def __call__(

@@ -55,6 +55,7 @@ class ClippedPGLossFn:
     """
 
     input_type = LossInputType.LOGPROB
+    rows_per_unit = 1
 
     def __init__(self, cfg: ClippedPGLossConfig) -> None:
         """Choose ratio, objective, weights, reduction and penalty terms.

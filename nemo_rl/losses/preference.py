@@ -7,24 +7,15 @@ number of pairs in the global batch is `global_valid_seqs / 2`.
 Legend: `B` = 2P rows, `P` pairs here, `T` predicted positions.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from nemo_rl.losses.interfaces import LossData, LossInputType, LossMetrics, LossType
+from nemo_rl.losses.pair_losses import PairLossFn, logistic_pair_loss, make_variant
 from nemo_rl.losses.reductions import masked_sum, safe_divide
 from nemo_rl.utils.errors import DataError
-
-type PairLossFn = Callable[[Tensor, Tensor], Tensor]
-"""(chosen_P, rejected_P) rewards -> loss_P. The hook for IPO, hinge, robust DPO and others."""
-
-
-def logistic_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """`-log sigmoid(chosen - rejected)`: the Bradley-Terry model's negative log-likelihood."""
-    return -logsigmoid(chosen_P - rejected_P)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +28,9 @@ class DPOLossConfig:
         sft_loss_weight: Weight of the negative log-likelihood of chosen answers.
         preference_average_log_probs: Divide a row's log-ratio by its number of tokens.
         sft_average_log_probs: Divide a row's log-likelihood by its number of tokens.
+        preference_loss: Name of the variant, a key of `pair_losses.VARIANTS`.
+        label_smoothing: Share of pairs labelled the wrong way round (sigmoid and robust).
+        target_margin: gamma of SimPO.
     """
 
     reference_policy_kl_penalty: float
@@ -44,14 +38,22 @@ class DPOLossConfig:
     sft_loss_weight: float
     preference_average_log_probs: bool
     sft_average_log_probs: bool
+    preference_loss: str = "sigmoid"
+    label_smoothing: float = 0.0
+    target_margin: float = 0.5
 
 
 class PreferenceLossFn:
-    """Bradley-Terry loss on scores: reward-model training."""
+    """Bradley-Terry loss on scores: reward-model training.
+
+    Args:
+        pair_loss: Loss of a pair from its two scores.
+    """
 
     loss_type = LossType.SEQUENCE_LEVEL
     input_type = LossInputType.LOGIT
     needs_reference = False
+    rows_per_unit = 2
 
     def __init__(self, pair_loss: PairLossFn = logistic_pair_loss) -> None:
         self._pair_loss = pair_loss
@@ -73,7 +75,7 @@ class PreferenceLossFn:
 
         Returns:
             Scalar loss, and `loss`, `accuracy`, `rewards_chosen_mean`, `rewards_rejected_mean`,
-            `num_valid_samples` (pairs).
+            `rewards_margin_mean`, `num_valid_samples` (pairs).
 
         Raises:
             DataError: The number of rows is odd.
@@ -96,24 +98,33 @@ class PreferenceLossFn:
             "accuracy": mean((chosen_P > rejected_P).to(loss.dtype)),
             "rewards_chosen_mean": mean(chosen_P.detach()),
             "rewards_rejected_mean": mean(rejected_P.detach()),
+            "rewards_margin_mean": mean((chosen_P - rejected_P).detach()),
             "num_valid_samples": mask_P.sum(),
         }
 
 
 class DPOLossFn(PreferenceLossFn):
-    """Direct preference optimisation, arXiv 2305.18290, equation 7, with an optional NLL term.
+    """Direct preference optimisation, arXiv 2305.18290, equation 7, its variants, and an optional NLL term.
 
     reward = beta * sum_t (log p - log p_reference);
-    loss = w_pref * (-log sigmoid(reward_chosen - reward_rejected)) + w_sft * NLL(chosen).
-    Where the policy equals the reference the preference loss is ln 2.
+    loss = w_pref * pair_loss(reward_chosen, reward_rejected) + w_sft * NLL(chosen).
+    Where the policy equals the reference the sigmoid loss is ln 2. A variant may average over tokens and
+    leave the reference out, see `pair_losses`.
+
+    Args:
+        cfg: Weights, beta and the name of the variant.
+        pair_loss: Loss of a pair from its two rewards, instead of the variant's own.
     """
 
     input_type = LossInputType.LOGPROB
-    needs_reference = True
 
-    def __init__(self, cfg: DPOLossConfig, pair_loss: PairLossFn = logistic_pair_loss) -> None:
-        super().__init__(pair_loss)
+    def __init__(self, cfg: DPOLossConfig, pair_loss: PairLossFn | None = None) -> None:
         self.cfg = cfg
+        self.variant = make_variant(
+            cfg.preference_loss, cfg.reference_policy_kl_penalty, cfg.label_smoothing, cfg.target_margin
+        )
+        self.needs_reference = self.variant.needs_reference
+        super().__init__(pair_loss or self.variant.pair_loss)
 
     def __call__(
         self,
@@ -126,7 +137,8 @@ class DPOLossFn(PreferenceLossFn):
 
         Args:
             next_token_logprobs: `[2P, T-1]`, log-probabilities of tokens 1..T-1.
-            data: `reference_policy_logprobs`, `token_mask` `[2P, T]` and `sample_mask [2P]`.
+            data: `reference_policy_logprobs` (if `needs_reference`), `token_mask` `[2P, T]` and
+                `sample_mask [2P]`.
             global_valid_seqs: Valid rows in the global batch, twice the number of pairs.
             global_valid_toks: Unused; part of the call of every loss.
 
@@ -140,12 +152,15 @@ class DPOLossFn(PreferenceLossFn):
         mask_P = pair_mask(data["sample_mask"].to(next_token_logprobs.dtype))
         counts_B1 = (mask_P != 0).repeat_interleave(2)[:, None]
         mask_BT = data["token_mask"][:, 1:].to(next_token_logprobs.dtype) * counts_B1
-        log_ratio_BT = next_token_logprobs - data["reference_policy_logprobs"][:, 1:]
-        log_ratio_B = _per_row(log_ratio_BT, mask_BT, self.cfg.preference_average_log_probs)
+        log_ratio_BT = next_token_logprobs
+        if self.needs_reference:
+            log_ratio_BT = next_token_logprobs - data["reference_policy_logprobs"][:, 1:]
+        average = self.cfg.preference_average_log_probs or self.variant.average
+        log_ratio_B = _per_row(log_ratio_BT, mask_BT, average)
         rewards_B = self.cfg.reference_policy_kl_penalty * log_ratio_B
         preference_loss, metrics = self._reduce_pairs(rewards_B, mask_P, global_valid_seqs)
 
-        logprob_B = _per_row(next_token_logprobs, mask_BT, self.cfg.sft_average_log_probs)
+        logprob_B = _per_row(next_token_logprobs, mask_BT, self.cfg.sft_average_log_probs or self.variant.sft_average)
         chosen_P, _ = split_pairs(logprob_B)
         sft_loss = mean_over_pairs(-chosen_P, mask_P, global_valid_seqs)
 

@@ -80,7 +80,7 @@ class WorkedRows(Sequence[FormattedRow]):
 
 
 class PairRows(Sequence[FormattedRow]):
-    """Rows with `pair`: context, chosen and rejected messages."""
+    """Rows with `pair`: the right answer and the wrong one, as `preference_datasets` formats them."""
 
     def __init__(self, sums: Sequence[FormattedRow], seed: int) -> None:
         self._sums = sums
@@ -100,8 +100,10 @@ class PairRows(Sequence[FormattedRow]):
         step[2] += offset if step[2] + offset >= 0 else -offset
         pair = {
             "context": [row["messages"][0]],
-            "chosen": [{"role": "assistant", "content": write_out(steps)}],
-            "rejected": [{"role": "assistant", "content": write_out(wrong)}],
+            "completions": [
+                {"rank": rank, "completion": [{"role": "assistant", "content": write_out(answer)}]}
+                for rank, answer in enumerate((steps, wrong))
+            ],
         }
         return {"pair": pair, "task_name": row["task_name"]}
 

@@ -134,7 +134,16 @@ class ExternalDataset(RawDataset):
     have `dataset`, a sequence of rows with `messages`; `val_dataset` is optional.
     """
 
-    def __init__(self, kind: Callable[..., Any], config: DatasetConfig, role: str) -> None:
+    def __init__(
+        self,
+        kind: Callable[..., Any],
+        config: DatasetConfig,
+        role: str,
+        format_row: Callable[[Row], Any] | None = None,
+        key: str = "messages",
+    ) -> None:
+        self._format_row = format_row or _own_messages
+        self._key = key
         keys = {key: value for key, value in vars(config).items() if value is not None}
         made = kind(**keys)
         rows = getattr(made, "dataset", None)
@@ -159,7 +168,7 @@ class ExternalDataset(RawDataset):
 
     def _checked(self, rows: Any, config: DatasetConfig) -> tuple[FormattedRows, list[Any]]:
         table = RowTable(str(config.dataset_name), rows, range(len(rows)))
-        checked = FormattedRows(table, ["messages"], _own_messages, config.env_name)
+        checked = FormattedRows(table, [self._key], self._format_row, config.env_name, self._key)
         return checked, checked.bad_rows
 
 

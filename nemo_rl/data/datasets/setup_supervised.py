@@ -17,11 +17,12 @@ import numpy as np
 from nemo_rl.config import DatasetConfig, SupervisedDataConfig
 from nemo_rl.data.bad_rows import BadRow, report_bad_rows
 from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
+from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, RawDataset, RowView
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
-from nemo_rl.data.processors import get_processor, sft_processor
+from nemo_rl.data.processors import get_processor, preference_preprocessor, sft_processor
 from nemo_rl.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,20 @@ def setup_sft_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) 
         DataError: unknown names, missing files, too many bad rows, or a chat template that does not fit.
     """
     return _setup(tokenizer, data_config, load_response_dataset, _sft_processor)
+
+
+def setup_preference_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> SupervisedData:
+    """Load, check and combine all data sets of pairs; arguments and errors as `setup_sft_data`."""
+    return _setup(tokenizer, data_config, load_preference_dataset, _pair_processor)
+
+
+def _pair_processor(entry: DatasetConfig, data_config: SupervisedDataConfig) -> Processor:
+    return partial(
+        preference_preprocessor,
+        add_bos=data_config.add_bos,
+        add_eos=data_config.add_eos,
+        add_generation_prompt=data_config.add_generation_prompt,
+    )
 
 
 def _sft_processor(entry: DatasetConfig, data_config: SupervisedDataConfig) -> Processor:

@@ -80,13 +80,16 @@ class MicrobatchPlan:
         return positions
 
 
-def plan_microbatches(lengths: Sequence[int], num_shards: int, strategy: MicrobatchStrategy) -> MicrobatchPlan:
+def plan_microbatches(
+    lengths: Sequence[int], num_shards: int, strategy: MicrobatchStrategy, group_size: int = 1
+) -> MicrobatchPlan:
     """Plan one global batch.
 
     Args:
         lengths: Tokens of each row (B numbers).
         num_shards: Data-parallel ranks.
-        strategy: How rows are grouped into microbatches.
+        strategy: How rows are grouped into microbatches; sizes and budgets count rows.
+        group_size: Consecutive rows that share a microbatch, 2 for pairs of answers.
 
     Raises:
         DataError: Rows do not divide among shards and microbatches, or a row is longer than a
@@ -96,6 +99,8 @@ def plan_microbatches(lengths: Sequence[int], num_shards: int, strategy: Microba
         >>> plan_microbatches([5, 3, 2, 6], 2, Packed(capacity=8)).shards
         [[[3, 2]], [[0, 1]]]
     """
+    if group_size > 1:
+        return _plan_groups([int(length) for length in lengths], num_shards, strategy, group_size)
     if num_shards < 1:
         raise DataError(f"num_shards={num_shards}: a plan needs at least one data-parallel rank.")
     if len(lengths) < num_shards:
@@ -123,6 +128,31 @@ def plan_microbatches(lengths: Sequence[int], num_shards: int, strategy: Microba
     bins = _group_by_length(costs, strategy.max_tokens)
     spread_bins(bins, costs, -(-len(bins) // num_shards) * num_shards)
     return _deal(bins, [_padded_tokens(costs, rows) for rows in bins], num_shards)
+
+
+def _plan_groups(
+    lengths: Sequence[int], num_shards: int, strategy: MicrobatchStrategy, group_size: int
+) -> MicrobatchPlan:
+    """Plan groups as if each were one row, and put their rows in its place."""
+    if len(lengths) % group_size:
+        raise DataError(f"{len(lengths)} rows do not divide into groups of {group_size}.")
+    groups = [lengths[start : start + group_size] for start in range(0, len(lengths), group_size)]
+    if isinstance(strategy, FixedSize):
+        if strategy.size % group_size:
+            raise DataError(f"a microbatch of {strategy.size} rows would split groups of {group_size}.")
+        costs = [0] * len(groups)
+        strategy = FixedSize(strategy.size // group_size)
+    else:
+        rounded = [[-(-length // strategy.round_to) * strategy.round_to for length in group] for group in groups]
+        packed = isinstance(strategy, Packed)
+        costs = [sum(group) if packed else group_size * max(group) for group in rounded]
+    plan = plan_microbatches(costs, num_shards, strategy)
+    return MicrobatchPlan(
+        [
+            [[group * group_size + row for group in batch for row in range(group_size)] for batch in shard]
+            for shard in plan.shards
+        ]
+    )
 
 
 def _plan_fixed(num_rows: int, num_shards: int, size: int) -> MicrobatchPlan:

@@ -47,9 +47,17 @@ class ShardedBatch:
         return torch.cat(list(parts))[self.plan.restore_order[: self.num_rows]]
 
 
-def training_strategy(config: PolicyConfig, micro_batch_size: int | None = None) -> MicrobatchStrategy:
-    """How training microbatches are formed; a given `micro_batch_size` overrides the configuration."""
-    size = config.train_micro_batch_size
+def training_strategy(
+    config: PolicyConfig, micro_batch_size: int | None = None, group_size: int = 1
+) -> MicrobatchStrategy:
+    """How training microbatches are formed.
+
+    Args:
+        config: the policy section; its `train_micro_batch_size` counts groups.
+        micro_batch_size: rows, instead of what the configuration says.
+        group_size: rows that stay together, 2 for pairs.
+    """
+    size = config.train_micro_batch_size * group_size
     packing, dynamic = config.sequence_packing, config.dynamic_batching
     tokens = packing.train_mb_tokens if packing.enabled else dynamic.train_mb_tokens
     return _strategy(config, size, tokens, micro_batch_size)
@@ -63,24 +71,28 @@ def logprob_strategy(config: PolicyConfig, micro_batch_size: int | None = None) 
     return _strategy(config, size, tokens, micro_batch_size)
 
 
-def shard_batch(data: BatchedDataDict[Any], num_shards: int, strategy: MicrobatchStrategy) -> ShardedBatch:
+def shard_batch(
+    data: BatchedDataDict[Any], num_shards: int, strategy: MicrobatchStrategy, group_size: int = 1
+) -> ShardedBatch:
     """Deal the rows to the ranks.
 
     Args:
         data: at least one row, with `input_lengths`.
         num_shards: data-parallel ranks.
         strategy: how microbatches are formed.
+        group_size: consecutive rows that stay in one microbatch.
 
     Raises:
-        DataError: a row is longer than a microbatch may be.
+        DataError: rows do not divide into groups, or a row is longer than a microbatch may be.
     """
     num_rows = data.size
-    multiple = num_shards
+    multiple = num_shards * group_size
     if isinstance(strategy, FixedSize):
-        strategy = FixedSize(min(strategy.size, -(-num_rows // num_shards)))
+        rows_per_shard = -(-num_rows // multiple) * group_size
+        strategy = FixedSize(min(strategy.size, rows_per_shard))
         multiple = num_shards * strategy.size
     filled = with_filler_rows(data, -num_rows % multiple)
-    plan = plan_microbatches(filled["input_lengths"].tolist(), num_shards, strategy)
+    plan = plan_microbatches(filled["input_lengths"].tolist(), num_shards, strategy, group_size)
     shards = range(num_shards)
     return ShardedBatch(
         data=[filled.select_indices(plan.shard_rows(shard)) for shard in shards],

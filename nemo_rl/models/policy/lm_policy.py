@@ -182,11 +182,12 @@ class Policy(PolicyInterface):
         make_portable(loss_fn)
         size = gbs or self.config.train_global_batch_size
         batches = list(global_batches(data, size, allow_partial=eval_mode))
-        strategy = training_strategy(self.config, mbs)
+        group_size = getattr(loss_fn, "rows_per_unit", 1)
+        strategy = training_strategy(self.config, mbs, group_size)
         updates = []
         for number, batch in enumerate(batches):
             valid = count_valid(batch)
-            sharded = shard_batch(batch, self.data_parallel_size, strategy)
+            sharded = shard_batch(batch, self.data_parallel_size, strategy, group_size)
             parts = self._run_sharded(
                 "train",
                 sharded,

@@ -166,3 +166,33 @@ def test_fewer_rows_than_shards():
         plan_microbatches([1, 1], 3, Packed(8))
     with pytest.raises(DataError, match="do not divide"):
         plan_microbatches([8, 8, 8], 2, Packed(8))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=3, max_size=30),
+    st.integers(1, 3),
+    st.sampled_from([Packed(CAPACITY), Packed(CAPACITY, round_to=4), TokenBudget(CAPACITY), FixedSize(2)]),
+)
+@settings(deadline=None)
+def test_pairs_stay_together(pairs, num_shards, strategy):
+    pairs = pairs[: len(pairs) // num_shards * num_shards]
+    lengths = [length for pair in pairs for length in pair]
+    plan = plan_microbatches(lengths, num_shards, strategy, group_size=2)
+    assert sorted(plan.row_order) == list(range(len(lengths)))
+    assert len({len(shard) for shard in plan.shards}) == 1
+    for rows in itertools.chain(*plan.shards):
+        assert all(b == a + 1 and a % 2 == 0 for a, b in zip(rows[::2], rows[1::2], strict=True))
+        if isinstance(strategy, Packed):
+            cost = sum(-(-lengths[row] // strategy.round_to) * strategy.round_to for row in rows)
+            assert cost <= CAPACITY
+        if isinstance(strategy, TokenBudget):
+            assert max(lengths[row] for row in rows) * len(rows) <= CAPACITY
+
+
+def test_pairs_that_cannot_stay_together():
+    with pytest.raises(DataError, match="5 rows do not divide into groups of 2"):
+        plan_microbatches([1] * 5, 1, FixedSize(2), group_size=2)
+    with pytest.raises(DataError, match="microbatch of 3 rows would split groups of 2"):
+        plan_microbatches([1] * 6, 1, FixedSize(3), group_size=2)
+    with pytest.raises(DataError, match="longer than the 64 tokens"):
+        plan_microbatches([40, 30], 1, Packed(CAPACITY), group_size=2)

@@ -152,6 +152,7 @@ def test_dpo_equals_the_reference(options):
         "accuracy": wins / 3,
         "rewards_chosen_mean": sum(chosen) / 3,
         "rewards_rejected_mean": sum(rejected) / 3,
+        "rewards_margin_mean": (sum(chosen) - sum(rejected)) / 3,
         "num_valid_samples": 3,
     }
     assert {k: float(v) for k, v in metrics.items()} == pytest.approx(expected_metrics, rel=1e-12)

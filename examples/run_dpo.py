@@ -1,0 +1,39 @@
+"""Direct preference optimisation.
+
+    uv run examples/run_dpo.py [--config FILE] [key=value ...]
+
+Without --config the run is described by examples/configs/dpo.yaml (one GPU); on a machine without a GPU use
+--config examples/configs/dpo_cpu.yaml. Overrides follow Hydra's grammar.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from nemo_rl.algorithms.launch import launch
+from nemo_rl.config import DPOMasterConfig
+
+STARTED_AT = time.perf_counter()
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "dpo.yaml"
+
+
+def run(config: DPOMasterConfig) -> None:
+    """Assemble the run, train, and stop all workers whatever happens."""
+    # Imported here so that a refused configuration does not wait for torch.
+    from nemo_rl.algorithms.assemble_supervised import assemble_dpo
+    from nemo_rl.algorithms.dpo import dpo_train
+
+    parts = assemble_dpo(config, STARTED_AT)
+    try:
+        dpo_train(parts)
+    finally:
+        parts.close()
+
+
+def main() -> int:
+    """Run from the command line; returns the exit status."""
+    return launch(__doc__ or "", DEFAULT_CONFIG, DPOMasterConfig, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""Data sets of preferred and rejected answers, by name.
+
+Uses `hub` and `readers` for the raw rows; `setup_supervised` uses it. Law: a formatted row has `pair`:
+`context` (messages) and two `completions`, each with `rank` and `completion` (messages), the lower rank
+preferred; a pair whose two answers are the same is no pair.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from nemo_rl.config import DatasetConfig
+from nemo_rl.data.bad_rows import RowError
+from nemo_rl.data.datasets.arithmetic import TRAIN
+from nemo_rl.data.datasets.arithmetic_worked import WorkedPairsDataset
+from nemo_rl.data.datasets.conversation_datasets import ASSISTANT, checked_messages
+from nemo_rl.data.datasets.hub import HubSource, load_table
+from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
+from nemo_rl.data.datasets.response_datasets import ExternalDataset, resolve_external_dataset_class
+from nemo_rl.data.datasets.row_values import kind_of, text_of, value_of
+from nemo_rl.utils.errors import DataError
+
+Pair = dict[str, Any]
+Messages = list[dict[str, Any]]
+
+_TURNS = re.compile(r"\n\n(Human|Assistant):")
+_SPEAKERS = {"Human": "user", "Assistant": ASSISTANT}
+
+
+class PairDataset(RawDataset):
+    """Pairs from a local file, a mirror or the hub; a subclass says how a row is read.
+
+    Args:
+        config: The entry of `data.train` or `data.validation`.
+        role: "train" or "validation": chooses the usual split.
+        source: The named data set; None for any file or hub id.
+
+    Raises:
+        DataError: There is nothing to read, or it cannot be read.
+    """
+
+    def __init__(self, config: DatasetConfig, role: str = TRAIN, source: HubSource | None = None) -> None:
+        self.config = config
+        table = load_table(config, role, source or HubSource(None))
+        rows = FormattedRows(table, self.columns(), self.to_pair, config.env_name, key="pair")
+        self.dataset = rows
+        self.bad_rows = rows.bad_rows
+        self.num_rows = table.num_rows
+        if len(table.rows):
+            self.first_columns = tuple(table.rows[0])
+
+    def columns(self) -> list[str]:
+        """Columns that `to_pair` reads."""
+        raise NotImplementedError
+
+    def to_pair(self, row: Row) -> Pair:
+        """The pair of a raw row.
+
+        Raises:
+            RowError: The row cannot be used; the message says why.
+        """
+        raise NotImplementedError
+
+
+class PreferenceDataset(PairDataset):
+    """Rows `{context: messages, completions: [{rank, completion: messages}, ...]}`.
+
+    Of several completions the best and the worst make the pair.
+    """
+
+    def columns(self) -> list[str]:
+        """Context and completions."""
+        return ["context", "completions"]
+
+    def to_pair(self, row: Row) -> Pair:
+        """The completions of lowest and highest rank."""
+        return ranked_pair(row)
+
+
+class BinaryPreferenceDataset(PairDataset):
+    r"""Rows with a preferred and a rejected answer: `prompt_key`, `chosen_key`, `rejected_key`.
+
+    The prompt is a text or a list of messages. Without a prompt column, chosen and rejected are whole
+    conversations with the same beginning: lists of messages, or texts written as
+    "\n\nHuman: ...\n\nAssistant: ..." (the format of hh-rlhf).
+    """
+
+    def columns(self) -> list[str]:
+        """Prompt, chosen and rejected."""
+        return [self.config.prompt_key or "prompt", *self._answer_keys()]
+
+    def to_pair(self, row: Row) -> Pair:
+        """Prompt and answers, or two conversations with the same beginning."""
+        prompt_key = self.config.prompt_key or "prompt"
+        chosen, rejected = (value_of(row, key) for key in self._answer_keys())
+        if self._reads_prompt(row, prompt_key, chosen):
+            context = _messages(value_of(row, prompt_key), prompt_key)
+            return make_pair(context, *(_answer(row, key) for key in self._answer_keys()))
+        best, worst = (
+            _conversation(value, key) for value, key in zip((chosen, rejected), self._answer_keys(), strict=True)
+        )
+        return _split_shared(best, worst)
+
+    def _reads_prompt(self, row: Row, prompt_key: str, chosen: Any) -> bool:
+        if self.config.prompt_key is not None:
+            return True
+        whole = isinstance(chosen, list) and len(chosen) > 1
+        return prompt_key in row and not whole
+
+    def _answer_keys(self) -> tuple[str, str]:
+        return self.config.chosen_key or "chosen", self.config.rejected_key or "rejected"
+
+
+class HelpSteer3Dataset(PairDataset):
+    """HelpSteer3: two responses, `overall_preference` below 0 for the first and above 0 for the second."""
+
+    def columns(self) -> list[str]:
+        """Context, responses and the preference."""
+        return ["context", "response1", "response2", "overall_preference"]
+
+    def to_pair(self, row: Row) -> Pair:
+        """The response that the sign prefers, and the other one."""
+        preference = value_of(row, "overall_preference")
+        if not isinstance(preference, int | float) or preference == 0:
+            raise RowError("'overall_preference' prefers neither response")
+        keys = ("response1", "response2") if preference < 0 else ("response2", "response1")
+        return make_pair(_messages(value_of(row, "context"), "context"), *(_answer(row, key) for key in keys))
+
+
+def ranked_pair(row: Row) -> Pair:
+    """The best and the worst of a row's `completions`.
+
+    Raises:
+        RowError: There are no two ranks, or a message cannot be used.
+    """
+    completions = value_of(row, "completions")
+    if not isinstance(completions, list) or not all(isinstance(c, Mapping) for c in completions):
+        raise RowError(f"'completions' is {kind_of(completions)}, not a list of objects")
+    if not all(isinstance(c.get("rank"), int | float) for c in completions):
+        raise RowError("a completion has no 'rank'")
+    ranked = sorted(completions, key=lambda c: c["rank"])
+    if len(ranked) < 2 or ranked[0]["rank"] == ranked[-1]["rank"]:
+        raise RowError("'completions' has no two ranks to compare")
+    context = _messages(value_of(row, "context"), "context")
+    best, worst = (checked_messages(c.get("completion"), "completion") for c in (ranked[0], ranked[-1]))
+    return make_pair(context, best, worst)
+
+
+def make_pair(context: Messages, chosen: Messages, rejected: Messages) -> Pair:
+    """A formatted pair.
+
+    Raises:
+        RowError: The two answers are the same.
+    """
+    if chosen == rejected:
+        raise RowError("chosen and rejected are the same")
+    return {
+        "context": context,
+        "completions": [{"rank": 0, "completion": chosen}, {"rank": 1, "completion": rejected}],
+    }
+
+
+def parse_transcript(text: str, key: str) -> Messages:
+    r"""Messages of a text written as "\n\nHuman: ...\n\nAssistant: ...".
+
+    Raises:
+        RowError: The text does not begin so, or does not end with an answer that says something.
+    """
+    parts = _TURNS.split(text)
+    if parts[0].strip() or len(parts) < 3:
+        raise RowError(f"{key!r} is not written as '\\n\\nHuman: ... \\n\\nAssistant: ...'")
+    messages: Messages = []
+    for speaker, said in zip(parts[1::2], parts[2::2], strict=True):
+        messages.append({"role": _SPEAKERS[speaker], "content": said.strip()})
+    return checked_messages(messages, key)
+
+
+def _conversation(value: Any, key: str) -> Messages:
+    return parse_transcript(value, key) if isinstance(value, str) else checked_messages(value, key)
+
+
+def _split_shared(chosen: Messages, rejected: Messages) -> Pair:
+    """Two whole conversations as their shared beginning and the last message of each."""
+    if chosen[:-1] != rejected[:-1]:
+        raise RowError("chosen and rejected differ before their last message")
+    if len(chosen) < 2:
+        raise RowError("chosen and rejected have no prompt")
+    return make_pair(chosen[:-1], chosen[-1:], rejected[-1:])
+
+
+def _messages(value: Any, key: str) -> Messages:
+    """A prompt, which does not have to end with an assistant message."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": text_of({key: value}, key)}]
+    if not isinstance(value, list) or not all(isinstance(m, Mapping) and "role" in m for m in value):
+        raise RowError(f"{key!r} is {kind_of(value)}, neither text nor a list of messages")
+    return [{name: below for name, below in message.items() if below is not None} for message in value]
+
+
+def _answer(row: Row, key: str) -> Messages:
+    value = value_of(row, key)
+    if isinstance(value, list):
+        return checked_messages(value, key)
+    return [{"role": ASSISTANT, "content": text_of(row, key)}]
+
+
+PREFERENCE_REGISTRY: dict[str, Callable[[DatasetConfig, str], RawDataset]] = {
+    "HelpSteer3": partial(HelpSteer3Dataset, source=HubSource("nvidia/HelpSteer3", validation_split="validation")),
+    "Tulu3Preference": partial(
+        BinaryPreferenceDataset, source=HubSource("allenai/llama-3.1-tulu-3-8b-preference-mixture")
+    ),
+    "BinaryPreferenceDataset": BinaryPreferenceDataset,
+    "PreferenceDataset": PreferenceDataset,
+    "arithmetic_preference": WorkedPairsDataset,
+}
+
+
+def load_preference_dataset(config: DatasetConfig, role: str = TRAIN) -> RawDataset:
+    """Load the data set of one config entry, and split it if the entry says so.
+
+    Args:
+        config: An entry of `data.train` or `data.validation`; a `data_path` alone is a
+            BinaryPreferenceDataset.
+        role: "train" or "validation".
+
+    Raises:
+        DataError: The name is unknown, or the data cannot be read.
+    """
+    name = config.dataset_name or "BinaryPreferenceDataset"
+    if name in PREFERENCE_REGISTRY:
+        raw = PREFERENCE_REGISTRY[name](config, role)
+    elif "." in name:
+        raw = ExternalDataset(resolve_external_dataset_class(name), config, role, ranked_pair, "pair")
+    else:
+        near = get_close_matches(name, PREFERENCE_REGISTRY, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise DataError(f"dataset_name {name!r} is unknown.{hint} Known: {', '.join(PREFERENCE_REGISTRY)}.")
+    if role == TRAIN:
+        raw.split_train_validation(config.split_validation_size, config.seed)
+    return raw

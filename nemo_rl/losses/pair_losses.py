@@ -1,0 +1,159 @@
+"""Losses of one pair of answers, from the rewards of the two.
+
+`losses.preference` reduces them over a batch. A variant of DPO is a row of `VARIANTS`: a function of two
+rewards, and whether rewards are averages over tokens and relative to a reference. Law: each function is the
+formula of its paper, with m = reward_chosen - reward_rejected and rewards that hold beta already.
+
+Legend: `P` pairs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from nemo_rl.utils.errors import ConfigError
+
+type PairLossFn = Callable[[Tensor, Tensor], Tensor]
+"""(chosen_P, rejected_P) rewards -> loss_P."""
+
+
+def logistic_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    """`-log sigmoid(chosen - rejected)`: the Bradley-Terry model's negative log-likelihood."""
+    return -logsigmoid(chosen_P - rejected_P)
+
+
+@dataclass(frozen=True)
+class SmoothedLogistic:
+    """`-(1 - e) log sigmoid(m) - e log sigmoid(-m)`: conservative DPO, for labels wrong with probability e.
+
+    Mitchell, "A note on DPO with noisy preferences and relationship to IPO" (2023), equation 3.
+    """
+
+    label_smoothing: float
+
+    def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+        """See the class."""
+        margin_P, e = chosen_P - rejected_P, self.label_smoothing
+        return -(1 - e) * logsigmoid(margin_P) - e * logsigmoid(-margin_P)
+
+
+@dataclass(frozen=True)
+class Robust:
+    """`(-(1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2e)`: unbiased under noise, arXiv 2403.00409."""
+
+    label_smoothing: float
+
+    def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+        """See the class."""
+        margin_P, e = chosen_P - rejected_P, self.label_smoothing
+        return (-(1 - e) * logsigmoid(margin_P) + e * logsigmoid(-margin_P)) / (1 - 2 * e)
+
+
+@dataclass(frozen=True)
+class IPO:
+    """`(m / beta - 1 / (2 beta))^2` on mean log-ratios, arXiv 2310.12036, equation 17."""
+
+    beta: float
+
+    def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+        """See the class."""
+        return ((chosen_P - rejected_P) / self.beta - 1 / (2 * self.beta)) ** 2
+
+
+def hinge_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    """`max(0, 1 - m)`: SLiC, arXiv 2305.10425, on DPO's rewards."""
+    return torch.relu(1 - (chosen_P - rejected_P))
+
+
+@dataclass(frozen=True)
+class Margin:
+    """`-log sigmoid(m - margin)`: SimPO, arXiv 2405.14734, equation 6; reward models with a margin."""
+
+    margin: float
+
+    def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+        """See the class."""
+        return -logsigmoid(chosen_P - rejected_P - self.margin)
+
+
+@dataclass(frozen=True)
+class OddsRatio:
+    """`-beta log sigmoid(log odds_chosen - log odds_rejected)`: ORPO, arXiv 2403.07691, equation 7.
+
+    odds = p / (1 - p), p the geometric mean of the answer's token probabilities; rewards are beta log p.
+    """
+
+    beta: float
+
+    def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+        """See the class."""
+        ratio_P = self._log_odds(chosen_P) - self._log_odds(rejected_P)
+        return -self.beta * logsigmoid(ratio_P)
+
+    def _log_odds(self, reward_P: Tensor) -> Tensor:
+        # A probability of 1 has infinite odds; rows without tokens come with one and must stay finite.
+        logprob_P = (reward_P / self.beta).clamp(max=-1e-7)
+        return logprob_P - torch.log(-torch.expm1(logprob_P))
+
+
+@dataclass(frozen=True)
+class CentredMargin:
+    """`-log sigmoid(m - margin) + c (chosen + rejected)^2`: a reward model whose scores stay around 0.
+
+    The margin as in Llama 2 (arXiv 2307.09288, equation 2), the centring as in arXiv 2312.09244, section 3.
+    """
+
+    margin: float
+    coefficient: float
+
+    def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+        """See the class."""
+        loss_P = -logsigmoid(chosen_P - rejected_P - self.margin)
+        return loss_P + self.coefficient * (chosen_P + rejected_P) ** 2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One preference loss.
+
+    Attributes:
+        pair_loss: loss of a pair from its rewards.
+        average: rewards are means over tokens, whatever the configuration says.
+        needs_reference: rewards are relative to the reference policy.
+        sft_average: the likelihood term is a mean over tokens, whatever the configuration says.
+    """
+
+    pair_loss: PairLossFn
+    average: bool = False
+    needs_reference: bool = True
+    sft_average: bool = False
+
+
+type VariantFactory = Callable[[float, float, float], Variant]
+"""(beta, label smoothing, target margin) -> variant."""
+
+VARIANTS: dict[str, VariantFactory] = {
+    "sigmoid": lambda beta, smoothing, margin: Variant(SmoothedLogistic(smoothing)),
+    "robust": lambda beta, smoothing, margin: Variant(Robust(smoothing)),
+    "rpo": lambda beta, smoothing, margin: Variant(SmoothedLogistic(smoothing), sft_average=True),
+    "hinge": lambda beta, smoothing, margin: Variant(hinge_pair_loss),
+    "ipo": lambda beta, smoothing, margin: Variant(IPO(beta), average=True),
+    "simpo": lambda beta, smoothing, margin: Variant(Margin(margin), average=True, needs_reference=False),
+    "orpo": lambda beta, smoothing, margin: Variant(
+        OddsRatio(beta), average=True, needs_reference=False, sft_average=True
+    ),
+}
+
+
+def make_variant(name: str, beta: float, label_smoothing: float, target_margin: float) -> Variant:
+    """The preference loss of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in VARIANTS:
+        raise ConfigError(f"dpo.preference_loss={name!r} is unknown; choose one of {', '.join(VARIANTS)}.")
+    return VARIANTS[name](beta, label_smoothing, target_margin)
