@@ -79,6 +79,11 @@ def check_reward_model(policy: PolicyConfig) -> Findings:
     """The policy scores sequences."""
     if not policy.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg.enabled=false, but run_rm.py trains a scalar head. Set it to true."
+    if policy.dtensor_cfg.lora_cfg.enabled:
+        yield (
+            "policy.dtensor_cfg.lora_cfg.enabled=true freezes everything but adapters, also the new scalar head. "
+            "Set it to false: reward models are trained in full."
+        )
 
 
 def check_dpo(dpo: DPOConfig) -> Findings:

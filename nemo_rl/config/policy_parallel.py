@@ -1,17 +1,59 @@
 """Keys of `policy` that say how the model is spread and fed: dtensor_cfg, batching, packing.
 
-Read by the policy and dtensor rooms. Law: these keys change speed and memory, never the result.
+Read by the policy and dtensor rooms. Law: these keys change speed and memory, never the result; only
+`lora_cfg` changes what is trained.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.availability import Only
 from nemo_rl.config.section import Section, derived
 
 _TRAIN_TOKENS = "${mul:${..max_total_sequence_length},${..train_micro_batch_size}}"
 _LOGPROB_TOKENS = "${mul:${..max_total_sequence_length},${..logprob_batch_size}}"
+
+
+class LoraConfig(Section):
+    """Train low-rank adapters instead of the model's weights."""
+
+    ignored: ClassVar[dict[str, str]] = {"use_triton": "adapters are plain matrix products"}
+
+    enabled: bool = Field(default=False, description="Freeze the model and train adapters on its linear layers.")
+    dim: PositiveInt = Field(default=8, description="Rank of the adapters.")
+    alpha: PositiveInt = Field(default=32, description="The adapters' product is scaled by alpha / dim.")
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability in the adapters.")
+    dropout_position: Literal["pre", "post"] = Field(
+        default="post", description="Dropout on the adapter's input (pre) or on its output (post)."
+    )
+    match_all_linear: bool = Field(default=True, description="Adapt every linear layer but the output head.")
+    target_modules: list[str] = Field(
+        default_factory=list,
+        description="Layers to adapt, with match_all_linear: false: full names, last parts (q_proj) or wildcards.",
+    )
+    exclude_modules: list[str] = Field(
+        default_factory=list, description="Layers to leave as they are, named like target_modules."
+    )
+    lora_A_init: Literal["xavier", "uniform"] = Field(
+        default="xavier", description="First values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."
+    )
+
+    @model_validator(mode="after")
+    def _names_layers_once(self) -> Self:
+        if self.enabled and self.match_all_linear == bool(self.target_modules):
+            raise PydanticCustomError(
+                "lora_targets",
+                "{finding}",
+                {
+                    "finding": "match_all_linear=true adapts every linear layer, but target_modules names some; set "
+                    "match_all_linear=false to adapt only those"
+                    if self.match_all_linear
+                    else "match_all_linear=false needs target_modules, for example [q_proj, v_proj]"
+                },
+            )
+        return self
 
 
 class DTensorConfig(Section):
@@ -22,7 +64,6 @@ class DTensorConfig(Section):
         "custom_parallel_plan": "a user's tensor-parallel plan",
         "defer_fsdp_grad_sync": "delayed gradient reduction",
         "dp_replicate_size": "hybrid sharding",
-        "lora_cfg": "LoRA",
         "moe_parallelizer": "expert parallelism",
     }
     ignored: ClassVar[dict[str, str]] = {"_v2": "there is one DTensor worker"}
@@ -46,6 +87,7 @@ class DTensorConfig(Section):
     sequence_parallel: Annotated[bool, Only((False,), "Sequence parallelism")] = Field(
         default=False, description="Split norms and dropout along the sequence between tensor-parallel ranks."
     )
+    lora_cfg: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
     clear_cache_every_n_steps: PositiveInt | None = Field(
         default=None, description="Free cached GPU memory every this many microbatches; null: never."
     )

@@ -4,7 +4,8 @@ Implements `models.policy.interfaces.PolicyBackend`; `workers.dtensor_worker` bu
 actor, tests build it in plain processes. The process group is up before it is made.
 
 Law: float32 master weights, sharded over the data-parallel mesh; whoever changes them leaves no
-gathered copy behind.
+gathered copy behind. With LoRA the loaded weights are the reference and stay as they are; what goes out
+(engines, checkpoints) is merged (`lora`).
 
 On CPUs the same data gives the same bits: the thread count is fixed by the caller, microbatches run in
 plan order, ranks reduce in gloo's fixed ring order, and no kernel used here has a random summation order.
@@ -23,9 +24,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
-from nemo_rl.models.dtensor import checkpoint_io
+from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
+from nemo_rl.models.dtensor.lora import adapters_off, apply_lora, check_adapters_moved, merged_by_name
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
@@ -50,7 +52,8 @@ class DTensorBackend:
         config: the policy section.
         device: this rank's device; its type names the mesh's device type.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
-        init_reference_model: keep a CPU copy of the initial weights.
+        init_reference_model: keep a CPU copy of the initial weights; with LoRA the frozen base serves.
+        seed: run seed, for the adapters' first values.
     """
 
     def __init__(
@@ -60,13 +63,17 @@ class DTensorBackend:
         *,
         init_optimizer: bool = True,
         init_reference_model: bool = True,
+        seed: int = 0,
     ) -> None:
         self.device = device
         self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
         self._max_grad_norm = config.max_grad_norm
         self._density = sampling_density(config)
-        self.model = _build_model(config, device)
-        self._reference = _local_copies(self.model) if init_reference_model else None
+        self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
+        self._adapters_unproven = self._lora.enabled
+        self.model = _build_model(config, device, seed)
+        self._has_reference = init_reference_model
+        self._reference = _local_copies(self.model) if init_reference_model and not self._lora.enabled else None
         self.optimizer: Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         if init_optimizer:
@@ -101,6 +108,9 @@ class DTensorBackend:
         finite = norm == norm and norm != float("inf")
         if finite:
             self.optimizer.step()
+            if self._adapters_unproven and norm > 0 and self.learning_rate() > 0:
+                check_adapters_moved(self.model.hf, self.device)
+                self._adapters_unproven = False
         else:
             logger.warning("Gradient norm is %s: this optimizer update is skipped.", norm)
         self.zero_grad()
@@ -122,8 +132,12 @@ class DTensorBackend:
         Raises:
             ConfigError: the policy was made with `init_reference_model=False`.
         """
-        if self._reference is None:
+        if not self._has_reference:
             raise ConfigError("Reference log-probabilities need Policy(init_reference_model=True).")
+        if self._reference is None:
+            with adapters_off(self.model.hf):
+                yield
+            return
         current = _local_copies(self.model)
         _copy_into(self.model, self._reference)
         try:
@@ -137,7 +151,7 @@ class DTensorBackend:
         Args:
             dtype: cast floating-point tensors to it; None keeps float32.
         """
-        for name, tensor in checkpoint_io.weights_by_name(self.model.hf).items():
+        for name, tensor in merged_by_name(self.model.hf, self.device):
             if tensor.device != self.device:
                 tensor = tensor.to(self.device)
             if dtype is not None and tensor.is_floating_point():
@@ -157,7 +171,12 @@ class DTensorBackend:
 
     def save(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.save`."""
-        checkpoint_io.save_weights(self.model.hf, paths.weights)
+        if self._lora.enabled:
+            merged = dict(merged_by_name(self.model.hf, self.device))
+            checkpoint_io.save_weights(self.model.hf, paths.weights, merged)
+            adapter_io.save_adapter(self.model.hf, self._lora, self._model_name, paths.weights)
+        else:
+            checkpoint_io.save_weights(self.model.hf, paths.weights)
         if paths.optimizer is None:
             return
         if self.optimizer is None:
@@ -167,7 +186,11 @@ class DTensorBackend:
     def load(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.load`."""
         reshard(self.model)
-        checkpoint_io.load_weights(self.model.hf, paths.weights)
+        if self._lora.enabled:
+            adapter_io.load_adapter(self.model.hf, paths.weights, self.device)
+        else:
+            adapter_io.refuse_adapter(paths.weights)
+            checkpoint_io.load_weights(self.model.hf, paths.weights)
         if paths.optimizer is not None and self.optimizer is not None:
             checkpoint_io.load_training_state(self.model.hf, self.optimizer, self.scheduler, paths.optimizer)
 
@@ -186,8 +209,8 @@ def sampling_density(config: PolicyConfig) -> SamplingDensity:
     return SamplingDensity(generation.temperature, top_k, generation.top_p)
 
 
-def _build_model(config: PolicyConfig, device: torch.device) -> CausalLMWithLogprobs:
-    """Load, check, and shard the model."""
+def _build_model(config: PolicyConfig, device: torch.device, seed: int) -> CausalLMWithLogprobs:
+    """Load, check, adapt and shard the model."""
     packed = config.sequence_packing.enabled
     hf = load_causal_lm(
         config.model_name,
@@ -197,6 +220,8 @@ def _build_model(config: PolicyConfig, device: torch.device) -> CausalLMWithLogp
     if packed:
         verify_packing(hf)
     model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)
+    if config.dtensor_cfg.lora_cfg.enabled:
+        apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
     if config.dtensor_cfg.activation_checkpointing:
         enable_activation_checkpointing(hf)
     mesh = build_mesh(device.type, dist.get_world_size())

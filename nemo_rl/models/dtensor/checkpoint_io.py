@@ -49,15 +49,16 @@ def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def save_weights(hf: PreTrainedModel, weights_path: Path) -> None:
+def save_weights(hf: PreTrainedModel, weights_path: Path, weights: dict[str, Tensor] | None = None) -> None:
     """Write weights and configuration as a folder that `from_pretrained` loads.
 
     Args:
         hf: the model, sharded or not.
         weights_path: the W of the module docstring.
+        weights: what to write under the model's names; None takes `weights_by_name`.
     """
     folder = weights_path / MODEL_FOLDER
-    weights = weights_by_name(hf)
+    weights = weights_by_name(hf) if weights is None else weights
     writer = HuggingFaceStorageWriter(
         str(folder),
         fqn_to_index_mapping=_file_numbers(weights),

@@ -34,6 +34,7 @@ class DTensorPolicyWorker(PolicyWorker):
             torch_device,
             init_optimizer=settings.init_optimizer,
             init_reference_model=settings.init_reference_model,
+            seed=settings.seed,
         )
         set_seed(derive_seed(settings.seed, "policy", backend.dp_rank))
         super().__init__(backend, config)

@@ -1,0 +1,177 @@
+"""Write and read LoRA adapters in the format of the PEFT library.
+
+Called by `backend` beside `checkpoint_io`. Layout (W = weights folder of a checkpoint):
+
+    W/model/     merged weights, written by `checkpoint_io`: what `from_pretrained` and engines load
+    W/adapter/   adapter_config.json, adapter_model.safetensors: `PeftModel.from_pretrained(base, folder)`
+
+Law: a resumed run has the base of `policy.model_name` and the adapter of the checkpoint, bit for bit; a
+base that is not the one the checkpoint was trained on is refused.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.config import LoraConfig
+from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER
+from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules
+from nemo_rl.utils.errors import CheckpointError
+
+ADAPTER_FOLDER = "adapter"
+_CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_MERGE_TOLERANCE = 1e-5
+
+
+def save_adapter(hf: PreTrainedModel, config: LoraConfig, base_name: str, weights_path: Path) -> None:
+    """Write the adapter; all ranks take part, rank 0 writes.
+
+    Args:
+        hf: the adapted model, sharded or not.
+        config: the `lora_cfg` section it was made with.
+        base_name: `policy.model_name`.
+        weights_path: the W of the module docstring.
+    """
+    tensors = {_peft_key(name): _full(parameter) for name, parameter in _adapter_parameters(hf).items()}
+    if dist.get_rank() == 0:
+        folder = weights_path / ADAPTER_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / _WEIGHTS_FILE, metadata={"format": "pt"})
+        described = _peft_config(config, base_name, list(adapted_modules(hf)))
+        (folder / _CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    dist.barrier()
+
+
+@torch.no_grad()
+def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) -> None:
+    """Read an adapter into the adapted model in place, each rank its own part.
+
+    Args:
+        hf: the adapted model, its base loaded from `policy.model_name`.
+        weights_path: the W of the module docstring.
+        device: where merged weights are computed for the comparison with the saved ones.
+
+    Raises:
+        CheckpointError: there is no adapter, it has other layers or shapes, or it belongs to another base.
+    """
+    folder = weights_path / ADAPTER_FOLDER
+    if not (folder / _WEIGHTS_FILE).exists():
+        raise CheckpointError(
+            f"{folder} holds no {_WEIGHTS_FILE}: the checkpoint was written without LoRA. Set "
+            f"policy.dtensor_cfg.lora_cfg.enabled=false, or start a new run from policy.model_name="
+            f"{weights_path / MODEL_FOLDER}."
+        )
+    saved = load_file(folder / _WEIGHTS_FILE)
+    parameters = _adapter_parameters(hf)
+    _require_same_shapes(folder, saved, {_peft_key(name): tensor for name, tensor in parameters.items()})
+    for name, parameter in parameters.items():
+        value = saved[_peft_key(name)]
+        if isinstance(parameter, DTensor):
+            value = value.to(parameter.device_mesh.device_type)
+            placed = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(placed.to_local())
+        else:
+            parameter.copy_(value)
+    _check_base(hf, weights_path / MODEL_FOLDER, device)
+
+
+def refuse_adapter(weights_path: Path) -> None:
+    """Refuse to resume full training from a checkpoint of LoRA training.
+
+    Raises:
+        CheckpointError: the folder holds an adapter.
+    """
+    if (weights_path / ADAPTER_FOLDER).exists():
+        raise CheckpointError(
+            f"{weights_path} was written with LoRA. Set policy.dtensor_cfg.lora_cfg.enabled=true to go on, or "
+            f"start a new run from the merged weights: policy.model_name={weights_path / MODEL_FOLDER}."
+        )
+
+
+def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None:
+    """Compare base plus adapter with the merged weights of the checkpoint, each rank its own rows."""
+    merged = {f"{name}.weight": module.merged_weight(device) for name, module in adapted_modules(hf).items()}
+    expected = {name: torch.empty_like(tensor) for name, tensor in merged.items()}
+    try:
+        dcp.load(dict(expected), storage_reader=HuggingFaceStorageReader(str(folder)))
+    except dcp.CheckpointException as error:
+        raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: {error}") from error
+    close = [torch.tensor([_close(_local(merged[name]), _local(expected[name]))], device=device) for name in merged]
+    agreed = torch.cat(close).int()
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    wrong = [name for name, same in zip(merged, agreed.tolist(), strict=True) if not same]
+    if wrong:
+        raise CheckpointError(
+            f"policy.model_name plus the adapter is not what {folder} holds: {len(wrong)} weights differ, the "
+            f"first {wrong[0]}. The adapter was trained on another model, or with another alpha."
+        )
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.numel() == 0:
+        return True
+    return (ours - theirs).abs().max().item() <= _MERGE_TOLERANCE * theirs.abs().max().item()
+
+
+def _adapter_parameters(hf: PreTrainedModel) -> dict[str, Tensor]:
+    return {
+        f"{name}.{last}": getattr(module, last)
+        for name, module in adapted_modules(hf).items()
+        for last in ADAPTER_PARAMETERS
+    }
+
+
+def _peft_key(name: str) -> str:
+    return f"base_model.model.{name}.weight"
+
+
+def _peft_config(config: LoraConfig, base_name: str, names: list[str]) -> dict[str, object]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "inference_mode": True,
+        "r": config.dim,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": names,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "modules_to_save": None,
+    }
+
+
+def _require_same_shapes(folder: Path, saved: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    wanted_shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    different = sorted(dict(saved_shapes.items() ^ wanted_shapes.items()))
+    if different:
+        first = different[0]
+        raise CheckpointError(
+            f"{folder} does not fit policy.dtensor_cfg.lora_cfg: {len(different)} tensors differ, for example "
+            f"{first}: {saved_shapes.get(first, 'missing')} in the checkpoint, "
+            f"{wanted_shapes.get(first, 'missing')} in this run."
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        if tensor.device.type != tensor.device_mesh.device_type:
+            tensor = tensor.to(tensor.device_mesh.device_type)
+        tensor = tensor.full_tensor()
+    return tensor.cpu().contiguous()

@@ -1,0 +1,251 @@
+"""Low-rank adapters on a frozen model (LoRA, Hu et al. 2021, arXiv:2106.09685).
+
+`backend` calls `apply_lora` between loading and sharding; `adapter_io` writes what is trained; weight sync
+and checkpoints read `merged_by_name`. Law: base weights never change. Whoever leaves this room sees plain
+weights under Hugging Face names, each merged when it is asked for.
+
+FSDP2 shards an adapted layer's weight `[out, in]` and its B `[out, dim]` by the same rows, so a rank merges
+its own rows and only the small A is gathered. Tensor parallelism has to keep that property: B is split
+like the rows of the weight, A like its columns.
+"""
+
+import fnmatch
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.config import LoraConfig
+from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.seed import derive_seed
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_PARAMETERS = ("lora_A", "lora_B")
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer plus a trained product of two thin matrices.
+
+    `y = x W^T + bias + (alpha / dim) x A^T B^T`. Dropout falls on x before A (`pre`) or on the product
+    (`post`), in training mode only.
+
+    Attributes:
+        weight: `[out, in]`, frozen; also the base layer's own parameter, so its name does not change.
+        bias: `[out]`, frozen, or None.
+        lora_A: `[dim, in]`.
+        lora_B: `[out, dim]`, zero at the start, so that a new adapter changes nothing.
+        active: False computes the base layer alone.
+
+    Args:
+        base: the layer to adapt; its parameters are taken over and frozen.
+        config: the adapter's shape and dropout.
+        generator: draws A.
+    """
+
+    def __init__(self, base: nn.Linear, config: LoraConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight = base.weight.requires_grad_(False)
+        self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
+        self.lora_A = nn.Parameter(_initial_a(config, base, generator))
+        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, config.dim))
+        self.scaling = config.alpha / config.dim
+        self.dropout, self.dropout_position = config.dropout, config.dropout_position
+        self.active = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in] -> [..., out]`."""
+        out = F.linear(x, self.weight, self.bias)
+        if not self.active:
+            return out
+        if self.dropout_position == "pre":
+            x = F.dropout(x, self.dropout, self.training)
+        update = F.linear(F.linear(x, self.lora_A), self.lora_B)
+        if self.dropout_position == "post":
+            update = F.dropout(update, self.dropout, self.training)
+        return out + self.scaling * update
+
+    @torch.no_grad()
+    def merged_weight(self, device: torch.device) -> Tensor:
+        """`W + (alpha / dim) B A` as a new tensor on `device`, sharded like W; collective if sharded."""
+        a, b, weight = (t.detach().to(device) for t in (self.lora_A, self.lora_B, self.weight))
+        if not isinstance(weight, DTensor):
+            return torch.addmm(weight, b, a, alpha=self.scaling)
+        assert isinstance(a, DTensor) and isinstance(b, DTensor), "adapters are sharded with their layer"
+        assert b.placements == weight.placements, "B is split like the rows of the weight"
+        local = torch.addmm(weight.to_local(), b.to_local(), a.full_tensor(), alpha=self.scaling)
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+
+    def extra_repr(self) -> str:
+        """Shape and scaling, for `print(model)`."""
+        return f"{self.in_features} -> {self.out_features}, dim={self.lora_A.shape[0]}, scaling={self.scaling:g}"
+
+
+def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
+    """Freeze the model and put adapters on its linear layers, in place; before sharding.
+
+    A is drawn from the run's seed and the layer's name, so all ranks and every start draw the same.
+
+    Args:
+        hf: the unsharded model.
+        config: which layers, and the adapter's shape.
+        seed: run seed.
+
+    Returns:
+        Names of the adapted layers.
+
+    Raises:
+        ConfigError: a pattern matches no linear layer, or no layer is left.
+    """
+    names = select_modules(_linear_names(hf), config)
+    hf.requires_grad_(False)
+    for name in names:
+        parent_name, _, child = name.rpartition(".")
+        base = hf.get_submodule(name)
+        assert isinstance(base, nn.Linear)
+        generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
+        adapted = LoraLinear(base, config, generator).train(base.training)
+        setattr(hf.get_submodule(parent_name), child, adapted)
+    trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in hf.parameters())
+    logger.info(
+        "LoRA: %d adapted layers, %d of %d parameters trained (%.2f %%).",
+        len(names),
+        trained,
+        total,
+        100 * trained / total,
+    )
+    return names
+
+
+def select_modules(available: Sequence[str], config: LoraConfig) -> list[str]:
+    """The layers that `lora_cfg` names, in model order.
+
+    A pattern is a full name, the last parts of one (`q_proj`, `self_attn.q_proj`), or has wildcards
+    (`*.layers.0.*`).
+
+    Args:
+        available: names of the model's linear layers.
+        config: `match_all_linear`, `target_modules` and `exclude_modules`.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing is left.
+    """
+    for key in ("target_modules", "exclude_modules"):
+        for pattern in getattr(config, key):
+            if not any(_matches(name, pattern) for name in available):
+                raise ConfigError(
+                    f"policy.dtensor_cfg.lora_cfg.{key}: {pattern!r} matches no layer. {_listed(available)}"
+                )
+    wanted = ["*"] if config.match_all_linear else config.target_modules
+    chosen = [
+        name
+        for name in available
+        if any(_matches(name, p) for p in wanted) and not any(_matches(name, p) for p in config.exclude_modules)
+    ]
+    if not chosen:
+        raise ConfigError(
+            f"policy.dtensor_cfg.lora_cfg adapts no layer, so nothing would be trained. {_listed(available)}"
+        )
+    return chosen
+
+
+def adapted_modules(hf: nn.Module) -> dict[str, LoraLinear]:
+    """The adapted layers by name; empty without LoRA."""
+    return {name: module for name, module in hf.named_modules() if isinstance(module, LoraLinear)}
+
+
+@contextmanager
+def adapters_off(hf: nn.Module) -> Iterator[None]:
+    """Run a block with the base model alone."""
+    modules = adapted_modules(hf).values()
+    for module in modules:
+        module.active = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.active = True
+
+
+def merged_by_name(hf: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """`checkpoint_io.weights_by_name` with each adapter merged into its layer's weight.
+
+    Merged weights are computed one at a time, on `device`; all others are the model's own tensors. All
+    ranks must exhaust it together.
+    """
+    adapted = adapted_modules(hf)
+    for name, tensor in weights_by_name(hf).items():
+        owner, _, last = name.rpartition(".")
+        if owner not in adapted:
+            yield name, tensor
+        elif last == "weight":
+            yield name, adapted[owner].merged_weight(device)
+        elif last not in ADAPTER_PARAMETERS:
+            yield name, tensor
+
+
+@torch.no_grad()
+def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
+    """Check after an update that every adapter changes its layer; collective.
+
+    B starts at zero and the first update with a gradient moves it. Where it stays zero, the model's code
+    goes around the layer, and the run would train less than it was asked to without a sign of it.
+
+    Raises:
+        ConfigError: adapters whose B is still zero, by name.
+    """
+    modules = adapted_modules(hf)
+    locals_ = [m.lora_B.to_local() if isinstance(m.lora_B, DTensor) else m.lora_B for m in modules.values()]
+    moved = torch.stack([b.count_nonzero().to(device) for b in locals_])
+    dist.all_reduce(moved)
+    still = [name for name, count in zip(modules, moved.tolist(), strict=True) if count == 0]
+    if still:
+        raise ConfigError(
+            f"{len(still)} of {len(modules)} LoRA adapters received no gradient in the first update, so they "
+            f"would never reach the generated text: {', '.join(still[:8])}{', ...' if len(still) > 8 else ''}. "
+            "The model does not call these layers, or calls them only for some tokens: name them in "
+            "policy.dtensor_cfg.lora_cfg.exclude_modules."
+        )
+
+
+def _linear_names(hf: PreTrainedModel) -> list[str]:
+    """Names of plain linear layers, without the output head: it is applied in chunks, as a bare weight."""
+    head = hf.get_output_embeddings()
+    return [name for name, module in hf.named_modules() if type(module) is nn.Linear and module is not head]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
+
+
+def _listed(available: Sequence[str]) -> str:
+    """What can be named: last parts once, with an example of a full name."""
+    kinds = sorted({name.rpartition(".")[2] for name in available})
+    if not kinds:
+        return "The model has no linear layers besides its output head."
+    return (
+        f"Linear layers of the model: {', '.join(kinds)} (in full, for example {available[0]}); never the output head."
+    )
+
+
+def _initial_a(config: LoraConfig, base: nn.Linear, generator: torch.Generator) -> Tensor:
+    """A `[dim, in]`: `xavier` is Glorot's normal, `uniform` is U(-1/sqrt(in), 1/sqrt(in))."""
+    a = torch.empty(config.dim, base.in_features, dtype=base.weight.dtype)
+    if config.lora_A_init == "xavier":
+        nn.init.xavier_normal_(a, generator=generator)
+    else:
+        bound = 1 / math.sqrt(base.in_features)
+        nn.init.uniform_(a, -bound, bound, generator=generator)
+    return a.to(base.weight.device)
