@@ -135,8 +135,8 @@ def _options(row: Mapping[str, Any]) -> list[str]:
         listed = [row[letter.lower()] for letter in _LETTERS if row.get(letter.lower()) is not None]
     if not isinstance(listed, list):
         raise RowError(f"the options are {kind_of(listed)}, not a list")
-    if len(listed) < 2:
-        raise RowError("fewer than two options")
+    if not listed:
+        raise RowError("no options")
     return [text_of({"option": option}, "option") for option in listed]
 
 

@@ -1,0 +1,76 @@
+"""Export a checkpoint of the DTensor backend as a Hugging Face folder.
+
+    uv run examples/converters/convert_dcp_to_hf.py --config results/grpo/step_10/config.yaml \
+        --dcp-ckpt-path results/grpo/step_10/policy/weights --hf-ckpt-path results/grpo/hf [--verify]
+
+The folder loads with `transformers` and vLLM. --verify reloads it and compares log-probabilities with the
+checkpoint; the exit status is 1 when float32 weights differ by more than 1e-5.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl.utils.errors import CheckpointError, ConfigError, NemoRLError
+from nemo_rl.utils.logging_setup import configure_logging
+
+TOLERANCE = 1e-5
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, help="config.yaml of the step folder; found by itself there")
+    parser.add_argument("--dcp-ckpt-path", type=Path, required=True, help="step folder or its policy/weights")
+    parser.add_argument("--hf-ckpt-path", type=Path, required=True, help="new folder for the exported model")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="number format; as it is if absent")
+    parser.add_argument("--verify", action="store_true", help="reload and compare log-probabilities")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Export; returns the exit status."""
+    configure_logging()
+    options = parse_arguments(arguments)
+    # Imported here so that --help does not wait for torch.
+    from nemo_rl.models.huggingface.export import export_checkpoint, find_weights, verify_export
+
+    try:
+        weights = find_weights(options.dcp_ckpt_path)
+        tokenizer = tokenizer_name(options.config or weights.parents[1] / "config.yaml", options.config is not None)
+        export_checkpoint(weights, options.hf_ckpt_path, tokenizer, options.dtype)
+        print(f"Exported to {options.hf_ckpt_path}")
+        if not options.verify:
+            return 0
+        check = verify_export(weights, options.hf_ckpt_path)
+    except NemoRLError as error:
+        sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    print(f"Largest difference of {check.num_tokens} log-probabilities: {check.max_difference:.3g}")
+    converted = options.dtype in ("bfloat16", "float16")
+    return 0 if converted or check.max_difference <= TOLERANCE else 1
+
+
+def tokenizer_name(config: Path, must_exist: bool) -> str | None:
+    """`policy.tokenizer.name` (or else `policy.model_name`) of a stored configuration; None without a file.
+
+    Raises:
+        CheckpointError: the file does not exist or is no configuration of a run.
+    """
+    if not config.exists():
+        if must_exist:
+            raise CheckpointError(f"--config {str(config)!r} does not exist; step folders have a config.yaml.")
+        return None
+    content: Any = yaml.safe_load(config.read_text(encoding="utf-8"))
+    try:
+        policy = content["policy"]
+        return str((policy.get("tokenizer") or {}).get("name") or policy["model_name"])
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"--config {str(config)!r} has no policy.model_name.") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
