@@ -88,5 +88,6 @@ def grpo_train(run: GRPORun) -> None:
                 result = run.policy.train(batch, run.loss_fn)
             session.record(result["metrics"], scores, credit)
             session.record(rollout_metrics(trajectories), rollouts.metrics)
+            session.record_under("refit", run.refitter.last_sync)
             run.trajectory_log.write_training(step, trajectories, batch)
             session.finish_step(step, num_prompts=len({t.group_index for t in trajectories}))

@@ -70,7 +70,7 @@ class TakeTurns:
     """Colocated GPUs: the side that rests moves its state to host memory.
 
     Args:
-        policy: has `offload_to_cpu` and `prepare_for_training`.
+        policy: has `offload_optimizer` and `onload_optimizer`.
         generation: engines with `sleep` and `wake_up`.
         timeout_s: limit for the engines to answer.
     """

@@ -74,7 +74,13 @@ class Cadence:
 
 
 class Resumable(Protocol):
-    """Data position that can be stored."""
+    """Data position that can be stored.
+
+    Attributes:
+        epoch: finished passes over the data.
+    """
+
+    epoch: int
 
     def state_dict(self) -> dict[str, Any]:
         """The position."""
@@ -141,6 +147,7 @@ class Session:
         self._step_started = 0.0
         self._metrics: dict[str, float] = {}
         self._validation: dict[str, float] = {}
+        self._extra: dict[str, dict[str, float]] = {}
         self._saved_step = 0
         self._stop_reason: str | None = None
         if resume_path is not None:
@@ -198,7 +205,7 @@ class Session:
         while self.state.total_steps < self._cadence.max_num_steps and self._stop_reason is None:
             self.timer.reset()
             self._step_started = time.perf_counter()
-            self._metrics, self._validation = {}, {}
+            self._metrics, self._validation, self._extra = {}, {}, {}
             yield self.state.total_steps + 1
 
     @contextmanager
@@ -212,10 +219,15 @@ class Session:
         for group in groups:
             self._metrics.update(group)
 
+    def record_under(self, prefix: str, metrics: Mapping[str, float]) -> None:
+        """Add metrics of the step under a prefix of their own."""
+        self._extra[prefix] = dict(metrics)
+
     def finish_step(self, step: int, num_prompts: int) -> None:
         """Count the step, validate and save when due, log, and decide whether to go on."""
         self.state.total_steps = step
         self.state.current_step = step
+        self.state.current_epoch = self._parts.data.epoch
         self.state.consumed_samples += num_prompts
         self.state.total_valid_tokens += int(self._metrics.get("global_valid_toks", 0))
         train_seconds = time.perf_counter() - self._step_started
@@ -293,6 +305,8 @@ class Session:
         }
         backends = self._parts.logger
         backends.log_metrics(self._metrics, step, prefix="train")
+        for prefix, metrics in self._extra.items():
+            backends.log_metrics(metrics, step, prefix=prefix)
         backends.log_metrics(timings, step, prefix="timing/train")
         backends.log_metrics(performance, step, prefix="performance")
         if self._started_at:

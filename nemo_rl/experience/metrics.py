@@ -23,6 +23,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     count = max(len(trajectories), 1)
     failed = outcomes[Outcome.REWARD_ERROR] + outcomes[Outcome.ENV_ERROR]
     metrics = {
+        "num_samples": float(len(trajectories)),
         "reward": mean(rewards),
         "mean_total_reward": mean(rewards),
         "max_total_reward": max(rewards, default=math.nan),

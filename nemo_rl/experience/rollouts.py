@@ -143,11 +143,15 @@ class RolloutRunner:
                     f"{sorted(self._environments)}. Add it under `env:` or change its `env_name`."
                 )
         stops = prompts.get("stop_strings") or [None] * prompts.size
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._run_sample(start, _with_stops(sampling, stops[start.group_index]), key))
-                for start in starts
-            ]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._run_sample(start, _with_stops(sampling, stops[start.group_index]), key))
+                    for start in starts
+                ]
+        except ExceptionGroup as failures:
+            # All samples fail for the same reason as a rule; the first one is the one to read.
+            raise failures.exceptions[0] from failures
         return [task.result() for task in running]
 
     async def _run_sample(self, sample: Trajectory, sampling: SamplingParams, key: RolloutKey) -> Trajectory:

@@ -3,6 +3,7 @@
 Map (everything below runs on the rollout event loop, see `experience.event_loop`):
 
     generate() ─► least busy engine's outbox ─► _flush (next tick, one call per engine) ─► worker.submit
+    _watch task per submission ─► a submission that fails ends the engine's requests
     _collect task per engine ─► worker.collect (long poll) ─► resolves the futures of generate()
     engine dies ─► _revive: new actor, current weights (`bring_up`), unfinished requests submitted again
 
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.models.generation.interfaces import (
@@ -37,9 +38,10 @@ class _Pending:
 
 @dataclass
 class _Slot:
-    """What one engine owes an answer to."""
+    """What one engine owes an answer to; a slot that is down keeps its requests until its engine is back."""
 
     index: int
+    is_down: bool = False
     unfinished: dict[str, _Pending] = field(default_factory=dict)
     outbox: list[tuple[str, GenerationRequest]] = field(default_factory=list)
     collector: asyncio.Task[None] | None = None
@@ -68,6 +70,7 @@ class EngineGroup(GenerationInterface):
         self._max_restarts = max_restarts
         self._ids = itertools.count()
         self._flush_is_due = False
+        self._watchers: set[asyncio.Task[None]] = set()
         self._revival = asyncio.Lock()
         self._slots = [_Slot(index) for index in range(len(workers.workers))]
 
@@ -80,7 +83,7 @@ class EngineGroup(GenerationInterface):
         """See `GenerationInterface.generate`."""
         loop = asyncio.get_running_loop()
         pending = _Pending(request, loop.create_future())
-        slot = min(self._slots, key=lambda s: (len(s.unfinished), s.index))
+        slot = min(self._slots, key=lambda s: (s.is_down, len(s.unfinished), s.index))
         request_id = str(next(self._ids))
         slot.unfinished[request_id] = pending
         slot.outbox.append((request_id, request))
@@ -96,11 +99,25 @@ class EngineGroup(GenerationInterface):
         """Send what gathered in this tick and make sure someone listens for the answers."""
         self._flush_is_due = False
         for slot in self._slots:
-            if slot.outbox:
-                self._call(slot, "submit", slot.outbox)
+            if slot.outbox and not slot.is_down:
+                self._submit(slot, slot.outbox)
                 slot.outbox = []
             if slot.unfinished and (slot.collector is None or slot.collector.done()):
                 slot.collector = asyncio.get_running_loop().create_task(self._collect(slot))
+
+    def _submit(self, slot: _Slot, requests: list[tuple[str, GenerationRequest]]) -> None:
+        watcher = asyncio.get_running_loop().create_task(self._watch(slot, self._call(slot, "submit", requests)))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    async def _watch(self, slot: _Slot, submission: Any) -> None:
+        """See that an engine took its requests; a death is the collector's business."""
+        try:
+            await submission
+        except RayActorError:
+            return
+        except Exception as failure:  # boundary: whatever broke the engine ends its requests
+            _fail(slot, failure)
 
     def _call(self, slot: _Slot, method: str, *args: Any) -> Any:
         return self.workers.run_single_worker_single_data(method, slot.index, *args)
@@ -113,8 +130,8 @@ class EngineGroup(GenerationInterface):
             except RayActorError as death:
                 await self._try_revive(slot, death)
                 continue
-            except Exception as failure:  # boundary: whatever broke the engine ends its requests
-                _fail(slot, failure)
+            except RayError as failure:
+                _fail(slot, self.workers.explain_failure(failure, slot.index, "generation"))
                 return
             for request_id, result in results:
                 pending = slot.unfinished.pop(request_id, None)
@@ -122,11 +139,12 @@ class EngineGroup(GenerationInterface):
                     pending.future.set_result(result)
 
     async def _try_revive(self, slot: _Slot, death: RayActorError) -> None:
+        slot.is_down = True
         try:
             async with self._revival:
                 await asyncio.to_thread(self._revive, slot, death)
-            slot.outbox = []
-            self._call(slot, "submit", [(id_, p.request) for id_, p in slot.unfinished.items()])
+            slot.is_down, slot.outbox = False, []
+            self._submit(slot, [(id_, p.request) for id_, p in slot.unfinished.items()])
         except Exception as failure:  # boundary: a revival that fails ends the slot's requests
             _fail(slot, failure)
 

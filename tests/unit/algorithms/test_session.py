@@ -1,0 +1,146 @@
+"""The frame of a run: steps, cadence, checkpoints, resume, and why it ended."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.session import Cadence, Session, SessionParts
+from nemo_rl.config import CheckpointingConfig, LoggerConfig
+from nemo_rl.experience.prompt_stream import DataExhausted
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.logger import Logger
+
+
+class Data:
+    """A position that counts batches."""
+
+    def __init__(self, length: int = 1000):
+        self.position = 0
+        self.length = length
+        self.epoch = 0
+
+    def next(self) -> None:
+        if self.position == self.length:
+            raise DataExhausted(f"the data ended after {self.length} batches")
+        self.position += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Policy:
+    def save_checkpoint(self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None) -> None:
+        for path in (weights_path, optimizer_path, tokenizer_path):
+            if path is not None:
+                Path(path).mkdir(parents=True)
+
+
+def make_session(
+    folder: Path, cadence: Cadence, data: Data, accuracy: dict[int, float] | None = None
+) -> tuple[Session, list[int]]:
+    """A session below `folder` that goes on from its newest checkpoint; and the steps it validates."""
+    config = CheckpointingConfig.build(checkpoint_dir=str(folder / "checkpoints"))
+    checkpoints = CheckpointManager(config)
+    latest = checkpoints.get_latest_checkpoint_path()
+    validated: list[int] = []
+
+    def validate(step: int) -> dict[str, float]:
+        validated.append(step)
+        return {"accuracy": (accuracy or {}).get(step, 0.0)}
+
+    parts = SessionParts(
+        cadence=cadence,
+        logger=Logger(LoggerConfig.build(log_dir=str(folder)), folder / "exp"),
+        checkpoints=checkpoints,
+        policy=Policy(),
+        data=data,
+        validate=validate,
+        run_config=config,
+    )
+    return Session(parts, None if latest is None else Path(latest), started_at=0.0), validated
+
+
+def train(session: Session, data: Data) -> list[int]:
+    steps = []
+    with session:
+        for step in session.steps():
+            data.next()
+            session.record({"loss": 1.0 / step, "global_valid_toks": 10.0})
+            session.finish_step(step, num_prompts=4)
+            steps.append(step)
+    return steps
+
+
+def test_validation_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> None:
+    cadence = Cadence(7, val_period=3, val_at_start=True, val_at_end=True, save_period=3)
+    data = Data()
+    session, validated = make_session(tmp_path, cadence, data, {0: 0.1, 3: 0.9, 6: 0.5, 7: 0.6})
+    assert train(session, data) == [1, 2, 3, 4, 5, 6, 7]
+    assert validated == [0, 3, 6, 7]
+    folders = sorted(p.name for p in (tmp_path / "checkpoints").glob("step_*"))
+    assert folders == ["step_3", "step_6", "step_7"]
+    info = json.loads((tmp_path / "checkpoints/step_3/training_info.json").read_text())
+    assert (info["total_steps"], info["consumed_samples"], info["total_valid_tokens"]) == (3, 12, 30)
+    assert (info["val:accuracy"], info["train:loss"]) == (0.9, pytest.approx(1 / 3))
+
+
+def test_a_second_start_goes_on_behind_the_newest_checkpoint(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(4, save_period=2), data)
+    train(session, data)
+    again = Data()
+    resumed, validated = make_session(tmp_path, Cadence(6, save_period=2, val_at_start=True), again)
+    assert again.position == 4
+    assert train(resumed, again) == [5, 6]
+    assert 0 not in validated
+    assert resumed.state.consumed_samples == 24
+
+
+def test_the_end_of_the_data_is_an_orderly_end_with_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="nemo_rl")
+    data = Data(length=5)
+    session, _ = make_session(tmp_path, Cadence(9, save_period=2), data)
+    with session:
+        for step in session.steps():
+            data.next()
+            session.finish_step(step, num_prompts=4)
+    assert "Stopped after step 5 of 9: the data ended after 5 batches." in caplog.text
+    assert (tmp_path / "checkpoints/step_5").exists()
+
+
+def test_a_good_enough_validation_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="nemo_rl")
+    cadence = Cadence(9, val_period=2, save_period=100, stop_metric="accuracy", stop_threshold=0.8)
+    data = Data()
+    session, _ = make_session(tmp_path, cadence, data, {2: 0.5, 4: 0.85})
+    assert train(session, data) == [1, 2, 3, 4]
+    assert "validation accuracy=0.85 reached 0.8" in caplog.text
+    assert (tmp_path / "checkpoints/step_4").exists()
+
+
+def test_an_error_in_a_step_is_not_swallowed_and_saves_nothing_new(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(9, save_period=2), data)
+    with pytest.raises(RuntimeError, match="boom"), session:
+        for step in session.steps():
+            if step == 4:
+                raise RuntimeError("boom")
+            data.next()
+            session.finish_step(step, num_prompts=4)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step_*")) == ["step_2"]
+
+
+def test_the_data_position_of_a_checkpoint_is_that_of_its_step(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(3, save_period=1), data)
+    train(session, data)
+    for step in (1, 2, 3):
+        state = torch.load(tmp_path / f"checkpoints/step_{step}/train_dataloader.pt")
+        assert state == {"position": step}

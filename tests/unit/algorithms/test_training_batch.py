@@ -1,0 +1,137 @@
+"""From trajectories to batches and advantages; sources of rollouts; which forward passes run."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.advantages import make_advantage_estimator
+from nemo_rl.algorithms.credit import CreditAssignment
+from nemo_rl.algorithms.rollout_source import DynamicSampling, Rollouts
+from nemo_rl.algorithms.training_batch import build_training_batch, mask_mismatched_sequences
+from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
+from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.utils.errors import DataError
+
+
+def make_trajectory(
+    group: int, reward: float | None, response: int = 2, outcome: Outcome = Outcome.FINISHED
+) -> Trajectory:
+    """Two prompt tokens, `response` written tokens, one environment token, one written token."""
+    written = torch.arange(response) + 10
+    log: list[dict[str, Any]] = [
+        {"role": "user", "content": "", "token_ids": torch.tensor([1, 2])},
+        {
+            "role": "assistant",
+            "content": "",
+            "token_ids": written,
+            "generation_logprobs": -torch.ones(response),
+        },
+        {"role": "environment", "content": "", "token_ids": torch.tensor([3])},
+        {
+            "role": "assistant",
+            "content": "",
+            "token_ids": torch.tensor([4]),
+            "generation_logprobs": torch.tensor([-2.0]),
+        },
+    ]
+    return Trajectory(group, 0, 0, "math", log, 2, reward=reward, outcome=outcome)
+
+
+def test_only_tokens_of_the_policy_count() -> None:
+    batch = build_training_batch(
+        [make_trajectory(0, 1.0), make_trajectory(0, 0.0, response=4)], 99, mask_truncated=False
+    )
+    assert batch["input_ids"].tolist() == [
+        [1, 2, 10, 11, 3, 4, 99, 99],
+        [1, 2, 10, 11, 12, 13, 3, 4],
+    ]
+    assert batch["token_mask"].tolist() == [[0, 0, 1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 1, 0, 1]]
+    assert batch["generation_logprobs"][0].tolist() == [0, 0, -1, -1, 0, -2, 0, 0]
+    assert batch["input_lengths"].tolist() == [6, 8]
+    assert batch["sample_mask"].tolist() == [1, 1]
+
+
+def test_samples_without_a_reward_and_overlong_ones_leave_the_loss() -> None:
+    trajectories = [
+        make_trajectory(0, 1.0),
+        make_trajectory(0, None, outcome=Outcome.REWARD_ERROR),
+        make_trajectory(0, 1.0, outcome=Outcome.TRUNCATED),
+    ]
+    plain = build_training_batch(trajectories, 0, mask_truncated=False)
+    filtered = build_training_batch(trajectories, 0, mask_truncated=True)
+    assert plain["sample_mask"].tolist() == [1, 0, 1]
+    assert filtered["sample_mask"].tolist() == [1, 0, 0]
+
+
+def credit_for(**grpo: Any) -> CreditAssignment:
+    config = GRPOConfig.build(**grpo)
+    return CreditAssignment(make_advantage_estimator(config, ClippedPGLossConfig.build()), config)
+
+
+def test_advantages_by_hand_with_a_failed_sample_left_out() -> None:
+    trajectories = [
+        make_trajectory(0, 1.0),
+        make_trajectory(0, 0.0),
+        make_trajectory(0, None, outcome=Outcome.REWARD_ERROR),
+        make_trajectory(1, 3.0),
+        make_trajectory(1, 1.0),
+    ]
+    batch = build_training_batch(trajectories, 0, mask_truncated=False)
+    credit = credit_for(normalize_rewards=False, use_leave_one_out_baseline=False)
+    metrics = credit.assign(batch, trajectories)
+    assert batch["advantages"].dtype == torch.float32
+    assert batch["advantages"][:, 2].tolist() == [0.5, -0.5, 0.0, 1.0, -1.0]
+    assert (batch["advantages"] * (1 - batch["token_mask"])).abs().sum() == 0
+    assert metrics["filtered_reward"] == pytest.approx((1 + 0 + 3 + 1) / 4)
+    assert metrics["advantages/max"] == 1.0
+
+
+def test_scaling_and_shaping_change_advantages_but_not_the_reward_metric() -> None:
+    trajectories = [make_trajectory(0, 1.0), make_trajectory(0, 0.0)]
+    batch = build_training_batch(trajectories, 0, mask_truncated=False)
+    scaling = {"enabled": True, "target_min": -2.0, "target_max": 2.0}
+    credit = credit_for(normalize_rewards=False, use_leave_one_out_baseline=False, reward_scaling=scaling)
+    credit.assign(batch, trajectories)
+    assert batch["advantages"][:, 2].tolist() == [2.0, -2.0]
+    assert [t.reward for t in trajectories] == [1.0, 0.0]
+
+
+def test_sequences_whose_probabilities_disagree_are_masked() -> None:
+    trajectories = [make_trajectory(0, 1.0), make_trajectory(0, 0.0)]
+    batch = build_training_batch(trajectories, 0, mask_truncated=False)
+    batch["prev_logprobs"] = batch["generation_logprobs"].clone()
+    batch["prev_logprobs"][1, 2] += 3.0
+    metrics = mask_mismatched_sequences(batch, threshold=2.0)
+    assert batch["sample_mask"].tolist() == [1, 0]
+    assert metrics["num_masked_seqs"] == 1
+    assert metrics["max_seq_mult_prob_error"] == pytest.approx((2.718281828**3 + 2) / 3, rel=1e-5)
+
+
+class Rounds:
+    """Gives prepared groups of rewards, one list of groups per collection."""
+
+    def __init__(self, *rounds: list[list[float]]):
+        self.rounds = rounds
+        self.asked: list[int] = []
+
+    def collect(self, step: int, round_index: int = 0) -> Rollouts:
+        self.asked.append(round_index)
+        groups = self.rounds[round_index]
+        return Rollouts([make_trajectory(g, r) for g, rewards in enumerate(groups) for r in rewards])
+
+
+def test_dynamic_sampling_keeps_groups_that_differ_and_asks_again() -> None:
+    rounds = Rounds([[1, 1], [0, 1], [0, 0]], [[1, 0], [0, 1], [1, 1]])
+    rollouts = DynamicSampling(rounds, num_groups=2, max_rounds=5).collect(1)  # type: ignore[arg-type]
+    assert rounds.asked == [0, 1]
+    assert [(t.group_index, t.reward) for t in rollouts.trajectories] == [(0, 0), (0, 1), (1, 1), (1, 0)]
+    assert rollouts.metrics["dynamic_sampling_num_gen_batches"] == 2
+    assert rollouts.metrics["dynamic_sampling_num_discarded_valid_samples"] == 2
+    assert rollouts.metrics["dynamic_sampling_kept_share"] == 0.5
+
+
+def test_dynamic_sampling_gives_up_with_a_reason() -> None:
+    rounds = Rounds([[1, 1]], [[0, 0]])
+    with pytest.raises(DataError, match=r"found 0 of 1 prompts .* 2 prompts .*max_gen_batches=2"):
+        DynamicSampling(rounds, num_groups=1, max_rounds=2).collect(1)  # type: ignore[arg-type]
