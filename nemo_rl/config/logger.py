@@ -5,7 +5,7 @@ Read by `utils.logger`. Law: every tracker has an `<name>_enabled` switch and a 
 
 from typing import ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt
 
 from nemo_rl.config.section import Section
 
@@ -40,18 +40,15 @@ class MlflowConfig(Section):
     run_id: str | None = Field(default=None, description="Existing run to continue; null: a new one.")
 
 
-class GpuMonitoringConfig(Section):
-    """How often machine metrics are read."""
-
-    collection_interval: PositiveFloat = Field(default=10.0, description="Seconds between two readings.")
-    flush_interval: PositiveFloat = Field(default=10.0, description="Seconds between two reports.")
-
-
 class LoggerConfig(Section):
     """Console, trackers and files; each run writes below log_dir/exp_NNN."""
 
     later: ClassVar[dict[str, str]] = {"swanlab_enabled": "the SwanLab tracker"}
-    ignored: ClassVar[dict[str, str]] = {"swanlab": "there is no SwanLab tracker yet"}
+    ignored: ClassVar[dict[str, str]] = {
+        "gpu_monitoring": "machine metrics are not reported yet",
+        "monitor_gpus": "machine metrics are not reported yet",
+        "swanlab": "there is no SwanLab tracker yet",
+    }
 
     log_dir: str = Field(default="logs", description="Folder of all runs; a run makes exp_NNN below it.")
     num_val_samples_to_print: NonNegativeInt = Field(
@@ -63,10 +60,6 @@ class LoggerConfig(Section):
     wandb_enabled: bool = Field(default=False, description="Report to Weights & Biases.")
     tensorboard_enabled: bool = Field(default=False, description="Write TensorBoard files.")
     mlflow_enabled: bool = Field(default=False, description="Report to MLflow (extra `mlflow`).")
-    monitor_gpus: bool = Field(default=True, description="Report GPU and memory use of all machines.")
     wandb: WandbConfig = Field(default_factory=WandbConfig, description="Weights & Biases.")
     tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig, description="TensorBoard.")
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig, description="MLflow.")
-    gpu_monitoring: GpuMonitoringConfig = Field(
-        default_factory=GpuMonitoringConfig, description="Pace of monitor_gpus."
-    )

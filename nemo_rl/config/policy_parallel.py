@@ -66,7 +66,10 @@ class DTensorConfig(Section):
         "dp_replicate_size": "hybrid sharding",
         "moe_parallelizer": "expert parallelism",
     }
-    ignored: ClassVar[dict[str, str]] = {"_v2": "there is one DTensor worker"}
+    ignored: ClassVar[dict[str, str]] = {
+        "_v2": "there is one DTensor worker",
+        "clear_cache_every_n_steps": "cached GPU memory is freed between phases",
+    }
 
     enabled: bool = Field(default=True, description="Train with this backend.")
     cpu_offload: bool = Field(
@@ -88,9 +91,6 @@ class DTensorConfig(Section):
         default=False, description="Split norms and dropout along the sequence between tensor-parallel ranks."
     )
     lora_cfg: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
-    clear_cache_every_n_steps: PositiveInt | None = Field(
-        default=None, description="Free cached GPU memory every this many microbatches; null: never."
-    )
     env_vars: dict[str, str] | None = Field(
         default=None, description="Environment variables of the policy's processes."
     )
