@@ -6,6 +6,7 @@ Law: a mistake of the user is one message and exit status 2; a failure of the ru
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
         Exit status.
     """
     configure_logging()
+    # torchdata calls it on import of every loader; nothing a user could change.
+    warnings.filterwarnings("ignore", message=".*set_vital.*")
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file of the run")
     known, overrides = parser.parse_known_args(arguments)
