@@ -4,9 +4,9 @@ Loops and who waits for whom (all on the actor's one asyncio loop, so nothing ru
 
     submit() ──► engine queue ──► _run loop: engine.step() ──► _finished ──► collect() (long poll)
                                      │ yields after each step, so weight updates land between steps
-    receive_bucket() / finish_weight_update() ◄── controller
+    begin_weight_update() ... receive_bucket() ... finish_weight_update() ◄── controller; no step in between
 
-Law: an engine is touched only between two steps, never during one.
+Law: an engine is touched only between two steps, and never steps on half of its new weights.
 """
 
 import asyncio
@@ -55,6 +55,8 @@ class GenerationWorker:
         self._receiver: WeightReceiver | None = None
         self._finished: list[tuple[str, GenerationResult]] = []
         self._has_finished = asyncio.Event()
+        self._may_step = asyncio.Event()
+        self._may_step.set()
         self._loop_task: asyncio.Task[None] | None = None
 
     async def ready(self) -> int:
@@ -75,6 +77,8 @@ class GenerationWorker:
 
     async def _run(self) -> None:
         while self._engine.has_unfinished():
+            while not self._may_step.is_set():
+                await self._may_step.wait()
             self._deliver(self._engine.step())
             await asyncio.sleep(0)
 
@@ -102,7 +106,8 @@ class GenerationWorker:
         return results
 
     async def begin_weight_update(self, spec: TransportSpec, version: int) -> None:
-        """Start taking weights of `version` through the transport of `spec`."""
+        """Start taking weights of `version` through the transport of `spec`; requests wait until the end."""
+        self._may_step.clear()
         if self._receiver is None or self._receiver.spec != spec:
             if self._receiver is not None:
                 self._receiver.close()
@@ -118,7 +123,9 @@ class GenerationWorker:
     async def finish_weight_update(self, version: int) -> SyncReceipt:
         """Put the received weights in force and answer with a receipt."""
         assert self._receiver is not None, "begin_weight_update comes first"
-        return self._receiver.finish(self._engine.finish_weight_update(version))
+        unbound = self._engine.finish_weight_update(version)
+        self._may_step.set()
+        return self._receiver.finish(unbound)
 
     async def sleep(self) -> None:
         """Give memory back to the trainer sharing the device."""

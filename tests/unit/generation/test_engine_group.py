@@ -1,0 +1,257 @@
+"""How requests are spread over engines and what happens when one breaks; workers are played by fakes.
+
+The fakes answer like Ray: a call returns an awaitable, a dead actor's awaitable raises `RayActorError`.
+"""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
+from nemo_rl.utils.errors import GenerationError, WorkerDiedError
+
+pytestmark = pytest.mark.asyncio
+
+
+class FakeWorker:
+    """One engine's actor; answers a request when the test says so, or at once."""
+
+    def __init__(self, answers_at_once: bool):
+        self.answers_at_once = answers_at_once
+        self.submissions: list[list[str]] = []
+        self.held: dict[str, GenerationRequest] = {}
+        self.is_dead = False
+        self.collect_failure: Exception | None = None
+        self.submit_failure: Exception | None = None
+        self._finished: list[tuple[str, GenerationResult]] = []
+        self._changed = asyncio.Event()
+
+    async def submit(self, requests: list[tuple[str, GenerationRequest]]) -> None:
+        self._check_alive()
+        if self.submit_failure is not None:
+            raise self.submit_failure
+        self.submissions.append([request_id for request_id, _ in requests])
+        assert not self.held.keys() & dict(requests).keys(), "a request was submitted twice"
+        self.held.update(requests)
+        if self.answers_at_once:
+            self.answer(*self.held)
+
+    async def collect(self) -> list[tuple[str, GenerationResult]]:
+        while not self._finished:
+            self._check_alive()
+            if self.collect_failure is not None:
+                raise self.collect_failure
+            self._changed.clear()
+            await self._changed.wait()
+        results, self._finished = self._finished, []
+        return results
+
+    async def ready(self) -> int:
+        self._check_alive()
+        return 0
+
+    def answer(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            request = self.held.pop(request_id)
+            error = "too long" if request.prompt_token_ids == [0] else None
+            tokens = [] if error else [token + 1000 for token in request.prompt_token_ids]
+            self._finished.append((request_id, GenerationResult(tokens, [], "stop", 0, error)))
+        self._changed.set()
+
+    def die(self) -> None:
+        self.is_dead = True
+        self._changed.set()
+
+    def fail(self, failure: Exception) -> None:
+        self.collect_failure = failure
+        self._changed.set()
+
+    def _check_alive(self) -> None:
+        if self.is_dead:
+            raise RayActorError()
+
+
+class FakeGroup:
+    """The part of `RayWorkerGroup` that an `EngineGroup` uses."""
+
+    def __init__(self, num_engines: int, answers_at_once: bool = False):
+        self.workers = [FakeWorker(answers_at_once) for _ in range(num_engines)]
+        self.restarted: list[int] = []
+        self.restart_gate = threading.Event()
+        self.restart_gate.set()
+        self._loop = asyncio.get_running_loop()
+
+    def run_single_worker_single_data(self, method: str, index: int, *args: Any) -> Any:
+        return asyncio.ensure_future(getattr(self.workers[index], method)(*args))
+
+    def explain_failure(self, error: Exception, index: int, phase: str) -> Exception:
+        return WorkerDiedError(f"worker {index} died during {phase}")
+
+    def restart_worker(self, index: int, timeout_s: float) -> None:
+        assert self.restart_gate.wait(5)
+        self.restarted.append(index)
+        self.workers[index] = FakeWorker(answers_at_once=True)
+
+
+def request(token: int) -> GenerationRequest:
+    return GenerationRequest([token], SamplingParams(), seed=token)
+
+
+def make_group(num_engines: int, max_restarts: int = 3, answers_at_once: bool = False) -> tuple[EngineGroup, FakeGroup]:
+    fake = FakeGroup(num_engines, answers_at_once)
+    return EngineGroup(fake, setup_timeout_s=5.0, max_restarts=max_restarts), fake  # type: ignore[arg-type]
+
+
+def start(group: EngineGroup, tokens: list[int]) -> list[asyncio.Task[GenerationResult]]:
+    return [asyncio.create_task(group.generate(request(token))) for token in tokens]
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def wait_for(condition: Any) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+async def test_results_reach_those_who_asked_in_any_order():
+    group, fake = make_group(2)
+    tasks = start(group, [10, 11, 12, 13])
+    await settle()
+    for worker in fake.workers:
+        for request_id in list(worker.held)[::-1]:
+            worker.answer(request_id)
+            await settle()
+    assert [(await task).token_ids for task in tasks] == [[1010], [1011], [1012], [1013]]
+
+
+async def test_requests_of_one_tick_travel_in_one_call_per_engine():
+    group, fake = make_group(3)
+    start(group, list(range(1, 9)))
+    await settle()
+    assert [[len(call) for call in worker.submissions] for worker in fake.workers] == [[3], [3], [2]]
+
+
+async def test_the_least_busy_engine_is_chosen():
+    group, fake = make_group(2)
+    start(group, [1, 2, 3, 4])
+    await settle()
+    first, second = fake.workers
+    second.answer(*second.held)
+    await settle()
+    start(group, [5, 6])
+    await settle()
+    assert (len(first.held), len(second.held)) == (2, 2)
+
+
+async def test_a_refused_request_raises_and_the_others_go_on():
+    group, _ = make_group(1, answers_at_once=True)
+    refused, served = start(group, [0, 7])
+    with pytest.raises(GenerationError, match="too long"):
+        await refused
+    assert (await served).token_ids == [1007]
+
+
+async def test_what_breaks_an_engine_reaches_all_who_wait_for_it():
+    group, fake = make_group(2)
+    tasks = start(group, [1, 2, 3])
+    await settle()
+    fake.workers[0].fail(ValueError("the engine broke"))
+    fake.workers[1].answer(*fake.workers[1].held)
+    for task in (tasks[0], tasks[2]):
+        with pytest.raises(ValueError, match="the engine broke"):
+            await task
+    assert (await tasks[1]).token_ids == [1002]
+
+
+async def test_a_submission_that_fails_is_not_waited_for_in_vain():
+    group, fake = make_group(1)
+    fake.workers[0].submit_failure = TypeError("cannot take this")
+    (task,) = start(group, [1])
+    with pytest.raises(TypeError, match="cannot take this"):
+        await asyncio.wait_for(task, 2)
+
+
+async def test_a_dead_engine_is_replaced_and_its_requests_are_issued_again():
+    group, fake = make_group(2)
+    brought_up = []
+    group.bring_up = lambda: brought_up.append(len(fake.restarted))
+    tasks = start(group, [1, 2, 3, 4])
+    await settle()
+    done_before = next(iter(fake.workers[0].held))
+    fake.workers[0].answer(done_before)
+    await settle()
+    fake.workers[0].die()
+    fake.workers[1].answer(*fake.workers[1].held)
+    results = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert [result.token_ids for result in results] == [[1001], [1002], [1003], [1004]]
+    assert (fake.restarted, brought_up, group.num_restarts) == ([0], [1], 1)
+    assert [len(call) for call in fake.workers[0].submissions] == [1], "only what was unfinished"
+
+
+async def test_requests_that_come_while_an_engine_is_down_are_issued_once():
+    """With one engine there is no other to go to: they wait for the new one."""
+    group, fake = make_group(1)
+    tasks = start(group, [1, 2])
+    await settle()
+    fake.restart_gate.clear()
+    fake.workers[0].die()
+    await settle()
+    tasks += start(group, [3, 4])
+    await settle()
+    fake.restart_gate.set()
+    results = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert [result.token_ids for result in results] == [[1001], [1002], [1003], [1004]]
+    assert [len(call) for call in fake.workers[0].submissions] == [4]
+
+
+async def test_while_an_engine_is_down_the_others_are_preferred():
+    group, fake = make_group(2)
+    first = start(group, [1, 2, 3])
+    await settle()
+    fake.restart_gate.clear()
+    fake.workers[0].die()
+    await settle()
+    later = start(group, [4, 5, 6])
+    await settle()
+    assert len(fake.workers[1].held) == 4
+    fake.restart_gate.set()
+    fake.workers[1].answer(*fake.workers[1].held)
+    await asyncio.wait_for(asyncio.gather(*first, *later), 5)
+
+
+async def test_restarts_are_limited():
+    group, fake = make_group(1, max_restarts=1)
+    for expected_restarts in (1, 2):
+        fake.workers[0].answers_at_once = False
+        (task,) = start(group, [1])
+        await settle()
+        fake.workers[0].die()
+        if expected_restarts == 1:
+            assert (await asyncio.wait_for(task, 5)).token_ids == [1001]
+        else:
+            with pytest.raises(WorkerDiedError, match="max_actor_restarts=1 restarts are used up"):
+                await asyncio.wait_for(task, 5)
+    assert fake.restarted == [0]
+    with pytest.raises(WorkerDiedError):
+        await asyncio.wait_for(start(group, [2])[0], 5)
+
+
+async def test_a_caller_that_gave_up_disturbs_nobody():
+    group, fake = make_group(1)
+    gone, stays = start(group, [1, 2])
+    await settle()
+    gone.cancel()
+    await settle()
+    fake.workers[0].answer(*fake.workers[0].held)
+    assert (await asyncio.wait_for(stays, 2)).token_ids == [1002]
+    await wait_for(lambda: not group._slots[0].unfinished)

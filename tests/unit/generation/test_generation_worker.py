@@ -1,0 +1,101 @@
+"""The actor around an engine, run here with the Hugging Face engine: requests, refusals, weight updates."""
+
+import asyncio
+
+import pytest
+import torch
+from generation_helpers import MAX_MODEL_LEN, PROMPTS, ask, greedy_reference, make_model, make_settings, save_model
+
+from nemo_rl.models.generation.worker import GenerationWorker
+from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.verify import check_receipts
+
+pytestmark = pytest.mark.asyncio
+
+SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=50_000)
+
+
+@pytest.fixture
+def worker(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "2")
+    save_model(tmp_path, make_model("qwen2", True, seed=1))
+    return GenerationWorker(make_settings(tmp_path, "hf"))
+
+
+async def collect_all(worker: GenerationWorker, count: int) -> dict:
+    results: dict = {}
+    while len(results) < count:
+        results.update(await asyncio.wait_for(worker.collect(), 20))
+    return results
+
+
+async def test_answers_come_back_under_their_names(worker):
+    assert await worker.ready() == 2
+    await worker.submit([("a", ask(PROMPTS[0])), ("b", ask(PROMPTS[1]))])
+    await worker.submit([("c", ask(PROMPTS[2])), ("refused", ask([1] * MAX_MODEL_LEN))])
+    results = await collect_all(worker, 4)
+    lengths = {name: len(result.token_ids) for name, result in results.items()}
+    assert lengths == {
+        "a": 12,
+        "b": 12,
+        "c": 12,
+        "refused": 0,
+    }
+    assert "does not fit" in results["refused"].error
+    assert results["a"].error is None
+
+
+async def test_collect_waits_for_a_request_that_comes_later(worker):
+    waiting = asyncio.create_task(worker.collect())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await worker.submit([("late", ask([5], max_new_tokens=1))])
+    assert [name for name, _ in await asyncio.wait_for(waiting, 20)] == ["late"]
+
+
+async def test_no_step_is_taken_between_begin_and_finish_of_an_update(worker):
+    """A request that is half done waits, and goes on with the new weights."""
+    new = make_model("qwen2", True, seed=2)
+    sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+    steps = []
+    step = worker._engine.step
+    worker._engine.step = lambda: steps.append(1) or step()
+    await worker.submit([("x", ask(PROMPTS[3], temperature=0.0))])
+    while len(steps) < 3:
+        await asyncio.sleep(0)
+    await worker.begin_weight_update(SPEC, version=9)
+    taken = len(steps)
+    sender.begin(new.named_parameters())
+    buckets = []
+    while not buckets or not buckets[-1].is_last:
+        buckets.append(sender.next_bucket())
+        await worker.receive_bucket(buckets[-1])
+        await asyncio.sleep(0.02)
+    assert len(buckets) > 1
+    assert len(steps) == taken
+    check_receipts([await worker.finish_weight_update(9)], buckets, 9)
+    await worker.begin_weight_update(SPEC, version=10)
+    await asyncio.sleep(0.02)
+    assert len(steps) == taken, "a second update began at once"
+    sender.begin(new.named_parameters())
+    while not (bucket := sender.next_bucket()).is_last:
+        await worker.receive_bucket(bucket)
+    await worker.receive_bucket(bucket)
+    await worker.finish_weight_update(10)
+    result = (await collect_all(worker, 1))["x"]
+    assert result.weight_version == 10
+    assert len(result.token_ids) == 12
+    await worker.submit([("y", ask(PROMPTS[3], temperature=0.0))])
+    assert (await collect_all(worker, 1))["y"].token_ids == greedy_reference(new, PROMPTS[3], 12)
+    sender.close()
+
+
+async def test_what_breaks_the_engine_reaches_collect(worker):
+    def broken_step():
+        raise torch.OutOfMemoryError("no memory left")
+
+    worker._engine.step = broken_step
+    await worker.submit([("x", ask([1]))])
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        await asyncio.wait_for(worker.collect(), 20)
