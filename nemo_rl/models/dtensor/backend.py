@@ -27,7 +27,14 @@ from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
-from nemo_rl.models.dtensor.lora import adapters_off, apply_lora, check_adapters_moved, merged_by_name
+from nemo_rl.models.dtensor.lora import (
+    adapted_weights,
+    adapters_off,
+    apply_lora,
+    check_adapters_moved,
+    merged_by_name,
+    require_on_some_rank,
+)
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
@@ -150,13 +157,25 @@ class DTensorBackend:
 
         Args:
             dtype: cast floating-point tensors to it; None keeps float32.
+
+        Raises:
+            WeightSyncError: adapters were trained, but every weight that leaves is the base model's.
         """
+        base = {} if self._adapters_unproven else adapted_weights(self.model.hf)
+        arrives = not base
         for name, tensor in merged_by_name(self.model.hf, self.device):
-            if tensor.device != self.device:
-                tensor = tensor.to(self.device)
-            if dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(dtype)
+            tensor = self._outgoing(tensor, dtype)
+            if not arrives and name in base:
+                arrives = not torch.equal(_local(tensor), _local(self._outgoing(base[name], dtype)))
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if base:
+            require_on_some_rank(arrives, self.device)
+
+    def _outgoing(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """A weight on this rank's device in the receiver's dtype."""
+        if tensor.device != self.device:
+            tensor = tensor.to(self.device)
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     def move_optimizer_state(self, to_host: bool) -> None:
         """See `PolicyBackend.move_optimizer_state`."""

@@ -12,6 +12,7 @@ like the rows of the weight, A like its columns.
 import fnmatch
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,7 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, WeightSyncError
 from nemo_rl.utils.seed import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -106,9 +107,10 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
         Names of the adapted layers.
 
     Raises:
-        ConfigError: a pattern matches no linear layer, or no layer is left.
+        ConfigError: a pattern matches no linear layer, no layer is left, or one shares its weight.
     """
     names = select_modules(_linear_names(hf), config)
+    _refuse_shared(hf, names)
     hf.requires_grad_(False)
     for name in names:
         parent_name, _, child = name.rpartition(".")
@@ -166,6 +168,11 @@ def adapted_modules(hf: nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in hf.named_modules() if isinstance(module, LoraLinear)}
 
 
+def adapted_weights(hf: nn.Module) -> dict[str, Tensor]:
+    """The frozen weights that adapters change, by the names they are exported under."""
+    return {f"{name}.weight": module.weight.detach() for name, module in adapted_modules(hf).items()}
+
+
 @contextmanager
 def adapters_off(hf: nn.Module) -> Iterator[None]:
     """Run a block with the base model alone."""
@@ -217,6 +224,33 @@ def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
             f"would never reach the generated text: {', '.join(still[:8])}{', ...' if len(still) > 8 else ''}. "
             "The model does not call these layers, or calls them only for some tokens: name them in "
             "policy.dtensor_cfg.lora_cfg.exclude_modules."
+        )
+
+
+def require_on_some_rank(arrives: bool, device: torch.device) -> None:
+    """Check that an exported weight differed from the base on at least one rank; collective.
+
+    Raises:
+        WeightSyncError: on no rank.
+    """
+    seen = torch.tensor([int(arrives)], device=device)
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+    if not seen.item():
+        raise WeightSyncError(
+            "LoRA adapters were trained, but all weights sent are those of the base model: generation would "
+            "never see the training. If the learning rate is so small that adding the adapters changes no "
+            "weight in policy.precision, raise it or policy.dtensor_cfg.lora_cfg.alpha."
+        )
+
+
+def _refuse_shared(hf: PreTrainedModel, names: Sequence[str]) -> None:
+    """A weight used under two names has one value outside; an adapter would give it two."""
+    uses = Counter(id(parameter) for _, parameter in hf.named_parameters(remove_duplicate=False))
+    shared = [name for name in names if uses[id(hf.get_parameter(f"{name}.weight"))] > 1]
+    if shared:
+        raise ConfigError(
+            f"policy.dtensor_cfg.lora_cfg adapts layers whose weight is shared with others: {', '.join(shared)}. "
+            "Name them in policy.dtensor_cfg.lora_cfg.exclude_modules."
         )
 
 

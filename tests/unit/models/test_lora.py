@@ -25,7 +25,7 @@ from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.lora import LoraLinear, adapted_modules, adapters_off, apply_lora, select_modules
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
-from nemo_rl.utils.errors import CheckpointError, ConfigError
+from nemo_rl.utils.errors import CheckpointError, ConfigError, WeightSyncError
 
 CPU = torch.device("cpu")
 LORA = {"enabled": True, "dim": 4, "alpha": 8}
@@ -254,6 +254,34 @@ def test_an_adapter_that_is_bypassed_stops_the_run(tmp_path) -> None:
         layer.active = False
         with pytest.raises(ConfigError, match=r"1 of 14 LoRA adapters received no gradient.*layers\.1\.mlp\.up_proj"):
             _update(worker, config, 1)
+
+
+def _export_unmerged(rank: int, world_size: int, name: str, dtype: torch.dtype) -> str:
+    worker, config = _worker(name)
+    list(worker.iterate_weights(dtype))
+    _update(worker, config, 1, rank, world_size)
+    sent = {key for key, _ in worker.iterate_weights(dtype)}
+    LoraLinear.merged_weight = lambda self, device: self.weight.detach()
+    with pytest.raises(WeightSyncError, match="all weights sent are those of the base model"):
+        for key, _ in worker.iterate_weights(dtype):
+            sent.discard(key)
+    return ", ".join(sent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_that_is_not_merged_stops_the_sync(dtype, tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m")
+    for ranks in (1, 2):
+        assert run_ranks(_export_unmerged, ranks, name, dtype) == [""] * ranks
+
+
+def test_a_layer_that_shares_its_weight_is_refused() -> None:
+    hf = tiny_model("qwen2")
+    first, second = (layer.mlp for layer in hf.model.layers)
+    second.up_proj.weight = first.up_proj.weight
+    with pytest.raises(ConfigError, match=r"shared with others: model\.layers\.0\.mlp\.up_proj, model\.layers\.1"):
+        apply_lora(hf, LoraConfig.build(**LORA), 0)
+    apply_lora(hf, LoraConfig.build(**LORA, exclude_modules=["up_proj"]), 0)
 
 
 def test_an_update_without_gradient_proves_nothing_and_stops_nothing(tmp_path) -> None:
