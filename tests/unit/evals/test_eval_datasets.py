@@ -1,0 +1,154 @@
+"""Every built-in data set of evaluations, from small files with the columns of the real ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eval_helpers import eval_config, make_prompts
+
+from nemo_rl.config.checks_eval import EVAL_DATASET_NAMES
+from nemo_rl.config.names import ARITHMETIC
+from nemo_rl.evals.datasets import EVAL_REGISTRY
+from nemo_rl.evals.prompts import EvalPrompts
+from nemo_rl.utils.errors import DataError
+
+SHARED = Path(__file__).resolve().parents[3] / "../shared/data"
+CHOICE = "env.math.verifier_type=english_multichoice"
+LONG = ("data.max_input_seq_length=null",)
+
+ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "aime2024": ({"problem": "P", "answer": "073", "solution": "S"}, "073"),
+    "aime2025": ({"question": "P", "answer": 70}, "70"),
+    "gsm8k": ({"question": "P", "answer": "1+1=2\n#### 1,002"}, "1002"),
+    "math": ({"problem": "P", "solution": "so \\boxed{\\frac{1}{2}}.", "type": "Algebra"}, "\\frac{1}{2}"),
+    "math500": ({"problem": "P", "answer": "p - q", "solution": "\\boxed{x}", "subject": "Algebra"}, "p - q"),
+    "mmlu": ({"question": "P", "choices": ["w", "x", "y", "z"], "answer": 2, "subject": "law"}, "C"),
+    "mmlu_pro": ({"question": "P", "options": ["x"] * 9, "answer": "I", "category": "law"}, "I"),
+    "mmlu_DE-DE": ({"Question": "P", "A": "w", "B": "x", "C": "y", "D": "z", "Answer": "D", "Subject": "law"}, "D"),
+}
+
+
+def _prompts(tmp_path: Path, name: str, rows: list[Any], *overrides: str) -> EvalPrompts:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    if "mmlu_DE" in name:
+        overrides += ("env.math.verifier_type=multilingual_multichoice",)
+    elif name.startswith(("mmlu", "gpqa")):
+        overrides += (CHOICE,)
+    return make_prompts(
+        eval_config(f"data.dataset_name={name}", f"data.data_path={file}", "data.num_samples=null", *LONG, *overrides)
+    )
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_problem_and_answer(tmp_path, name) -> None:
+    row, answer = ROWS[name]
+    prompts = _prompts(tmp_path, name, [row])
+    batch = prompts.batch(0, 1)
+    assert batch["extra_env_info"][0]["ground_truth"] == answer
+    assert "P" in batch["message_log"][0][0]["content"]
+    assert prompts.topic(0) == {"math": "Algebra", "math500": "Algebra"}.get(
+        name, "law" if name.startswith("mmlu") else None
+    )
+
+
+def test_options_are_lettered(tmp_path) -> None:
+    text = _prompts(tmp_path, "mmlu_DE-DE", [ROWS["mmlu_DE-DE"][0]]).batch(0, 1)["message_log"][0][0]["content"]
+    assert "A) w\nB) x\nC) y\nD) z" in text
+
+
+def test_gpqa_options_are_shuffled_by_the_seed(tmp_path) -> None:
+    rows = [
+        {
+            "Question": f"Q{number}",
+            "Correct Answer": "right",
+            **{f"Incorrect Answer {i}": f"wrong {i}" for i in (1, 2, 3)},
+            "High-level domain": "Physics",
+        }
+        for number in range(40)
+    ]
+
+    def letters(seed: int) -> str:
+        prompts = _prompts(tmp_path, "gpqa_diamond", rows, f"data.seed={seed}")
+        assert prompts.topic(0) == "Physics"
+        found = ""
+        for log, info in zip(*[prompts.batch(0, 40)[key] for key in ("message_log", "extra_env_info")], strict=True):
+            letter = info["ground_truth"]
+            assert f"{letter}) right" in log[0]["content"]
+            found += letter
+        return found
+
+    assert letters(1) == letters(1) != letters(2)
+    assert set(letters(1)) == set("ABCD")
+
+
+def test_bad_rows_are_reported_and_too_many_refused(tmp_path, caplog) -> None:
+    good = ROWS["mmlu"][0]
+    rows = [good] * 20 + [{**good, "answer": "F"}, "{broken"]
+    prompts = _prompts(tmp_path, "mmlu", rows)
+    assert (len(prompts), prompts.num_bad_rows) == (20, 2)
+    assert "rows.jsonl:21" in caplog.text
+    assert "rows.jsonl:22" in caplog.text
+    with pytest.raises(DataError, match=r"data\.max_bad_row_share"):
+        _prompts(tmp_path, "mmlu", [good, {**good, "choices": []}])
+    with pytest.raises(DataError, match="no usable row"):
+        _prompts(tmp_path, "math", [{"problem": "P", "solution": "no box"}])
+
+
+@pytest.mark.parametrize("name", ["problems.csv", "problems.json", "problems.jsonl"])
+def test_a_local_file_by_its_path(tmp_path, name) -> None:
+    rows = [{"q": "six times seven", "a": 42}, {"q": "a half", "a": "1/2"}]
+    texts = {
+        "problems.csv": "q,a\nsix times seven,42\na half,1/2\n",
+        "problems.json": json.dumps(rows),
+        "problems.jsonl": "\n".join(map(json.dumps, rows)),
+    }
+    (tmp_path / name).write_text(texts[name])
+    kind = name.rpartition(".")[2]
+    config = eval_config(
+        f"data.dataset_name={tmp_path / name}", "data.problem_key=q", "data.solution_key=a", f"data.file_format={kind}"
+    )
+    batch = make_prompts(config).batch(0, 2)
+    assert [info["ground_truth"] for info in batch["extra_env_info"]] == ["42", "1/2"]
+
+
+def test_max_samples_is_a_seeded_choice_in_order(tmp_path) -> None:
+    rows = [{"problem": f"P{number:03}", "answer": str(number)} for number in range(100)]
+
+    def chosen(seed: int) -> list[int]:
+        prompts = _prompts(tmp_path, "math500", rows, "data.max_samples=10", f"data.seed={seed}")
+        return [int(info["ground_truth"]) for info in prompts.batch(0, len(prompts))["extra_env_info"]]
+
+    assert len(chosen(1)) == 10
+    assert chosen(1) == sorted(chosen(1)) == chosen(1)
+    assert chosen(1) != chosen(2)
+
+
+def test_the_prompt_file_is_put_around_the_problem(tmp_path) -> None:
+    prompts = _prompts(tmp_path, "math500", [ROWS["math500"][0]], "data.prompt_file=examples/prompts/math.txt")
+    assert "inside \\boxed{}.\n\nP\n" in prompts.batch(0, 1)["message_log"][0][0]["content"]
+
+
+def test_all_names_are_registered() -> None:
+    assert set(EVAL_REGISTRY) | {ARITHMETIC} == set(EVAL_DATASET_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "count"),
+    [
+        ("gsm8k", "gsm8k/test.jsonl.gz", 1319),
+        ("math500", "math/math500.jsonl.gz", 500),
+        ("math", "math/math_test.jsonl.gz", 5000),
+        ("mmlu", "mmlu/test.jsonl.gz", 14042),
+        ("mmlu_pro", "mmlu_pro/test.jsonl.gz", 12032),
+        ("aime2024", "aime/aime24.jsonl.gz", 30),
+    ],
+)
+def test_real_files_are_read_whole(name, file, count) -> None:
+    if not (SHARED / file).exists():
+        pytest.skip("needs ../shared/data")
+    verifier = (CHOICE,) if name.startswith("mmlu") else ()
+    overrides = (f"data.dataset_name={name}", f"data.data_path={SHARED / file}", "data.num_samples=null", *LONG)
+    prompts = make_prompts(eval_config(*overrides, *verifier))
+    assert (len(prompts), prompts.num_bad_rows) == (count, 0)
