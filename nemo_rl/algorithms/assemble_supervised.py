@@ -14,22 +14,30 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.assemble import open_folders
 from nemo_rl.algorithms.dpo import ReferenceLogprobs
+from nemo_rl.algorithms.rm import RMValidator
 from nemo_rl.algorithms.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.sft import VALIDATION_NAMES
 from nemo_rl.algorithms.supervised import LossValidator, Prepare, SupervisedRun, unchanged
 from nemo_rl.algorithms.validation import limited
 from nemo_rl.algorithms.workers import PolicyStart, make_clusters, start_policy
-from nemo_rl.config import DPOConfig, DPOMasterConfig, SFTMasterConfig, SupervisedMasterConfig
+from nemo_rl.config import (
+    DPOConfig,
+    DPOMasterConfig,
+    RMMasterConfig,
+    SFTMasterConfig,
+    SupervisedMasterConfig,
+)
 from nemo_rl.data.collate_fn import preference_collate_fn, sft_collate_fn
 from nemo_rl.data.datasets.setup_supervised import SupervisedData, setup_preference_data, setup_sft_data
 from nemo_rl.data.loader import PromptLoader, build_loader
-from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.data.tokenizer import ensure_distinct_pad_token, get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.experience.prompt_stream import PromptStream
 from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.losses.likelihood import NLLLossFn
-from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn
+from nemo_rl.losses.pair_losses import CentredMargin
+from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.seed import set_seed
@@ -113,6 +121,27 @@ def assemble_dpo(config: DPOMasterConfig, started_at: float = 0.0) -> Supervised
         validator=lambda policy, batches: LossValidator(
             batches, prepare(policy), policy, loss_fn, validation_rows(config, 2)
         ),
+    )
+    return assemble_run(config, tokenizer, data, recipe, started_at)
+
+
+def assemble_rm(config: RMMasterConfig, started_at: float = 0.0) -> SupervisedRun:
+    """Build a reward-model run; arguments and errors as `assemble_sft`."""
+    set_seed(config.rm.seed)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
+    ensure_distinct_pad_token(tokenizer)
+    # Whoever loads the model finds the end of a padded sequence by this token.
+    overrides = {"pad_token_id": tokenizer.pad_token_id} | (config.policy.hf_config_overrides or {})
+    config.policy.hf_config_overrides = overrides
+    data = setup_preference_data(tokenizer, config.data)
+    loss_fn = PreferenceLossFn(CentredMargin(config.rm.margin, config.rm.center_rewards_coefficient))
+    recipe = Recipe(
+        collate=_pair_collate(config, tokenizer),
+        loss_fn=loss_fn,
+        rows_per_sample=2,
+        needs_reference=False,
+        prepare=lambda policy: unchanged,
+        validator=lambda policy, batches: RMValidator(batches, policy, loss_fn),
     )
     return assemble_run(config, tokenizer, data, recipe, started_at)
 

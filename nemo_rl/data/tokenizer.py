@@ -105,3 +105,27 @@ def _ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
         tokenizer.eos_token,
         tokenizer.eos_token_id,
     )
+
+
+def ensure_distinct_pad_token(tokenizer: TokenizerType) -> None:
+    """Pad with another token than the one that ends a sequence.
+
+    A sequence classifier finds the last token of a padded sequence by looking for padding; a sequence that
+    ends with the pad token would lose its end.
+
+    Raises:
+        ConfigError: The tokenizer has no other token to pad with.
+    """
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return
+    added = [str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    named = [token for token in added if "pad" in token.lower()]
+    candidates = [*named, tokenizer.unk_token, tokenizer.bos_token]
+    chosen = next((token for token in candidates if token and token != tokenizer.eos_token), None)
+    if chosen is None:
+        raise ConfigError(
+            f"Tokenizer {tokenizer.name_or_path!r} pads with its end-of-sequence token {tokenizer.eos_token!r} and "
+            "has no other token for it; a reward model needs one. Add a pad token to its tokenizer_config.json."
+        )
+    tokenizer.pad_token = chosen
+    logger.info("Padding with %r (id %d), so that sequences keep their end.", chosen, tokenizer.pad_token_id)

@@ -12,6 +12,7 @@ per segment elsewhere (exact, and its cost does not grow with the length of the 
 that are not packed, one causal scaled-dot-product call per batch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -188,8 +189,14 @@ def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
     }
 
 
+def _logits(model: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:
+    return model(**model_inputs, use_cache=False).logits
+
+
 @torch.no_grad()
-def verify_packing(model: PreTrainedModel) -> None:
+def verify_packing(
+    model: PreTrainedModel, forward: Callable[[PreTrainedModel, dict[str, Any]], Tensor] = _logits
+) -> None:
     """Check on real weights that two packed sequences score as each of them alone.
 
     Catches every way in which an architecture can leak across a boundary: state-space or convolution
@@ -197,6 +204,7 @@ def verify_packing(model: PreTrainedModel) -> None:
 
     Args:
         model: the unsharded model, loaded with `attn_implementation=VARLEN_ATTENTION`.
+        forward: model and its inputs to the `[b, T, ...]` outputs that are compared; logits by default.
 
     Raises:
         ConfigError: the packed logits differ, or the model's forward does not accept the arguments.
@@ -215,8 +223,8 @@ def verify_packing(model: PreTrainedModel) -> None:
     was_training = model.training
     model.eval()
     try:
-        packed = model(**packed_model_inputs(segments), use_cache=False).logits[0]
-        alone = torch.cat([model(input_ids=s[None], use_cache=False).logits[0] for s in segments])
+        packed = forward(model, packed_model_inputs(segments))[0]
+        alone = torch.cat([forward(model, {"input_ids": s[None]})[0] for s in segments])
     except TypeError as error:
         raise ConfigError(f"{name} does not take packed inputs ({error}). {advice}") from error
     finally:
@@ -225,6 +233,6 @@ def verify_packing(model: PreTrainedModel) -> None:
     allowed = 1e-4 * alone.abs().max().item() if packed.dtype == torch.float32 else 3e-2 * alone.abs().max().item()
     if not worst <= allowed:
         raise ConfigError(
-            f"{name}: logits of packed sequences differ from those of the same sequences alone by {worst:.2e} "
+            f"{name}: outputs for packed sequences differ from those of the same sequences alone by {worst:.2e} "
             f"(allowed {allowed:.2e}), so this architecture mixes packed sequences. {advice}"
         )

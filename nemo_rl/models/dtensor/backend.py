@@ -43,6 +43,7 @@ from nemo_rl.models.dtensor.parallelize import (
     reshard,
     shard,
 )
+from nemo_rl.models.dtensor.reward_model import RewardModel, build_reward_model
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
 from nemo_rl.models.policy.interfaces import CheckpointPaths, ForwardStep
 from nemo_rl.models.policy.workers.microbatches import ModelInputs
@@ -228,8 +229,10 @@ def sampling_density(config: PolicyConfig) -> SamplingDensity:
     return SamplingDensity(generation.temperature, top_k, generation.top_p)
 
 
-def _build_model(config: PolicyConfig, device: torch.device, seed: int) -> CausalLMWithLogprobs:
+def _build_model(config: PolicyConfig, device: torch.device, seed: int) -> CausalLMWithLogprobs | RewardModel:
     """Load, check, adapt and shard the model."""
+    if config.reward_model_cfg.enabled:
+        return _shard(build_reward_model(config), config, device)
     packed = config.sequence_packing.enabled
     hf = load_causal_lm(
         config.model_name,
@@ -241,8 +244,15 @@ def _build_model(config: PolicyConfig, device: torch.device, seed: int) -> Causa
     model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
+    return _shard(model, config, device)
+
+
+def _shard[ModelT: CausalLMWithLogprobs | RewardModel](
+    model: ModelT, config: PolicyConfig, device: torch.device
+) -> ModelT:
+    """Spread a loaded model over the ranks."""
     if config.dtensor_cfg.activation_checkpointing:
-        enable_activation_checkpointing(hf)
+        enable_activation_checkpointing(model.hf)
     mesh = build_mesh(device.type, dist.get_world_size())
     spec = ShardingSpec(torch_dtype(config.precision), config.dtensor_cfg.cpu_offload, device)
     return shard(model, mesh, spec)
@@ -253,7 +263,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _local_copies(model: CausalLMWithLogprobs) -> dict[str, Tensor]:
+def _local_copies(model: CausalLMWithLogprobs | RewardModel) -> dict[str, Tensor]:
     """CPU copies of this rank's part of every weight."""
     reshard(model)
     weights = checkpoint_io.weights_by_name(model.hf)
@@ -261,7 +271,7 @@ def _local_copies(model: CausalLMWithLogprobs) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _copy_into(model: CausalLMWithLogprobs, copies: dict[str, Tensor]) -> None:
+def _copy_into(model: CausalLMWithLogprobs | RewardModel, copies: dict[str, Tensor]) -> None:
     reshard(model)
     for name, tensor in checkpoint_io.weights_by_name(model.hf).items():
         _local(tensor).copy_(copies[name])

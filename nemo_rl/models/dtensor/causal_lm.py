@@ -22,11 +22,12 @@ from nemo_rl.distributed.parallel_logprobs import (
     logprobs_from_logits,
     token_logprobs,
 )
+from nemo_rl.models.dtensor.parallelize import ShardableModel
 
 logger = logging.getLogger(__name__)
 
 
-class CausalLMWithLogprobs(nn.Module):
+class CausalLMWithLogprobs(ShardableModel):
     """Wraps a Hugging Face model; see the module docstring.
 
     Attributes:

@@ -70,7 +70,7 @@ def save_weights(hf: PreTrainedModel, weights_path: Path, weights: dict[str, Ten
         shutil.rmtree(folder / "sharded")
         hf.config.architectures = [type(hf).__name__]
         hf.config.save_pretrained(folder)
-        if hf.generation_config is not None:
+        if hf.can_generate() and hf.generation_config is not None:
             hf.generation_config.save_pretrained(folder)
     dist.barrier()
 

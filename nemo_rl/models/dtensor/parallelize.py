@@ -20,13 +20,22 @@ from torch.distributed.fsdp import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 MESH_AXES = ("dp_replicate", "dp_shard")
 """Axes of the device mesh, outermost first; tensor, context and pipeline axes go inside them."""
+
+
+class ShardableModel(nn.Module):
+    """What `shard` needs of a wrapper, as a type: `causal_lm` and `reward_model` have it.
+
+    Attributes:
+        hf: the wrapped Hugging Face model.
+    """
+
+    hf: PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ def enable_activation_checkpointing(hf: PreTrainedModel) -> None:
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def shard(model: CausalLMWithLogprobs, mesh: DeviceMesh, spec: ShardingSpec) -> CausalLMWithLogprobs:
+def shard[ModelT: ShardableModel](model: ModelT, mesh: DeviceMesh, spec: ShardingSpec) -> ModelT:
     """Shard decoder layers and root with FSDP2, in place, and move the model to its device.
 
     One float32 rank is left as it is: there is nothing to shard or to cast, and on one CPU core FSDP2's

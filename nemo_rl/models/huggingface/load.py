@@ -7,7 +7,12 @@ Law: weights arrive in the asked dtype with nothing quantised, offloaded or spre
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.utils.errors import ConfigError
@@ -53,11 +58,47 @@ def load_causal_lm(
         ConfigError: the model cannot be found or an override names no field of its configuration.
     """
     config = load_model_config(model_name, config_overrides)
+    attention = _attention_choice(config, attn_implementation)
+    model = AutoModelForCausalLM.from_pretrained(model_name, config=config, dtype=dtype, **attention)
+    return model.eval()
+
+
+def load_scoring_model(
+    model_name: str,
+    *,
+    config_overrides: dict[str, Any] | None = None,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """Load a language model, or a reward model, as a sequence classifier with one label, in float32.
+
+    A head that the weights do not have is drawn at random, the same on every rank and in every run.
+
+    Args:
+        model_name: Hugging Face id or local folder.
+        config_overrides: fields of the model's configuration to replace.
+        attn_implementation: as in `load_causal_lm`.
+
+    Raises:
+        ConfigError: the model cannot be found, has no such form, or an override names no field.
+    """
+    config = load_model_config(model_name, config_overrides)
+    config.num_labels = 1
+    attention = _attention_choice(config, attn_implementation)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForSequenceClassification.from_pretrained(
+                model_name, config=config, dtype=torch.float32, **attention
+            )
+    except ValueError as error:
+        raise ConfigError(f"policy.model_name={model_name!r} cannot be loaded with a scalar head: {error}") from error
+    return model.eval()
+
+
+def _attention_choice(config: PretrainedConfig, attn_implementation: str | None) -> dict[str, str]:
     if attn_implementation is None and _softcaps_attention(config):
         attn_implementation = "eager"
-    chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    model = AutoModelForCausalLM.from_pretrained(model_name, config=config, dtype=dtype, **chosen)
-    return model.eval()
+    return {} if attn_implementation is None else {"attn_implementation": attn_implementation}
 
 
 def load_model_config(model_name: str, overrides: dict[str, Any] | None = None) -> PretrainedConfig:

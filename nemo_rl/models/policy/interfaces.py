@@ -32,6 +32,12 @@ class ReferenceLogprobOutputSpec(TypedDict):
     reference_logprobs: Tensor  # [B, T] float32, as LogprobOutputSpec.logprobs
 
 
+class ScoreOutputSpec(TypedDict):
+    """Result of `score`."""
+
+    scores: Tensor  # [B] float32
+
+
 class TrainResult(TypedDict):
     """Result of one `train` call, which made U optimizer updates."""
 

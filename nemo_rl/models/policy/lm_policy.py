@@ -39,6 +39,7 @@ from nemo_rl.models.policy.interfaces import (
     LogprobOutputSpec,
     PolicyInterface,
     ReferenceLogprobOutputSpec,
+    ScoreOutputSpec,
     TrainResult,
     UpdateResult,
 )
@@ -174,7 +175,7 @@ class Policy(PolicyInterface):
             DataError: missing keys, rows that do not divide into global batches, or rows too long.
             ConfigError: the loss wants an input that policies do not prepare.
         """
-        _check_loss(loss_fn)
+        _check_loss(loss_fn, self.config)
         keys = list(TRAINING_KEYS)
         if getattr(loss_fn, "needs_reference", False):
             keys.append("reference_policy_logprobs")
@@ -223,6 +224,22 @@ class Policy(PolicyInterface):
         scores = self._score("get_reference_policy_logprobs", data, micro_batch_size)
         return BatchedDataDict({"reference_logprobs": scores})
 
+    def score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ScoreOutputSpec]:
+        """Scores of whole sequences, for reward models.
+
+        Args:
+            data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
+
+        Returns:
+            `scores [B]` float32.
+
+        Raises:
+            ConfigError: the policy is a language model.
+        """
+        if not self.config.reward_model_cfg.enabled:
+            raise ConfigError("Policy.score needs policy.reward_model_cfg.enabled=true: this is a language model.")
+        return BatchedDataDict({"scores": self._score("score", data)})
+
     def save_checkpoint(
         self,
         weights_path: str | PathLike[str],
@@ -269,8 +286,11 @@ class Policy(PolicyInterface):
     def _score(self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> torch.Tensor:
         require_keys(data, SCORING_KEYS, f"Policy.{method}")
         wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in SCORING_KEYS})
+        if self.config.reward_model_cfg.enabled and method != "score":
+            raise ConfigError(f"Policy.{method} needs a language model; this one is a reward model, see Policy.score.")
         if wanted.check_rows() == 0:
-            return torch.zeros(wanted["input_ids"].shape, dtype=torch.float32)
+            shape = wanted["input_ids"].shape
+            return torch.zeros(shape[:1] if method == "score" else shape, dtype=torch.float32)
         strategy = logprob_strategy(self.config, micro_batch_size)
         sharded = shard_batch(wanted, self.data_parallel_size, strategy)
         return sharded.restore(self._run_sharded(method, sharded))
@@ -291,11 +311,13 @@ class Policy(PolicyInterface):
         return self.worker_group.get_all_worker_results(future, timeout_s=self._timeouts.checkpoint_s, phase=phase)
 
 
-def _check_loss(loss_fn: LossFunction) -> None:
+def _check_loss(loss_fn: LossFunction, config: PolicyConfig) -> None:
+    prepared = LossInputType.LOGIT if config.reward_model_cfg.enabled else LossInputType.LOGPROB
     wanted = getattr(loss_fn, "input_type", LossInputType.LOGPROB)
-    if wanted is not LossInputType.LOGPROB:
+    if wanted is not prepared:
         raise ConfigError(
-            f"{type(loss_fn).__name__} wants {wanted} as input; policies prepare {LossInputType.LOGPROB} only."
+            f"{type(loss_fn).__name__} wants {wanted} as input; a policy with policy.reward_model_cfg.enabled="
+            f"{str(config.reward_model_cfg.enabled).lower()} prepares {prepared} only."
         )
 
 

@@ -28,7 +28,8 @@ from nemo_rl.models.policy.workers.microbatches import (
     InputLayout,
     all_targets,
     build_model_inputs,
-    training_targets,
+    build_score_inputs,
+    build_training_inputs,
 )
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
@@ -77,6 +78,7 @@ class PolicyWorker:
     def __init__(self, backend: PolicyBackend, config: PolicyConfig) -> None:
         self.backend = backend
         self._layout = input_layout(config)
+        self._training_inputs = build_score_inputs if config.reward_model_cfg.enabled else build_training_inputs
         self._sender: WeightSender | None = None
 
     def train(
@@ -99,9 +101,7 @@ class PolicyWorker:
             last_update: whether this update ends the training step, which advances the schedule.
         """
         microbatches = list(split_rows(data, sizes))
-        inputs = [
-            build_model_inputs(rows, training_targets(rows), self._layout, self.backend.device) for rows in microbatches
-        ]
+        inputs = [self._training_inputs(rows, self._layout, self.backend.device) for rows in microbatches]
         valid_seqs, valid_toks = (torch.tensor(v, device=self.backend.device) for v in global_valid)
         losses: list[Tensor] = []
         metrics: list[LossMetrics] = []
@@ -147,6 +147,25 @@ class PolicyWorker:
         def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> None:
             scored = inputs[index].scatter(logprobs_K).float()
             scores.append(torch.nn.functional.pad(scored, (1, 0)).cpu())
+
+        self.backend.run(inputs, forward_step, backward=False)
+        return torch.cat(scores)
+
+    def score(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
+        """Score this rank's rows as wholes; only for reward models.
+
+        Args:
+            data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
+            sizes: rows of each microbatch.
+
+        Returns:
+            `[b]` float32 on the CPU.
+        """
+        inputs = [build_score_inputs(rows, self._layout, self.backend.device) for rows in split_rows(data, sizes)]
+        scores: list[Tensor] = []
+
+        def forward_step(index: int, scores_K: Tensor, entropy_K: Tensor) -> None:
+            scores.append(scores_K.float().cpu())
 
         self.backend.run(inputs, forward_step, backward=False)
         return torch.cat(scores)

@@ -83,22 +83,51 @@ def build_model_inputs(
     num_rows, width = input_ids.shape
     wanted = wanted & (torch.arange(1, width)[None, :] < rows["input_lengths"][:, None])
     row_K, column_K = wanted.nonzero(as_tuple=True)
-    if layout.packed:
-        model_inputs = _packed(input_ids, lengths, layout.round_to)
-        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-        positions_K = starts[row_K] + column_K
-    else:
-        model_inputs = _padded(input_ids, lengths, layout.round_to)
-        positions_K = row_K * model_inputs["input_ids"].shape[1] + column_K
+    model_inputs, starts = _lay_out(input_ids, lengths, layout)
     return ModelInputs(
-        model_inputs={
-            key: value.to(device) if isinstance(value, Tensor) else value for key, value in model_inputs.items()
-        },
-        positions_K=positions_K.to(device),
+        model_inputs=_on(device, model_inputs),
+        positions_K=(starts[row_K] + column_K).to(device),
         targets_K=input_ids[row_K, column_K + 1].to(device),
         places_K=(row_K * (width - 1) + column_K).to(device),
         shape=(num_rows, width - 1),
     )
+
+
+def build_training_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
+    """`build_model_inputs` for the targets that a loss can count."""
+    return build_model_inputs(rows, training_targets(rows), layout, device)
+
+
+def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
+    """Lay out the rows of one microbatch to be scored as wholes: K = b, at each row's last token.
+
+    Args:
+        rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
+        layout: padded or packed.
+        device: where the model runs.
+    """
+    input_ids, last_B = rows["input_ids"], rows["input_lengths"] - 1
+    model_inputs, starts = _lay_out(input_ids, rows["input_lengths"].tolist(), layout)
+    row_B = torch.arange(len(last_B))
+    return ModelInputs(
+        model_inputs=_on(device, model_inputs),
+        positions_K=(starts + last_B).to(device),
+        targets_K=input_ids[row_B, last_B].to(device),
+        places_K=row_B.to(device),
+        shape=(len(last_B), 1),
+    )
+
+
+def _lay_out(input_ids: Tensor, lengths: Sequence[int], layout: InputLayout) -> tuple[dict[str, Any], Tensor]:
+    """The model's arguments, and where each row begins in the flattened model tokens."""
+    if layout.packed:
+        return _packed(input_ids, lengths, layout.round_to), torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    model_inputs = _padded(input_ids, lengths, layout.round_to)
+    return model_inputs, torch.arange(len(lengths)) * model_inputs["input_ids"].shape[1]
+
+
+def _on(device: torch.device, model_inputs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in model_inputs.items()}
 
 
 def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:

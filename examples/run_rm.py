@@ -1,0 +1,39 @@
+"""Train a reward model on pairs of answers.
+
+    uv run examples/run_rm.py [--config FILE] [key=value ...]
+
+Without --config the run is described by examples/configs/rm.yaml (one GPU); on a machine without a GPU use
+--config examples/configs/rm_cpu.yaml. Overrides follow Hydra's grammar.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from nemo_rl.algorithms.launch import launch
+from nemo_rl.config import RMMasterConfig
+
+STARTED_AT = time.perf_counter()
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "rm.yaml"
+
+
+def run(config: RMMasterConfig) -> None:
+    """Assemble the run, train, and stop all workers whatever happens."""
+    # Imported here so that a refused configuration does not wait for torch.
+    from nemo_rl.algorithms.assemble_supervised import assemble_rm
+    from nemo_rl.algorithms.rm import rm_train
+
+    parts = assemble_rm(config, STARTED_AT)
+    try:
+        rm_train(parts)
+    finally:
+        parts.close()
+
+
+def main() -> int:
+    """Run from the command line; returns the exit status."""
+    return launch(__doc__ or "", DEFAULT_CONFIG, RMMasterConfig, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

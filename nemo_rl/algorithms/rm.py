@@ -1,0 +1,87 @@
+"""Reward models: a scalar score for each answer, from pairs of a preferred and a rejected one.
+
+The loop is `supervised.supervised_train`; here is what makes it reward-model training: the validation. Law:
+a score is the log-odds of being preferred, so `sigmoid(chosen - rejected)` is the model's confidence, and a
+calibrated model is right as often as it is confident.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_rl.algorithms.supervised import SupervisedRun, supervised_train
+from nemo_rl.config import RMConfig
+from nemo_rl.config import RMMasterConfig as MasterConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.losses.preference import PreferenceLossFn
+
+__all__ = ["MasterConfig", "RMConfig", "RMValidator", "calibration_error", "rm_train"]
+
+CALIBRATION_BINS = 10
+
+
+class Scorer(Protocol):
+    """A reward model."""
+
+    def score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """`scores [B]`."""
+
+
+@dataclass(frozen=True)
+class RMValidator:
+    """Scores held-out pairs.
+
+    Attributes:
+        batches: validation batches, iterated anew each time.
+        scorer: the reward model.
+        loss_fn: as in training.
+    """
+
+    batches: Iterable[BatchedDataDict[Any]]
+    scorer: Scorer
+    loss_fn: PreferenceLossFn
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Loss, accuracy, mean scores, margin and calibration error over all valid pairs."""
+        scores: list[Tensor] = []
+        masks: list[Tensor] = []
+        for batch in self.batches:
+            scores.append(self.scorer.score(batch)["scores"].double())
+            masks.append(batch["sample_mask"].double())
+        scores_B, mask_B = torch.cat(scores), torch.cat(masks)
+        _, metrics = self.loss_fn(scores_B, data={"sample_mask": mask_B}, global_valid_seqs=mask_B.sum())
+        margin_P = (scores_B[0::2] - scores_B[1::2])[mask_B[0::2] > 0]
+        return {name: float(value) for name, value in metrics.items()} | {
+            "calibration_error": calibration_error(margin_P)
+        }
+
+
+def calibration_error(margin_P: Tensor, num_bins: int = CALIBRATION_BINS) -> float:
+    """Expected calibration error, arXiv 1706.04599, equation 3, of the more likely order of each pair.
+
+    Pairs are binned by confidence, `sigmoid(|margin|)` in 0.5 to 1; the result is the mean over pairs of the
+    distance between a bin's share of right orders (a tie counts half) and its mean confidence.
+
+    Args:
+        margin_P: score of the chosen answer minus score of the rejected one.
+        num_bins: bins of equal width.
+
+    Example:
+        >>> calibration_error(torch.zeros(4))
+        0.0
+    """
+    if not len(margin_P):
+        return 0.0
+    confidence_P = torch.sigmoid(margin_P.double().abs())
+    right_P = (margin_P > 0).double() + 0.5 * (margin_P == 0).double()
+    bin_P = ((confidence_P - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
+    gap_bins = torch.zeros(num_bins, dtype=torch.float64).index_add(0, bin_P, right_P - confidence_P)
+    return float(gap_bins.abs().sum() / len(margin_P))
+
+
+def rm_train(run: SupervisedRun) -> None:
+    """Train; see `supervised.supervised_train`."""
+    supervised_train(run)

@@ -1,0 +1,98 @@
+"""A Hugging Face sequence classifier with one label, whose forward returns a score for each asked position.
+
+The counterpart of `causal_lm` for reward models: the same call, so that `backend` runs either. The body runs
+to hidden states, the scalar head sees only the last token of each sequence, packed or padded.
+
+Law: parameters keep their Hugging Face names under `hf`, and the score of a sequence is what
+`AutoModelForSequenceClassification` gives for it; `build_reward_model` compares the two at load.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.parallel_logprobs import SamplingDensity
+from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
+from nemo_rl.models.dtensor.parallelize import ShardableModel
+from nemo_rl.models.huggingface.load import load_scoring_model
+from nemo_rl.utils.errors import ConfigError
+
+
+class RewardModel(ShardableModel):
+    """Wraps a sequence classifier; see the module docstring.
+
+    Attributes:
+        hf: the wrapped model; its `named_parameters` are the names to export.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def forward(
+        self,
+        model_inputs: dict[str, Any],
+        positions_K: Tensor,
+        targets_K: Tensor,
+        density: SamplingDensity | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Score the sequences that end at the given positions.
+
+        Args:
+            model_inputs: the model's keyword arguments; `input_ids` is `[b, T]`, or `[1, N]` packed.
+            positions_K: `[K]` indices into the flattened `[b * T]` tokens: the last token of each sequence.
+            targets_K: not used; part of the call that language models share.
+            density: not used.
+
+        Returns:
+            `(scores_K, zeros_K)`, float32.
+        """
+        hidden = self.hf.base_model(**model_inputs, use_cache=False).last_hidden_state
+        hidden_KD = hidden.flatten(0, 1).index_select(0, positions_K)
+        scores_K = self.hf.score(hidden_KD).squeeze(-1).float()
+        return scores_K, torch.zeros_like(scores_K)
+
+
+def build_reward_model(config: PolicyConfig) -> RewardModel:
+    """Load the model named by the policy section with a scalar head, on the CPU.
+
+    Raises:
+        ConfigError: the architecture has no such head, or mixes packed sequences.
+    """
+    packed = config.sequence_packing.enabled
+    hf = load_scoring_model(
+        config.model_name,
+        config_overrides=config.hf_config_overrides,
+        attn_implementation=register_varlen_attention() if packed else None,
+    )
+    if not _scores_the_last_token(hf):
+        raise ConfigError(
+            f"{type(hf).__name__} does not score a sequence by a linear head `score` on its last token, "
+            "so it cannot be trained as a reward model here."
+        )
+    if packed:
+        verify_packing(hf, hidden_states)
+    return RewardModel(hf)
+
+
+def hidden_states(hf: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:
+    """`[b, T, D]` outputs of the body."""
+    return hf.base_model(**model_inputs, use_cache=False).last_hidden_state
+
+
+@torch.no_grad()
+def _scores_the_last_token(hf: PreTrainedModel) -> bool:
+    """Whether the head on the last hidden state equals the model's own output on a few tokens."""
+    head = getattr(hf, "score", None)
+    if not isinstance(head, nn.Linear) or hf.base_model is hf:
+        return False
+    vocab_size = hf.get_input_embeddings().weight.shape[0]
+    tokens = (torch.arange(8, device=head.weight.device) * 5 + 1) % vocab_size
+    pad = hf.config.get_text_config().pad_token_id
+    tokens = torch.where(tokens == pad, (tokens + 1) % vocab_size, tokens)[None]
+    own = hf(input_ids=tokens, use_cache=False).logits
+    ours = head(hidden_states(hf, {"input_ids": tokens})[:, -1])
+    return own.shape == ours.shape == (1, 1) and bool((own - ours).abs() <= 1e-5 * own.abs().clamp(min=1.0))
