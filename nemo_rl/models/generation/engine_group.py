@@ -117,7 +117,7 @@ class EngineGroup(GenerationInterface):
         except RayActorError:
             return
         except Exception as failure:  # boundary: whatever broke the engine ends its requests
-            _fail(slot, failure)
+            self._fail(slot, failure)
 
     def _call(self, slot: _Slot, method: str, *args: Any) -> Any:
         return self.workers.run_single_worker_single_data(method, slot.index, *args)
@@ -130,8 +130,8 @@ class EngineGroup(GenerationInterface):
             except RayActorError as death:
                 await self._try_revive(slot, death)
                 continue
-            except RayError as failure:
-                _fail(slot, self.workers.explain_failure(failure, slot.index, "generation"))
+            except Exception as failure:  # boundary: whatever broke the engine ends its requests
+                self._fail(slot, failure)
                 return
             for request_id, result in results:
                 pending = slot.unfinished.pop(request_id, None)
@@ -146,7 +146,7 @@ class EngineGroup(GenerationInterface):
             slot.is_down, slot.outbox = False, []
             self._submit(slot, [(id_, p.request) for id_, p in slot.unfinished.items()])
         except Exception as failure:  # boundary: a revival that fails ends the slot's requests
-            _fail(slot, failure)
+            self._fail(slot, failure)
 
     def _revive(self, slot: _Slot, death: RayActorError) -> None:
         reason = str(self.workers.explain_failure(death, slot.index, "generation"))
@@ -189,14 +189,15 @@ class EngineGroup(GenerationInterface):
             reason.splitlines()[0],
         )
 
+    def _fail(self, slot: _Slot, failure: Exception) -> None:
+        """Pass a failure on to everyone who waits for the slot."""
+        if isinstance(failure, RayError):
+            failure = self.workers.explain_failure(failure, slot.index, "generation")
+        for pending in slot.unfinished.values():
+            if not pending.future.done():
+                pending.future.set_exception(failure)
+        slot.unfinished.clear()
+
     def shutdown(self) -> None:
         """Kill the engine actors."""
         self.workers.shutdown(force=True)
-
-
-def _fail(slot: _Slot, failure: Exception) -> None:
-    """Pass a failure on to everyone who waits for the slot."""
-    for pending in slot.unfinished.values():
-        if not pending.future.done():
-            pending.future.set_exception(failure)
-    slot.unfinished.clear()

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
@@ -89,7 +89,7 @@ class FakeGroup:
         return asyncio.ensure_future(getattr(self.workers[index], method)(*args))
 
     def explain_failure(self, error: Exception, index: int, phase: str) -> Exception:
-        return WorkerDiedError(f"worker {index} died during {phase}")
+        return WorkerDiedError(f"worker {index} died during {phase}: {error}")
 
     def restart_worker(self, index: int, timeout_s: float) -> None:
         assert self.restart_gate.wait(5)
@@ -169,8 +169,17 @@ async def test_what_breaks_an_engine_reaches_all_who_wait_for_it():
     fake.workers[1].answer(*fake.workers[1].held)
     for task in (tasks[0], tasks[2]):
         with pytest.raises(ValueError, match="the engine broke"):
-            await task
+            await asyncio.wait_for(task, 5)
     assert (await tasks[1]).token_ids == [1002]
+
+
+async def test_what_a_worker_raised_is_explained():
+    group, fake = make_group(1)
+    (task,) = start(group, [1])
+    await settle()
+    fake.workers[0].fail(RayTaskError("collect", "the traceback over there", ValueError("no memory")))
+    with pytest.raises(WorkerDiedError, match=r"worker 0 died during generation: (.|\n)*the traceback over there"):
+        await asyncio.wait_for(task, 5)
 
 
 async def test_a_submission_that_fails_is_not_waited_for_in_vain():
