@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -44,7 +44,7 @@ def save_adapter(hf: PreTrainedModel, config: LoraConfig, base_name: str, weight
     if dist.get_rank() == 0:
         folder = weights_path / ADAPTER_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / _WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / _WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         described = _peft_config(config, base_name, list(adapted_modules(hf)))
         (folder / _CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     dist.barrier()

@@ -11,7 +11,13 @@ from nemo_rl.config import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = ROOT / "examples/configs/grpo_math_cpu.yaml"
-PAGES = ["docs/guides/grpo.md", "README.md", "docs/design-docs/adding-things.md", "docs/design-docs/configuration.md"]
+PAGES = [
+    "docs/guides/grpo.md",
+    "docs/guides/lora.md",
+    "README.md",
+    "docs/design-docs/adding-things.md",
+    "docs/design-docs/configuration.md",
+]
 FILE_KEYS = ("data_path", "prompt_file", "system_prompt_file")
 
 
