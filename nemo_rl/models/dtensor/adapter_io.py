@@ -11,6 +11,7 @@ base that is not the one the checkpoint was trained on is refused.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -171,7 +172,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _full(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
-        if tensor.device.type != tensor.device_mesh.device_type:
-            tensor = tensor.to(tensor.device_mesh.device_type)
-        tensor = tensor.full_tensor()
+        home = tensor.device_mesh.device_type
+        sharded: Any = tensor if tensor.device.type == home else tensor.to(home)
+        tensor = sharded.full_tensor()
     return tensor.cpu().contiguous()

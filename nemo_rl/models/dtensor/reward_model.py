@@ -52,7 +52,8 @@ class RewardModel(ShardableModel):
         """
         hidden = self.hf.base_model(**model_inputs, use_cache=False).last_hidden_state
         hidden_KD = hidden.flatten(0, 1).index_select(0, positions_K)
-        scores_K = self.hf.score(hidden_KD).squeeze(-1).float()
+        head: Any = self.hf.score
+        scores_K = head(hidden_KD).squeeze(-1).float()
         return scores_K, torch.zeros_like(scores_K)
 
 
@@ -89,7 +90,8 @@ def _scores_the_last_token(hf: PreTrainedModel) -> bool:
     head = getattr(hf, "score", None)
     if not isinstance(head, nn.Linear) or hf.base_model is hf:
         return False
-    vocab_size = hf.get_input_embeddings().weight.shape[0]
+    embeddings: Any = hf.get_input_embeddings()
+    vocab_size = embeddings.weight.shape[0]
     tokens = (torch.arange(8, device=head.weight.device) * 5 + 1) % vocab_size
     pad = hf.config.get_text_config().pad_token_id
     tokens = torch.where(tokens == pad, (tokens + 1) % vocab_size, tokens)[None]
