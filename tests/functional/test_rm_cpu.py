@@ -1,0 +1,26 @@
+"""A reward model end to end on the CPU: it learns, resumes bit for bit, and loads as a sequence classifier."""
+
+import pytest
+import torch
+from example_runs import StartExample
+from supervised_runs import run_and_resume
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+def test_learns_resumes_and_loads_as_a_sequence_classifier(start_example: StartExample, tmp_path) -> None:
+    metrics = run_and_resume(start_example, "rm", 40, tmp_path)
+    losses = [metrics["validation", step, "loss"] for step in (0, 20, 40)]
+    assert losses[0] > losses[1] > losses[2]
+    assert metrics["validation", 40, "accuracy"] > 0.6
+    assert 0 <= metrics["validation", 40, "calibration_error"] < 0.3
+
+    folder = tmp_path / "b/step_40/policy/weights/model"
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    answers = ["7+5=12;30+80=110;12+110=122", "7+5=13;30+80=110;12+110=122"]
+    chats = [[{"role": "user", "content": "37+85="}, {"role": "assistant", "content": text}] for text in answers]
+    batch = tokenizer.apply_chat_template(chats, return_tensors="pt", padding=True, return_dict=True)
+    with torch.no_grad():
+        right, wrong = model(**batch).logits[:, 0].tolist()
+    assert right != wrong

@@ -1,0 +1,213 @@
+"""Conversations and pairs: what is read, what is refused, and where it is said to be."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from data_helpers import write_lines
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from nemo_rl.config import DatasetConfig, SupervisedDataConfig
+from nemo_rl.data.collate_fn import preference_collate_fn
+from nemo_rl.data.datasets.preference_datasets import load_preference_dataset, parse_transcript
+from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.datasets.setup_supervised import setup_preference_data, setup_sft_data
+from nemo_rl.data.tokenizer import ensure_distinct_pad_token
+from nemo_rl.models.huggingface.tiny import make_char_tokenizer
+from nemo_rl.utils.errors import ConfigError, DataError
+
+
+@pytest.fixture(scope="module")
+def chars():
+    return make_char_tokenizer()
+
+
+def config(**keys):
+    return SupervisedDataConfig.build(**keys)
+
+
+def reasons(rows):
+    return {f"{row.line}": row.reason for row in rows}
+
+
+def say(role, text):
+    return {"role": role, "content": text}
+
+
+def test_conversations_with_every_kind_of_bad_row(chars, tmp_path, caplog):
+    good = {"messages": [say("user", "1+1="), say("assistant", "2")]}
+    rows = [
+        good,
+        {"message": []},
+        {"messages": [say("user", "1+1="), say("assistant", "  ")]},
+        {"messages": [say("user", "1+1="), say("assistant", "2"), say("user", "so?")]},
+        {"messages": [say("user", "1" * 90), say("assistant", "2")]},
+        {"messages": "1+1=2"},
+        {"messages": [say("judge", "1+1="), say("assistant", "2")]},
+        {"messages": [say("user", "x"), {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    write_lines(path, *rows)
+    path.write_bytes(path.read_bytes() + b'{"messages": \n{"messages": "\xff"}\n' + json.dumps(good).encode())
+    entry = {"dataset_name": "openai_format", "data_path": str(path)}
+    with pytest.raises(DataError, match=r"81.8% of its rows cannot be used") as refused:
+        setup_sft_data(chars, config(train=entry, max_input_seq_length=64))
+    assert f"not valid UTF-8: {path}:10" in str(refused.value)
+    data = setup_sft_data(chars, config(train=entry, max_input_seq_length=64, max_bad_row_share=0.9))
+    assert len(data.train) == 2
+    assert reasons(data.bad_rows) == {
+        "2": "missing 'messages'",
+        "3": "empty 'content'",
+        "4": "the last message is not an assistant's",
+        "5": "longer than data.max_input_seq_length=64 tokens",
+        "6": "'messages' is text, not a list of messages",
+        "7": "message 0 has the unknown role 'judge'",
+        "8": "message 1 has a tool call without a name",
+        "9": "not valid JSON",
+        "10": "not valid UTF-8",
+    }
+    assert data.train.place(1) == (str(path), 11)
+
+
+def test_pairs_with_every_kind_of_bad_row(chars, tmp_path):
+    rows = [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        {"prompt": "1+1=", "chosen": "2"},
+        {"prompt": "1+1=", "chosen": "2", "rejected": ""},
+        {"prompt": "1+1=", "chosen": "2", "rejected": "2"},
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3" * 90},
+        {"chosen": "2", "rejected": "3"},
+        {"prompt": [say("user", "1+1=")], "chosen": [say("assistant", "2")], "rejected": [say("assistant", "4")]},
+    ]
+    entry = {"data_path": write_lines(tmp_path / "pairs.jsonl", *rows)}
+    with pytest.raises(DataError, match="71.4% of its rows"):
+        setup_preference_data(chars, config(train=entry, max_input_seq_length=64))
+    data = setup_preference_data(chars, config(train=entry, max_input_seq_length=64, max_bad_row_share=0.9))
+    assert reasons(data.bad_rows) == {
+        "2": "missing 'rejected'",
+        "3": "empty 'rejected'",
+        "4": "chosen and rejected are the same",
+        "5": "longer than data.max_input_seq_length=64 tokens",
+        "6": "'chosen' is not written as '\\n\\nHuman: ... \\n\\nAssistant: ...'",
+    }
+    batch = preference_collate_fn([data.train[0], data.train[1]], chars, 8, add_loss_mask=True)
+    assert batch["input_ids"].shape[0] == 4 and batch["input_ids"].shape[1] % 8 == 0
+    for row, answer in enumerate(["2", "3", "2", "4"]):
+        kept = batch["input_ids"][row][batch["token_mask"][row] > 0]
+        assert chars.decode(kept) == f"{answer}<|im_end|>"
+    assert batch["idx"] == [0, 0, 1, 1]
+
+
+def test_generic_preference_rows_take_best_and_worst(tmp_path):
+    def completion(rank, text):
+        return {"rank": rank, "completion": [say("assistant", text)]}
+
+    rows = [
+        {"context": [say("user", "q")], "completions": [completion(2, "c"), completion(0, "a"), completion(1, "b")]},
+        {"context": [say("user", "q")], "completions": [completion(1, "c"), completion(1, "a")]},
+    ]
+    path = write_lines(tmp_path / "rows.jsonl", *rows)
+    raw = load_preference_dataset(DatasetConfig.build(dataset_name="PreferenceDataset", data_path=path))
+    texts = [c["completion"][0]["content"] for c in raw.dataset[0]["pair"]["completions"]]
+    assert texts == ["a", "c"]
+    assert [row.reason for row in raw.bad_rows] == ["'completions' has no two ranks to compare"]
+
+
+def test_helpsteer3_rows(tmp_path):
+    rows = [
+        {"context": [say("user", "q")], "response1": "a", "response2": "b", "overall_preference": value}
+        for value in (-2, 1, 0)
+    ]
+    path = write_lines(tmp_path / "rows.jsonl", *rows)
+    raw = load_preference_dataset(DatasetConfig.build(dataset_name="HelpSteer3", data_path=path))
+    chosen = [row["pair"]["completions"][0]["completion"][0]["content"] for row in raw.dataset]
+    assert chosen == ["a", "b"]
+    assert [row.reason for row in raw.bad_rows] == ["'overall_preference' prefers neither response"]
+
+
+def test_hh_transcripts(shared_data, chars):
+    path = shared_data / "preference/hh_harmless_base_test.jsonl.gz"
+    raw = load_preference_dataset(DatasetConfig.build(data_path=str(path)))
+    with gzip.open(path, "rt") as file:
+        lines = [json.loads(line) for line in file]
+    assert raw.num_rows == len(lines) == 2312
+    assert len(raw.dataset) + len(raw.bad_rows) == 2312 and len(raw.bad_rows) < 60
+    first = raw.dataset[0]["pair"]
+    for completion, text in zip(first["completions"], (lines[0]["chosen"], lines[0]["rejected"]), strict=True):
+        told = "".join(
+            f"\n\n{'Human' if m['role'] == 'user' else 'Assistant'}: {m['content']}"
+            for m in [*first["context"], *completion["completion"]]
+        )
+        assert told == text
+    assert parse_transcript("\n\nHuman: a\n\nAssistant: b", "x") == [say("user", "a"), say("assistant", "b")]
+
+
+def test_tool_rows_of_openai_format(tmp_path, qwen3):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    row = {
+        "chat": [say("user", "q"), {"role": "assistant", "content": None, "tool_calls": [call]}],
+        "functions": json.dumps(tools),
+        "about": "Be brief.",
+    }
+    path = write_lines(tmp_path / "rows.jsonl", row)
+    keys = {"chat_key": "chat", "tool_key": "functions", "system_key": "about"}
+    raw = load_response_dataset(DatasetConfig.build(dataset_name="openai_format", data_path=path, **keys))
+    made = raw.dataset[0]
+    assert made["tools"] == tools
+    assert made["messages"][0] == say("system", "Be brief.")
+    assert made["messages"][2]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    data = setup_sft_data(qwen3, config(train={"dataset_name": "openai_format", "data_path": path, **keys}))
+    log = data.train[0]["message_log"]
+    assert log[-1]["content"].endswith('{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>')
+
+
+def test_oasst_trees(shared_data):
+    path = str(shared_data / "instruct/oasst_en_100_tree.jsonl.gz")
+    raw = load_response_dataset(DatasetConfig.build(dataset_name="open_assistant", data_path=path))
+    assert len(raw.dataset) + len(raw.bad_rows) == raw.num_rows == 100
+    assert len(raw.dataset) > 90
+    for row in raw.dataset:
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) and roles
+
+
+def test_generated_pairs_differ_in_one_result():
+    entry = DatasetConfig.build(dataset_name="arithmetic_preference", num_samples=200, max_operand=199)
+    train, validation = (load_preference_dataset(entry, role).dataset for role in ("train", "validation"))
+    sums = [{row["pair"]["context"][0]["content"] for row in rows} for rows in (train, validation)]
+    assert not sums[0] & sums[1]
+    for row in train:
+        right, wrong = (c["completion"][0]["content"].split(";") for c in row["pair"]["completions"])
+        assert all(eval(step.replace("=", "==")) for step in right)
+        assert [a == b for a, b in zip(right, wrong, strict=True)].count(False) == 1
+        assert right[-1].split("=")[1] == str(eval(row["pair"]["context"][0]["content"].rstrip("=")))
+
+
+def test_a_name_of_the_wrong_kind():
+    with pytest.raises(DataError, match="Did you mean 'HelpSteer3'"):
+        load_preference_dataset(DatasetConfig.build(dataset_name="HelpSteer"))
+
+
+def test_pad_token_is_not_the_end_token(chars, bare_tokenizer):
+    before = chars.pad_token
+    ensure_distinct_pad_token(chars)
+    assert chars.pad_token == before
+    bare_tokenizer.pad_token = bare_tokenizer.eos_token
+    bare_tokenizer.unk_token = "<pad>"
+    ensure_distinct_pad_token(bare_tokenizer)
+    assert bare_tokenizer.pad_token == "<pad>"
+    words = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"))
+    alone = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="</s>", eos_token="</s>")
+    with pytest.raises(ConfigError, match="has no other token for it"):
+        ensure_distinct_pad_token(alone)
+
+
+def test_masks_count_each_token_once(chars):
+    data = setup_sft_data(chars, config(train={"dataset_name": "arithmetic_sft", "num_samples": 5}))
+    for index in range(5):
+        log = data.train[index]["message_log"]
+        text = chars.decode(torch.cat([message["token_ids"] for message in log]))
+        assert text.count("<|im_end|>") == 2 and text.endswith("<|im_end|>")

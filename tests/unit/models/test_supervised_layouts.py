@@ -1,0 +1,165 @@
+"""SFT, DPO and reward models: packed equals padded equals pair by pair, and equals Hugging Face alone."""
+
+import math
+
+import pytest
+import torch
+from policy_helpers import policy_config, process_group, random_batch, save_tiny_model, tiny_model
+from transformers import AutoModelForSequenceClassification
+
+from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.losses.pair_losses import CentredMargin
+from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
+from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
+from nemo_rl.models.policy.interfaces import CheckpointPaths
+from nemo_rl.models.policy.workers.base import PolicyWorker
+
+CPU = torch.device("cpu")
+LAYOUTS = {
+    "one_by_one": {"train_micro_batch_size": 1, "logprob_batch_size": 1},
+    "padded": {"train_micro_batch_size": 2, "logprob_batch_size": 3},
+    "rounded": {"train_micro_batch_size": 4, "make_sequence_length_divisible_by": 16},
+    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 70, "logprob_mb_tokens": 64}},
+    "dynamic": {
+        "dynamic_batching": {
+            "enabled": True,
+            "train_mb_tokens": 96,
+            "logprob_mb_tokens": 64,
+            "sequence_length_round": 4,
+        }
+    },
+}
+DPO = DPOLossConfig(
+    reference_policy_kl_penalty=0.3,
+    preference_loss_weight=1.0,
+    sft_loss_weight=0.2,
+    preference_average_log_probs=False,
+    sft_average_log_probs=True,
+)
+
+
+def pairs_batch():
+    data = random_batch(rows=8, width=24, seed=5)
+    data["sample_mask"] = torch.tensor([1.0, 1, 1, 1, 0, 0, 1, 1])
+    data["reference_policy_logprobs"] = -torch.rand(8, 24, generator=torch.Generator().manual_seed(1))
+    return data
+
+
+def train_once(config, loss_fn, data):
+    """Loss, metrics and gradients of one update of one rank."""
+    with process_group():
+        worker = PolicyWorker(DTensorBackend(config, CPU, init_reference_model=False), config)
+        group = loss_fn.rows_per_unit
+        batch = shard_batch(data, 1, training_strategy(config, None, group), group)
+        grads = {}
+
+        def keep():
+            for name, parameter in worker.backend.model.hf.named_parameters():
+                grads[name] = parameter.grad.clone()
+            return 0.0, True
+
+        worker.backend.clip_and_step = keep
+        result = worker.train(batch.data[0], batch.sizes[0], loss_fn, count_valid(data))
+    return result, grads
+
+
+def expected_gradients(model, loss_fn, data, output):
+    seqs, toks = count_valid(data)
+    loss, metrics = loss_fn(output, data=data, global_valid_seqs=seqs, global_valid_toks=toks)
+    loss.backward()
+    return loss.item(), metrics, {name: p.grad for name, p in model.named_parameters()}
+
+
+def compare(config_values, name, loss_fn, data, expected):
+    want_loss, want_metrics, want_grads = expected
+    for layout, values in LAYOUTS.items():
+        result, grads = train_once(policy_config(name, **config_values, **values), loss_fn, data)
+        assert result.loss == pytest.approx(want_loss, abs=2e-5), layout
+        for metric, value in want_metrics.items():
+            assert result.metrics[metric] == pytest.approx(float(value), abs=1e-4), (layout, metric)
+        assert set(grads) == {key for key, grad in want_grads.items() if grad is not None}
+        for key, grad in grads.items():
+            scale = want_grads[key].abs().max().item()
+            error = (grad.double() - want_grads[key]).abs().max().item()
+            assert error <= 3e-4 * max(scale, 1e-3), (layout, key, error, scale)
+
+
+def _logprobs(model, data):
+    rows = []
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        ids = data["input_ids"][row : row + 1, :length]
+        logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits.double(), dim=-1)
+        scores = logp[0, :-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
+        rows.append(torch.nn.functional.pad(scores, (0, data["input_ids"].shape[1] - length)))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("loss_fn", [NLLLossFn(), DPOLossFn(DPO)], ids=["sft", "dpo"])
+def test_language_models_in_every_layout(loss_fn, tmp_path):
+    name = save_tiny_model(tmp_path / "m", "qwen3")
+    data = pairs_batch()
+    model = tiny_model("qwen3").double().eval()
+    expected = expected_gradients(model, loss_fn, data, _logprobs(model, data))
+    compare({}, name, loss_fn, data, expected)
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "llama"])
+def test_reward_models_in_every_layout_and_back_to_hugging_face(arch, tmp_path):
+    """Scores, loss and gradients equal the sequence classifier that Hugging Face loads from our checkpoint."""
+    name = save_tiny_model(tmp_path / "m", arch)
+    data = pairs_batch()
+    loss_fn = PreferenceLossFn(CentredMargin(0.2, 0.05))
+    values = {"reward_model_cfg": {"enabled": True}}
+    config = policy_config(name, **values)
+    with process_group():
+        worker = PolicyWorker(DTensorBackend(config, CPU, init_reference_model=False), config)
+        worker.backend.save(CheckpointPaths(tmp_path / "saved"))
+        batch = shard_batch(data, 1, logprob_strategy(config))
+        scores = batch.restore([worker.score(batch.data[0], batch.sizes[0])])
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved/model").double().eval()
+    assert model.num_labels == 1
+    rows = [
+        model(input_ids=data["input_ids"][row : row + 1, :length]).logits[0, 0]
+        for row, length in enumerate(data["input_lengths"].tolist())
+    ]
+    own = torch.stack(rows)
+    torch.testing.assert_close(scores.double(), own.detach(), rtol=0, atol=1e-5)
+    padded = model(input_ids=data["input_ids"]).logits[:, 0]
+    torch.testing.assert_close(padded, own, rtol=0, atol=1e-9)
+    expected = expected_gradients(model, loss_fn, data, own)
+    compare(values, str(tmp_path / "saved/model"), loss_fn, data, expected)
+
+
+def test_the_new_head_is_the_same_in_every_run(tmp_path):
+    name = save_tiny_model(tmp_path / "m")
+    config = policy_config(name, reward_model_cfg={"enabled": True})
+    heads = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with process_group():
+            heads.append(DTensorBackend(config, CPU).model.hf.score.weight.detach().clone())
+    assert torch.equal(*heads)
+    assert heads[0].abs().max() > 0
+
+
+def test_dpo_starts_at_ln_2_with_the_models_own_scores(tmp_path):
+    name = save_tiny_model(tmp_path / "m")
+    data = pairs_batch()
+    config = policy_config(name, sequence_packing={"enabled": True, "train_mb_tokens": 70, "logprob_mb_tokens": 64})
+    with process_group():
+        worker = PolicyWorker(DTensorBackend(config, CPU), config)
+        batch = shard_batch(data, 1, logprob_strategy(config))
+        parts = [worker.get_reference_policy_logprobs(batch.data[0], batch.sizes[0])]
+    data["reference_policy_logprobs"] = batch.restore(parts)
+    loss_fn = DPOLossFn(
+        DPOLossConfig(
+            reference_policy_kl_penalty=0.1,
+            preference_loss_weight=1.0,
+            sft_loss_weight=0.0,
+            preference_average_log_probs=False,
+            sft_average_log_probs=False,
+        )
+    )
+    result, _ = train_once(config, loss_fn, data)
+    assert result.loss == pytest.approx(math.log(2), abs=1e-6)
