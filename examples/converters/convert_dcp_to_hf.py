@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     except NemoRLError as error:
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
-    print(f"Largest difference of {check.num_tokens} log-probabilities: {check.max_difference:.3g}")
+    print(f"Largest difference of {check.num_values} log-probabilities: {check.max_difference:.3g}")
     converted = options.dtype in ("bfloat16", "float16")
     return 0 if converted or check.max_difference <= TOLERANCE else 1
 

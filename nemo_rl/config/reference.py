@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from nemo_rl.config.eval import EvalMasterConfig
 from nemo_rl.config.master import GRPOMasterConfig
 from nemo_rl.config.master_supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl.config.structure import Slot, type_text
@@ -53,6 +54,14 @@ _IGNORED = """## Accepted without effect
 """
 
 
+_OTHER_SCRIPTS: dict[str, type[BaseModel]] = {
+    "sft": SFTMasterConfig,
+    "dpo": DPOMasterConfig,
+    "rm": RMMasterConfig,
+    "eval": EvalMasterConfig,
+}
+
+
 @dataclass(frozen=True)
 class _Block:
     """One section of the page: its dotted path and its class."""
@@ -78,7 +87,7 @@ def reference_markdown(schema: type[BaseModel] = GRPOMasterConfig) -> str:
 def _other_tables(shown: set[tuple[str, type[BaseModel]]]) -> list[str]:
     """Tables of the sections that only the other algorithms have."""
     tables = [_OTHERS]
-    for script, schema in (("sft", SFTMasterConfig), ("dpo", DPOMasterConfig), ("rm", RMMasterConfig)):
+    for script, schema in _OTHER_SCRIPTS.items():
         for block in _blocks(schema, ""):
             if block.path and (block.path, block.section) not in shown:
                 shown.add((block.path, block.section))

@@ -17,12 +17,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER, load_weights
 from nemo_rl.models.huggingface.load import torch_dtype
-from nemo_rl.utils.errors import CheckpointError, ConfigError
+from nemo_rl.utils.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +46,12 @@ class ExportCheck:
     """How far the exported model is from the checkpoint.
 
     Attributes:
-        max_difference: largest absolute difference of a token's log-probability.
-        num_tokens: log-probabilities compared.
+        max_difference: largest absolute difference of a log-probability (a score, in reward models).
+        num_values: log-probabilities or scores compared.
     """
 
     max_difference: float
-    num_tokens: int
+    num_values: int
 
 
 def find_weights(path: str | Path) -> Path:
@@ -124,7 +130,7 @@ def _note_dtype(target: Path, dtype: str) -> None:
 
 
 def verify_export(weights: Path, target: Path, texts: Sequence[str] = VERIFY_TEXTS) -> ExportCheck:
-    """Compare log-probabilities of the exported model with those of the checkpoint, in float32 on the CPU.
+    """Compare what the exported model answers with what the checkpoint answers, in float32 on the CPU.
 
     The checkpoint goes through the reader of training into a model with random weights, the exported folder
     through `from_pretrained`: two readers that have no code in common.
@@ -135,21 +141,19 @@ def verify_export(weights: Path, target: Path, texts: Sequence[str] = VERIFY_TEX
         texts: what is scored; each needs at least two tokens.
 
     Raises:
-        ConfigError: the model is no causal language model, which this check needs.
         CheckpointError: the weights do not fit the model.
     """
     config = AutoConfig.from_pretrained(weights / MODEL_FOLDER)
-    if not any(name.endswith("ForCausalLM") for name in config.architectures or ()):
-        raise ConfigError(f"--verify compares log-probabilities of language models, not of {config.architectures}.")
-    trained = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    scores = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    kind, answer = (AutoModelForSequenceClassification, _score) if scores else (AutoModelForCausalLM, _token_logprobs)
+    trained = kind.from_config(config, dtype=torch.float32).eval()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load_weights(trained, weights)
-    exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    exported = kind.from_pretrained(target, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(target)
     differences = [
-        (_token_logprobs(trained, ids) - _token_logprobs(exported, ids)).abs()
-        for ids in (_encode(tokenizer, text) for text in texts)
+        (answer(trained, ids) - answer(exported, ids)).abs() for ids in (_encode(tokenizer, text) for text in texts)
     ]
     joined = torch.cat(differences)
     return ExportCheck(joined.max().item(), joined.numel())
@@ -164,3 +168,9 @@ def _token_logprobs(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """`[T - 1]` log-probabilities of `ids` `[1, T]` from the second token on."""
     logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
     return logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1)
+
+
+@torch.no_grad()
+def _score(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """`[1]` score of `ids` `[1, T]`."""
+    return model(input_ids=ids).logits[0].float()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from policy_helpers import policy_config, process_group
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from nemo_rl.models.dtensor import checkpoint_io
 from nemo_rl.models.dtensor.backend import DTensorBackend
@@ -140,3 +140,20 @@ def test_several_files_keep_their_index(trained, tmp_path, monkeypatch) -> None:
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {file.name for file in (tmp_path / "hf").glob("*.safetensors")}
     assert verify_export(tmp_path / "weights", tmp_path / "hf").max_difference < 0.5
+
+
+def test_a_reward_model_is_compared_by_its_scores(tmp_path) -> None:
+    config = policy_config(str(TINY_CHAT), reward_model_cfg={"enabled": True})
+    with process_group():
+        backend = DTensorBackend(config, torch.device("cpu"), init_optimizer=False, init_reference_model=False)
+        backend.save(CheckpointPaths(tmp_path / "weights", None))
+    export_checkpoint(tmp_path / "weights", tmp_path / "hf", str(TINY_CHAT))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    assert model.num_labels == 1
+    check = verify_export(tmp_path / "weights", tmp_path / "hf")
+    assert (check.num_values, check.max_difference <= 1e-6) == (3, True)
+    file = next((tmp_path / "hf").glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors["score.weight"] = tensors["score.weight"] * 2 + 0.1
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert verify_export(tmp_path / "weights", tmp_path / "hf").max_difference > 1e-4

@@ -1,0 +1,37 @@
+"""The commands of the evaluation guide are accepted as they stand there."""
+
+import re
+import shlex
+
+import pytest
+from eval_helpers import ROOT
+
+from nemo_rl.config import EvalMasterConfig, load_config
+from nemo_rl.config.dotlist import dotlist_to_overrides
+
+GUIDE = (ROOT / "docs/guides/eval.md").read_text(encoding="utf-8")
+COMMANDS = [
+    shlex.split(line)
+    for block in re.findall(r"^```sh\n(.*?)^```", GUIDE, flags=re.DOTALL | re.MULTILINE)
+    for line in block.replace("\\\n", " ").splitlines()
+    if "run_eval.py" in line
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-1])
+def test_commands_load(command, tmp_path, monkeypatch) -> None:
+    (tmp_path / "results/grpo_cpu/step_80/policy/weights/model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    arguments = command[command.index("examples/run_eval.py") + 1 :]
+    config = "examples/configs/evals/eval.yaml"
+    if arguments[:1] == ["--config"]:
+        config, arguments = arguments[1], arguments[2:]
+    assert load_config(config, dotlist_to_overrides(arguments), schema=EvalMasterConfig).policy.model_name
+
+
+def test_all_commands_and_data_sets_are_covered() -> None:
+    from nemo_rl.config.checks_eval import EVAL_DATASET_NAMES
+
+    assert len(COMMANDS) == 4
+    named = {name for name in EVAL_DATASET_NAMES if not name.startswith("mmlu_") or name == "mmlu_pro"}
+    assert [name for name in named if f"`{name}`" not in GUIDE] == []
