@@ -167,16 +167,17 @@ _MATH_SUBSETS = (
     *("number_theory", "prealgebra", "precalculus"),
 )
 _AIME_2025 = ("AIME2025-I", "AIME2025-II")
-_TEST = partial(HubSource, split="test")
+_SOURCE = partial(HubSource, section="data")
+_TEST = partial(_SOURCE, split="test")
 
 EVAL_REGISTRY: dict[str, Loader] = {
-    "aime2024": _math(HubSource("HuggingFaceH4/aime_2024"), ResponseDataset),
+    "aime2024": _math(_SOURCE("HuggingFaceH4/aime_2024"), ResponseDataset),
     "aime2025": _math(_TEST("opencompass/AIME2025", "question", subsets=_AIME_2025), ResponseDataset),
     "gsm8k": _math(_TEST("openai/gsm8k", "question", subsets=("main",)), GSM8KDataset),
     "math": _math(_TEST("EleutherAI/hendrycks_math", subsets=_MATH_SUBSETS), MathDataset, "type"),
     "math500": _math(_TEST("HuggingFaceH4/MATH-500"), MathDataset, "subject"),
-    "gpqa": _choice(HubSource("Idavidrein/gpqa", subsets=("gpqa_main",)), GPQADataset),
-    "gpqa_diamond": _choice(HubSource("Idavidrein/gpqa", subsets=("gpqa_diamond",)), GPQADataset),
+    "gpqa": _choice(_SOURCE("Idavidrein/gpqa", subsets=("gpqa_main",)), GPQADataset),
+    "gpqa_diamond": _choice(_SOURCE("Idavidrein/gpqa", subsets=("gpqa_diamond",)), GPQADataset),
     "mmlu": _choice(_TEST("cais/mmlu", subsets=("all",))),
     "mmlu_pro": _choice(_TEST("TIGER-Lab/MMLU-Pro")),
     **{f"mmlu_{locale}": _choice(_TEST("openai/MMMLU", subsets=(locale.replace("-", "_"),))) for locale in LOCALES},
@@ -194,7 +195,7 @@ def load_eval_dataset(config: EvalDataConfig) -> Problems:
     if name in EVAL_REGISTRY:
         return EVAL_REGISTRY[name](entry)
     if name is None:
-        return Problems(ResponseDataset(entry, VALIDATION, HubSource(None)))
+        return Problems(ResponseDataset(entry, VALIDATION, _SOURCE(None, "input", "output")))
     if name != ARITHMETIC and name not in DATASET_REGISTRY:
         raise DataError(f"data.dataset_name={name!r} is unknown. Known: {', '.join((*EVAL_REGISTRY, ARITHMETIC))}.")
     return Problems(load_response_dataset(entry, VALIDATION))

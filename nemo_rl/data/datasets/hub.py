@@ -25,6 +25,7 @@ class HubSource:
         subsets: Hub configurations, joined; None is the only one.
         split: Split used for training.
         validation_split: Split used when the data set is the validation set.
+        section: Config section that names the data set, for messages; None is `data.<role>`.
     """
 
     path: str | None
@@ -33,6 +34,7 @@ class HubSource:
     subsets: tuple[str | None, ...] = (None,)
     split: str = "train"
     validation_split: str | None = None
+    section: str | None = None
 
 
 def load_table(config: DatasetConfig, role: str, source: HubSource) -> RowTable:
@@ -42,17 +44,18 @@ def load_table(config: DatasetConfig, role: str, source: HubSource) -> RowTable:
         DataError: There is nothing to read, or it cannot be read.
     """
     path = config.data_path or source.path
+    section = source.section or f"data.{role}"
     if path is None:
-        raise DataError(f"data.{role}.dataset_name={config.dataset_name!r} needs data_path: a local file or a hub id.")
+        raise DataError(f"{section}.dataset_name={config.dataset_name!r} needs data_path: a local file or a hub id.")
     if is_file_path(path):
         return read_file(path)
     split = config.split or (source.validation_split if role == VALIDATION else None)
     subsets = (config.subset,) if config.subset else source.subsets
-    parts = [_load_hub(path, subset, split or source.split, role) for subset in subsets]
+    parts = [_load_hub(path, subset, split or source.split, section) for subset in subsets]
     return table_of(path, parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts))
 
 
-def _load_hub(path: str, subset: str | None, split: str, role: str) -> datasets.Dataset:
+def _load_hub(path: str, subset: str | None, split: str, section: str) -> datasets.Dataset:
     folder = Path(path).expanduser()
     try:
         if (folder / "dataset_dict.json").is_file():
@@ -64,7 +67,7 @@ def _load_hub(path: str, subset: str | None, split: str, role: str) -> datasets.
         hint = (
             "The files of the folder must belong together as in a hub repository."
             if folder.is_dir()
-            else f"Without network, set data.{role}.data_path to a local copy: a file, or a "
+            else f"Without network, set {section}.data_path to a local copy: a file, or a "
             "folder with the files of the hub repository."
         )
         cause = f" ({error.__cause__})" if error.__cause__ else ""

@@ -130,6 +130,12 @@ def test_the_prompt_file_is_put_around_the_problem(tmp_path) -> None:
     assert "inside \\boxed{}.\n\nP\n" in prompts.batch(0, 1)["message_log"][0][0]["content"]
 
 
+def test_without_network_a_local_copy_is_asked_for(monkeypatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"set data\.data_path to a local copy"):
+        make_prompts(eval_config("data.dataset_name=gsm8k", "data.data_path=nobody/nothing"))
+
+
 def test_all_names_are_registered() -> None:
     assert set(EVAL_REGISTRY) | {ARITHMETIC} == set(EVAL_DATASET_NAMES)
 
