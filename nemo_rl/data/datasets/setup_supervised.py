@@ -108,14 +108,16 @@ def _setup(
             task_data_processors=processor(entry, data_config),
             max_seq_length=data_config.max_input_seq_length,
         )
-        usable, unusable = _without_unusable(process(raw.dataset))
-        bad = raw.bad_rows + unusable
+        usable, bad = _without_unusable(process(raw.dataset))
+        parts[role].append(usable)
+        if raw.val_dataset is not None:
+            held_out, unusable = _without_unusable(process(raw.val_dataset))
+            parts[VALIDATION].append(held_out)
+            bad += unusable
+        bad = raw.bad_rows + bad
         name = entry.data_path or str(entry.dataset_name)
         report_bad_rows(name, bad, raw.num_rows, data_config.max_bad_row_share, raw.first_columns)
         bad_rows += bad
-        parts[role].append(usable)
-        if raw.val_dataset is not None:
-            parts[VALIDATION].append(process(raw.val_dataset))
     if not parts[TRAIN]:
         raise DataError("data.train is empty: give it a dataset_name or a data_path.")
     validation = MixedDataset(parts[VALIDATION]) if parts[VALIDATION] else None

@@ -71,6 +71,15 @@ def test_conversations_with_every_kind_of_bad_row(chars, tmp_path, caplog):
     assert data.train.place(1) == (str(path), 11)
 
 
+def test_rows_set_aside_for_validation_are_checked_too(chars, tmp_path):
+    rows = [{"input": "1" * (90 if i % 4 == 0 else 3), "output": "1"} for i in range(40)]
+    entry = {"data_path": write_lines(tmp_path / "rows.jsonl", *rows), "split_validation_size": 0.5}
+    data = setup_sft_data(chars, config(train=entry, max_input_seq_length=64, max_bad_row_share=0.3))
+    assert sorted(row.line for row in data.bad_rows) == list(range(1, 41, 4))
+    assert len(data.train) + len(data.validation) == 30
+    assert all(data.validation[i]["loss_multiplier"] == 1 for i in range(len(data.validation)))
+
+
 def test_pairs_with_every_kind_of_bad_row(chars, tmp_path):
     rows = [
         {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
