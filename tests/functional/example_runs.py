@@ -48,20 +48,23 @@ class ExampleRun:
         """Wait for the end; returns the exit status."""
         return self.process.wait(timeout_s)
 
-    def processes(self, title: str = "") -> list[psutil.Process]:
-        """Descendants whose title starts with `title`."""
+    def processes(self, *titles: str) -> list[psutil.Process]:
+        """Descendants whose title starts with one of `titles`; all without any."""
         try:
             family = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
         self._seen += family
-        return [p for p in family if _title(p).startswith(title)]
+        return [p for p in family if _title(p).startswith(titles or "")]
 
-    def kill(self, title: str, which: int = 0) -> int:
-        """SIGKILL one worker by its process title; returns its pid."""
-        victim = self.processes(title)[which]
-        victim.kill()
-        return victim.pid
+    def kill(self, *titles: str, within_s: float = 20) -> int:
+        """SIGKILL one worker by its process title, which Ray changes from call to call; returns its pid."""
+        end = time.monotonic() + within_s
+        while time.monotonic() < end:
+            for victim in self.processes(*titles):
+                victim.kill()
+                return victim.pid
+        raise AssertionError(f"No process is titled {titles}: {[_title(p) for p in self.processes()]}")
 
     def survivors(self, within_s: float = 20) -> list[str]:
         """Processes seen earlier that still run after `within_s` seconds.

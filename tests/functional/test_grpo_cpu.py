@@ -59,7 +59,7 @@ def test_two_ranks_and_two_engines_apart_survive_an_engine(start_example: StartE
         logs="apart",
     )
     apart.wait_for("step 2/4")
-    apart.kill("ray::vllm_engine")
+    apart.kill("ray::vllm_engine", "ray::GenerationWorker")
     assert apart.finish() == 0, apart.log()[-3000:]
     assert "Generation engine" in apart.log()
     assert "restarting it" in apart.log()

@@ -1,0 +1,166 @@
+r"""TRL's side of the comparison: GRPOTrainer on one model and one file of prompts.
+
+Started by `grpo_vs_trl.py` with the Python of TRL's own environment, where nemo_rl is not installed. Uses
+TRL's public interface only. Law: one JSON line is written and flushed as soon as a step is over, so that
+whoever reads the file knows when.
+
+    python trl_grpo.py --model FOLDER --prompts FILE.jsonl --metrics FILE.jsonl --steps N
+"""
+
+import argparse
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+BOXED_INTEGER = re.compile(r"\\boxed\{(-?\d+)\}")
+
+
+def boxed_answer_reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    r"""1 where the last boxed integer of a completion is the answer, else 0."""
+    texts = [completion[0]["content"] for completion in completions]
+    found = [BOXED_INTEGER.findall(text) for text in texts]
+    return [float(bool(boxes) and int(boxes[-1]) == int(truth)) for boxes, truth in zip(found, answer, strict=True)]
+
+
+class GenerationClock:
+    """Seconds spent in a model's generation method since the last `take`.
+
+    Args:
+        model: the model under training; its method is replaced by one that is timed.
+        method: "generate", or "generate_batch" for continuous batching.
+    """
+
+    def __init__(self, model: PreTrainedModel, method: str):
+        self._seconds = 0.0
+        generate = getattr(model, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self._seconds += time.perf_counter() - started
+
+        setattr(model, method, timed)
+
+    def take(self) -> float:
+        """Seconds since the last call of this function."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+class StepLog(TrainerCallback):
+    """Writes a line when a step's metrics are known.
+
+    Args:
+        file: where to.
+        clock: measures generation.
+        stop_at_reward: ends training at this mean reward; above 1 never.
+    """
+
+    def __init__(self, file: TextIO, clock: GenerationClock, stop_at_reward: float):
+        self._file = file
+        self._clock = clock
+        self._stop_at_reward = stop_at_reward
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Called after each step, since `logging_steps` is 1."""
+        if not logs or "reward" not in logs:
+            return
+        row = {
+            "step": state.global_step,
+            "reward": logs["reward"],
+            "mean_gen_tokens": logs["completions/mean_length"],
+            "num_tokens_so_far": logs["num_tokens"],
+            "grad_norm": logs.get("grad_norm"),
+            "generation_s": self._clock.take(),
+        }
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if logs["reward"] >= self._stop_at_reward:
+            control.should_training_stop = True
+
+
+def read_prompts(path: Path) -> Dataset:
+    """Rows `{"problem", "answer"}` as a conversational data set."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    prompts = [[{"role": "user", "content": row["problem"]}] for row in rows]
+    return Dataset.from_dict({"prompt": prompts, "answer": [row["answer"] for row in rows]})
+
+
+def training_config(arguments: argparse.Namespace) -> GRPOConfig:
+    """GRPO as TRL does it, with everything off that the other side does not do either."""
+    return GRPOConfig(
+        output_dir=str(arguments.metrics.parent / "trl_output"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=64,
+        gradient_accumulation_steps=1,
+        num_generations=8,
+        num_iterations=1,
+        max_completion_length=64,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        epsilon=0.2,
+        loss_type="dapo",
+        scale_rewards="group",
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        optim="adamw_torch",
+        use_transformers_continuous_batching=arguments.generation == "continuous",
+        max_steps=arguments.steps,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+        seed=arguments.seed,
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with problem and answer")
+    parser.add_argument("--metrics", type=Path, required=True, help="JSONL to write, one line a step")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--stop-at-reward", type=float, default=2.0, help="end at this mean reward")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--generation", choices=("generate", "continuous"), default="generate")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train."""
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    clock = GenerationClock(model, "generate" if arguments.generation == "generate" else "generate_batch")
+    with arguments.metrics.open("w", encoding="utf-8") as file:
+        trainer = GRPOTrainer(
+            model=model,
+            processing_class=AutoTokenizer.from_pretrained(arguments.model),
+            reward_funcs=boxed_answer_reward,
+            args=training_config(arguments),
+            train_dataset=read_prompts(arguments.prompts),
+            callbacks=[StepLog(file, clock, arguments.stop_at_reward)],
+        )
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()
