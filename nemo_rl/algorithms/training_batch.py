@@ -1,7 +1,7 @@
 """Rollouts to the `[B, T]` batch that losses are computed on.
 
 Law: rows keep the order of the trajectories; a token counts in the loss only if the policy wrote it, and a
-sample only if it has a reward.
+sample only if it has a reward, where the algorithm learns from rewards.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,15 @@ class TrainingBatch(TypedDict, total=False):
     token_mask: Tensor  # [B, T] float32, 1 on tokens the policy wrote, 0 on all else
     sample_mask: Tensor  # [B] float32, 0 removes the sample from the loss
     generation_logprobs: Tensor  # [B, T] float32, 0 wherever token_mask is 0
+    teacher_topk_logits: Tensor  # [B, T, k] float32, after token t; distillation only
+    teacher_topk_indices: Tensor  # [B, T, k] int64
     advantages: Tensor  # [B, T] float32
     prev_logprobs: Tensor  # [B, T] float32; absent when the update is exactly on-policy
     reference_policy_logprobs: Tensor  # [B, T] float32; absent without a KL term
 
 
 def build_training_batch(
-    trajectories: Sequence[Trajectory], pad_token_id: int, *, mask_truncated: bool
+    trajectories: Sequence[Trajectory], pad_token_id: int, *, mask_truncated: bool, needs_reward: bool = True
 ) -> BatchedDataDict[TrainingBatch]:
     """Lay trajectories out as tensors.
 
@@ -36,6 +38,7 @@ def build_training_batch(
         trajectories: B rollouts.
         pad_token_id: id written behind the end of a sample.
         mask_truncated: take samples that hit a length limit out of the loss (overlong filtering).
+        needs_reward: take samples without a reward out of the loss.
     """
     rows = [_flatten(trajectory) for trajectory in trajectories]
     lengths = [len(ids) for ids, _, _ in rows]
@@ -51,7 +54,7 @@ def build_training_batch(
         "input_ids": input_ids,
         "input_lengths": torch.tensor(lengths, dtype=torch.int64),
         "token_mask": token_mask,
-        "sample_mask": torch.tensor([_weight(t, mask_truncated) for t in trajectories]),
+        "sample_mask": torch.tensor([_weight(t, mask_truncated, needs_reward) for t in trajectories]),
         "generation_logprobs": generation_logprobs,
     }
     return BatchedDataDict(batch)
@@ -69,8 +72,8 @@ def _flatten(trajectory: Trajectory) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(ids), torch.cat(masks), torch.cat(logprobs)
 
 
-def _weight(trajectory: Trajectory, mask_truncated: bool) -> float:
-    if not trajectory.has_reward:
+def _weight(trajectory: Trajectory, mask_truncated: bool, needs_reward: bool) -> float:
+    if needs_reward and not trajectory.has_reward:
         return 0.0
     if mask_truncated and trajectory.outcome == Outcome.TRUNCATED:
         return 0.0

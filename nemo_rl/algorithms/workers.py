@@ -4,6 +4,7 @@ Used by `assemble` for every algorithm. Slowest parts start side by side:
 
     Ray ─┬► engines (import vLLM, build) ─┐
          ├► policy ranks ─────────────────┤─► Workers
+         ├► teacher ranks (distillation) ─┤
          └► environments (in background) ─┘
 
 Law: sizes and placement follow from `cluster` and `policy` alone (`config.topology`).
@@ -19,7 +20,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.refit import KeepBoth, MemorySharing, Refitter, TakeTurns
-from nemo_rl.config import ClusterConfig, PolicyConfig, plan_topology
+from nemo_rl.config import (
+    ClusterConfig,
+    PolicyConfig,
+    TeacherConfig,
+    plan_topology,
+    students_share,
+    teachers_share,
+)
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.registry import create_env
@@ -40,16 +48,20 @@ class Workers:
         generation: engines.
         environments: by task name.
         clusters: bundles they sit on.
+        teacher: ranks of a second model that only reads; None for none.
     """
 
     policy: Policy
     generation: EngineGroup
     environments: Mapping[str, EnvironmentClient] = field(default_factory=dict)
     clusters: list[RayVirtualCluster] = field(default_factory=list)
+    teacher: Policy | None = None
 
     def close(self) -> None:
         """Stop everything, policy first so that its files in shared memory go with it."""
         self.policy.shutdown()
+        if self.teacher is not None:
+            self.teacher.shutdown()
         self.generation.shutdown()
         for environment in self.environments.values():
             environment.shutdown()
@@ -65,11 +77,13 @@ class PolicyStart:
         seed: run seed.
         resume_path: checkpoint step folder to go on from; None starts from `policy.model_name`.
         needs_reference: keep the initial weights for reference log-probabilities.
+        teacher: start this model too, without an optimizer; None for none.
     """
 
     seed: int
     resume_path: Path | None = None
     needs_reference: bool = False
+    teacher: TeacherConfig | None = None
 
 
 def start_policy(
@@ -102,41 +116,92 @@ def start_workers(
     start: PolicyStart,
     environments: Mapping[str, EnvironmentClient],
 ) -> Workers:
-    """Start engines and policy ranks side by side; blocks until all are ready."""
-    policy_cluster, generation_cluster = make_clusters(cluster, policy)
-    clusters = list({id(c): c for c in (policy_cluster, generation_cluster)}.values())
+    """Start engines, policy ranks and teacher ranks side by side; blocks until all are ready."""
+    policy_cluster, generation_cluster, teacher_cluster = _all_clusters(cluster, policy, start.teacher)
+    clusters = list({id(c): c for c in (policy_cluster, generation_cluster, teacher_cluster)}.values())
     for reserved in clusters:
         reserved.get_placement_groups()
     settings = engine_settings(policy, cluster, start.seed, load_weights=False)
     generation = policy.generation
     assert generation is not None, "engine_settings checks this"
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    with ThreadPoolExecutor(max_workers=3) as pool:
         engines = pool.submit(make_engines, settings, generation_cluster, cluster, generation.vllm_cfg.env_vars)
         ranks = pool.submit(start_policy, policy_cluster, policy, cluster, tokenizer, start)
-        return Workers(ranks.result(), engines.result(), environments, clusters)
-
-
-def make_clusters(cluster: ClusterConfig, policy: PolicyConfig) -> tuple[RayVirtualCluster, RayVirtualCluster]:
-    """Bundles for policy and generation; the same ones twice when they are colocated."""
-    topology = plan_topology(cluster, policy)
-
-    def reserve(name: str, nodes: int, per_node: int, groups: int) -> RayVirtualCluster:
-        return RayVirtualCluster(
-            [per_node] * nodes,
-            use_gpus=cluster.uses_gpu,
-            max_colocated_worker_groups=groups,
-            num_gpus_per_node=max(cluster.gpus_per_node, 1),
-            name=name,
-            port_range_low=cluster.master_port_range_low,
-            port_range_high=cluster.master_port_range_high,
+        teacher = start.teacher and pool.submit(
+            start_teacher, teacher_cluster, start.teacher, cluster, tokenizer, start.seed
+        )
+        return Workers(
+            ranks.result(), engines.result(), environments, clusters, None if teacher is None else teacher.result()
         )
 
+
+def start_teacher(
+    where: RayVirtualCluster,
+    teacher: TeacherConfig,
+    cluster: ClusterConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+) -> Policy:
+    """Start the ranks of a model that only reads: no optimizer, no reference weights; blocks until they are ready."""
+    return Policy(
+        where,
+        teacher,
+        tokenizer,
+        name_prefix="teacher",
+        init_optimizer=False,
+        init_reference_model=False,
+        timeouts=cluster.timeouts,
+        threads_per_rank=cluster.threads_per_rank,
+        seed=seed,
+    )
+
+
+def _all_clusters(
+    cluster: ClusterConfig, policy: PolicyConfig, teacher: TeacherConfig | None
+) -> tuple[RayVirtualCluster, RayVirtualCluster, RayVirtualCluster]:
+    """Bundles for policy, generation and teacher; the same object where they share (the policy's without a teacher)."""
+    if teacher is None:
+        for_policy, for_generation = make_clusters(cluster, policy)
+        return for_policy, for_generation, for_policy
+    if teacher.colocated.enabled:
+        for_policy, for_generation = make_clusters(cluster, policy, guests=1)
+        return for_policy, for_generation, for_policy
+    share = teachers_share(cluster, teacher.colocated)
+    for_teacher = _reserve(share, "teacher", share.num_nodes, share.policy_ranks_per_node, 1)
+    for_policy, for_generation = make_clusters(students_share(cluster, teacher.colocated), policy)
+    return for_policy, for_generation, for_teacher
+
+
+def make_clusters(
+    cluster: ClusterConfig, policy: PolicyConfig, guests: int = 0
+) -> tuple[RayVirtualCluster, RayVirtualCluster]:
+    """Bundles for policy and generation; the same ones twice when they are colocated.
+
+    Args:
+        cluster: the machines.
+        policy: says where generation sits.
+        guests: further worker groups that will sit on the policy's bundles.
+    """
+    topology = plan_topology(cluster, policy)
+    nodes, per_node = topology.policy_nodes, topology.policy_ranks_per_node
     if policy.generation is not None and policy.generation.colocated.enabled:
-        shared = reserve("policy_and_generation", topology.policy_nodes, topology.policy_ranks_per_node, 2)
+        shared = _reserve(cluster, "policy_and_generation", nodes, per_node, 2 + guests)
         return shared, shared
     return (
-        reserve("policy", topology.policy_nodes, topology.policy_ranks_per_node, 1),
-        reserve("generation", topology.generation_nodes, topology.generation_ranks_per_node, 1),
+        _reserve(cluster, "policy", nodes, per_node, 1 + guests),
+        _reserve(cluster, "generation", topology.generation_nodes, topology.generation_ranks_per_node, 1),
+    )
+
+
+def _reserve(cluster: ClusterConfig, name: str, nodes: int, per_node: int, groups: int) -> RayVirtualCluster:
+    return RayVirtualCluster(
+        [per_node] * nodes,
+        use_gpus=cluster.uses_gpu,
+        max_colocated_worker_groups=groups,
+        num_gpus_per_node=max(cluster.gpus_per_node, 1),
+        name=name,
+        port_range_low=cluster.master_port_range_low,
+        port_range_high=cluster.master_port_range_high,
     )
 
 

@@ -8,6 +8,12 @@ from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.config.cluster import ClusterConfig, TimeoutsConfig
 from nemo_rl.config.data import DataConfig, DatasetConfig, DatasetDefaults
 from nemo_rl.config.device_check import check_device, count_gpus
+from nemo_rl.config.distillation import (
+    DistillationConfig,
+    DistillationLossConfig,
+    TeacherConfig,
+    TeacherPlacementConfig,
+)
 from nemo_rl.config.dpo import DPOConfig
 from nemo_rl.config.env import MathEnvironmentConfig
 from nemo_rl.config.eval import EvalConfig, EvalDataConfig, EvalMasterConfig
@@ -27,14 +33,15 @@ from nemo_rl.config.grpo import (
 from nemo_rl.config.loading import load_config, save_resolved
 from nemo_rl.config.logger import LoggerConfig, MlflowConfig, TensorboardConfig, WandbConfig
 from nemo_rl.config.loss_fn import ClippedPGLossConfig
-from nemo_rl.config.master import GRPOMasterConfig, MasterConfig
+from nemo_rl.config.master import GRPOMasterConfig, MasterConfig, RolloutMasterConfig
+from nemo_rl.config.master_distillation import DistillationMasterConfig
 from nemo_rl.config.master_supervised import (
     DPOMasterConfig,
     RMMasterConfig,
     SFTMasterConfig,
     SupervisedMasterConfig,
 )
-from nemo_rl.config.names import PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
+from nemo_rl.config.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
 from nemo_rl.config.overrides import OverridesError
 from nemo_rl.config.paths import REPOSITORY_ROOT, find_path
 from nemo_rl.config.policy import PolicyConfig, RewardModelConfig, TokenizerConfig
@@ -48,12 +55,20 @@ from nemo_rl.config.policy_parallel import (
     SequencePackingConfig,
 )
 from nemo_rl.config.rm import RMConfig
+from nemo_rl.config.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.section import Section
 from nemo_rl.config.sft import SFTConfig
 from nemo_rl.config.supervised import SupervisedConfig, SupervisedDataConfig
-from nemo_rl.config.topology import Topology, data_parallel_ranks, plan_topology
+from nemo_rl.config.topology import (
+    Topology,
+    data_parallel_ranks,
+    plan_topology,
+    students_share,
+    teachers_share,
+)
 
 __all__ = [
+    "FEEDBACK_DATASET_NAMES",
     "PREFERENCE_DATASET_NAMES",
     "SupervisedMasterConfig",
     "SupervisedDataConfig",
@@ -65,6 +80,13 @@ __all__ = [
     "RMConfig",
     "DPOMasterConfig",
     "DPOConfig",
+    "DistillationConfig",
+    "DistillationLossConfig",
+    "DistillationMasterConfig",
+    "RolloutMasterConfig",
+    "RolloutTrainingConfig",
+    "TeacherConfig",
+    "TeacherPlacementConfig",
     "REPOSITORY_ROOT",
     "RESPONSE_DATASET_NAMES",
     "AdvantageEstimatorConfig",
@@ -112,4 +134,6 @@ __all__ = [
     "load_config",
     "plan_topology",
     "save_resolved",
+    "students_share",
+    "teachers_share",
 ]

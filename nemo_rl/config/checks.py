@@ -13,6 +13,7 @@ from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.topology import data_parallel_ranks, plan_topology
 from nemo_rl.utils.errors import ConfigError
 
@@ -39,8 +40,17 @@ def nearest_multiples(value: int, step: int) -> str:
     return f"Nearest value{'s' if len(near) > 1 else ''}: {', '.join(map(str, near))}."
 
 
-def check_batches(grpo: GRPOConfig, policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
-    """Rollouts divide into optimizer updates, updates into ranks and microbatches."""
+def check_batches(
+    section: str, algorithm: RolloutTrainingConfig, policy: PolicyConfig, cluster: ClusterConfig
+) -> Findings:
+    """Rollouts divide into optimizer updates, updates into ranks and microbatches.
+
+    Args:
+        section: name of the algorithm's section.
+        algorithm: that section.
+        policy: the model that is trained.
+        cluster: the machines that policy and generation have.
+    """
     topology = plan_topology(cluster, policy)
     if topology.policy_ranks < 1:
         yield (
@@ -50,25 +60,18 @@ def check_batches(grpo: GRPOConfig, policy: PolicyConfig, cluster: ClusterConfig
             " Lower policy.generation.colocated.resources or raise cluster.gpus_per_node."
         )
         return
-    prompts, answers = grpo.num_prompts_per_step, grpo.num_generations_per_prompt
+    prompts, answers = algorithm.num_prompts_per_step, algorithm.num_generations_per_prompt
     batch, samples = policy.train_global_batch_size, prompts * answers
     if samples % batch:
         divisors = [d for d in range(1, samples + 1) if samples % d == 0]
         near = sorted(divisors, key=lambda d: (abs(d - batch), d))[:2]
         yield (
-            f"grpo.num_prompts_per_step={prompts} x grpo.num_generations_per_prompt={answers} samples "
+            f"{section}.num_prompts_per_step={prompts} x {section}.num_generations_per_prompt={answers} samples "
             f"do not divide into policy.train_global_batch_size={batch}.\n"
             f"  ({prompts} x {answers}) / {batch} = {samples / batch:g}. "
             f"Nearest values of policy.train_global_batch_size: {', '.join(map(str, sorted(near)))}."
         )
     yield from check_shards(policy, data_parallel_ranks(cluster, policy))
-    drawn = prompts * grpo.batch_multiplier
-    if drawn != int(drawn):
-        yield (
-            f"grpo.num_prompts_per_step={prompts} x grpo.batch_multiplier={grpo.batch_multiplier:g} = "
-            f"{drawn:g} prompts is not a whole number. Choose a multiplier such as "
-            f"{round(drawn) / prompts:g}."
-        )
 
 
 def check_shards(policy: PolicyConfig, ranks: int) -> Findings:
@@ -161,21 +164,33 @@ def check_grpo(grpo: GRPOConfig) -> Findings:
             f"grpo.batch_multiplier={grpo.batch_multiplier:g} only works with "
             "grpo.use_dynamic_sampling=true. Set one of the two."
         )
+    prompts = grpo.num_prompts_per_step
+    drawn = prompts * grpo.batch_multiplier
+    if drawn != int(drawn):
+        yield (
+            f"grpo.num_prompts_per_step={prompts} x grpo.batch_multiplier={grpo.batch_multiplier:g} = "
+            f"{drawn:g} prompts is not a whole number. Choose a multiplier such as "
+            f"{round(drawn) / prompts:g}."
+        )
     low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
     if (low is not None and low > 0) or (high is not None and high < 0):
         yield (
             f"grpo.advantage_clip_low={low} and grpo.advantage_clip_high={high} must have 0 between "
             "them, the advantage of an average answer. Give low <= 0 <= high, or null."
         )
-    if (grpo.stop_at_validation_metric is None) != (grpo.stop_at_validation_threshold is None):
-        yield (
-            "early stop needs both grpo.stop_at_validation_metric and "
-            f"grpo.stop_at_validation_threshold; got {grpo.stop_at_validation_metric} and "
-            f"{grpo.stop_at_validation_threshold}."
-        )
     if estimator.reward_weights is not None and estimator.name != "gdpo":
         yield "grpo.adv_estimator.reward_weights only works with grpo.adv_estimator.name=gdpo."
     yield from _check_reward_treatment(grpo)
+
+
+def check_early_stop(section: str, algorithm: RolloutTrainingConfig) -> Findings:
+    """A metric that ends the run has a threshold."""
+    metric, threshold = algorithm.stop_at_validation_metric, algorithm.stop_at_validation_threshold
+    if (metric is None) != (threshold is None):
+        yield (
+            f"early stop needs both {section}.stop_at_validation_metric and {section}.stop_at_validation_threshold; "
+            f"got {metric} and {threshold}."
+        )
 
 
 def _check_reward_treatment(grpo: GRPOConfig) -> Findings:
@@ -284,7 +299,7 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     if policy.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg.enabled=true makes a model that scores and cannot write. Set it to false."
     if generation is None:
-        yield "policy.generation is null, but GRPO samples answers. Write a policy.generation section."
+        yield "policy.generation is null, but the policy samples answers. Write a policy.generation section."
         return
     if generation.temperature == 0:
         yield (

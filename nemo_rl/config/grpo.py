@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.availability import Only
+from nemo_rl.config.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.section import Section, derived
 
 AdvantageEstimatorName = Annotated[
@@ -71,7 +72,7 @@ class RewardShapingConfig(Section):
     )
 
 
-class GRPOConfig(Section):
+class GRPOConfig(RolloutTrainingConfig):
     """Group relative policy optimisation: steps, groups, validation and reward treatment."""
 
     later: ClassVar[dict[str, str]] = {
@@ -83,18 +84,6 @@ class GRPOConfig(Section):
         "malformed_thinking_advantage": "an advantage for malformed thinking tags",
     }
 
-    num_prompts_per_step: PositiveInt = Field(
-        default=32, description="Prompts drawn from the data for each training step."
-    )
-    num_generations_per_prompt: PositiveInt = Field(
-        default=16, description="Answers sampled for each prompt, the group size."
-    )
-    max_num_steps: PositiveInt = Field(default=1_000_000, description="Training stops after this many steps.")
-    max_num_epochs: PositiveInt = Field(
-        default=1, description="Training stops after this many passes over the training data."
-    )
-    max_rollout_turns: PositiveInt = Field(default=1, description="Most turns of model and environment in one rollout.")
-    seed: NonNegativeInt = Field(default=42, description="Seed of data order, initialisation and sampling.")
     normalize_rewards: bool = Field(
         default=True, description="Divide advantages by the standard deviation of the prompt's rewards."
     )
@@ -109,9 +98,6 @@ class GRPOConfig(Section):
     )
     advantage_clip_high: float | None = Field(
         default=None, description="Upper bound of the final advantage; null: none."
-    )
-    overlong_filtering: bool = Field(
-        default=False, description="Give answers that hit the length limit no weight in the loss."
     )
     reward_scaling: RewardScalingConfig = Field(
         default_factory=RewardScalingConfig, description="Linear map of rewards."
@@ -134,27 +120,4 @@ class GRPOConfig(Section):
     )
     skip_reference_policy_logprobs_calculation: bool = Field(
         default=False, description="Never run the reference policy; needs loss_fn.reference_policy_kl_penalty=0."
-    )
-    val_period: NonNegativeInt = Field(
-        default=10, description="Validate every this many steps; 0: only at start or end."
-    )
-    val_start_at: int = Field(
-        default=-1, ge=-1, description="First step at which periodic validation may run; -1: no delay."
-    )
-    val_at_start: bool = Field(default=False, description="Validate before the first step.")
-    val_at_end: bool = Field(default=False, description="Validate after the last step.")
-    val_batch_size: PositiveInt | None = Field(
-        default=256, description="Prompts in one validation batch; null: all at once."
-    )
-    max_val_samples: PositiveInt | None = Field(
-        default=256, description="Prompts validated in total; null: all of the validation data."
-    )
-    val_num_generations_per_prompt: PositiveInt = Field(
-        default=1, description="Answers per validation prompt; more than 1 adds the metric pass_k."
-    )
-    stop_at_validation_metric: str | None = Field(
-        default=None, description="Validation metric, e.g. accuracy, that ends the run early; null: none."
-    )
-    stop_at_validation_threshold: float | None = Field(
-        default=None, description="Value of stop_at_validation_metric at which the run ends."
     )

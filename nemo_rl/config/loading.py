@@ -85,11 +85,13 @@ def save_resolved(config: BaseModel, path: str | Path) -> None:
 
 def make_paths_absolute(config: MasterConfig) -> None:
     """Replace relative paths of existing inputs by absolute ones, so that workers find them too."""
-    policy, data = config.policy, config.data
-    paths: list[tuple[Section, str]] = [(policy, "model_name"), (policy.tokenizer, "name")]
-    template = policy.tokenizer.chat_template
-    if template is not None and template.endswith(".jinja"):
-        paths.append((policy.tokenizer, "chat_template"))
+    data = config.data
+    paths: list[tuple[Section, str]] = []
+    for model in config.models:
+        paths += [(model, "model_name"), (model.tokenizer, "name")]
+        template = model.tokenizer.chat_template
+        if template is not None and template.endswith(".jinja"):
+            paths.append((model.tokenizer, "chat_template"))
     for entry in (data.default, *data.train_entries, *data.validation_entries):
         paths += [(entry, key) for key in ("data_path", "prompt_file", "system_prompt_file")]
     _make_absolute(paths)

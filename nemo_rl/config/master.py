@@ -4,6 +4,7 @@ Read by `assemble` and the examples; `load_config(..., schema=...)` takes one of
 Law: `check` runs before Ray starts and looks at several keys at once; single keys are checked by types.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from pydantic import Field
 from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.config.checks import (
     check_batches,
+    check_early_stop,
     check_generation,
     check_grpo,
     check_lengths,
@@ -27,6 +29,7 @@ from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.logger import LoggerConfig
 from nemo_rl.config.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.section import Section
 
 
@@ -52,6 +55,11 @@ class MasterConfig(Section):
     logger: LoggerConfig = Field(default_factory=LoggerConfig, description="Metrics and files.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
 
+    @property
+    def models(self) -> Sequence[PolicyConfig]:
+        """The sections that name a model."""
+        return (self.policy,)
+
     def check(self) -> None:
         """Check keys against each other.
 
@@ -60,22 +68,38 @@ class MasterConfig(Section):
         """
 
 
-class GRPOMasterConfig(MasterConfig):
+class RolloutMasterConfig(MasterConfig):
+    """Base of the configurations whose policy writes what it learns from."""
+
+    env: EnvironmentMap = Field(
+        default_factory=dict, description="Environments by name; data entries choose by env_name."
+    )
+
+    @property
+    def algorithm(self) -> RolloutTrainingConfig:
+        """The section of the algorithm."""
+        raise NotImplementedError
+
+
+class GRPOMasterConfig(RolloutMasterConfig):
     """Configuration of `examples/run_grpo.py`."""
 
     grpo: GRPOConfig = Field(default_factory=GRPOConfig, description="The algorithm.")
     loss_fn: ClippedPGLossConfig = Field(default_factory=ClippedPGLossConfig, description="The policy-gradient loss.")
-    env: EnvironmentMap = Field(
-        default_factory=dict, description="Environments by name; data entries choose by env_name."
-    )
+
+    @property
+    def algorithm(self) -> GRPOConfig:
+        """The section `grpo`."""
+        return self.grpo
 
     def check(self) -> None:
         """Check keys against each other, and that the files they name exist."""
         report_findings(
             chain(
-                check_batches(self.grpo, self.policy, self.cluster),
+                check_batches("grpo", self.grpo, self.policy, self.cluster),
                 check_lengths(self.policy, self.data),
                 check_grpo(self.grpo),
+                check_early_stop("grpo", self.grpo),
                 check_loss(self.grpo, self.policy, self.loss_fn),
                 check_generation(self.policy, self.cluster),
                 check_data(self.data, self.env),

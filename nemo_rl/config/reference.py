@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from nemo_rl.config.eval import EvalMasterConfig
 from nemo_rl.config.master import GRPOMasterConfig
+from nemo_rl.config.master_distillation import DistillationMasterConfig
 from nemo_rl.config.master_supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl.config.structure import Slot, type_text
 
@@ -36,8 +37,9 @@ Every key of `examples/run_grpo.py`, made from the schema in `nemo_rl/config/` b
 """
 _OTHERS = """# Other algorithms
 
-SFT, DPO and reward-model training have the sections `policy`, `data`, `checkpointing`, `logger` and `cluster` of
-above, and the ones below; where a section occurs twice, the table here is the one that holds.
+SFT, DPO, reward-model training and distillation have the sections `policy`, `data`, `checkpointing`, `logger` and
+`cluster` of above, distillation also `env`, and the ones below; where a section occurs twice, the table here is the one
+that holds.
 """
 _LATER = """## Accepted only while switched off
 
@@ -58,6 +60,7 @@ _OTHER_SCRIPTS: dict[str, type[BaseModel]] = {
     "sft": SFTMasterConfig,
     "dpo": DPOMasterConfig,
     "rm": RMMasterConfig,
+    "distillation": DistillationMasterConfig,
     "eval": EvalMasterConfig,
 }
 

@@ -1,4 +1,4 @@
-"""How many ranks train and how many engines generate, from `cluster` and `policy.generation`.
+"""How many ranks train, score as teacher and generate, from `cluster`, `teacher.colocated` and `policy.generation`.
 
 Used by the checks and by `assemble`. Law: the numbers follow from configuration alone; whether the machines
 exist is the distributed room's question.
@@ -7,6 +7,7 @@ exist is the distributed room's question.
 from dataclasses import dataclass
 
 from nemo_rl.config.cluster import ClusterConfig
+from nemo_rl.config.distillation import TeacherPlacementConfig
 from nemo_rl.config.policy import PolicyConfig
 
 
@@ -55,6 +56,30 @@ def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
     if nodes == 1:
         return Topology(1, cluster.gpus_per_node - engine_gpus, 1, engine_gpus)
     return Topology(nodes - engine_nodes, ranks, engine_nodes, engine_gpus or cluster.gpus_per_node)
+
+
+def students_share(cluster: ClusterConfig, placement: TeacherPlacementConfig) -> ClusterConfig:
+    """The cluster that a teacher of its own leaves to policy and generation; all of it when they share.
+
+    Separate on GPUs, one machine is split by `resources.gpus_per_node`; several machines are divided by
+    `resources.num_nodes`. Separate on CPUs, teacher ranks are additional processes on the same machines.
+    """
+    resources = placement.resources
+    if placement.enabled or not cluster.uses_gpu:
+        return cluster
+    if cluster.num_nodes == 1:
+        return cluster.model_copy(update={"gpus_per_node": cluster.gpus_per_node - (resources.gpus_per_node or 0)})
+    return cluster.model_copy(update={"num_nodes": cluster.num_nodes - (resources.num_nodes or 0)})
+
+
+def teachers_share(cluster: ClusterConfig, placement: TeacherPlacementConfig) -> ClusterConfig:
+    """The machines and ranks of a teacher that does not share the policy's devices."""
+    resources = placement.resources
+    if not cluster.uses_gpu:
+        return cluster.model_copy(update={"ranks_per_node": resources.ranks_per_node or 1})
+    nodes = 1 if cluster.num_nodes == 1 else resources.num_nodes or 0
+    gpus = resources.gpus_per_node or (0 if cluster.num_nodes == 1 else cluster.gpus_per_node)
+    return cluster.model_copy(update={"num_nodes": nodes, "gpus_per_node": gpus, "ranks_per_node": None})
 
 
 def data_parallel_ranks(cluster: ClusterConfig, policy: PolicyConfig) -> int:

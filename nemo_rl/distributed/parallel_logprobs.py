@@ -2,7 +2,8 @@
 
 The output head is applied to a few hundred tokens at a time and once more in the backward pass, so
 peak memory grows with `chunk_size x V`, never with `N x V`. `models.dtensor.causal_lm` calls this on
-the hidden states of the tokens that matter. Legend: `N` tokens, `D` hidden size, `V` vocabulary.
+the hidden states of the tokens that matter. Legend: `N` tokens, `D` hidden size, `V` vocabulary, `k`
+vocabulary entries that are asked for at a token (distillation).
 
 Law: every reduction over the vocabulary runs in float32 or wider, whatever the weights are.
 
@@ -59,6 +60,19 @@ class SamplingDensity:
         return self.top_k is not None or self.top_p < 1.0
 
 
+@dataclass(frozen=True)
+class TopK:
+    """Which logits to keep of each token.
+
+    Attributes:
+        k: how many, the largest ones.
+        vocab_size: only ids below it compete, for output heads with rows beyond the vocabulary; None: all ids.
+    """
+
+    k: int
+    vocab_size: int | None = None
+
+
 def token_logprobs(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -68,7 +82,7 @@ def token_logprobs(
     bias_V: Tensor | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target token and entropy of each token's distribution.
+    """Log-probability of each target token, or of several, and entropy of each token's distribution.
 
     With `x = (h W^T + b) / temperature`, restricted to the tokens the sampler kept:
     `logprob = x[target] - logsumexp(x)` and `entropy = -sum_v p_v log p_v`. Both are differentiable
@@ -81,13 +95,13 @@ def token_logprobs(
     Args:
         hidden_ND: `[N, D]` hidden states that predict the targets.
         weight_VD: `[V, D]` output head.
-        targets_N: `[N]` int64 token ids.
+        targets_N: `[N]` int64 token ids, or `[N, k]` with k ids at each token.
         density: temperature and filters; None means the plain softmax.
         bias_V: `[V]` bias of the head.
         chunk_size: tokens per chunk of logits.
 
     Returns:
-        `(logprobs_N, entropy_N)`, both `[N]` float32 (float64 for float64 inputs).
+        `(logprobs, entropy_N)`, float32 (float64 for float64 inputs); `logprobs` has the shape of the targets.
     """
     density = density or SamplingDensity()
     return _ChunkedTokenLogprobs.apply(hidden_ND, weight_VD, bias_V, targets_N, density, chunk_size)
@@ -100,17 +114,54 @@ def logprobs_from_logits(
 
     Args:
         logits_NV: `[N, V]` unscaled logits.
-        targets_N: `[N]` int64 token ids.
+        targets_N: `[N]` int64 token ids, or `[N, k]`.
         density: temperature and filters; None means the plain softmax.
 
     Returns:
-        `(logprobs_N, entropy_N)`, both `[N]` float32 (float64 for float64 inputs).
+        As `token_logprobs`.
     """
     density = density or SamplingDensity()
     x_NV = _widen(logits_NV) / density.temperature
     x_NV = _filtered(x_NV, targets_N, density)
     logprobs_N, entropy_N, _ = _statistics(x_NV, targets_N)
     return logprobs_N, entropy_N
+
+
+@torch.no_grad()
+def topk_logits(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    top: TopK,
+    *,
+    bias_V: Tensor | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[Tensor, Tensor]:
+    """The k largest logits of each token and their ids, largest first; not differentiable.
+
+    Args:
+        hidden_ND: `[N, D]` hidden states.
+        weight_VD: `[V, D]` output head.
+        top: how many logits, of which ids.
+        bias_V: `[V]` bias of the head.
+        chunk_size: tokens per chunk of logits.
+
+    Returns:
+        `(logits_Nk, ids_Nk)`: float32 (float64 for float64 inputs) at temperature 1, and int64.
+    """
+    wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+    logits_Nk = hidden_ND.new_empty((hidden_ND.shape[0], top.k), dtype=wide)
+    ids_Nk = hidden_ND.new_empty((hidden_ND.shape[0], top.k), dtype=torch.int64)
+    for start in range(0, hidden_ND.shape[0], chunk_size):
+        part = slice(start, start + chunk_size)
+        x_nV = _chunk_logits(hidden_ND[part], weight_VD, bias_V, temperature=1.0)
+        logits_Nk[part], ids_Nk[part] = topk_of(x_nV, top)
+    return logits_Nk, ids_Nk
+
+
+def topk_of(logits_NV: Tensor, top: TopK) -> tuple[Tensor, Tensor]:
+    """`topk_logits` for logits that exist already; in their dtype, float32 at least."""
+    logits_Nk, ids_Nk = _widen(logits_NV[:, : top.vocab_size]).topk(top.k, dim=-1)
+    return logits_Nk, ids_Nk
 
 
 def apply_top_k_top_p(logits_NV: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor | None]:
@@ -167,14 +218,19 @@ def _filtered(x_nV: Tensor, targets_n: Tensor, density: SamplingDensity) -> Tens
     filtered_nV, keep_nV = apply_top_k_top_p(x_nV, density.top_k, density.top_p)
     if keep_nV is None:
         return x_nV
-    target_n1 = targets_n[:, None]
-    return filtered_nV.scatter(-1, target_n1, x_nV.gather(-1, target_n1))
+    columns_nk = _columns(targets_n)
+    return filtered_nV.scatter(-1, columns_nk, x_nV.gather(-1, columns_nk))
+
+
+def _columns(targets_n: Tensor) -> Tensor:
+    """Targets `[n]` or `[n, k]` as `[n, k]`."""
+    return targets_n if targets_n.ndim == 2 else targets_n[:, None]
 
 
 def _statistics(x_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the target, entropy, and the probabilities `[n, V]` they came from."""
+    """Log-probability of each target, entropy, and the probabilities `[n, V]` they came from."""
     lse_n = torch.logsumexp(x_nV, dim=-1)
-    logprob_n = x_nV.gather(-1, targets_n[:, None]).squeeze(-1) - lse_n
+    logprob_n = (x_nV.gather(-1, _columns(targets_n)) - lse_n[:, None]).view(targets_n.shape)
     p_nV = (x_nV - lse_n[:, None]).exp()
     # A filtered token has p = 0 and x = -inf; its term p*x is 0 in the limit.
     entropy_n = lse_n - torch.where(p_nV > 0, p_nV * x_nV, 0.0).sum(dim=-1)
@@ -195,8 +251,8 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        logprobs_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=wide)
-        entropy_N = torch.zeros_like(logprobs_N)
+        logprobs_N = hidden_ND.new_zeros(targets_N.shape, dtype=wide)
+        entropy_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=wide)
         for start in range(0, hidden_ND.shape[0], chunk_size):
             part = slice(start, start + chunk_size)
             x_nV = _chunk_logits(hidden_ND[part], weight_VD, bias_V, density.temperature)
@@ -241,11 +297,12 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
 
 
 def _grad_logits(x_nV: Tensor, targets_n: Tensor, grad_logprob_n: Tensor, grad_entropy_n: Tensor) -> Tensor:
-    """Gradient of `g_l * logprob + g_h * entropy` in x: `g_l (onehot - p) - g_h p (log p + H)`."""
+    """Gradient of `g_l * logprob + g_h * entropy` in x: `g_l (onehot - p) - g_h p (log p + H)`, summed over targets."""
     _, entropy_n, p_nV = _statistics(x_nV, targets_n)
-    grad_x_nV = p_nV * -grad_logprob_n[:, None]
+    grad_logprob_nk = _columns(grad_logprob_n)
+    grad_x_nV = p_nV * -grad_logprob_nk.sum(dim=-1, keepdim=True)
     if grad_entropy_n.any():
         lse_n = torch.logsumexp(x_nV, dim=-1)
         log_p_nV = torch.where(p_nV > 0, x_nV - lse_n[:, None], 0.0)
         grad_x_nV -= grad_entropy_n[:, None] * p_nV * (log_p_nV + entropy_n[:, None])
-    return grad_x_nV.scatter_add_(-1, targets_n[:, None], grad_logprob_n[:, None])
+    return grad_x_nV.scatter_add_(-1, _columns(targets_n), grad_logprob_nk)

@@ -4,6 +4,7 @@ Called by policy workers (`models.policy`), chosen by `algorithms.assemble`. Law
 *global* denominators, so summing it over microbatches and ranks gives the loss of the whole batch.
 """
 
+from nemo_rl.losses.distillation import DistillationLossFn
 from nemo_rl.losses.interfaces import LossFunction, LossInputType, LossType
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
@@ -13,6 +14,7 @@ __all__ = [
     "ClippedPGLossFn",
     "DPOLossConfig",
     "DPOLossFn",
+    "DistillationLossFn",
     "LossFunction",
     "LossInputType",
     "LossType",

@@ -30,7 +30,7 @@ class LossInputType(Enum):
     LOGPROB = "logprob"
     """`[B, T-1]` log-probabilities of the tokens at positions 1..T-1."""
     DISTILLATION = "distillation"
-    """Student and teacher log-probabilities over the teacher's top-k tokens."""
+    """Student and teacher log-probabilities over the teacher's top-k tokens; see `TopkLossFunction`."""
     DRAFT = "draft"
     """Teacher and student logits of a draft model."""
 
@@ -72,3 +72,42 @@ class LossFunction(Protocol):
             in `_min` and `_max` are reduced by minimum and maximum.
         """
         ...
+
+
+class TopkLossFunction(Protocol):
+    """A loss that compares a student with a teacher's top-k tokens; otherwise as `LossFunction`."""
+
+    loss_type: LossType
+    input_type: LossInputType
+    needs_reference: bool
+    rows_per_unit: int
+
+    def __call__(
+        self,
+        student_topk_logprobs: Tensor,
+        teacher_topk_logprobs: Tensor,
+        H_all: Tensor | None,
+        /,
+        data: LossData,
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute loss and metrics of one microbatch.
+
+        Args:
+            student_topk_logprobs: `[B, T-1, k]`, the student's log-probabilities of the teacher's top-k tokens,
+                normalised over the whole vocabulary; differentiable.
+            teacher_topk_logprobs: `[B, T-1, k]`, the teacher's, normalised over the k tokens.
+            H_all: `[B, T-1]`, the student's entropy over the whole vocabulary, in nats; differentiable.
+            data: Microbatch, as in `LossFunction`; holds `teacher_topk_logits` and `teacher_topk_indices` too.
+            global_valid_seqs: As in `LossFunction`.
+            global_valid_toks: As in `LossFunction`.
+
+        Returns:
+            As `LossFunction`.
+        """
+        ...
+
+
+type AnyLossFunction = LossFunction | TopkLossFunction
+"""What a policy can train on."""

@@ -62,7 +62,8 @@ def check_invariance(
 
     Args:
         loss_fn: The loss.
-        model_output: Its first argument: `[B, T-1]` log-probabilities, or scores `[B]`, `[B, 1]`.
+        model_output: Its first argument: `[B, T-1]` log-probabilities, `[B, T-1, ...]` logits, or scores `[B]`,
+            `[B, 1]`.
         data: Tensors with first axis `B`; those shaped `[B, T, ...]` are per token.
         rows_per_unit: Rows that must stay together (2 for chosen/rejected pairs).
         tolerance: Relative and absolute tolerance.
@@ -172,7 +173,7 @@ def _reduce_into(metrics: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 
 def _is_per_token(batch: _Batch) -> bool:
-    return batch.model_output.ndim == 2 and "token_mask" in batch.data
+    return batch.model_output.ndim >= 2 and "token_mask" in batch.data
 
 
 def _pad(batch: _Batch, generator: torch.Generator) -> _Batch:
@@ -191,7 +192,8 @@ def _pad(batch: _Batch, generator: torch.Generator) -> _Batch:
             extra = torch.randint(0, 2, shape, generator=generator)
         return torch.cat([value, extra.to(value.dtype)], dim=1)
 
-    garbage = -5 * torch.rand((batch.num_rows, EXTRA_PADDING), generator=generator, dtype=torch.float64)
+    shape = (batch.num_rows, EXTRA_PADDING, *batch.model_output.shape[2:])
+    garbage = -5 * torch.rand(shape, generator=generator, dtype=torch.float64)
     return _Batch(
         torch.cat([batch.model_output, garbage], dim=1),
         {name: widen(name, value) for name, value in batch.data.items()},

@@ -4,6 +4,8 @@ from nemo_rl.algorithms.loss.interfaces import LossFunction, LossInputType, Loss
 from nemo_rl.algorithms.loss.loss_functions import (
     ClippedPGLossConfig,
     ClippedPGLossFn,
+    DistillationLossConfig,
+    DistillationLossFn,
     DPOLossConfig,
     DPOLossFn,
     NLLLossFn,
@@ -15,6 +17,8 @@ __all__ = [
     "ClippedPGLossFn",
     "DPOLossConfig",
     "DPOLossFn",
+    "DistillationLossConfig",
+    "DistillationLossFn",
     "LossFunction",
     "LossInputType",
     "LossType",

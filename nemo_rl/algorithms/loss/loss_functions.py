@@ -1,6 +1,7 @@
 """Door to the loss classes; see the files of `nemo_rl.losses`."""
 
-from nemo_rl.config import ClippedPGLossConfig
+from nemo_rl.config import ClippedPGLossConfig, DistillationLossConfig
+from nemo_rl.losses.distillation import DistillationLossFn
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
@@ -10,6 +11,8 @@ __all__ = [
     "ClippedPGLossFn",
     "DPOLossConfig",
     "DPOLossFn",
+    "DistillationLossConfig",
+    "DistillationLossFn",
     "NLLLossFn",
     "PreferenceLossFn",
 ]

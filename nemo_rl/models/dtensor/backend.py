@@ -95,8 +95,9 @@ class DTensorBackend:
         self.model.train(backward)
         with torch.set_grad_enabled(backward):
             for index, inputs in enumerate(microbatches):
+                density = inputs.density or self._density
                 logprobs_K, entropy_K = self.model(
-                    inputs.model_inputs, inputs.positions_K, inputs.targets_K, self._density
+                    inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
                 )
                 loss = forward_step(index, logprobs_K, entropy_K)
                 if backward:

@@ -19,8 +19,11 @@ from transformers.modeling_utils import PreTrainedModel
 from nemo_rl.distributed.parallel_logprobs import (
     DEFAULT_CHUNK_SIZE,
     SamplingDensity,
+    TopK,
     logprobs_from_logits,
     token_logprobs,
+    topk_logits,
+    topk_of,
 )
 from nemo_rl.models.dtensor.parallelize import ShardableModel
 
@@ -48,23 +51,28 @@ class CausalLMWithLogprobs(ShardableModel):
         positions_K: Tensor,
         targets_K: Tensor,
         density: SamplingDensity | None = None,
+        top_k: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Score target tokens.
+        """Score target tokens, or find the most likely ones.
 
         Args:
             model_inputs: the model's keyword arguments; `input_ids` is `[b, T]`, or `[1, N]` packed.
             positions_K: `[K]` indices into the flattened `[b * T]` tokens whose successor is scored.
-            targets_K: `[K]` token ids of the successors.
+            targets_K: `[K]` token ids of the successors, or `[K, k]`.
             density: the sampler's temperature and filters; None means the plain softmax.
+            top_k: ignore the targets and give the largest logits at each position.
 
         Returns:
-            `(logprobs_K, entropy_K)`, float32.
+            `(logprobs, entropy_K)`, float32, `logprobs` shaped like the targets; with `top_k`
+            `(logits_Kk, ids_Kk)`, float32 and int64, largest first.
         """
         if not self.plain_head:
-            return self._score_with_own_forward(model_inputs, positions_K, targets_K, density)
+            return self._score_with_own_forward(model_inputs, positions_K, targets_K, density, top_k)
         hidden = self.hf.base_model(**model_inputs, use_cache=False).last_hidden_state
         hidden_KD = hidden.flatten(0, 1).index_select(0, positions_K)
         head = self.hf.get_output_embeddings()
+        if top_k is not None:
+            return topk_logits(hidden_KD, head.weight, top_k, bias_V=head.bias, chunk_size=self.chunk_size)
         return token_logprobs(
             hidden_KD, head.weight, targets_K, density=density, bias_V=head.bias, chunk_size=self.chunk_size
         )
@@ -75,9 +83,12 @@ class CausalLMWithLogprobs(ShardableModel):
         positions_K: Tensor,
         targets_K: Tensor,
         density: SamplingDensity | None,
+        top_k: TopK | None,
     ) -> tuple[Tensor, Tensor]:
         logits = self.hf(**model_inputs, use_cache=False).logits
         logits_KV = logits.flatten(0, 1).index_select(0, positions_K)
+        if top_k is not None:
+            return topk_of(logits_KV, top_k)
         return logprobs_from_logits(logits_KV, targets_K, density=density)
 
 

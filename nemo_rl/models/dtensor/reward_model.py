@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.distributed.parallel_logprobs import SamplingDensity
+from nemo_rl.distributed.parallel_logprobs import SamplingDensity, TopK
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.parallelize import ShardableModel
 from nemo_rl.models.huggingface.load import load_scoring_model
@@ -38,6 +38,7 @@ class RewardModel(ShardableModel):
         positions_K: Tensor,
         targets_K: Tensor,
         density: SamplingDensity | None = None,
+        top_k: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Score the sequences that end at the given positions.
 
@@ -46,6 +47,7 @@ class RewardModel(ShardableModel):
             positions_K: `[K]` indices into the flattened `[b * T]` tokens: the last token of each sequence.
             targets_K: not used; part of the call that language models share.
             density: not used.
+            top_k: not used.
 
         Returns:
             `(scores_K, zeros_K)`, float32.

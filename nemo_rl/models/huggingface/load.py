@@ -101,8 +101,15 @@ def _attention_choice(config: PretrainedConfig, attn_implementation: str | None)
     return {} if attn_implementation is None else {"attn_implementation": attn_implementation}
 
 
-def load_model_config(model_name: str, overrides: dict[str, Any] | None = None) -> PretrainedConfig:
+def load_model_config(
+    model_name: str, overrides: dict[str, Any] | None = None, section: str = "policy"
+) -> PretrainedConfig:
     """The model's configuration with overrides applied.
+
+    Args:
+        model_name: Hugging Face id or local folder.
+        overrides: fields to replace.
+        section: section of the configuration that names the model, for messages.
 
     Raises:
         ConfigError: the model cannot be found or an override names no field of its configuration.
@@ -111,13 +118,13 @@ def load_model_config(model_name: str, overrides: dict[str, Any] | None = None) 
         config = AutoConfig.from_pretrained(model_name)
     except OSError as error:
         raise ConfigError(
-            f"policy.model_name={model_name!r} is neither a model folder with a config.json nor a "
+            f"{section}.model_name={model_name!r} is neither a model folder with a config.json nor a "
             f"model id that can be downloaded from here: {error}"
         ) from error
     for key, value in (overrides or {}).items():
         if not hasattr(config, key):
             raise ConfigError(
-                f"policy.hf_config_overrides.{key}: {type(config).__name__} has no field of that name. "
+                f"{section}.hf_config_overrides.{key}: {type(config).__name__} has no field of that name. "
                 f"Its fields: {', '.join(sorted(config.to_dict()))}."
             )
         setattr(config, key, value)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.interfaces import LossFunction
+from nemo_rl.losses.interfaces import AnyLossFunction
 from nemo_rl.models.policy.workers.microbatches import ModelInputs
 
 
@@ -36,6 +36,13 @@ class ScoreOutputSpec(TypedDict):
     """Result of `score`."""
 
     scores: Tensor  # [B] float32
+
+
+class TopkLogitsOutputSpec(TypedDict):
+    """Result of `get_topk_logits`; position t holds the distribution after token t."""
+
+    topk_logits: Tensor  # [B, T, k] float32, largest first, at temperature 1; 0 on padding
+    topk_indices: Tensor  # [B, T, k] int64 token ids; 0 on padding
 
 
 class TrainResult(TypedDict):
@@ -66,6 +73,10 @@ class UpdateResult:
     skipped: bool = False
 
 
+MODEL_FOLDER = "model"
+"""Subfolder of a weights folder that loads with `from_pretrained`."""
+
+
 @dataclass(frozen=True)
 class CheckpointPaths:
     """Where a checkpoint lives; the layout of one step is `<step>/policy/{weights,optimizer,tokenizer}`.
@@ -80,7 +91,10 @@ class CheckpointPaths:
 
 
 ForwardStep = Callable[[int, Tensor, Tensor], Tensor | None]
-"""`(microbatch index, logprobs_K, entropy_K) -> scalar loss`, or None when only scoring."""
+"""`(microbatch index, logprobs_K, entropy_K) -> scalar loss`, or None when only scoring.
+
+With `ModelInputs.top_k` the tensors are `logits_Kk` and `ids_Kk`.
+"""
 
 
 class PolicyBackend(Protocol):
@@ -145,7 +159,7 @@ class PolicyInterface(ABC):
     def train(
         self,
         data: BatchedDataDict[Any],
-        loss_fn: LossFunction,
+        loss_fn: AnyLossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
@@ -163,8 +177,18 @@ class PolicyInterface(ABC):
         """Score every token under the weights the run started from."""
 
     @abstractmethod
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
+        """The k largest logits after every token, and their ids."""
+
+    @abstractmethod
     def save_checkpoint(
-        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+        consolidated: bool = False,
     ) -> None:
         """Write a checkpoint that `Policy(weights_path=..., optimizer_path=...)` resumes from."""
 

@@ -24,8 +24,8 @@ from nemo_rl.config import PolicyConfig, TimeoutsConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.losses.interfaces import LossFunction, LossInputType
-from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER
+from nemo_rl.losses.interfaces import AnyLossFunction, LossInputType
+from nemo_rl.models.huggingface.folders import CONSOLIDATED_FOLDER, copy_model_folder
 from nemo_rl.models.policy.batching import (
     ShardedBatch,
     count_valid,
@@ -36,16 +36,19 @@ from nemo_rl.models.policy.batching import (
     training_strategy,
 )
 from nemo_rl.models.policy.interfaces import (
+    MODEL_FOLDER,
     LogprobOutputSpec,
     PolicyInterface,
     ReferenceLogprobOutputSpec,
     ScoreOutputSpec,
+    TopkLogitsOutputSpec,
     TrainResult,
     UpdateResult,
 )
 from nemo_rl.models.policy.metrics import average_updates, reduce_metrics
 from nemo_rl.models.policy.portable_loss import make_portable
 from nemo_rl.models.policy.workers.base import WorkerSettings
+from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -154,7 +157,7 @@ class Policy(PolicyInterface):
     def train(
         self,
         data: BatchedDataDict[Any],
-        loss_fn: LossFunction,
+        loss_fn: AnyLossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
@@ -176,10 +179,7 @@ class Policy(PolicyInterface):
             ConfigError: the loss wants an input that policies do not prepare.
         """
         _check_loss(loss_fn, self.config)
-        keys = list(TRAINING_KEYS)
-        if getattr(loss_fn, "needs_reference", False):
-            keys.append("reference_policy_logprobs")
-        require_keys(data, keys, "Policy.train")
+        require_keys(data, (*TRAINING_KEYS, *extra_keys(loss_fn)), "Policy.train")
         make_portable(loss_fn)
         size = gbs or self.config.train_global_batch_size
         batches = list(global_batches(data, size, allow_partial=eval_mode))
@@ -224,6 +224,34 @@ class Policy(PolicyInterface):
         scores = self._score("get_reference_policy_logprobs", data, micro_batch_size)
         return BatchedDataDict({"reference_logprobs": scores})
 
+    def get_topk_logits(
+        self,
+        data: BatchedDataDict[Any],
+        k: int,
+        micro_batch_size: int | None = None,
+        *,
+        vocab_size: int | None = None,
+    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
+        """The k largest logits after every token, for distillation; without temperature and sampling filters.
+
+        Args:
+            data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
+            k: how many logits.
+            micro_batch_size: rows of one pass of a rank; None forms passes as configured.
+            vocab_size: only ids below it compete (an output head may have more rows than there are tokens).
+
+        Returns:
+            `topk_logits [B, T, k]` float32, largest first, and `topk_indices [B, T, k]` int64, in the order of the
+            rows. Position t belongs to the token after token t, the last real position included; 0 on padding.
+        """
+        rows, width = self._scoring_rows("get_topk_logits", data)["input_ids"].shape
+        if rows == 0:
+            empty = torch.zeros((0, width, k))
+            return BatchedDataDict({"topk_logits": empty, "topk_indices": empty.long()})
+        sharded, parts = self._run_scoring("get_topk_logits", data, micro_batch_size, k=k, vocab_size=vocab_size)
+        logits, indices = (sharded.restore(tensors) for tensors in zip(*parts, strict=True))
+        return BatchedDataDict({"topk_logits": logits, "topk_indices": indices})
+
     def score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ScoreOutputSpec]:
         """Scores of whole sequences, for reward models.
 
@@ -245,6 +273,7 @@ class Policy(PolicyInterface):
         weights_path: str | PathLike[str],
         optimizer_path: str | PathLike[str] | None = None,
         tokenizer_path: str | PathLike[str] | None = None,
+        consolidated: bool = False,
     ) -> None:
         """Write a checkpoint; `<weights_path>/model` loads with `from_pretrained`, tokenizer included.
 
@@ -252,6 +281,7 @@ class Policy(PolicyInterface):
             weights_path: new or empty folder, on storage that all ranks and this process see.
             optimizer_path: folder for optimizer, schedule and random-number state; None leaves them out.
             tokenizer_path: folder for one more copy of the tokenizer.
+            consolidated: write the model once more, in `precision`, as `<weights_path>/model/consolidated`.
         """
         self._run_everywhere(
             "save_checkpoint",
@@ -259,7 +289,10 @@ class Policy(PolicyInterface):
             weights_path=_absolute(weights_path),
             optimizer_path=_absolute(optimizer_path),
         )
-        self.tokenizer.save_pretrained(str(Path(weights_path) / MODEL_FOLDER))
+        model = Path(weights_path) / MODEL_FOLDER
+        self.tokenizer.save_pretrained(str(model))
+        if consolidated:
+            copy_model_folder(model, model / CONSOLIDATED_FOLDER, getattr(torch, self.config.precision))
         if tokenizer_path is not None:
             self.tokenizer.save_pretrained(str(tokenizer_path))
 
@@ -284,16 +317,28 @@ class Policy(PolicyInterface):
         )
 
     def _score(self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> torch.Tensor:
+        shape = self._scoring_rows(method, data)["input_ids"].shape
+        if shape[0] == 0:
+            return torch.zeros(shape[:1] if method == "score" else shape, dtype=torch.float32)
+        sharded, parts = self._run_scoring(method, data, micro_batch_size)
+        return sharded.restore(parts)
+
+    def _scoring_rows(self, method: str, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """What scoring reads of a batch, after checking that this model can do it."""
         require_keys(data, SCORING_KEYS, f"Policy.{method}")
-        wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in SCORING_KEYS})
         if self.config.reward_model_cfg.enabled and method != "score":
             raise ConfigError(f"Policy.{method} needs a language model; this one is a reward model, see Policy.score.")
-        if wanted.check_rows() == 0:
-            shape = wanted["input_ids"].shape
-            return torch.zeros(shape[:1] if method == "score" else shape, dtype=torch.float32)
+        wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in SCORING_KEYS})
+        wanted.check_rows()
+        return wanted
+
+    def _run_scoring(
+        self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, **common: Any
+    ) -> tuple[ShardedBatch, list[Any]]:
+        """Score at least one row on all ranks; the ranks' answers and how to put them back in order."""
         strategy = logprob_strategy(self.config, micro_batch_size)
-        sharded = shard_batch(wanted, self.data_parallel_size, strategy)
-        return sharded.restore(self._run_sharded(method, sharded))
+        sharded = shard_batch(self._scoring_rows(method, data), self.data_parallel_size, strategy)
+        return sharded, self._run_sharded(method, sharded, **common)
 
     def _run_sharded(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:
         """Call a method on every rank with its own rows; answers in data-parallel order."""
@@ -311,13 +356,15 @@ class Policy(PolicyInterface):
         return self.worker_group.get_all_worker_results(future, timeout_s=self._timeouts.checkpoint_s, phase=phase)
 
 
-def _check_loss(loss_fn: LossFunction, config: PolicyConfig) -> None:
-    prepared = LossInputType.LOGIT if config.reward_model_cfg.enabled else LossInputType.LOGPROB
-    wanted = getattr(loss_fn, "input_type", LossInputType.LOGPROB)
-    if wanted is not prepared:
+def _check_loss(loss_fn: AnyLossFunction, config: PolicyConfig) -> None:
+    prepared = [LossInputType.LOGPROB, LossInputType.DISTILLATION]
+    if config.reward_model_cfg.enabled:
+        prepared = [LossInputType.LOGIT]
+    wanted = input_type_of(loss_fn)
+    if wanted not in prepared:
         raise ConfigError(
             f"{type(loss_fn).__name__} wants {wanted} as input; a policy with policy.reward_model_cfg.enabled="
-            f"{str(config.reward_model_cfg.enabled).lower()} prepares {prepared} only."
+            f"{str(config.reward_model_cfg.enabled).lower()} prepares {' and '.join(map(str, prepared))} only."
         )
 
 

@@ -21,15 +21,17 @@ from torch import Tensor
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.interfaces import LossFunction, LossMetrics
+from nemo_rl.distributed.parallel_logprobs import TopK
+from nemo_rl.losses.interfaces import AnyLossFunction, LossMetrics
 from nemo_rl.models.policy.interfaces import CheckpointPaths, PolicyBackend, UpdateResult
 from nemo_rl.models.policy.metrics import reduce_metrics
+from nemo_rl.models.policy.workers.loss_inputs import input_builder, loss_arguments
 from nemo_rl.models.policy.workers.microbatches import (
     InputLayout,
     all_targets,
     build_model_inputs,
     build_score_inputs,
-    build_training_inputs,
+    build_topk_inputs,
 )
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
@@ -78,14 +80,13 @@ class PolicyWorker:
     def __init__(self, backend: PolicyBackend, config: PolicyConfig) -> None:
         self.backend = backend
         self._layout = input_layout(config)
-        self._training_inputs = build_score_inputs if config.reward_model_cfg.enabled else build_training_inputs
         self._sender: WeightSender | None = None
 
     def train(
         self,
         data: BatchedDataDict[Any],
         sizes: Sequence[int],
-        loss_fn: LossFunction,
+        loss_fn: AnyLossFunction,
         global_valid: tuple[float, float],
         eval_mode: bool = False,
         last_update: bool = True,
@@ -101,19 +102,20 @@ class PolicyWorker:
             last_update: whether this update ends the training step, which advances the schedule.
         """
         microbatches = list(split_rows(data, sizes))
-        inputs = [self._training_inputs(rows, self._layout, self.backend.device) for rows in microbatches]
+        build = input_builder(loss_fn)
+        inputs = [build(rows, self._layout, self.backend.device) for rows in microbatches]
         valid_seqs, valid_toks = (torch.tensor(v, device=self.backend.device) for v in global_valid)
         losses: list[Tensor] = []
         metrics: list[LossMetrics] = []
 
         def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> Tensor:
-            logprobs = inputs[index].scatter(logprobs_K)
             rows = microbatches[index].to(self.backend.device)
-            loss, values = loss_fn(logprobs, data=rows, global_valid_seqs=valid_seqs, global_valid_toks=valid_toks)
+            arguments = loss_arguments(loss_fn, inputs[index], logprobs_K, entropy_K, rows)
+            loss, values = loss_fn(*arguments, data=rows, global_valid_seqs=valid_seqs, global_valid_toks=valid_toks)
             losses.append(loss.detach())
             metrics.append(values)
             # A microbatch in which nothing counts may give a constant loss; backward must run still.
-            return loss if loss.requires_grad else loss + 0.0 * logprobs.sum()
+            return loss if loss.requires_grad else loss + 0.0 * logprobs_K.sum()
 
         self.backend.run(inputs, forward_step, backward=not eval_mode)
         result = UpdateResult(loss=sum(loss.item() for loss in losses), metrics=reduce_metrics(metrics))
@@ -169,6 +171,33 @@ class PolicyWorker:
 
         self.backend.run(inputs, forward_step, backward=False)
         return torch.cat(scores)
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], sizes: Sequence[int], k: int, vocab_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The k largest logits after every token of this rank's rows, under the current weights.
+
+        Args:
+            data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
+            sizes: rows of each microbatch.
+            k: how many.
+            vocab_size: only ids below it; None: all.
+
+        Returns:
+            `[b, T, k]` float32 and `[b, T, k]` int64 on the CPU, largest first; 0 on padding.
+        """
+        top = TopK(k, vocab_size)
+        microbatches = split_rows(data, sizes)
+        inputs = [build_topk_inputs(rows, top, self._layout, self.backend.device) for rows in microbatches]
+        logits: list[Tensor] = []
+        indices: list[Tensor] = []
+
+        def forward_step(index: int, logits_Kk: Tensor, indices_Kk: Tensor) -> None:
+            logits.append(inputs[index].scatter(logits_Kk).float().cpu())
+            indices.append(inputs[index].scatter(indices_Kk).cpu())
+
+        self.backend.run(inputs, forward_step, backward=False)
+        return torch.cat(logits), torch.cat(indices)
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
         """`get_logprobs` under the weights the run started from."""

@@ -9,14 +9,14 @@ Law: the loss sees the same `[b, T - 1]` log-probabilities, in the same places, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.dtensor.attention import packed_model_inputs
+from nemo_rl.distributed.parallel_logprobs import SamplingDensity, TopK
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,11 @@ class ModelInputs:
     Attributes:
         model_inputs: keyword arguments of the model.
         positions_K: indices into the flattened model tokens whose successor is scored.
-        targets_K: token ids of the successors.
+        targets_K: token ids of the successors; `[K, k]` where k ids are scored at each position.
         places_K: where the scores go in the flattened `[b, T - 1]`.
         shape: `(b, T - 1)`.
+        density: the distribution to score under; None takes the one that the policy samples from.
+        top_k: give the largest logits of each position and their ids instead of scoring targets.
     """
 
     model_inputs: dict[str, Any]
@@ -49,12 +51,18 @@ class ModelInputs:
     targets_K: Tensor
     places_K: Tensor
     shape: tuple[int, int]
+    density: SamplingDensity | None = None
+    top_k: TopK | None = None
 
     def scatter(self, values_K: Tensor) -> Tensor:
-        """Put per-token values at their places in `[b, T - 1]`, zeros elsewhere; differentiable."""
+        """Put per-token values at their places in `[b, T - 1]`, zeros elsewhere; differentiable.
+
+        Args:
+            values_K: `[K]`, or `[K, k]` for `[b, T - 1, k]`.
+        """
         num_rows, width = self.shape
-        flat = values_K.new_zeros(num_rows * width).index_copy(0, self.places_K, values_K)
-        return flat.view(num_rows, width)
+        flat = values_K.new_zeros((num_rows * width, *values_K.shape[1:])).index_copy(0, self.places_K, values_K)
+        return flat.view(num_rows, width, *values_K.shape[1:])
 
 
 def training_targets(rows: BatchedDataDict[Any]) -> Tensor:
@@ -98,6 +106,22 @@ def build_training_inputs(rows: BatchedDataDict[Any], layout: InputLayout, devic
     return build_model_inputs(rows, training_targets(rows), layout, device)
 
 
+def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
+    """`build_training_inputs` whose targets are the teacher's top-k tokens, under the model's own softmax.
+
+    Args:
+        rows: keys of a training batch, and `teacher_topk_indices [b, T, k]`, whose position t belongs to the
+            distribution after token t.
+        layout: padded or packed.
+        device: where the model runs.
+    """
+    inputs = build_training_inputs(rows, layout, device)
+    num_rows, width = inputs.shape
+    indices = rows["teacher_topk_indices"][:, :width].to(device)
+    targets_Kk = indices.reshape(num_rows * width, -1).index_select(0, inputs.places_K).long()
+    return replace(inputs, targets_K=targets_Kk, density=SamplingDensity())
+
+
 def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
     """Lay out the rows of one microbatch to be scored as wholes: K = b, at each row's last token.
 
@@ -116,6 +140,56 @@ def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: 
         places_K=row_B.to(device),
         shape=(len(last_B), 1),
     )
+
+
+def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout, device: torch.device) -> ModelInputs:
+    """Lay out the rows of one microbatch for the largest logits of every real token, the last one included.
+
+    Args:
+        rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
+        top: which logits of each token.
+        layout: padded or packed.
+        device: where the model runs.
+
+    Returns:
+        Inputs whose `shape` is `(b, T)`: position t belongs to the logits that the model gives after token t.
+    """
+    input_ids, lengths = rows["input_ids"], rows["input_lengths"]
+    num_rows, width = input_ids.shape
+    row_K, column_K = (torch.arange(width)[None, :] < lengths[:, None]).nonzero(as_tuple=True)
+    model_inputs, starts = _lay_out(input_ids, lengths.tolist(), layout)
+    return ModelInputs(
+        model_inputs=_on(device, model_inputs),
+        positions_K=(starts[row_K] + column_K).to(device),
+        targets_K=input_ids[row_K, column_K].to(device),
+        places_K=(row_K * width + column_K).to(device),
+        shape=(num_rows, width),
+        top_k=top,
+    )
+
+
+def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
+    """Lay 1-D token tensors end to end as the model's keyword arguments.
+
+    Args:
+        segments: non-empty 1-D int64 tensors on one device.
+
+    Returns:
+        `input_ids [1, N]`, `position_ids [1, N]` restarting at 0 in each segment, `cu_seq_lens_q` and
+        `cu_seq_lens_k` `[S + 1]` int32, `max_length_q` and `max_length_k` ints.
+    """
+    device = segments[0].device
+    lengths = [len(segment) for segment in segments]
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    return {
+        "input_ids": torch.cat(segments)[None],
+        "position_ids": positions[None],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
 
 
 def _lay_out(input_ids: Tensor, lengths: Sequence[int], layout: InputLayout) -> tuple[dict[str, Any], Tensor]:

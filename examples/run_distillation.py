@@ -1,0 +1,39 @@
+"""Distil a teacher into a student that learns on its own answers.
+
+    uv run examples/run_distillation.py [--config FILE] [key=value ...]
+
+Without --config the run is described by examples/configs/distillation_math.yaml (GPUs); on a machine without a GPU use
+--config examples/configs/distillation_math_cpu.yaml. Overrides follow Hydra's grammar.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from nemo_rl.algorithms.launch import launch
+from nemo_rl.config import DistillationMasterConfig
+
+STARTED_AT = time.perf_counter()
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "distillation_math.yaml"
+
+
+def run(config: DistillationMasterConfig) -> None:
+    """Assemble the run, train, and stop all workers whatever happens."""
+    # Imported here so that a refused configuration does not wait for torch.
+    from nemo_rl.algorithms.assemble_distillation import assemble_distillation
+    from nemo_rl.algorithms.distillation import distillation_train
+
+    parts = assemble_distillation(config, STARTED_AT)
+    try:
+        distillation_train(parts)
+    finally:
+        parts.close()
+
+
+def main() -> int:
+    """Run from the command line; returns the exit status."""
+    return launch(__doc__ or "", DEFAULT_CONFIG, DistillationMasterConfig, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""From the model's output to the arguments of a loss, by what the loss declares in `input_type`.
+
+Between a backend's forward and the loss: `base.PolicyWorker.train` asks for the builder of the inputs before the
+forward and for the arguments after it; `lm_policy` asks which keys a batch needs. Law: a loss of one kind receives
+the same tensors in the same places whatever the layout, the ranks and the backend.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.losses.interfaces import AnyLossFunction, LossInputType
+from nemo_rl.models.policy.workers.microbatches import (
+    InputLayout,
+    ModelInputs,
+    build_distillation_inputs,
+    build_score_inputs,
+    build_training_inputs,
+)
+
+BuildInputs = Callable[[BatchedDataDict[Any], InputLayout, torch.device], ModelInputs]
+
+_BUILDERS: dict[LossInputType, BuildInputs] = {
+    LossInputType.LOGIT: build_score_inputs,
+    LossInputType.LOGPROB: build_training_inputs,
+    LossInputType.DISTILLATION: build_distillation_inputs,
+}
+
+
+def input_type_of(loss_fn: AnyLossFunction) -> LossInputType:
+    """What a loss wants; log-probabilities where a user's own loss does not say."""
+    return getattr(loss_fn, "input_type", LossInputType.LOGPROB)
+
+
+def extra_keys(loss_fn: AnyLossFunction) -> tuple[str, ...]:
+    """Keys of a batch that this loss needs beyond those of every training batch."""
+    keys = ["reference_policy_logprobs"] if getattr(loss_fn, "needs_reference", False) else []
+    if input_type_of(loss_fn) is LossInputType.DISTILLATION:
+        keys += ["teacher_topk_logits", "teacher_topk_indices"]
+    return tuple(keys)
+
+
+def input_builder(loss_fn: AnyLossFunction) -> BuildInputs:
+    """How a microbatch is laid out for this loss."""
+    return _BUILDERS[input_type_of(loss_fn)]
+
+
+def loss_arguments(
+    loss_fn: AnyLossFunction, inputs: ModelInputs, scores: Tensor, entropy_K: Tensor, rows: BatchedDataDict[Any]
+) -> tuple[Tensor, ...]:
+    """The positional arguments of a loss.
+
+    Args:
+        loss_fn: the loss.
+        inputs: what the forward ran on.
+        scores: `[K]`, or `[K, k]` for distillation.
+        entropy_K: entropy of each distribution.
+        rows: the microbatch, on the model's device.
+
+    Returns:
+        `[b, T - 1]` log-probabilities, or `[b, 1]` scores of sequences; for distillation the student's
+        log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`, the teacher's, normalised over these k, and
+        the student's entropy over the whole vocabulary `[b, T - 1]`.
+    """
+    student = inputs.scatter(scores)
+    if input_type_of(loss_fn) is not LossInputType.DISTILLATION:
+        return (student,)
+    teacher_logits = rows["teacher_topk_logits"][:, :-1].to(student.dtype)
+    return student, torch.log_softmax(teacher_logits, dim=-1), inputs.scatter(entropy_K)
