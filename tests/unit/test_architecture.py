@@ -54,8 +54,9 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.algorithms.advantage_estimator": ("GRPOAdvantageEstimator", "GDPOAdvantageEstimator"),
+    "nemo_rl.algorithms.distillation": ("DistillationConfig", "MasterConfig", "check_vocab_equality"),
     "nemo_rl.algorithms.grpo": (),
-    "nemo_rl.algorithms.loss": ("ClippedPGLossFn", "NLLLossFn", "PreferenceLossFn", "DPOLossFn"),
+    "nemo_rl.algorithms.loss": ("ClippedPGLossFn", "NLLLossFn", "PreferenceLossFn", "DPOLossFn", "DistillationLossFn"),
     "nemo_rl.algorithms.reward_functions": ("apply_reward_shaping",),
     "nemo_rl.algorithms.utils": ("masked_mean", "calculate_kl", "set_seed", "get_tokenizer"),
     "nemo_rl.data.collate_fn": (),
@@ -303,6 +304,7 @@ def test_planned_paths_are_listed_until_they_exist(module):
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/configs").rglob("*.yaml")), ids=lambda path: path.name)
 def test_example_configs_load_through_their_schema(path):
     """A file's name begins with its algorithm: grpo_math_cpu.yaml is read as a GRPOMasterConfig."""
-    algorithm = path.stem.split("_")[0].upper() if path.parent.name != "evals" else "Eval"
-    config = load_config(path, schema=getattr(nemo_rl.config, f"{algorithm}MasterConfig"))
+    algorithm = path.stem.split("_")[0] if path.parent.name != "evals" else "eval"
+    schemas = {name.lower(): name for name in dir(nemo_rl.config)}
+    config = load_config(path, schema=getattr(nemo_rl.config, schemas[f"{algorithm}masterconfig"]))
     assert config.policy.model_name

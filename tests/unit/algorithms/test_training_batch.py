@@ -38,6 +38,14 @@ def make_trajectory(
     return Trajectory(group, 0, 0, "math", log, 2, reward=reward, outcome=outcome)
 
 
+def test_answers_without_a_reward_count_where_no_reward_is_learned_from() -> None:
+    made = [make_trajectory(0, None, outcome=Outcome.REWARD_ERROR), make_trajectory(0, None)]
+    made[1].loss_multiplier = 0.0
+    for needed, mask in ((True, [0.0, 0.0]), (False, [1.0, 0.0])):
+        batch = build_training_batch(made, 99, mask_truncated=False, needs_reward=needed)
+        assert batch["sample_mask"].tolist() == mask
+
+
 def test_only_tokens_of_the_policy_count() -> None:
     batch = build_training_batch(
         [make_trajectory(0, 1.0), make_trajectory(0, 0.0, response=4)], 99, mask_truncated=False

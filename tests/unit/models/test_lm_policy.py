@@ -92,6 +92,24 @@ def test_scores_of_any_number_of_rows_come_back_in_order(policy, model_name, row
 
 
 @ray_test
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_topk_logits_come_back_in_order(policy, model_name, rows) -> None:
+    data = random_batch(rows=max(rows, 1), seed=rows).slice(0, rows)
+    got = policy.get_topk_logits(data, 4)
+    logits, indices = got["topk_logits"], got["topk_indices"]
+    assert logits.shape == indices.shape == (rows, 24, 4)
+    assert (logits.dtype, indices.dtype) == (torch.float32, torch.int64)
+    model = AutoModelForCausalLM.from_pretrained(model_name).eval()
+    for row in range(rows):
+        length = int(data["input_lengths"][row])
+        with torch.no_grad():
+            want = model(input_ids=data["input_ids"][row : row + 1, :length]).logits[0]
+        torch.testing.assert_close(logits[row, :length], want.topk(4).values, rtol=0, atol=2e-4)
+        torch.testing.assert_close(want.gather(-1, indices[row, :length]), logits[row, :length], rtol=0, atol=2e-4)
+        assert not logits[row, length:].any()
+
+
+@ray_test
 def test_evaluation_changes_nothing_and_takes_a_partial_batch(policy) -> None:
     data = random_batch(rows=8)
     before = policy.get_logprobs(data)["logprobs"]

@@ -1,0 +1,57 @@
+"""On-policy distillation end to end on the CPU: learns, goes on bit for bit, and a teacher on devices of its own."""
+
+from collections.abc import Iterator
+
+import pytest
+from example_runs import ExampleRuns, Metrics, StartExample, killed_and_resumed, read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+SCRIPT, CONFIG = "run_distillation.py", "distillation_math_cpu.yaml"
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
+    """Metrics of a run that was killed in its last step and went on."""
+    folder = tmp_path_factory.mktemp("distillation")
+    runs = ExampleRuns(folder)
+    overrides = (
+        f"distillation.max_num_steps={STEPS}",
+        f"distillation.val_period={STEPS}",
+        f"checkpointing.save_period={STEPS // 2}",
+    )
+    yield killed_and_resumed(runs.start, SCRIPT, CONFIG, overrides, folder, steps=STEPS)
+    runs.close()
+
+
+def test_learns_and_a_killed_run_repeats_its_metrics_bit_for_bit(distilled: Metrics) -> None:
+    assert distilled["validation", STEPS, "accuracy"] > distilled["validation", 0, "accuracy"] + 0.3
+    assert distilled["train", STEPS, "loss"] < 0.5 * distilled["train", 1, "loss"]
+    assert distilled["train", STEPS, "student_topk_mass"] > 0.99
+
+
+def test_a_teacher_of_its_own_gives_the_same_steps(distilled: Metrics, start_example: StartExample) -> None:
+    """Two teacher ranks apart from two student ranks, unpacked, with the other treatment of microbatches."""
+    run = start_example(
+        SCRIPT,
+        CONFIG,
+        "distillation.max_num_steps=2",
+        "distillation.val_at_start=false",
+        "checkpointing.enabled=false",
+        "cluster.ranks_per_node=2",
+        "policy.generation.colocated.enabled=false",
+        "teacher.colocated.enabled=false",
+        "teacher.colocated.resources.ranks_per_node=2",
+        "teacher.sequence_packing.enabled=false",
+        "teacher.logprob_batch_size=16",
+    )
+    run.wait_for("step 1/2")
+    assert len(run.processes("ray::teacher", "ray::DTensorPolicyWorker")) >= 4
+    assert run.finish() == 0, run.log()[-3000:]
+    assert run.survivors() == []
+    metrics = read_metrics(run.log_dir)
+    for step in (1, 2):
+        assert metrics["train", step, "reward"] == distilled["train", step, "reward"]
+        for name in ("loss", "forward_kl", "reverse_kl", "grad_norm"):
+            assert metrics["train", step, name] == pytest.approx(distilled["train", step, name], rel=1e-3)

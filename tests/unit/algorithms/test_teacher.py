@@ -1,0 +1,83 @@
+"""What a teacher may be: the same vocabulary, enough of it, and an answer before Ray starts."""
+
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from nemo_rl.algorithms.assemble_distillation import assemble_distillation
+from nemo_rl.algorithms.distillation import check_vocab_equality
+from nemo_rl.algorithms.teacher import Teacher, check_teacher_fits
+from nemo_rl.config import DistillationMasterConfig, load_config
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.huggingface.tiny import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
+from nemo_rl.utils.errors import ConfigError
+
+CONFIG = Path(__file__).resolve().parents[3] / "examples/configs/distillation_math_cpu.yaml"
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
+
+
+def config_with(*overrides: str) -> DistillationMasterConfig:
+    return load_config(CONFIG, overrides, schema=DistillationMasterConfig)
+
+
+@pytest.fixture
+def other_words(tmp_path: Path) -> str:
+    """A teacher whose tokenizer knows one word that the student's does not."""
+    tokenizer = make_char_tokenizer()
+    tokenizer.add_tokens(["carry"])
+    save_tiny_checkpoint(tmp_path / "other", make_tiny_model(shape=TinyShape(vocab_size=272, **SMALL)), tokenizer)
+    return str(tmp_path / "other")
+
+
+def test_another_vocabulary_is_refused_before_ray_starts(other_words, tmp_path, monkeypatch) -> None:
+    config = config_with(f"teacher.model_name={other_words}", f"logger.log_dir={tmp_path}/logs")
+    words = r"another vocabulary.*1 of 265 tokens differ, e\.g\. 'carry' is id 264 for the teacher and unknown for the"
+    with pytest.raises(ConfigError, match=words):
+        assemble_distillation(config)
+    assert not ray.is_initialized()
+    assert not (tmp_path / "logs").exists()
+    tokenizer = get_tokenizer(config.policy.tokenizer)
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        check_vocab_equality(tokenizer, config.policy.model_name, other_words)
+    monkeypatch.setenv("NRL_SKIP_DISTILLATION_TOKENIZER_CHECK", "1")
+    # The teacher's head is larger than the student's, so only the student's ids may be asked for.
+    assert check_teacher_fits(config, tokenizer) == 264
+
+
+def test_a_head_with_rows_beyond_the_vocabulary_is_cut(tmp_path) -> None:
+    model = make_tiny_model(shape=TinyShape(vocab_size=320, **SMALL))
+    save_tiny_checkpoint(tmp_path / "padded", model, make_char_tokenizer())
+    config = config_with(f"teacher.model_name={tmp_path}/padded")
+    assert check_teacher_fits(config, get_tokenizer(config.policy.tokenizer)) == 264
+
+
+def test_the_shipped_teacher_fits_and_k_is_bounded() -> None:
+    tokenizer = get_tokenizer(config_with().policy.tokenizer)
+    assert check_teacher_fits(config_with(), tokenizer) is None
+    assert check_teacher_fits(config_with("distillation.topk_logits_k=264"), tokenizer) is None
+    with pytest.raises(ConfigError, match="topk_logits_k=265 is more than the 264 entries"):
+        check_teacher_fits(config_with("distillation.topk_logits_k=265"), tokenizer)
+
+
+def test_a_teacher_without_files_is_named(tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    config = config_with(f"teacher.model_name={tmp_path}/empty")
+    with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
+        check_teacher_fits(config, get_tokenizer(config.policy.tokenizer))
+    config.teacher.tokenizer.name = config.policy.model_name
+    with pytest.raises(ConfigError, match=r"teacher\.model_name=.*empty"):
+        check_teacher_fits(config, get_tokenizer(config.policy.tokenizer))
+
+
+def test_the_teacher_writes_its_logits_into_the_batch() -> None:
+    class Scores:
+        def get_topk_logits(self, data, k, micro_batch_size=None, *, vocab_size=None):
+            assert (k, vocab_size) == (3, 50)
+            return {"topk_logits": torch.ones(2, 4, 3), "topk_indices": torch.zeros(2, 4, 3, dtype=torch.int64)}
+
+    batch = BatchedDataDict({"input_ids": torch.zeros(2, 4, dtype=torch.int64), "input_lengths": torch.ones(2)})
+    Teacher(Scores(), k=3, vocab_size=50).add_topk_logits(batch)
+    assert batch["teacher_topk_logits"].shape == batch["teacher_topk_indices"].shape == (2, 4, 3)

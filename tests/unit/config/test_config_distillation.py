@@ -1,0 +1,122 @@
+"""The distillation configuration: the teacher follows the policy where it should, and each rule between keys."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config import (
+    REPOSITORY_ROOT,
+    ClusterConfig,
+    DistillationMasterConfig,
+    TeacherPlacementConfig,
+    load_config,
+    plan_topology,
+    students_share,
+    teachers_share,
+)
+from nemo_rl.utils.errors import ConfigError
+
+CONFIGS = REPOSITORY_ROOT / "examples/configs"
+CUDA = ("cluster.device=cuda", "cluster.gpus_per_node=8")
+APART = "teacher.colocated.enabled=false"
+
+
+def load(name: str, *overrides: str) -> DistillationMasterConfig:
+    return load_config(CONFIGS / name, overrides, schema=DistillationMasterConfig)
+
+
+def test_defaults_are_those_of_nemo_rl() -> None:
+    config = load("distillation_math.yaml")
+    wanted = {
+        "max_num_epochs": 10,
+        "max_num_steps": 1000,
+        "max_rollout_turns": 1,
+        "max_val_samples": 512,
+        "num_generations_per_prompt": 1,
+        "num_prompts_per_step": 128,
+        "seed": 42,
+        "topk_logits_k": 64,
+        "val_at_end": False,
+        "val_at_start": False,
+        "val_batch_size": 64,
+        "val_period": 20,
+    }
+    section = type(config.distillation)()
+    for key, value in wanted.items():
+        assert getattr(config.distillation, key) == getattr(section, key) == value, key
+    loss = type(config.loss_fn)()
+    assert loss == config.loss_fn
+    assert (loss.kl_type, loss.mixed_kl_weight, loss.zero_outside_topk) == ("mixed", 0.5, False)
+
+
+def test_the_teacher_follows_the_policy_and_may_differ() -> None:
+    config = load("distillation_math_cpu.yaml", "policy.max_total_sequence_length=96")
+    teacher = config.teacher
+    assert (teacher.precision, teacher.max_total_sequence_length, teacher.logprob_batch_size) == ("float32", 96, 64)
+    assert teacher.optimizer is None and teacher.generation is None and teacher.colocated.enabled
+    assert Path(teacher.model_name).is_absolute()
+    assert teacher.tokenizer.name == teacher.model_name
+    other = load("distillation_math_cpu.yaml", "teacher.precision=bfloat16", "teacher.logprob_batch_size=4").teacher
+    assert (other.precision, other.logprob_batch_size, other.sequence_packing.logprob_mb_tokens) == ("bfloat16", 4, 512)
+
+
+def test_a_teacher_section_as_long_as_a_policy_section_is_accepted() -> None:
+    """NeMo RL's files repeat the policy in the teacher, optimizer and generation included."""
+    keys = ("optimizer={name: torch.optim.AdamW, kwargs: {lr: 1e-3}}", "generation={backend: vllm, temperature: 0.5}")
+    config = load("distillation_math_cpu.yaml", *(f"teacher.{key}" for key in keys))
+    assert config.teacher.optimizer is not None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["teacher.model_name=./nowhere"], r"teacher\.model_name='\./nowhere' does not exist"),
+        (["teacher.max_total_sequence_length=64"], r"=64 is less than policy\.max_total_sequence_length=128"),
+        (["teacher.sequence_packing.logprob_mb_tokens=100"], r"logprob_mb_tokens=100 cannot hold .* at least 128"),
+        (["teacher.dynamic_batching.enabled=true"], r"teacher\.dynamic_batching\.enabled=true exclude each other"),
+        (["teacher.dtensor_cfg.enabled=false"], r"teacher\.dtensor_cfg\.enabled=false leaves no backend"),
+        (["teacher.dtensor_cfg.lora_cfg.enabled=true"], "untrained adapters"),
+        (["teacher.reward_model_cfg.enabled=true"], "scores answers as wholes"),
+        ([*CUDA, APART], r"needs teacher\.colocated\.resources\.gpus_per_node"),
+        ([*CUDA, APART, "teacher.colocated.resources.gpus_per_node=8"], "leaves no device for the policy"),
+        (
+            [*CUDA, "cluster.num_nodes=2", APART, "teacher.colocated.resources.num_nodes=2"],
+            "leaves no device for the policy",
+        ),
+        (
+            [*CUDA, APART, "teacher.colocated.resources.gpus_per_node=3"],
+            r"64 / 5 = 12\.8\. Nearest values: 60, 65",
+        ),
+        (["distillation.num_prompts_per_step=50"], r"distillation\.num_prompts_per_step=50 x .* Nearest values"),
+        (["loss_fn.mixed_kl_weight=1"], r"leaves only the forward part .* Set loss_fn\.kl_type=forward"),
+        (["loss_fn.kl_type=backward"], r"kl_type='backward' .*forward"),
+        (["distillation.stop_at_validation_metric=accuracy"], r"needs both distillation\.stop_at"),
+        (["policy.generation=null"], r"policy\.generation is null, but the policy samples answers"),
+        (["distillation.topk_logits=3"], "topk_logits_k"),
+        (["data.validation=null"], r"distillation\.val_period=10 asks for validation"),
+    ],
+)
+def test_contradictions_are_refused(overrides, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load("distillation_math_cpu.yaml", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "resources", "student", "teacher"),
+    [
+        ({"device": "cpu"}, {"ranks_per_node": 2}, (1, 1), (1, 2)),
+        ({"device": "cpu", "ranks_per_node": 3}, {}, (1, 3), (1, 1)),
+        ({"gpus_per_node": 8}, {"gpus_per_node": 3}, (1, 5), (1, 3)),
+        ({"gpus_per_node": 8, "num_nodes": 4}, {"num_nodes": 1}, (3, 8), (1, 8)),
+        ({"gpus_per_node": 8, "num_nodes": 4}, {"num_nodes": 2, "gpus_per_node": 4}, (2, 8), (2, 4)),
+    ],
+)
+def test_a_teacher_of_its_own_divides_the_machines(cluster, resources, student, teacher) -> None:
+    machines = ClusterConfig.build(**cluster)
+    placement = TeacherPlacementConfig.build(enabled=False, resources=resources)
+    policy = load("distillation_math_cpu.yaml").policy
+    left, own = students_share(machines, placement), teachers_share(machines, placement)
+    topology = plan_topology(left, policy)
+    assert (topology.policy_nodes, topology.policy_ranks_per_node) == student
+    assert (own.num_nodes, own.policy_ranks_per_node) == teacher
+    assert students_share(machines, TeacherPlacementConfig()) is machines
