@@ -12,12 +12,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.assemble import open_folders
 from nemo_rl.algorithms.dpo import ReferenceLogprobs
+from nemo_rl.algorithms.kto import KTOPreparation
 from nemo_rl.algorithms.rm import RMValidator
+from nemo_rl.algorithms.run_folders import open_folders
 from nemo_rl.algorithms.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.sft import VALIDATION_NAMES
-from nemo_rl.algorithms.supervised import LossValidator, Prepare, SupervisedRun, unchanged
+from nemo_rl.algorithms.supervised import (
+    LossValidator,
+    Prepare,
+    SeparateValidations,
+    SupervisedRun,
+    Validate,
+    unchanged,
+)
 from nemo_rl.algorithms.validation import limited
 from nemo_rl.algorithms.workers import PolicyStart, make_clusters, start_policy
 from nemo_rl.config import (
@@ -27,13 +35,20 @@ from nemo_rl.config import (
     SFTMasterConfig,
     SupervisedMasterConfig,
 )
-from nemo_rl.data.collate_fn import preference_collate_fn, sft_collate_fn
-from nemo_rl.data.datasets.setup_supervised import SupervisedData, setup_preference_data, setup_sft_data
+from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn, sft_collate_fn
+from nemo_rl.data.datasets.processed_dataset import MixedDataset
+from nemo_rl.data.datasets.setup_supervised import (
+    SupervisedData,
+    setup_feedback_data,
+    setup_preference_data,
+    setup_sft_data,
+)
 from nemo_rl.data.loader import PromptLoader, build_loader
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token, get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.experience.prompt_stream import PromptStream
+from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
 from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.pair_losses import CentredMargin
@@ -44,7 +59,6 @@ from nemo_rl.utils.seed import set_seed
 
 logger = logging.getLogger(__name__)
 
-type Validate = Callable[[int], dict[str, float]]
 type ValidationBatches = Iterable[BatchedDataDict[Any]]
 
 
@@ -103,11 +117,14 @@ def assemble_sft(config: SFTMasterConfig, started_at: float = 0.0) -> Supervised
 
 
 def assemble_dpo(config: DPOMasterConfig, started_at: float = 0.0) -> SupervisedRun:
-    """Build a DPO run; arguments and errors as `assemble_sft`."""
+    """Build a DPO run, also with the loss of KTO; arguments and errors as `assemble_sft`."""
     set_seed(config.dpo.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer)
+    if config.dpo.preference_loss == "kto":
+        data = setup_feedback_data(tokenizer, config.data)
+        return assemble_run(config, tokenizer, data, _kto_recipe(config, tokenizer), started_at)
     data = setup_preference_data(tokenizer, config.data)
-    loss_fn = DPOLossFn(dpo_loss_config(config.dpo))
+    loss_fn = DPOLossFn(_loss_config(DPOLossConfig, config.dpo))
 
     def prepare(policy: Policy) -> Prepare:
         return ReferenceLogprobs(policy) if loss_fn.needs_reference else unchanged
@@ -146,10 +163,31 @@ def assemble_rm(config: RMMasterConfig, started_at: float = 0.0) -> SupervisedRu
     return assemble_run(config, tokenizer, data, recipe, started_at)
 
 
-def dpo_loss_config(dpo: DPOConfig) -> DPOLossConfig:
+def _kto_recipe(config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase) -> Recipe:
+    loss_fn = KTOLossFn(_loss_config(KTOLossConfig, config.dpo))
+
+    def prepare(policy: Policy) -> Prepare:
+        return KTOPreparation(policy, config.policy.max_total_sequence_length)
+
+    return Recipe(
+        collate=partial(
+            feedback_collate_fn,
+            tokenizer=tokenizer,
+            make_sequence_length_divisible_by=config.policy.make_sequence_length_divisible_by,
+        ),
+        loss_fn=loss_fn,
+        rows_per_sample=1,
+        needs_reference=True,
+        prepare=prepare,
+        validator=lambda policy, batches: LossValidator(
+            batches, prepare(policy), policy, loss_fn, validation_rows(config, 1)
+        ),
+    )
+
+
+def _loss_config[T: (DPOLossConfig, KTOLossConfig)](kind: type[T], dpo: DPOConfig) -> T:
     """The keys of `dpo` that the loss needs."""
-    names = [field.name for field in fields(DPOLossConfig)]
-    return DPOLossConfig(**{name: getattr(dpo, name) for name in names})
+    return kind(**{field.name: getattr(dpo, field.name) for field in fields(kind)})
 
 
 def _pair_collate(
@@ -190,6 +228,7 @@ def assemble_run(
         validate=_validation(config, data, recipe, policy),
         run_config=config,
         save_optimizer=config.checkpointing.save_optimizer,
+        save_consolidated=config.checkpointing.save_consolidated,
         must_save_by=config.checkpointing.checkpoint_must_save_by,
     )
     return SupervisedRun(
@@ -236,19 +275,25 @@ def _train_loader(config: SupervisedMasterConfig, data: SupervisedData, recipe: 
 def _validation(
     config: SupervisedMasterConfig, data: SupervisedData, recipe: Recipe, policy: Policy
 ) -> Validate | None:
-    if data.validation is None:
-        return None
+    def validate(rows: MixedDataset) -> Validate:
+        return recipe.validator(policy, _validation_batches(config, rows, recipe))
+
+    whole = None if data.validation is None else validate(data.validation)
+    named = {name: validate(rows) for name, rows in data.named_validation.items()}
+    return SeparateValidations(whole, named) if named else whole
+
+
+def _validation_batches(config: SupervisedMasterConfig, rows: MixedDataset, recipe: Recipe) -> ValidationBatches:
     algorithm = config.algorithm
     loader = build_loader(
-        data.validation,
-        min(algorithm.val_global_batch_size, len(data.validation)),
+        rows,
+        min(algorithm.val_global_batch_size, len(rows)),
         shuffle=False,
         seed=algorithm.seed,
         drop_last=False,
         collate_fn=recipe.collate,
     )
-    num_batches = None if algorithm.val_batches < 0 else algorithm.val_batches
-    return recipe.validator(policy, limited(loader, num_batches))
+    return limited(loader, None if algorithm.val_batches < 0 else algorithm.val_batches)
 
 
 def _cadence(config: SupervisedMasterConfig, steps: int) -> Cadence:

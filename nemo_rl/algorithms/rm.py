@@ -48,11 +48,14 @@ class RMValidator:
         """Loss, accuracy, mean scores, margin and calibration error over all valid pairs."""
         scores: list[Tensor] = []
         masks: list[Tensor] = []
+        margins: list[Tensor] = []
         for batch in self.batches:
             scores.append(self.scorer.score(batch)["scores"].double())
             masks.append(batch["sample_mask"].double())
+            margins.append(batch["margin"].double() if "margin" in batch else torch.zeros_like(masks[-1]))
         scores_B, mask_B = torch.cat(scores), torch.cat(masks)
-        _, metrics = self.loss_fn(scores_B, data={"sample_mask": mask_B}, global_valid_seqs=mask_B.sum())
+        data = {"sample_mask": mask_B, "margin": torch.cat(margins)}
+        _, metrics = self.loss_fn(scores_B, data=data, global_valid_seqs=mask_B.sum())
         margin_P = (scores_B[0::2] - scores_B[1::2])[mask_B[0::2] > 0]
         return {name: float(value) for name, value in metrics.items()} | {
             "calibration_error": calibration_error(margin_P)

@@ -92,8 +92,10 @@ class Resumable(Protocol):
 class Savable(Protocol):
     """A policy that can be stored."""
 
-    def save_checkpoint(self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None) -> None:
-        """Write weights, optimizer and tokenizer."""
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, consolidated: bool
+    ) -> None:
+        """Write weights, optimizer and tokenizer, and with `consolidated` the model to hand on."""
 
 
 @dataclass
@@ -106,9 +108,11 @@ class SessionParts:
         checkpoints: None when checkpointing is off.
         policy: what is saved.
         data: whose position is saved.
-        validate: runs a validation and returns its metrics, None without validation data.
+        validate: runs a validation and returns its metrics, None without validation data;
+            `validation-<set>/<name>` is a metric of a named data set, saved as `val:validation-<set>_<name>`.
         run_config: stored in every checkpoint.
         save_optimizer: whether checkpoints hold optimizer state.
+        save_consolidated: whether they also hold the model in the precision it computes in, to hand on.
         must_save_by: "DD:HH:MM:SS" wall-clock limit, or None.
     """
 
@@ -120,6 +124,7 @@ class SessionParts:
     validate: Callable[[int], dict[str, float]] | None
     run_config: BaseModel
     save_optimizer: bool = True
+    save_consolidated: bool = False
     must_save_by: str | None = None
     timer: Timer = field(default_factory=Timer)
 
@@ -250,9 +255,12 @@ class Session:
             return
         started = time.perf_counter()
         metrics = self._parts.validate(step)
-        self._validation = metrics
+        self._validation = {}
         self.state.val_reward = metrics.get("accuracy", self.state.val_reward)
-        self._parts.logger.log_metrics(metrics, step, prefix="validation")
+        for prefix, group in _by_validation_set(metrics).items():
+            self._parts.logger.log_metrics(group, step, prefix=prefix)
+            saved_prefix = "" if prefix == "validation" else f"{prefix}_"
+            self._validation |= {f"{saved_prefix}{name}": value for name, value in group.items()}
         seconds = {"total_validation_time": time.perf_counter() - started}
         self._parts.logger.log_metrics(seconds, step, prefix="timing/validation")
         shown = "  ".join(f"{name}={value:.4g}" for name, value in metrics.items())
@@ -265,7 +273,7 @@ class Session:
             return
         if metric not in metrics:
             raise CheckpointError(
-                f"grpo.stop_at_validation_metric={metric} is not a validation metric; there are {sorted(metrics)}."
+                f"stop_at_validation_metric={metric} is not a validation metric; there are {sorted(metrics)}."
             )
         if metrics[metric] >= threshold:
             self._stop_reason = f"validation {metric}={metrics[metric]:.4g} reached {threshold:g}"
@@ -290,6 +298,7 @@ class Session:
             str(policy / "weights"),
             str(policy / "optimizer") if self._parts.save_optimizer else None,
             str(policy / "tokenizer"),
+            self._parts.save_consolidated,
         )
         torch.save(self._parts.data.state_dict(), folder / _LOADER_FILE)
         checkpoints.finalize_checkpoint(folder)
@@ -314,3 +323,14 @@ class Session:
             logger.info("First training step done %.1f s after the process started.", since_start)
             backends.log_metrics({"time_to_first_step": since_start}, 0, prefix="timing/setup")
             self._started_at = 0.0
+
+
+def _by_validation_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Metrics by the prefix they are logged under."""
+    groups: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        prefix, _, bare = name.partition("/")
+        if not prefix.startswith("validation-"):
+            prefix, bare = "validation", name
+        groups.setdefault(prefix, {})[bare] = value
+    return groups

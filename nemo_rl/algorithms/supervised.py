@@ -6,7 +6,7 @@ Law: the loop holds no option; a validation is weighted by what counts in it, so
 on how it was cut into batches.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from nemo_rl.models.policy.interfaces import PolicyInterface
 type Batch = BatchedDataDict[Any]
 type Prepare = Callable[[Batch], Batch]
 """Adds to a batch what the loss needs, for example reference log-probabilities."""
+
+type Validate = Callable[[int], dict[str, float]]
+"""Step -> metrics of a validation."""
 
 
 @dataclass
@@ -118,6 +121,26 @@ class LossValidator:
         if self.names is None:
             return means
         return {reported: means[name] for name, reported in self.names}
+
+
+@dataclass(frozen=True)
+class SeparateValidations:
+    """Validates on several data sets, each for itself.
+
+    Attributes:
+        whole: validates on the rows without a name, None without any.
+        named: validates on the rows of a name; its metric `m` is reported as `validation-<name>/m`.
+    """
+
+    whole: Validate | None
+    named: Mapping[str, Validate]
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Metrics of all of them."""
+        metrics = {} if self.whole is None else self.whole(step)
+        for name, validate in self.named.items():
+            metrics |= {f"validation-{name}/{metric}": value for metric, value in validate(step).items()}
+        return metrics
 
 
 def _is_count(name: str) -> bool:

@@ -16,7 +16,14 @@ from nemo_rl.config.policy import PolicyConfig
 
 Findings = Iterator[str]
 
-NEED_PATH = ("ResponseDataset", "openai_format", "open_assistant", "BinaryPreferenceDataset", "PreferenceDataset")
+NEED_PATH = (
+    "ResponseDataset",
+    "openai_format",
+    "open_assistant",
+    "BinaryPreferenceDataset",
+    "PreferenceDataset",
+    "BinaryFeedbackDataset",
+)
 """Data sets that read `data_path` and have no place of their own."""
 
 
@@ -35,19 +42,15 @@ def check_data(data: DataConfig, environments: Mapping[str, Any]) -> Findings:
                 f"{name}.env_name={entry.env_name!r} is not in env. Environments in env: {known}. "
                 f"Choose one of them or write a section env.{entry.env_name}."
             )
+        if entry.name is not None:
+            yield f"{name}.name={entry.name!r}: GRPO validates on all data together. Leave the name out."
         if entry.env_name is None:
             yield f"{name}.env_name is null, but answers need an environment that rewards them."
 
 
 def check_files(policy: PolicyConfig, data: DataConfig) -> Findings:
     """Files and folders that can only be local exist."""
-    yield from _missing("policy.model_name", policy.model_name, looks_local(policy.model_name))
-    tokenizer = policy.tokenizer
-    if tokenizer.name != policy.model_name:
-        yield from _missing("policy.tokenizer.name", tokenizer.name, looks_local(tokenizer.name))
-    template = tokenizer.chat_template
-    if template is not None and "{" not in template:
-        yield from _missing("policy.tokenizer.chat_template", template, template.endswith(".jinja"))
+    yield from check_model_files("policy", policy)
     seen: set[str] = set()
     for name, entry in named_entries(data):
         for key, is_path in (
@@ -59,6 +62,22 @@ def check_files(policy: PolicyConfig, data: DataConfig) -> Findings:
             if value is not None and value not in seen:
                 seen.add(value)
                 yield from _missing(f"{name}.{key}", value, is_path)
+
+
+def check_model_files(section: str, policy: PolicyConfig) -> Findings:
+    """Model, tokenizer and template exist where they can only be local.
+
+    Args:
+        section: key of the section.
+        policy: the section.
+    """
+    yield from _missing(f"{section}.model_name", policy.model_name, looks_local(policy.model_name))
+    tokenizer = policy.tokenizer
+    if tokenizer.name != policy.model_name:
+        yield from _missing(f"{section}.tokenizer.name", tokenizer.name, looks_local(tokenizer.name))
+    template = tokenizer.chat_template
+    if template is not None and "{" not in template:
+        yield from _missing(f"{section}.tokenizer.chat_template", template, template.endswith(".jinja"))
 
 
 def named_entries(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:

@@ -7,11 +7,13 @@ each finding, with the values given, the rule and a way out.
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.config.checks import check_lengths, check_shards, check_validation
 from nemo_rl.config.checks_data import check_dataset, check_files, named_entries
 from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.data import DataConfig
 from nemo_rl.config.dpo import DPOConfig
+from nemo_rl.config.names import FEEDBACK_DATASET_NAMES
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.supervised import SupervisedConfig
 from nemo_rl.config.topology import data_parallel_ranks
@@ -54,6 +56,21 @@ def check_datasets(data: DataConfig, known: Sequence[str]) -> Findings:
         yield f"data.train is empty. Name a data set, for example data.train.dataset_name={known[0]}, or a file."
     for name, entry in named_entries(data):
         yield from check_dataset(name, entry, known)
+
+
+def check_best_metric(checkpointing: CheckpointingConfig, data: DataConfig) -> Findings:
+    """The metric that ranks checkpoints is one that a validation reports."""
+    metric = checkpointing.metric_name or ""
+    side, _, bare = metric.partition(":")
+    sets = [entry.name for entry in data.validation_entries]
+    sets += [entry.name for entry in data.train_entries if entry.split_validation_size > 0]
+    if not checkpointing.enabled or side != "val" or not sets or None in sets:
+        return
+    if not any(bare.startswith(f"validation-{name}_") for name in sets):
+        yield (
+            f"checkpointing.metric_name={metric} is not reported: all validation data has names. Choose the set "
+            f"that ranks checkpoints, for example checkpointing.metric_name=val:validation-{sets[0]}_{bare}."
+        )
 
 
 def check_pair_budget(policy: PolicyConfig) -> Findings:
@@ -106,3 +123,41 @@ def check_dpo(dpo: DPOConfig) -> Findings:
             f"dpo.preference_loss={loss} is a preference loss plus the likelihood of the chosen answer: "
             "set dpo.sft_loss_weight, for example 1.0."
         )
+    if loss == "kto":
+        yield from _not_with_kto(dpo)
+    elif (dpo.desirable_weight, dpo.undesirable_weight) != (1.0, 1.0):
+        yield (
+            f"dpo.desirable_weight={dpo.desirable_weight:g} and dpo.undesirable_weight={dpo.undesirable_weight:g} "
+            f"belong to dpo.preference_loss=kto, not to {loss}. Leave both at 1."
+        )
+
+
+def _not_with_kto(dpo: DPOConfig) -> Findings:
+    """KTO is one term per answer, on sums of log-probabilities."""
+    for key, neutral in (
+        ("preference_loss_weight", 1.0),
+        ("sft_loss_weight", 0.0),
+        ("preference_average_log_probs", False),
+        ("sft_average_log_probs", False),
+    ):
+        value = getattr(dpo, key)
+        if value != neutral:
+            yield (
+                f"dpo.{key}={str(value).lower()} has no meaning with dpo.preference_loss=kto. "
+                f"Leave it at {str(neutral).lower()}."
+            )
+
+
+def check_pair_data(dpo: DPOConfig, data: DataConfig) -> Findings:
+    """Labelled answers and margins are for the losses that take them."""
+    for name, entry in named_entries(data):
+        if entry.margin_key is not None and dpo.preference_loss in ("ipo", "orpo", "kto"):
+            yield (
+                f"{name}.margin_key={entry.margin_key} has no meaning with dpo.preference_loss={dpo.preference_loss}. "
+                "Leave it out, or choose a loss on the difference of two rewards, such as sigmoid."
+            )
+        if entry.dataset_name in FEEDBACK_DATASET_NAMES and dpo.preference_loss != "kto":
+            yield (
+                f"{name}.dataset_name={entry.dataset_name} has single answers; dpo.preference_loss="
+                f"{dpo.preference_loss} compares two. Set dpo.preference_loss=kto, or name a data set of pairs."
+            )

@@ -38,6 +38,10 @@ class DatasetDefaults(Section):
     split_validation_size: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="Share of the training rows set aside for validation."
     )
+    name: Annotated[str, Field(pattern=r"^[\w-]+$")] | None = Field(
+        default=None,
+        description="Validates these rows apart from the others, as validation-<name>/ (SFT, DPO and reward models).",
+    )
     seed: NonNegativeInt = Field(default=42, description="Seed of the split and of generated tasks.")
     input_key: str | None = Field(
         default=None, description="Column of the question; null: the data set's own, or input."
@@ -54,6 +58,14 @@ class DatasetDefaults(Section):
     prompt_key: str | None = Field(default=None, description="Column of the prompt of a pair; null: prompt.")
     chosen_key: str | None = Field(default=None, description="Column of the preferred answer; null: chosen.")
     rejected_key: str | None = Field(default=None, description="Column of the other answer; null: rejected.")
+    margin_key: str | None = Field(
+        default=None,
+        description="Column with the reward by which the preferred answer of a pair should lead; null: none.",
+    )
+    label_key: str | None = Field(
+        default=None,
+        description="Column that says whether an answer is desirable, for BinaryFeedbackDataset; null: label.",
+    )
     env_name: str | None = Field(default="math", description="Environment that rewards answers, from env.")
     processor: str | None = Field(
         default="math_hf_data_processor", description="Function that turns a row into a prompt."
@@ -105,7 +117,7 @@ class DataConfig(Section):
         "train_data_path": "write data.train.data_path",
         "val_dataset_name": "write data.validation.dataset_name",
         "val_data_path": "write data.validation.data_path",
-        "val_data_paths": "write data.validation as a list of entries with data_path",
+        "val_data_paths": "write data.validation as a list of entries with name and data_path",
         "split": "write data.train.split",
         "seed": "write data.train.seed",
         "problem_key": "write data.train.input_key",

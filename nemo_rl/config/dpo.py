@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from nemo_rl.config.section import derived
 from nemo_rl.config.supervised import CountOrAll, SupervisedConfig
 
-PreferenceLossName = Literal["sigmoid", "ipo", "hinge", "robust", "rpo", "simpo", "orpo"]
+PreferenceLossName = Literal["sigmoid", "ipo", "hinge", "robust", "rpo", "simpo", "orpo", "kto"]
 
 
 class DPOConfig(SupervisedConfig):
@@ -28,7 +28,8 @@ class DPOConfig(SupervisedConfig):
     preference_loss: PreferenceLossName = Field(
         default="sigmoid",
         description="Loss on a pair: sigmoid (DPO), ipo, hinge, robust (noisy labels), rpo (DPO plus likelihood of "
-        "the chosen answer), simpo and orpo (both without a reference).",
+        "the chosen answer), simpo and orpo (both without a reference); or kto, on single answers that are desirable "
+        "or not, where batch sizes count answers.",
     )
     preference_loss_weight: NonNegativeFloat = Field(default=1.0, description="Weight of the preference loss.")
     sft_loss_weight: NonNegativeFloat = Field(
@@ -47,3 +48,5 @@ class DPOConfig(SupervisedConfig):
     target_margin: NonNegativeFloat = Field(
         default=0.5, description="SimPO's gamma: reward by which the chosen answer should lead."
     )
+    desirable_weight: PositiveFloat = Field(default=1.0, description="KTO's weight of desirable answers, lambda_D.")
+    undesirable_weight: PositiveFloat = Field(default=1.0, description="KTO's weight of undesirable answers, lambda_U.")

@@ -12,16 +12,18 @@ from pydantic import Field
 from nemo_rl.config.checkpointing import CheckpointingConfig, MetricName
 from nemo_rl.config.checks import report_findings
 from nemo_rl.config.checks_supervised import (
+    check_best_metric,
     check_datasets,
     check_dpo,
     check_language_model,
     check_pair_budget,
+    check_pair_data,
     check_reward_model,
     check_supervised,
 )
 from nemo_rl.config.dpo import DPOConfig
 from nemo_rl.config.master import MasterConfig
-from nemo_rl.config.names import PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
+from nemo_rl.config.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
 from nemo_rl.config.rm import RMConfig, RMPolicyConfig
 from nemo_rl.config.sft import SFTConfig
 from nemo_rl.config.supervised import (
@@ -95,6 +97,7 @@ class SFTMasterConfig(SupervisedMasterConfig):
         report_findings(
             chain(
                 check_supervised("sft", self.sft, self.policy, self.data, self.cluster),
+                check_best_metric(self.checkpointing, self.data),
                 check_language_model(self.policy),
                 check_datasets(self.data, RESPONSE_DATASET_NAMES),
             )
@@ -122,10 +125,12 @@ class DPOMasterConfig(SupervisedMasterConfig):
         report_findings(
             chain(
                 check_supervised("dpo", self.dpo, self.policy, self.data, self.cluster),
+                check_best_metric(self.checkpointing, self.data),
                 check_dpo(self.dpo),
                 check_language_model(self.policy),
-                check_pair_budget(self.policy),
-                check_datasets(self.data, PREFERENCE_DATASET_NAMES),
+                check_pair_data(self.dpo, self.data),
+                () if self.dpo.preference_loss == "kto" else check_pair_budget(self.policy),
+                check_datasets(self.data, PREFERENCE_DATASET_NAMES + FEEDBACK_DATASET_NAMES),
             )
         )
 
@@ -151,6 +156,7 @@ class RMMasterConfig(SupervisedMasterConfig):
         report_findings(
             chain(
                 check_supervised("rm", self.rm, self.policy, self.data, self.cluster),
+                check_best_metric(self.checkpointing, self.data),
                 check_reward_model(self.policy),
                 check_pair_budget(self.policy),
                 check_datasets(self.data, PREFERENCE_DATASET_NAMES),

@@ -38,3 +38,6 @@ PREFERENCE_DATASET_NAMES: tuple[str, ...] = (
     ARITHMETIC_PREFERENCE,
 )
 """Built-in preference data sets; the generic ones read `data_path`."""
+
+FEEDBACK_DATASET_NAMES: tuple[str, ...] = ("BinaryFeedbackDataset",)
+"""Built-in data sets of single labelled answers, for KTO."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl.data.interfaces import DatumSpec, PreferenceDatumSpec, TokenizerType
+from nemo_rl.data.interfaces import DatumSpec, FeedbackDatumSpec, PreferenceDatumSpec, TokenizerType
 from nemo_rl.data.llm_message_utils import (
     add_loss_mask_to_message_log,
     batched_message_log_to_flat_message,
@@ -79,6 +79,21 @@ def sft_collate_fn(
     )
 
 
+def feedback_collate_fn(
+    data_batch: list[FeedbackDatumSpec],
+    tokenizer: TokenizerType,
+    make_sequence_length_divisible_by: int,
+) -> BatchedDataDict[Any]:
+    """Batch of B labelled answers.
+
+    Returns:
+        What `sft_collate_fn` returns with `only_unmask_final`, and `desirable` [B] float32, 1 or 0.
+    """
+    batch = sft_collate_fn([*data_batch], tokenizer, make_sequence_length_divisible_by, only_unmask_final=True)
+    batch["desirable"] = torch.tensor([datum["desirable"] for datum in data_batch], dtype=torch.float32)
+    return batch
+
+
 def preference_collate_fn(
     data_batch: list[PreferenceDatumSpec],
     tokenizer: TokenizerType,
@@ -89,8 +104,8 @@ def preference_collate_fn(
 
     Returns:
         `input_ids` [2B, T] int64, `input_lengths` [2B] int64, `sample_mask` and `loss_multiplier`
-        [2B] float32, `idx` (list of 2B), and with `add_loss_mask` also
-        `token_mask` [2B, T] float32, 1 on the tokens of the last message.
+        [2B] float32, `idx` (list of 2B), with `add_loss_mask` also `token_mask` [2B, T] float32, 1 on the
+        tokens of the last message, and where a datum has a margin `margin` [2B] float32, 0 for the others.
     """
     logs = []
     multipliers = []
@@ -111,4 +126,6 @@ def preference_collate_fn(
     )
     if add_loss_mask:
         batch["token_mask"] = flat["token_loss_mask"].float()
+    if any("margin" in datum for datum in data_batch):
+        batch["margin"] = torch.tensor([datum.get("margin", 0.0) for datum in data_batch]).repeat_interleave(2)
     return batch

@@ -53,6 +53,14 @@ class PreferenceDatumSpec(TypedDict):
     length_rejected: int
     loss_multiplier: float
     idx: int
+    margin: NotRequired[float]
+    """Reward by which the chosen conversation should lead."""
+
+
+class FeedbackDatumSpec(DatumSpec):
+    """A conversation whose last message was found good or bad."""
+
+    desirable: bool
 
 
 @dataclass

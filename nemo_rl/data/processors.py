@@ -13,6 +13,7 @@ import torch
 
 from nemo_rl.data.interfaces import (
     DatumSpec,
+    FeedbackDatumSpec,
     LLMMessageLogType,
     Message,
     PreferenceDatumSpec,
@@ -147,14 +148,42 @@ def preference_preprocessor(
         )
         for completion in (ranked[0], ranked[-1])
     ]
-    return PreferenceDatumSpec(
+    datum = PreferenceDatumSpec(
         message_log_chosen=data[0]["message_log"],
         message_log_rejected=data[1]["message_log"],
         length_chosen=data[0]["length"],
         length_rejected=data[1]["length"],
-        loss_multiplier=min(datum["loss_multiplier"] for datum in data),
+        loss_multiplier=min(part["loss_multiplier"] for part in data),
         idx=idx,
     )
+    if "margin" in pair:
+        datum["margin"] = pair["margin"]
+    return datum
+
+
+def feedback_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerType,
+    max_seq_length: int | None,
+    idx: int,
+    add_bos: bool = True,
+    add_eos: bool = True,
+    add_generation_prompt: bool = True,
+) -> FeedbackDatumSpec:
+    """The conversation of a row's `feedback`, context and completion, and whether it is desirable."""
+    feedback = datum_dict["feedback"]
+    datum = sft_processor(
+        {"messages": [*feedback["context"], *feedback["completion"]]},
+        task_data_spec,
+        tokenizer,
+        max_seq_length,
+        idx,
+        add_bos,
+        add_eos,
+        add_generation_prompt,
+    )
+    return FeedbackDatumSpec(**datum, desirable=feedback["desirable"])
 
 
 PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {

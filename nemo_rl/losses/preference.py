@@ -69,7 +69,8 @@ class PreferenceLossFn:
 
         Args:
             logits: Scores `[2P]` or `[2P, 1]`, chosen and rejected interleaved.
-            data: Holds `sample_mask [2P]`.
+            data: Holds `sample_mask [2P]`, and may hold `margin [2P]`: the lead that a pair's chosen answer should
+                have, in both of its rows.
             global_valid_seqs: Valid rows in the global batch, twice the number of pairs.
             global_valid_toks: Unused; part of the call of every loss.
 
@@ -82,17 +83,19 @@ class PreferenceLossFn:
         """
         scores_B = logits.squeeze(-1) if logits.ndim == 2 else logits
         mask_P = pair_mask(data["sample_mask"].to(scores_B.dtype))
-        return self._reduce_pairs(scores_B, mask_P, global_valid_seqs)
+        return self._reduce_pairs(scores_B, mask_P, data.get("margin"), global_valid_seqs)
 
     def _reduce_pairs(
-        self, rewards_B: Tensor, mask_P: Tensor, global_valid_seqs: Tensor | float
+        self, rewards_B: Tensor, mask_P: Tensor, margin_B: Tensor | None, global_valid_seqs: Tensor | float
     ) -> tuple[Tensor, LossMetrics]:
         chosen_P, rejected_P = split_pairs(rewards_B)
+        # Half of it on either side leaves the sum of the two rewards, which a pair loss may look at, as it is.
+        handicap_P = 0.0 if margin_B is None else margin_B[0::2].to(rewards_B.dtype) / 2
 
         def mean(values_P: Tensor) -> Tensor:
             return mean_over_pairs(values_P, mask_P, global_valid_seqs)
 
-        loss = mean(self._pair_loss(chosen_P, rejected_P))
+        loss = mean(self._pair_loss(chosen_P - handicap_P, rejected_P + handicap_P))
         return loss, {
             "loss": loss.detach(),
             "accuracy": mean((chosen_P > rejected_P).to(loss.dtype)),
@@ -138,7 +141,7 @@ class DPOLossFn(PreferenceLossFn):
         Args:
             next_token_logprobs: `[2P, T-1]`, log-probabilities of tokens 1..T-1.
             data: `reference_policy_logprobs` (if `needs_reference`), `token_mask` `[2P, T]` and
-                `sample_mask [2P]`.
+                `sample_mask [2P]`; may hold `margin [2P]`, the offset of arXiv 2402.10571, equation 5.
             global_valid_seqs: Valid rows in the global batch, twice the number of pairs.
             global_valid_toks: Unused; part of the call of every loss.
 
@@ -158,7 +161,7 @@ class DPOLossFn(PreferenceLossFn):
         average = self.cfg.preference_average_log_probs or self.variant.average
         log_ratio_B = _per_row(log_ratio_BT, mask_BT, average)
         rewards_B = self.cfg.reference_policy_kl_penalty * log_ratio_B
-        preference_loss, metrics = self._reduce_pairs(rewards_B, mask_P, global_valid_seqs)
+        preference_loss, metrics = self._reduce_pairs(rewards_B, mask_P, data.get("margin"), global_valid_seqs)
 
         logprob_B = _per_row(next_token_logprobs, mask_BT, self.cfg.sft_average_log_probs or self.variant.sft_average)
         chosen_P, _ = split_pairs(logprob_B)

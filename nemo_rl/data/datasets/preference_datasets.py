@@ -5,6 +5,7 @@ Uses `hub` and `readers` for the raw rows; `setup_supervised` uses it. Law: a fo
 preferred; a pair whose two answers are the same is no pair.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -26,6 +27,7 @@ Pair = dict[str, Any]
 Messages = list[dict[str, Any]]
 
 _TURNS = re.compile(r"\n\n(Human|Assistant):")
+_PREFERENCE = "overall_preference"
 _SPEAKERS = {"Human": "user", "Assistant": ASSISTANT}
 
 
@@ -44,7 +46,8 @@ class PairDataset(RawDataset):
     def __init__(self, config: DatasetConfig, role: str = TRAIN, source: HubSource | None = None) -> None:
         self.config = config
         table = load_table(config, role, source or HubSource(None))
-        rows = FormattedRows(table, self.columns(), self.to_pair, config.env_name, key="pair")
+        margin_columns = [config.margin_key] if config.margin_key else []
+        rows = FormattedRows(table, [*self.columns(), *margin_columns], self._pair_with_margin, config.env_name, "pair")
         self.dataset = rows
         self.bad_rows = rows.bad_rows
         self.num_rows = table.num_rows
@@ -62,6 +65,25 @@ class PairDataset(RawDataset):
             RowError: The row cannot be used; the message says why.
         """
         raise NotImplementedError
+
+    def margin_of(self, row: Row, key: str) -> float:
+        """The number in a column.
+
+        Raises:
+            RowError: There is none, or it is negative.
+        """
+        value = value_of(row, key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RowError(f"{key!r} is {kind_of(value)}, not a number")
+        if not 0 <= value < math.inf:
+            raise RowError(f"{key!r} is {value}, not a finite number from 0 up")
+        return float(value)
+
+    def _pair_with_margin(self, row: Row) -> Pair:
+        pair = self.to_pair(row)
+        if self.config.margin_key:
+            pair["margin"] = self.margin_of(row, self.config.margin_key)
+        return pair
 
 
 class PreferenceDataset(PairDataset):
@@ -96,8 +118,8 @@ class BinaryPreferenceDataset(PairDataset):
         prompt_key = self.config.prompt_key or "prompt"
         chosen, rejected = (value_of(row, key) for key in self._answer_keys())
         if self._reads_prompt(row, prompt_key, chosen):
-            context = _messages(value_of(row, prompt_key), prompt_key)
-            return make_pair(context, *(_answer(row, key) for key in self._answer_keys()))
+            context = prompt_messages(value_of(row, prompt_key), prompt_key)
+            return make_pair(context, *(answer_messages(row, key) for key in self._answer_keys()))
         best, worst = (
             _conversation(value, key) for value, key in zip((chosen, rejected), self._answer_keys(), strict=True)
         )
@@ -114,19 +136,28 @@ class BinaryPreferenceDataset(PairDataset):
 
 
 class HelpSteer3Dataset(PairDataset):
-    """HelpSteer3: two responses, `overall_preference` below 0 for the first and above 0 for the second."""
+    """HelpSteer3: two responses, `overall_preference` below 0 for the first and above 0 for the second.
+
+    As `margin_key`, `overall_preference` counts without its sign.
+    """
 
     def columns(self) -> list[str]:
         """Context, responses and the preference."""
-        return ["context", "response1", "response2", "overall_preference"]
+        return ["context", "response1", "response2", _PREFERENCE]
 
     def to_pair(self, row: Row) -> Pair:
         """The response that the sign prefers, and the other one."""
-        preference = value_of(row, "overall_preference")
+        preference = value_of(row, _PREFERENCE)
         if not isinstance(preference, int | float) or preference == 0:
             raise RowError("'overall_preference' prefers neither response")
         keys = ("response1", "response2") if preference < 0 else ("response2", "response1")
-        return make_pair(_messages(value_of(row, "context"), "context"), *(_answer(row, key) for key in keys))
+        return make_pair(
+            prompt_messages(value_of(row, "context"), "context"), *(answer_messages(row, key) for key in keys)
+        )
+
+    def margin_of(self, row: Row, key: str) -> float:
+        """The number in a column; the sign of `overall_preference` only says which response is preferred."""
+        return abs(row[_PREFERENCE]) if key == _PREFERENCE else super().margin_of(row, key)
 
 
 def ranked_pair(row: Row) -> Pair:
@@ -143,7 +174,7 @@ def ranked_pair(row: Row) -> Pair:
     ranked = sorted(completions, key=lambda c: c["rank"])
     if len(ranked) < 2 or ranked[0]["rank"] == ranked[-1]["rank"]:
         raise RowError("'completions' has no two ranks to compare")
-    context = _messages(value_of(row, "context"), "context")
+    context = prompt_messages(value_of(row, "context"), "context")
     best, worst = (checked_messages(c.get("completion"), "completion") for c in (ranked[0], ranked[-1]))
     return make_pair(context, best, worst)
 
@@ -190,8 +221,12 @@ def _split_shared(chosen: Messages, rejected: Messages) -> Pair:
     return make_pair(chosen[:-1], chosen[-1:], rejected[-1:])
 
 
-def _messages(value: Any, key: str) -> Messages:
-    """A prompt, which does not have to end with an assistant message."""
+def prompt_messages(value: Any, key: str) -> Messages:
+    """A prompt: a text or a list of messages, which does not have to end with an assistant message.
+
+    Raises:
+        RowError: It is neither.
+    """
     if isinstance(value, str):
         return [{"role": "user", "content": text_of({key: value}, key)}]
     if not isinstance(value, list) or not all(isinstance(m, Mapping) and "role" in m for m in value):
@@ -199,7 +234,12 @@ def _messages(value: Any, key: str) -> Messages:
     return [{name: below for name, below in message.items() if below is not None} for message in value]
 
 
-def _answer(row: Row, key: str) -> Messages:
+def answer_messages(row: Row, key: str) -> Messages:
+    """An answer: a text or a list of messages.
+
+    Raises:
+        RowError: It is neither, or empty.
+    """
     value = value_of(row, key)
     if isinstance(value, list):
         return checked_messages(value, key)

@@ -7,8 +7,8 @@ long, or be one that the chat template refuses; later ones are reported when the
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,13 @@ import numpy as np
 from nemo_rl.config import DatasetConfig, SupervisedDataConfig
 from nemo_rl.data.bad_rows import BadRow, report_bad_rows
 from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
+from nemo_rl.data.datasets.feedback_datasets import load_feedback_dataset
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, RawDataset, RowView
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
-from nemo_rl.data.processors import get_processor, preference_preprocessor, sft_processor
+from nemo_rl.data.processors import feedback_processor, get_processor, preference_preprocessor, sft_processor
 from nemo_rl.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -39,13 +40,15 @@ class SupervisedData:
 
     Attributes:
         train: training rows.
-        validation: validation rows, or None.
+        validation: validation rows without a name, or None.
+        named_validation: validation rows by the name of their entry.
         bad_rows: rows left out of any of the data sets, with their places.
     """
 
     train: MixedDataset
     validation: MixedDataset | None
     bad_rows: list[BadRow]
+    named_validation: Mapping[str, MixedDataset] = field(default_factory=dict)
 
 
 def setup_sft_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> SupervisedData:
@@ -66,21 +69,27 @@ def setup_preference_data(tokenizer: TokenizerType, data_config: SupervisedDataC
     return _setup(tokenizer, data_config, load_preference_dataset, _pair_processor)
 
 
+def setup_feedback_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> SupervisedData:
+    """Load, check and combine all data sets of labelled answers and pairs; as `setup_sft_data`."""
+    return _setup(tokenizer, data_config, load_feedback_dataset, _feedback_processor)
+
+
 def _pair_processor(entry: DatasetConfig, data_config: SupervisedDataConfig) -> Processor:
-    return partial(
-        preference_preprocessor,
-        add_bos=data_config.add_bos,
-        add_eos=data_config.add_eos,
-        add_generation_prompt=data_config.add_generation_prompt,
-    )
+    return _with_tokens_around(preference_preprocessor, data_config)
+
+
+def _feedback_processor(entry: DatasetConfig, data_config: SupervisedDataConfig) -> Processor:
+    return _with_tokens_around(feedback_processor, data_config)
 
 
 def _sft_processor(entry: DatasetConfig, data_config: SupervisedDataConfig) -> Processor:
     chosen: Processor = get_processor(entry.processor)
-    if chosen is not sft_processor:
-        return chosen
+    return _with_tokens_around(chosen, data_config) if chosen is sft_processor else chosen
+
+
+def _with_tokens_around(process: Processor, data_config: SupervisedDataConfig) -> Processor:
     return partial(
-        sft_processor,
+        process,
         add_bos=data_config.add_bos,
         add_eos=data_config.add_eos,
         add_generation_prompt=data_config.add_generation_prompt,
@@ -94,7 +103,8 @@ def _setup(
     processor: Callable[[DatasetConfig, SupervisedDataConfig], Processor],
 ) -> SupervisedData:
     """Validation is the rows set aside from training data followed by the entries of `data.validation`."""
-    parts: dict[str, list[AllTaskProcessedDataset]] = {TRAIN: [], VALIDATION: []}
+    train: list[AllTaskProcessedDataset] = []
+    validation: dict[str | None, list[AllTaskProcessedDataset]] = {}
     bad_rows: list[BadRow] = []
     entries = [(entry, TRAIN) for entry in data_config.train_entries]
     entries += [(entry, VALIDATION) for entry in data_config.validation_entries]
@@ -109,20 +119,21 @@ def _setup(
             max_seq_length=data_config.max_input_seq_length,
         )
         usable, bad = _without_unusable(process(raw.dataset))
-        parts[role].append(usable)
+        (train if role == TRAIN else validation.setdefault(entry.name, [])).append(usable)
         if raw.val_dataset is not None:
             held_out, unusable = _without_unusable(process(raw.val_dataset))
-            parts[VALIDATION].append(held_out)
+            validation.setdefault(entry.name, []).append(held_out)
             bad += unusable
-        bad = raw.bad_rows + bad
+        bad = list(dict.fromkeys(raw.bad_rows + bad))
         name = entry.data_path or str(entry.dataset_name)
         report_bad_rows(name, bad, raw.num_rows, data_config.max_bad_row_share, raw.first_columns)
         bad_rows += bad
-    if not parts[TRAIN]:
+    if not train:
         raise DataError("data.train is empty: give it a dataset_name or a data_path.")
-    validation = MixedDataset(parts[VALIDATION]) if parts[VALIDATION] else None
-    data = SupervisedData(MixedDataset(parts[TRAIN]), validation, bad_rows)
-    logger.info("Data: %d training and %d validation rows.", len(data.train), len(validation or ()))
+    sets = {name: MixedDataset(parts) for name, parts in validation.items()}
+    data = SupervisedData(MixedDataset(train), sets.pop(None, None), bad_rows, {str(n): s for n, s in sets.items()})
+    num_validation = sum(len(part) for parts in validation.values() for part in parts)
+    logger.info("Data: %d training and %d validation rows.", len(data.train), num_validation)
     return data
 
 

@@ -36,7 +36,9 @@ class Data:
 
 
 class Policy:
-    def save_checkpoint(self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None) -> None:
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, consolidated: bool
+    ) -> None:
         for path in (weights_path, optimizer_path, tokenizer_path):
             if path is not None:
                 Path(path).mkdir(parents=True)
@@ -144,3 +146,23 @@ def test_the_data_position_of_a_checkpoint_is_that_of_its_step(tmp_path: Path) -
     for step in (1, 2, 3):
         state = torch.load(tmp_path / f"checkpoints/step_{step}/train_dataloader.pt")
         assert state == {"position": step}
+
+
+def test_named_validation_sets_have_a_prefix_of_their_own(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(max_num_steps=1, val_at_end=True), data)
+    metrics = {"loss": 1.0, "env/loss": 2.0, "validation-easy_set/loss": 3.0, "validation-hard/loss": 4.0}
+    session._parts.validate = lambda step: metrics
+    train(session, data)
+    info = json.loads((tmp_path / "checkpoints/step_1/training_info.json").read_text())
+    saved = {name: value for name, value in info.items() if name.startswith("val:")}
+    assert saved == {
+        "val:loss": 1.0,
+        "val:env/loss": 2.0,
+        "val:validation-easy_set_loss": 3.0,
+        "val:validation-hard_loss": 4.0,
+    }
+    rows = [json.loads(line) for line in (tmp_path / "exp/metrics.jsonl").read_text().splitlines()]
+    logged = {(row["prefix"], name): value for row in rows for name, value in row["metrics"].items()}
+    assert logged["validation-easy_set", "loss"] == 3.0
+    assert logged["validation", "env/loss"] == 2.0

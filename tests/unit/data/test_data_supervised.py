@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.config import DatasetConfig, SupervisedDataConfig
-from nemo_rl.data.collate_fn import preference_collate_fn
+from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset, parse_transcript
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
-from nemo_rl.data.datasets.setup_supervised import setup_preference_data, setup_sft_data
+from nemo_rl.data.datasets.setup_supervised import setup_feedback_data, setup_preference_data, setup_sft_data
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.utils.errors import ConfigError, DataError
@@ -136,6 +136,56 @@ def test_helpsteer3_rows(tmp_path):
     assert [row.reason for row in raw.bad_rows] == ["'overall_preference' prefers neither response"]
 
 
+def test_named_rows_are_validated_apart(chars):
+    def entry(count, **keys):
+        return {"dataset_name": "arithmetic_preference", "num_samples": count, **keys}
+
+    train = [entry(20, name="held_out", split_validation_size=0.5), entry(4)]
+    validation = [entry(3), entry(5, name="easy"), entry(6, name="easy"), entry(2)]
+    data = setup_preference_data(chars, config(train=train, validation=validation))
+    assert {name: len(rows) for name, rows in data.named_validation.items()} == {"held_out": 10, "easy": 11}
+    assert len(data.validation) == 5
+
+
+def test_margins_of_pairs(chars, tmp_path):
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    values = (2, 0.5, None, -1, "far", True, float("inf"))
+    path = write_lines(tmp_path / "rows.jsonl", *({**pair, "lead": value} for value in values), pair)
+    plain = {"data_path": write_lines(tmp_path / "plain.jsonl", pair)}
+    entries = [{"data_path": path, "margin_key": "lead"}, plain]
+    data = setup_preference_data(chars, config(train=entries, max_bad_row_share=0.9))
+    assert reasons(data.bad_rows) == {
+        "3": "empty 'lead'",
+        "4": "'lead' is -1, not a finite number from 0 up",
+        "5": "'lead' is text, not a number",
+        "6": "'lead' is true/false, not a number",
+        "7": "'lead' is inf, not a finite number from 0 up",
+        "8": "missing 'lead'",
+    }
+    batch = preference_collate_fn([data.train[i] for i in range(3)], chars, 1, add_loss_mask=True)
+    assert batch["margin"].tolist() == [2.0, 2.0, 0.5, 0.5, 0.0, 0.0]
+    assert "margin" not in preference_collate_fn([data.train[2]], chars, 1, add_loss_mask=True)
+    row = {"context": [say("user", "q")], "response1": "a", "response2": "b", "overall_preference": -2}
+    path = write_lines(tmp_path / "helpsteer.jsonl", row)
+    keys = {"dataset_name": "HelpSteer3", "data_path": path, "margin_key": "overall_preference"}
+    assert load_preference_dataset(DatasetConfig.build(**keys)).dataset[0]["pair"]["margin"] == 2
+
+
+def test_tulu3_preference_rows(tmp_path):
+    row = {
+        "id": "x",
+        "prompt": "q",
+        "chosen": [say("user", "q"), say("assistant", "a")],
+        "rejected": [say("user", "q"), say("assistant", "b")],
+        "chosen_rating": 4.5,
+    }
+    path = write_lines(tmp_path / "rows.jsonl", row)
+    raw = load_preference_dataset(DatasetConfig.build(dataset_name="Tulu3Preference", data_path=path))
+    assert raw.dataset[0]["pair"]["context"] == [say("user", "q")]
+    answers = [completion["completion"] for completion in raw.dataset[0]["pair"]["completions"]]
+    assert answers == [[say("assistant", "a")], [say("assistant", "b")]]
+
+
 def test_hh_transcripts(shared_data, chars):
     path = shared_data / "preference/hh_harmless_base_test.jsonl.gz"
     raw = load_preference_dataset(DatasetConfig.build(data_path=str(path)))
@@ -220,3 +270,43 @@ def test_masks_count_each_token_once(chars):
         log = data.train[index]["message_log"]
         text = chars.decode(torch.cat([message["token_ids"] for message in log]))
         assert text.count("<|im_end|>") == 2 and text.endswith("<|im_end|>")
+
+
+def test_labelled_answers_with_every_kind_of_bad_row(chars, tmp_path):
+    rows = [
+        {"prompt": "1+1=", "completion": "2", "label": True},
+        {"prompt": [say("user", "1+1=")], "completion": [say("assistant", "3")], "label": 0},
+        {"prompt": "1+1=", "completion": "2"},
+        {"prompt": "1+1=", "completion": "2", "label": "good"},
+        {"prompt": "1+1=", "completion": " ", "label": True},
+        {"prompt": "1+1=", "completion": "2" * 90, "label": True},
+    ]
+    path = write_lines(tmp_path / "rows.jsonl", *rows)
+    entry = {"dataset_name": "BinaryFeedbackDataset", "data_path": path}
+    data = setup_feedback_data(chars, config(train=entry, max_input_seq_length=64, max_bad_row_share=0.9))
+    assert reasons(data.bad_rows) == {
+        "3": "missing 'label'",
+        "4": "'label' is text, neither true nor false",
+        "5": "empty 'completion'",
+        "6": "longer than data.max_input_seq_length=64 tokens",
+    }
+    batch = feedback_collate_fn([data.train[0], data.train[1]], chars, 8)
+    assert batch["desirable"].tolist() == [1.0, 0.0]
+    for row, answer in enumerate(["2", "3"]):
+        assert chars.decode(batch["input_ids"][row][batch["token_mask"][row] > 0]) == f"{answer}<|im_end|>"
+
+
+def test_pairs_serve_as_labelled_answers(chars, tmp_path):
+    rows = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": "9"} for i in range(5)]
+    rows += [{"prompt": "1+1=", "chosen": "2", "rejected": "3" * 90}, {"prompt": "1+1=", "chosen": "2"}]
+    path = write_lines(tmp_path / "rows.jsonl", *rows)
+    entry = {"data_path": path, "split_validation_size": 0.34}
+    data = setup_feedback_data(chars, config(train=entry, max_input_seq_length=64, max_bad_row_share=0.9))
+    assert sorted(row.line for row in data.bad_rows) == [6, 7]
+    assert len(data.train) + len(data.validation) == 2 * 5 + 1
+    prompts = [{row["message_log"][0]["content"] for row in part} for part in (data.train, data.validation)]
+    assert not prompts[0] & prompts[1]
+    first, second = data.train[0], data.train[1]
+    assert (first["desirable"], second["desirable"]) == (True, False)
+    assert second["message_log"][-1]["content"].startswith("9")
+    assert data.train.place(1) == data.train.place(0)

@@ -141,6 +141,27 @@ def test_unknown_variant():
         make_loss("kto")
 
 
+def test_a_margin_of_each_pair():
+    """Centring sees the scores, not the handicap; the offset of a DPO pair is arXiv 2402.10571, equation 5."""
+    scores = torch.tensor([1.0, 0.5, -1.0, 2.0], dtype=torch.float64)
+    data = {"sample_mask": torch.ones(4), "margin": torch.tensor([0.25, 0.25, 3.0, 3.0])}
+    loss_fn = PreferenceLossFn(CentredMargin(0.1, 0.2))
+    loss, metrics = loss_fn(scores, data=data, global_valid_seqs=4)
+    expected = (-log_sigmoid(0.5 - 0.35) + 0.2 * 1.5**2 - log_sigmoid(-3 - 3.1) + 0.2 * 1.0**2) / 2
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    assert float(metrics["rewards_margin_mean"]) == pytest.approx((0.5 - 3.0) / 2)
+    check_invariance(loss_fn, scores, data, rows_per_unit=2)
+
+    logprobs, pairs = make_batch()
+    pairs["margin"] = torch.tensor([0.5, 0.5, 9.0, 9.0, 2.0, 2.0])
+    loss_fn = make_loss("sigmoid", label_smoothing=0.0)
+    loss, _ = loss_fn(logprobs, data=pairs, global_valid_seqs=4)
+    rows = rows_of(logprobs, pairs)
+    leads = [BETA * (rows[2 * i][1] - rows[2 * i + 1][1]) - float(pairs["margin"][2 * i]) for i in (0, 2)]
+    assert loss.item() == pytest.approx(sum(-log_sigmoid(lead) for lead in leads) / 2, rel=1e-12)
+    check_invariance(loss_fn, logprobs, pairs, rows_per_unit=2)
+
+
 def test_reward_model_loss_with_margin_and_centring():
     scores = torch.tensor([1.0, 0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
     data = {"sample_mask": torch.ones(4, dtype=torch.float64)}

@@ -1,0 +1,126 @@
+"""Kahneman-Tversky optimisation: learning from single answers that were found good or bad.
+
+A loss of DPO runs (`dpo.preference_loss=kto`); the loop is `supervised.supervised_train`. Here is what its
+batches hold besides the rows: reference log-probabilities and the baseline z0, an estimate of how far the policy
+has moved from the reference. Law: the baseline belongs to the global batch and is computed once for it, before
+the batch is cut for training; no gradient flows through it.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.losses.reductions import masked_sum
+from nemo_rl.models.policy.interfaces import PolicyInterface
+
+type Batch = BatchedDataDict[Any]
+
+
+@dataclass(frozen=True)
+class KTOPreparation:
+    """Adds to a batch of B rows what `KTOLossFn` needs.
+
+    z0 = max(0, mean over rows of log pi(y'|x) - log pi_reference(y'|x)), arXiv 2402.01306, section 4.1, where y' is
+    the answer of another row of the batch.
+
+    Attributes:
+        policy: keeps the weights that the run started from.
+        max_length: tokens after which a prompt with another row's answer is cut.
+    """
+
+    policy: PolicyInterface
+    max_length: int
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with `reference_policy_logprobs [B, T]`, `kl_baseline [B]` and `num_desirable [B]`."""
+        others = mismatched_rows(batch, self.max_length)
+        num_rows, width = batch["input_ids"].shape
+        scores = self.policy.get_reference_policy_logprobs(_stacked(batch, others))["reference_logprobs"]
+        batch["reference_policy_logprobs"] = scores[:num_rows, :width]
+        baseline = 0.0
+        if others.size:
+            current = self.policy.get_logprobs(others)["logprobs"]
+            reference = scores[num_rows:, : current.shape[1]]
+            baseline = kl_estimate(current, reference, others["token_mask"])
+        batch["kl_baseline"] = torch.full((num_rows,), baseline)
+        batch["num_desirable"] = (batch["desirable"] * batch["sample_mask"]).sum().repeat(num_rows)
+        return batch
+
+
+def kl_estimate(current_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> float:
+    """`max(0, mean over rows of the sum over tokens of current - reference)`."""
+    log_ratio_B = masked_sum(current_BT.double() - reference_BT.double(), mask_BT.double(), dim=-1)
+    return max(0.0, log_ratio_B.mean().item())
+
+
+def mismatched_rows(batch: Batch, max_length: int) -> Batch:
+    """The prompt of each row that counts, followed by the answer of another one.
+
+    Args:
+        batch: `input_ids` and `token_mask` `[B, T]`, `input_lengths` and `sample_mask` `[B]`. The answer of a row
+            begins with its first token that counts.
+        max_length: longest row; what goes beyond it is cut off.
+
+    Returns:
+        `input_ids`, `token_mask` and `input_lengths`; no rows where fewer than two count.
+    """
+    prompts: list[Tensor] = []
+    answers: list[Tensor] = []
+    masks: list[Tensor] = []
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        mask = batch["token_mask"][row, :length]
+        if batch["sample_mask"][row] == 0 or not mask.any():
+            continue
+        start = int((mask > 0).int().argmax())
+        prompts.append(batch["input_ids"][row, :start])
+        answers.append(batch["input_ids"][row, start:length])
+        masks.append(mask[start:])
+    shift = rotation([tuple(prompt.tolist()) for prompt in prompts])
+    if shift == 0:
+        return batch.slice(0, 0)
+    sources = [(row + shift) % len(prompts) for row in range(len(prompts))]
+    ids = [torch.cat([prompts[row], answers[source]]) for row, source in enumerate(sources)]
+    counts = [torch.cat([torch.zeros(len(prompts[row])), masks[source]]) for row, source in enumerate(sources)]
+    return BatchedDataDict(
+        input_ids=_padded([row[:max_length] for row in ids]),
+        token_mask=_padded([row[:max_length] for row in counts]),
+        input_lengths=torch.tensor([min(len(row), max_length) for row in ids], dtype=torch.int64),
+    )
+
+
+def rotation(keys: Sequence[Hashable]) -> int:
+    """The smallest shift that gives each entry one that differs from it, or else as many as can be; 0 for none.
+
+    Example:
+        >>> rotation(["a", "a", "b", "b"])
+        2
+    """
+    best, most = 0, -1
+    for shift in range(1, len(keys)):
+        changed = sum(keys[i] != keys[(i + shift) % len(keys)] for i in range(len(keys)))
+        if changed > most:
+            best, most = shift, changed
+        if changed == len(keys):
+            break
+    return best
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def _stacked(first: Batch, second: Batch) -> Batch:
+    """Both batches' rows, ready to be scored."""
+    if not second.size:
+        return first
+    width = max(batch["input_ids"].shape[1] for batch in (first, second))
+    parts = [batch["input_ids"] for batch in (first, second)]
+    return BatchedDataDict(
+        input_ids=torch.cat([pad(ids, (0, width - ids.shape[1])) for ids in parts]),
+        input_lengths=torch.cat([batch["input_lengths"] for batch in (first, second)]),
+    )

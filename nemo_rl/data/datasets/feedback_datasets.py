@@ -1,0 +1,98 @@
+"""Data sets of single answers that were found good or bad.
+
+Beside `preference_datasets`, whose pairs serve as well: the preferred answer of a pair is desirable, the other
+one undesirable. Law: a formatted row has `feedback`: `context` and `completion` (messages) and `desirable`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from nemo_rl.config import DatasetConfig
+from nemo_rl.data.bad_rows import RowError
+from nemo_rl.data.datasets.arithmetic import TRAIN
+from nemo_rl.data.datasets.hub import HubSource, load_table
+from nemo_rl.data.datasets.preference_datasets import answer_messages, load_preference_dataset, prompt_messages
+from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row, RowView
+from nemo_rl.data.datasets.row_values import kind_of, value_of
+
+KEY = "feedback"
+BINARY_FEEDBACK = "BinaryFeedbackDataset"
+
+
+class BinaryFeedbackDataset(RawDataset):
+    """Rows with an answer and a label: `prompt_key`, `output_key` (completion) and `label_key`, true or false.
+
+    Prompt and answer are texts or lists of messages.
+
+    Args:
+        config: The entry of `data.train` or `data.validation`.
+        role: "train" or "validation".
+
+    Raises:
+        DataError: There is nothing to read, or it cannot be read.
+    """
+
+    def __init__(self, config: DatasetConfig, role: str = TRAIN) -> None:
+        table = load_table(config, role, HubSource(None))
+        self._keys = (config.prompt_key or "prompt", config.output_key or "completion", config.label_key or "label")
+        rows = FormattedRows(table, self._keys, self._feedback, config.env_name, key=KEY)
+        self.dataset = rows
+        self.bad_rows = rows.bad_rows
+        self.num_rows = table.num_rows
+        if len(table.rows):
+            self.first_columns = tuple(table.rows[0])
+
+    def _feedback(self, row: Row) -> dict[str, Any]:
+        prompt_key, answer_key, label_key = self._keys
+        label = value_of(row, label_key)
+        if label not in (0, 1):
+            raise RowError(f"{label_key!r} is {kind_of(label)}, neither true nor false")
+        return {
+            "context": prompt_messages(value_of(row, prompt_key), prompt_key),
+            "completion": answer_messages(row, answer_key),
+            "desirable": bool(label),
+        }
+
+
+class AnswersOfPairs(RowView):
+    """Each answer of a pair as a row of its own: row 2i is the preferred answer of pair i, row 2i + 1 the other.
+
+    Args:
+        pairs: Rows with `pair`.
+    """
+
+    def __init__(self, pairs: Any) -> None:
+        super().__init__(pairs, np.arange(2 * len(pairs)) // 2)
+
+    def __getitem__(self, position: Any) -> Any:
+        row = super().__getitem__(position)
+        pair = row["pair"]
+        ranked = sorted(pair["completions"], key=lambda completion: completion["rank"])
+        desirable = position % 2 == 0
+        completion = ranked[0 if desirable else -1]["completion"]
+        feedback = {"context": pair["context"], "completion": completion, "desirable": desirable}
+        return {KEY: feedback, "task_name": row["task_name"]}
+
+
+def load_feedback_dataset(config: DatasetConfig, role: str = TRAIN) -> RawDataset:
+    """Load the data set of one config entry, and split it if the entry says so.
+
+    Args:
+        config: An entry of `data.train` or `data.validation`: labelled answers, or anything that
+            `load_preference_dataset` knows. Both answers of a pair are on the same side of a split.
+        role: "train" or "validation".
+
+    Raises:
+        DataError: The name is unknown, or the data cannot be read.
+    """
+    if config.dataset_name == BINARY_FEEDBACK:
+        raw: RawDataset = BinaryFeedbackDataset(config, role)
+        if role == TRAIN:
+            raw.split_train_validation(config.split_validation_size, config.seed)
+        return raw
+    raw = load_preference_dataset(config, role)
+    raw.dataset = AnswersOfPairs(raw.dataset)
+    if raw.val_dataset is not None:
+        raw.val_dataset = AnswersOfPairs(raw.val_dataset)
+    return raw

@@ -1,0 +1,383 @@
+"""Compare losses and their gradients with TRL's trainers, on the same models and the same rows of tokens.
+
+    uv run python tools/benchmarks/compare_losses_with_trl.py
+
+Makes TRL's environment by itself below `.bench/`, as the other benchmarks do, lets `trl_losses.py` run there, and
+prints a Markdown table. Both sides run the same Hugging Face model in float32 on one batch; the policy is
+examples/assets/tiny-chat, the reference a copy with noise. Law: a case is written down once, in `CASES`, with the
+options of both sides.
+"""
+
+import argparse
+import json
+import logging
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from side_by_side import ROOT, prepare, trl_python
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+
+from nemo_rl.algorithms.kto import KTOPreparation
+from nemo_rl.config import DistillationLossConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.losses.distillation import DistillationLossFn
+from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
+from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.losses.pair_losses import CentredMargin
+from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
+
+TINY_CHAT = ROOT / "examples" / "assets" / "tiny-chat"
+BETA = 0.3
+NOISE = 0.2
+NUM_PAIRS = 8
+TOLERANCE = 1e-5
+Row = dict[str, Any]
+Batch = BatchedDataDict[Any]
+Result = tuple[Tensor, PreTrainedModel]
+
+
+def dpo_loss(name: str, **options: Any) -> DPOLossFn:
+    """A preference loss with beta as on the other side."""
+    defaults = {
+        "reference_policy_kl_penalty": BETA,
+        "preference_loss_weight": 1.0,
+        "sft_loss_weight": 0.0,
+        "preference_average_log_probs": False,
+        "sft_average_log_probs": False,
+        "preference_loss": name,
+    }
+    return DPOLossFn(DPOLossConfig(**(defaults | options)))
+
+
+def kto_loss(**options: float) -> KTOLossFn:
+    """KTO with beta as on the other side."""
+    return KTOLossFn(KTOLossConfig(reference_policy_kl_penalty=BETA, **options))
+
+
+class Side:
+    """This library's side: Hugging Face models in float32 and the losses of `nemo_rl.losses`.
+
+    Args:
+        work: folder with `policy`, `reference` and `reward_model`.
+    """
+
+    def __init__(self, work: Path):
+        self.work = work
+        self._reference = self.language_model("reference")
+
+    def language_model(self, name: str = "policy") -> PreTrainedModel:
+        """A model in float32."""
+        return AutoModelForCausalLM.from_pretrained(self.work / name, dtype=torch.float32)
+
+    def logprobs(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """`[B, T-1]`, log-probabilities of tokens 1..T-1."""
+        ids = batch["input_ids"]
+        logits = model(input_ids=ids, attention_mask=attention_mask(batch)).logits[:, :-1]
+        return torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """`[B, T]`, as a batch holds them."""
+        with torch.no_grad():
+            return torch.nn.functional.pad(self.logprobs(self._reference, batch), (1, 0))
+
+    def on_logprobs(self, loss_fn: Any, rows: list[Row], with_reference: bool = True) -> Result:
+        """A loss on log-probabilities of pairs, or of chosen answers alone."""
+        batch = pairs_batch(rows) if loss_fn.rows_per_unit == 2 else chosen_batch(rows)
+        reference = self.reference_logprobs(batch)
+        batch["reference_policy_logprobs"] = reference if with_reference else torch.zeros_like(reference)
+        model = self.language_model()
+        return call(loss_fn, self.logprobs(model, batch), batch), model
+
+    def without_reference(self, loss_fn: Any, rows: list[Row]) -> Result:
+        """The same, the reference giving every token the probability 1."""
+        return self.on_logprobs(loss_fn, rows, with_reference=False)
+
+    def on_feedback(self, loss_fn: Any, rows: list[Row]) -> Result:
+        """KTO on labelled answers; the rows stand in reverse, since TRL pairs a prompt with the answer before."""
+        rows = rows[::-1]
+        batch = make_batch([row["prompt"] for row in rows], [row["answer"] for row in rows])
+        batch["desirable"] = torch.tensor([float(row["desirable"]) for row in rows])
+        model = self.language_model()
+        batch = KTOPreparation(Scorer(self, model), max_length=1024)(batch)
+        return call(loss_fn, self.logprobs(model, batch), batch), model
+
+    def on_scores(self, loss_fn: Any, rows: list[Row]) -> Result:
+        """A reward model's loss."""
+        batch = pairs_batch(rows)
+        if "margin" in rows[0]:
+            batch["margin"] = torch.tensor([row["margin"] for row in rows]).repeat_interleave(2)
+        model = AutoModelForSequenceClassification.from_pretrained(self.work / "reward_model", dtype=torch.float32)
+        scores = model(input_ids=batch["input_ids"], attention_mask=attention_mask(batch)).logits
+        return call(loss_fn, scores, batch), model
+
+    def on_distributions(self, loss_fn: DistillationLossFn, rows: list[Row]) -> Result:
+        """Distillation from the reference, with the whole vocabulary as its top-k."""
+        batch = chosen_batch(rows)
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": attention_mask(batch)}
+        model = self.language_model()
+        with torch.no_grad():
+            teacher = torch.log_softmax(self._reference(**inputs).logits[:, :-1], dim=-1)
+        student = torch.log_softmax(model(**inputs).logits[:, :-1], dim=-1)
+        return loss_fn(student, teacher, None, data=batch, **denominators(batch))[0], model
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What `KTOPreparation` asks of a policy."""
+
+    side: Side
+    model: PreTrainedModel
+
+    def get_logprobs(self, batch: Batch) -> dict[str, Tensor]:
+        """Under the policy."""
+        with torch.no_grad():
+            return {"logprobs": torch.nn.functional.pad(self.side.logprobs(self.model, batch), (1, 0))}
+
+    def get_reference_policy_logprobs(self, batch: Batch) -> dict[str, Tensor]:
+        """Under the reference."""
+        return {"reference_logprobs": self.side.reference_logprobs(batch)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One loss on both sides.
+
+    Attributes:
+        name: for people.
+        trainer: TRL's class.
+        options: its configuration.
+        own: how this side computes it.
+        loss_fn: the loss of this side.
+        rows: name of the rows, a key of `make_rows`.
+        note: what makes the two comparable.
+    """
+
+    name: str
+    trainer: str
+    options: dict[str, Any]
+    own: Callable[[Side, Any, list[Row]], Result]
+    loss_fn: Any
+    rows: str = "pairs"
+    note: str = field(default="")
+
+
+def _dpo(name: str, options: dict[str, Any], loss_fn: DPOLossFn, rows: str = "pairs", note: str = "") -> Case:
+    return Case(name, "DPOTrainer", {"beta": BETA} | options, Side.on_logprobs, loss_fn, rows, note)
+
+
+CASES = [
+    Case("SFT", "SFTTrainer", {}, Side.on_logprobs, NLLLossFn()),
+    _dpo("DPO sigmoid", {"loss_type": ["sigmoid"]}, dpo_loss("sigmoid")),
+    _dpo(
+        "DPO sigmoid, averaged",
+        {"loss_type": ["sigmoid_norm"]},
+        dpo_loss("sigmoid", preference_average_log_probs=True),
+        note="TRL: `sigmoid_norm`",
+    ),
+    Case(
+        "DPO sigmoid, label smoothing 0.1",
+        "CPOTrainer",
+        {"beta": BETA, "loss_type": "sigmoid", "label_smoothing": 0.1, "cpo_alpha": 0.0},
+        Side.without_reference,
+        dpo_loss("sigmoid", label_smoothing=0.1),
+        note="TRL has it in CPO; reference log-probabilities 0",
+    ),
+    _dpo("robust, 0.1", {"loss_type": ["robust"], "label_smoothing": 0.1}, dpo_loss("robust", label_smoothing=0.1)),
+    _dpo("hinge", {"loss_type": ["hinge"]}, dpo_loss("hinge")),
+    _dpo("IPO", {"loss_type": ["ipo"]}, dpo_loss("ipo")),
+    _dpo(
+        "RPO, alpha 0.7",
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]},
+        dpo_loss("rpo", sft_loss_weight=0.7),
+        rows="equal",
+        note="answers of equal length: TRL's likelihood weighs answers by length, here all count alike",
+    ),
+    Case(
+        "SimPO, gamma 0.5",
+        "CPOTrainer",
+        {"beta": 2.0, "loss_type": "simpo", "simpo_gamma": 0.5, "cpo_alpha": 0.0},
+        Side.on_logprobs,
+        dpo_loss("simpo", reference_policy_kl_penalty=2.0, target_margin=0.5),
+    ),
+    Case(
+        "ORPO",
+        "ORPOTrainer",
+        {"beta": BETA},
+        Side.on_logprobs,
+        dpo_loss("orpo", sft_loss_weight=1.0),
+        rows="bare",
+        note="prompts of one token, answers of equal length: TRL's likelihood counts the prompt too",
+    ),
+    Case("KTO", "KTOTrainer", {"beta": BETA}, Side.on_feedback, kto_loss(), "feedback"),
+    Case(
+        "KTO, weights 1.3 and 0.7",
+        "KTOTrainer",
+        {"beta": BETA, "desirable_weight": 1.3, "undesirable_weight": 0.7},
+        Side.on_feedback,
+        kto_loss(desirable_weight=1.3, undesirable_weight=0.7),
+        "feedback",
+    ),
+    Case("reward model", "RewardTrainer", {}, Side.on_scores, PreferenceLossFn()),
+    Case("reward model, margins of pairs", "RewardTrainer", {}, Side.on_scores, PreferenceLossFn(), "margins"),
+    Case(
+        "reward model, centring 0.1",
+        "RewardTrainer",
+        {"center_rewards_coefficient": 0.1},
+        Side.on_scores,
+        PreferenceLossFn(CentredMargin(0.0, 0.1)),
+    ),
+    Case(
+        "distillation, forward KL",
+        "GKDTrainer",
+        {"beta": 0.0},
+        Side.on_distributions,
+        DistillationLossFn(DistillationLossConfig.build(kl_type="forward")),
+        note="k is the whole vocabulary",
+    ),
+    Case(
+        "distillation, reverse KL",
+        "GKDTrainer",
+        {"beta": 1.0},
+        Side.on_distributions,
+        DistillationLossFn(DistillationLossConfig.build(kl_type="reverse")),
+        note="k is the whole vocabulary",
+    ),
+]
+
+
+def attention_mask(batch: Batch) -> Tensor:
+    """`[B, T]` int64, 1 up to each row's length."""
+    return (torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"][:, None]).long()
+
+
+def make_batch(prompts: list[list[int]], answers: list[list[int]]) -> Batch:
+    """A training batch in which the answers count."""
+    ids = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    masks = [torch.tensor([0.0] * len(p) + [1.0] * len(a)) for p, a in zip(prompts, answers, strict=True)]
+    padding = AutoTokenizer.from_pretrained(TINY_CHAT).pad_token_id
+    return BatchedDataDict(
+        input_ids=torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=padding),
+        token_mask=torch.nn.utils.rnn.pad_sequence(masks, batch_first=True),
+        input_lengths=torch.tensor([len(row) for row in ids]),
+        sample_mask=torch.ones(len(ids)),
+    )
+
+
+def pairs_batch(rows: list[Row]) -> Batch:
+    """Chosen and rejected answers in turn."""
+    answers = [row[kind] for row in rows for kind in ("chosen", "rejected")]
+    return make_batch([row["prompt"] for row in rows for _ in range(2)], answers)
+
+
+def chosen_batch(rows: list[Row]) -> Batch:
+    """The chosen answers."""
+    return make_batch([row["prompt"] for row in rows], [row["chosen"] for row in rows])
+
+
+def denominators(batch: Batch) -> dict[str, Tensor]:
+    """The global denominators of a batch that is an update of its own."""
+    return {"global_valid_seqs": batch["sample_mask"].sum(), "global_valid_toks": batch["token_mask"][:, 1:].sum()}
+
+
+def call(loss_fn: Any, model_output: Tensor, batch: Batch) -> Tensor:
+    """The loss of a batch that is an update of its own."""
+    return loss_fn(model_output, data=batch, **denominators(batch))[0]
+
+
+def make_rows(seed: int = 0) -> dict[str, list[Row]]:
+    """Rows of random tokens by name, each as lists of token ids."""
+    rng = random.Random(seed)
+
+    def tokens(low: int, high: int) -> list[int]:
+        return [rng.randrange(32, 127) for _ in range(rng.randint(low, high))]
+
+    def pair(prompt: tuple[int, int], answer: tuple[int, int]) -> Row:
+        return {"prompt": tokens(*prompt), "chosen": tokens(*answer), "rejected": tokens(*answer)}
+
+    pairs = [pair((4, 12), (2, 20)) for _ in range(NUM_PAIRS)]
+    return {
+        "pairs": pairs,
+        "equal": [pair((4, 12), (9, 9)) for _ in range(NUM_PAIRS)],
+        "bare": [pair((1, 1), (9, 9)) for _ in range(NUM_PAIRS)],
+        "margins": [row | {"margin": rng.uniform(0, 2)} for row in pairs],
+        "feedback": [
+            {"prompt": tokens(4, 12), "answer": tokens(2, 20), "desirable": number % 3 != 0}
+            for number in range(NUM_PAIRS)
+        ],
+    }
+
+
+def write_inputs(work: Path, rows: dict[str, list[Row]]) -> None:
+    """Models, rows and cases for both sides."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_CHAT)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(TINY_CHAT, dtype=torch.float32)
+    model.save_pretrained(work / "policy")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(NOISE * parameter.std() * torch.randn_like(parameter))
+    model.save_pretrained(work / "reference")
+    scoring = AutoModelForSequenceClassification.from_pretrained(
+        TINY_CHAT, num_labels=1, pad_token_id=tokenizer.pad_token_id, dtype=torch.float32
+    )
+    scoring.save_pretrained(work / "reward_model")
+    for name in ("policy", "reference", "reward_model"):
+        tokenizer.save_pretrained(work / name)
+    (work / "rows.json").write_text(json.dumps(rows))
+    cases = [{"trainer": case.trainer, "options": case.options, "rows": case.rows} for case in CASES]
+    (work / "cases.json").write_text(json.dumps(cases))
+
+
+def compare(work: Path, rows: dict[str, list[Row]]) -> list[tuple[Case, float, float, float]]:
+    """Case, TRL's loss, relative difference of the losses and of the gradients.
+
+    The difference of gradients is the largest of any weight, relative to TRL's largest.
+    """
+    side, results = Side(work), []
+    theirs = json.loads((work / "trl.json").read_text())
+    for number, (case, their_loss) in enumerate(zip(CASES, theirs, strict=True)):
+        loss, model = case.own(side, case.loss_fn, rows[case.rows])
+        loss.backward()
+        expected = load_file(work / f"gradients_{number}.safetensors")
+        own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if own.keys() != expected.keys():
+            raise SystemExit(f"{case.name}: gradients of different weights: {own.keys() ^ expected.keys()}")
+        largest = max(float(gradient.abs().max()) for gradient in expected.values())
+        error = max(float((own[name] - expected[name]).abs().max()) for name in own)
+        results.append((case, their_loss, abs(loss.item() - their_loss) / abs(their_loss), error / largest))
+    return results
+
+
+def main() -> int:
+    """Print the table; the exit status says whether all differences are within the tolerance."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    torch.set_num_threads(1)
+    prepare()
+    rows = make_rows()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        write_inputs(work, rows)
+        script = Path(__file__).with_name("trl_losses.py")
+        subprocess.run([str(trl_python()), str(script), "--work", folder], check=True, stdout=sys.stderr)
+        results = compare(work, rows)
+    print("| loss | TRL | TRL's value | loss, relative difference | gradient, relative difference | |")
+    print("|---|---|---:|---:|---:|---|")
+    for case, value, loss, gradient in results:
+        print(f"| {case.name} | {case.trainer} | {value:.6f} | {loss:.1e} | {gradient:.1e} | {case.note} |")
+    worst = max(max(loss, gradient) for _, _, loss, gradient in results)
+    print(f"\nLargest difference: {worst:.1e}.")
+    return 0 if worst <= TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""TRL's side of `compare_losses_with_trl.py`: losses and gradients of its trainers on given rows of tokens.
+
+Started with the Python of TRL's own environment, where nemo_rl is not installed. Uses TRL's public interface
+only: a trainer is made, its collator gets the rows, `compute_loss` is differentiated. Law: one safetensors file
+of gradients per case, and `trl.json` with the losses.
+
+    python trl_losses.py --work FOLDER
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+Row = dict[str, Any]
+IGNORED = -100
+
+
+class Side:
+    """Models, tokenizer and settings of all cases.
+
+    Args:
+        work: folder with `policy`, `reference` and `reward_model`.
+    """
+
+    def __init__(self, work: Path):
+        self.work = work
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(work / "policy")
+        self.settings = {
+            "output_dir": str(work / "trl_output"),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+
+    def language_model(self, name: str) -> PreTrainedModel:
+        """A model in float32."""
+        return AutoModelForCausalLM.from_pretrained(self.work / name, dtype=torch.float32)
+
+    def common(self, **texts: list[Any]) -> dict[str, Any]:
+        """What every trainer takes; it wants a data set of texts, of which nothing is used."""
+        return {"processing_class": self.tokenizer, "train_dataset": Dataset.from_dict(texts)}
+
+
+def sft(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
+    """SFTTrainer on prompts and chosen answers; the prompt does not count."""
+    model = side.language_model("policy")
+    trainer = SFTTrainer(model, args=SFTConfig(**side.settings, **options), **side.common(text=["1+1=2"]))
+    examples = [
+        {"input_ids": r["prompt"] + r["chosen"], "labels": [IGNORED] * len(r["prompt"]) + r["chosen"]} for r in rows
+    ]
+    return trainer.compute_loss(model, trainer.data_collator(examples)), model
+
+
+def dpo(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
+    """DPOTrainer with a reference of its own."""
+    model = side.language_model("policy")
+    trainer = DPOTrainer(
+        model,
+        ref_model=side.language_model("reference"),
+        args=DPOConfig(**side.settings, **options),
+        **side.common(prompt=["1+1="], chosen=["2"], rejected=["3"]),
+    )
+    examples = [{"prompt_ids": r["prompt"], "chosen_ids": r["chosen"], "rejected_ids": r["rejected"]} for r in rows]
+    return trainer.compute_loss(model, trainer.data_collator(examples)), model
+
+
+def reward(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
+    """RewardTrainer; rows may have margins."""
+    model = AutoModelForSequenceClassification.from_pretrained(side.work / "reward_model", dtype=torch.float32)
+    trainer = RewardTrainer(
+        model, args=RewardConfig(**side.settings, **options), **side.common(chosen=["1+1=2"], rejected=["1+1=3"])
+    )
+    examples = [
+        {
+            "chosen_ids": r["prompt"] + r["chosen"],
+            "rejected_ids": r["prompt"] + r["rejected"],
+            **({"margin": r["margin"]} if "margin" in r else {}),
+        }
+        for r in rows
+    ]
+    return trainer.compute_loss(model, trainer.data_collator(examples)), model
+
+
+def kto(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
+    """KTOTrainer on rows with one answer; the answer of the row before makes the mismatched one."""
+    model = side.language_model("policy")
+    trainer = KTOTrainer(
+        model,
+        ref_model=side.language_model("reference"),
+        args=KTOConfig(**side.settings, per_device_train_batch_size=2, **options),
+        **side.common(prompt=["1+1=", "1+2="], completion=["2", "2"], label=[True, False]),
+    )
+    examples = [
+        {
+            "prompt_ids": row["prompt"],
+            "completion_ids": row["answer"],
+            "KL_completion_ids": rows[position - 1]["answer"],
+            "label": row["desirable"],
+        }
+        for position, row in enumerate(rows)
+    ]
+    return trainer.compute_loss(model, trainer.data_collator(examples)), model
+
+
+def cpo(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
+    """CPOTrainer: preferences without a reference, SimPO among them."""
+    return _without_reference(CPOTrainer, CPOConfig, side, rows, options)
+
+
+def orpo(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
+    """ORPOTrainer."""
+    return _without_reference(ORPOTrainer, ORPOConfig, side, rows, options)
+
+
+def _without_reference(
+    trainer_class: type, config_class: type, side: Side, rows: list[Row], options: dict[str, Any]
+) -> tuple[Tensor, PreTrainedModel]:
+    model = side.language_model("policy")
+    trainer = trainer_class(
+        model,
+        args=config_class(**side.settings, **options),
+        **side.common(prompt=["1+1="], chosen=["2"], rejected=["3"]),
+    )
+    batch: dict[str, Tensor] = {}
+    for kind in ("chosen", "rejected"):
+        ids = [torch.tensor(row["prompt"] + row[kind]) for row in rows]
+        labels = [torch.tensor([IGNORED] * len(row["prompt"]) + row[kind]) for row in rows]
+        padding = side.tokenizer.pad_token_id
+        batch[f"{kind}_input_ids"] = pad_sequence(ids, batch_first=True, padding_value=padding)
+        batch[f"{kind}_attention_mask"] = pad_sequence([torch.ones_like(i) for i in ids], batch_first=True)
+        batch[f"{kind}_labels"] = pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+    return trainer.compute_loss(model, batch), model
+
+
+def gkd(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
+    """GKDTrainer's loss function; the reference is the teacher."""
+    model, teacher = side.language_model("policy"), side.language_model("reference")
+    ids = [torch.tensor(row["prompt"] + row["chosen"]) for row in rows]
+    labels = [torch.tensor([IGNORED] * len(row["prompt"]) + row["chosen"]) for row in rows]
+    inputs = {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=side.tokenizer.pad_token_id),
+        "attention_mask": pad_sequence([torch.ones_like(i) for i in ids], batch_first=True),
+    }
+    targets = pad_sequence(labels, batch_first=True, padding_value=IGNORED)[:, 1:]
+    with torch.no_grad():
+        teacher_logits = teacher(**inputs).logits[:, :-1]
+    return GKDTrainer.generalized_jsd_loss(model(**inputs).logits[:, :-1], teacher_logits, targets, **options), model
+
+
+TRAINERS: dict[str, Callable[..., tuple[Tensor, PreTrainedModel]]] = {
+    "SFTTrainer": sft,
+    "DPOTrainer": dpo,
+    "RewardTrainer": reward,
+    "KTOTrainer": kto,
+    "CPOTrainer": cpo,
+    "ORPOTrainer": orpo,
+    "GKDTrainer": gkd,
+}
+
+
+def main() -> None:
+    """Run every case."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--work", type=Path, required=True, help="folder with cases.json, rows.json and models")
+    work = parser.parse_args().work
+    torch.set_num_threads(1)
+    side = Side(work)
+    rows = json.loads((work / "rows.json").read_text())
+    losses = []
+    for number, case in enumerate(json.loads((work / "cases.json").read_text())):
+        loss, model = TRAINERS[case["trainer"]](side, rows[case["rows"]], case["options"])
+        loss.backward()
+        gradients = {name: p.grad.contiguous() for name, p in model.named_parameters() if p.grad is not None}
+        save_file(gradients, work / f"gradients_{number}.safetensors")
+        losses.append(loss.item())
+    (work / "trl.json").write_text(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main()
