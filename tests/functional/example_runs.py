@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -77,6 +78,74 @@ class ExampleRun:
             if not alive or time.monotonic() > end:
                 return [_title(p) for p in alive]
             time.sleep(0.2)
+
+
+class ExampleRuns:
+    """Runs of example scripts in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runs: list[ExampleRun] = []
+
+    def start(self, script: str, config: str, *overrides: str, logs: str = "logs") -> ExampleRun:
+        log_dir = self._folder / logs
+        log_path = self._folder / f"console_{len(self._runs)}.log"
+        command = [sys.executable, str(REPOSITORY / "examples" / script)]
+        command += ["--config", str(REPOSITORY / "examples/configs" / config)]
+        command += [f"logger.log_dir={log_dir}", *overrides]
+        with log_path.open("wb") as output:
+            process = subprocess.Popen(
+                command, cwd=self._folder, stdout=output, stderr=subprocess.STDOUT, env=run_environment()
+            )
+        self._runs.append(ExampleRun(process, log_path, log_dir))
+        return self._runs[-1]
+
+    def close(self) -> None:
+        """End what still runs."""
+        for run in self._runs:
+            if run.process.poll() is None:
+                run.process.terminate()
+                try:
+                    run.process.wait(30)
+                except subprocess.TimeoutExpired:
+                    run.process.kill()
+
+
+@dataclass(frozen=True)
+class GRPOExample:
+    """A finished run of the GRPO example: its metrics and its last checkpoint."""
+
+    metrics: Metrics
+    checkpoint: Path
+
+
+def killed_and_resumed(
+    start: StartExample, script: str, config: str, overrides: tuple[str, ...], folder: Path, steps: int
+) -> Metrics:
+    """Metrics of a run that was killed in its last step and started again.
+
+    What the killed run did after its last checkpoint and the resumed run did anew must be equal to the last
+    bit, and the kill must leave no process behind.
+    """
+    overrides += (f"checkpointing.checkpoint_dir={folder}/checkpoints",)
+    killed = start(script, config, *overrides)
+    killed.wait_for(f"step {steps - 1}/{steps}")
+    killed.processes()
+    killed.process.kill()
+    killed.finish()
+    assert killed.survivors() == []
+    uninterrupted = of_training(read_metrics(killed.log_dir))
+
+    resumed = start(script, config, *overrides, logs="resumed")
+    assert resumed.finish() == 0, resumed.log()[-3000:]
+    assert "Resuming from" in resumed.log()
+    metrics = of_training(read_metrics(resumed.log_dir))
+    first = min(step for _, step, _ in metrics)
+    repeated = {key: value for key, value in uninterrupted.items() if key[1] >= first}
+    assert {("train", step) for step in range(first, steps - 1)} <= {key[:2] for key in repeated}
+    assert first < steps - 2
+    assert {key: metrics[key] for key in repeated} == repeated
+    return uninterrupted | metrics
 
 
 def _title(process: psutil.Process) -> str:

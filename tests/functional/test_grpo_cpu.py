@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from example_runs import REPOSITORY, StartExample, of_training, read_metrics
+from example_runs import REPOSITORY, GRPOExample, StartExample, read_metrics
 
 from nemo_rl.algorithms.assemble import assemble_grpo
 from nemo_rl.algorithms.grpo import grpo_train
@@ -16,54 +16,36 @@ from nemo_rl.weight_sync.buckets import Bucket
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 CONFIG = "grpo_math_cpu.yaml"
-SHORT = ("grpo.max_num_steps=8", "checkpointing.save_period=3", "grpo.val_period=4")
 
 
-def test_learns_and_a_killed_run_repeats_its_metrics_bit_for_bit(start_example: StartExample, tmp_path) -> None:
-    whole = start_example("run_grpo.py", CONFIG, *SHORT, f"checkpointing.checkpoint_dir={tmp_path}/a", logs="whole")
-    assert whole.finish() == 0, whole.log()[-3000:]
-    expected = of_training(read_metrics(whole.log_dir))
-    assert expected["validation", 8, "accuracy"] > expected["validation", 0, "accuracy"] + 0.15
-    errors = [v for (_, _, name), v in expected.items() if name == "token_mult_prob_error"]
+def test_learns_and_a_killed_run_repeats_its_metrics_bit_for_bit(grpo_example: GRPOExample) -> None:
+    metrics = grpo_example.metrics
+    assert metrics["validation", 8, "accuracy"] > metrics["validation", 0, "accuracy"] + 0.15
+    errors = [v for (_, _, name), v in metrics.items() if name == "token_mult_prob_error"]
     assert len(errors) == 8
     assert max(errors) < 1.01
 
-    folder = f"checkpointing.checkpoint_dir={tmp_path}/b"
-    killed = start_example("run_grpo.py", CONFIG, *SHORT, folder, logs="killed")
-    killed.wait_for("step 5/8")
-    killed.processes()
-    killed.process.kill()
-    killed.finish()
-    assert killed.survivors() == []
 
-    resumed = start_example("run_grpo.py", CONFIG, *SHORT, folder, logs="killed")
-    assert resumed.finish() == 0, resumed.log()[-3000:]
-    assert "Resuming from" in resumed.log()
-    assert of_training(read_metrics(resumed.log_dir)) == expected
-
-
-def test_two_ranks_and_two_engines_apart_survive_an_engine(start_example: StartExample) -> None:
-    common = ("grpo.max_num_steps=4", "checkpointing.enabled=false", "grpo.val_at_start=false")
-    alone = start_example("run_grpo.py", CONFIG, *common, logs="alone")
-    assert alone.finish() == 0, alone.log()[-3000:]
-    expected = read_metrics(alone.log_dir)
-
+def test_two_ranks_and_two_engines_apart_survive_an_engine(
+    start_example: StartExample, grpo_example: GRPOExample
+) -> None:
     apart = start_example(
         "run_grpo.py",
         CONFIG,
-        *common,
+        "grpo.max_num_steps=4",
+        "checkpointing.enabled=false",
+        "grpo.val_at_start=false",
         "cluster.ranks_per_node=2",
         "policy.generation.colocated.enabled=false",
         "policy.generation.colocated.resources.ranks_per_node=2",
         "policy.generation.weight_sync.transport=collective",
-        logs="apart",
     )
     apart.wait_for("step 2/4")
     apart.kill("ray::vllm_engine", "ray::GenerationWorker")
     assert apart.finish() == 0, apart.log()[-3000:]
     assert "Generation engine" in apart.log()
     assert "restarting it" in apart.log()
-    metrics = read_metrics(apart.log_dir)
+    metrics, expected = read_metrics(apart.log_dir), grpo_example.metrics
     for step in range(1, 5):
         assert metrics["train", step, "reward"] == expected["train", step, "reward"]
         assert metrics["train", step, "loss"] == pytest.approx(expected["train", step, "loss"], abs=1e-4)

@@ -16,7 +16,7 @@ def test_learns_resumes_and_loads_as_a_sequence_classifier(start_example: StartE
     assert metrics["validation", 40, "accuracy"] > 0.6
     assert 0 <= metrics["validation", 40, "calibration_error"] < 0.3
 
-    folder = tmp_path / "b/step_40/policy/weights/model"
+    folder = tmp_path / "checkpoints/step_40/policy/weights/model"
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     answers = ["7+5=12;30+80=110;12+110=122", "7+5=13;30+80=110;12+110=122"]
     chats = [[{"role": "user", "content": "37+85="}, {"role": "assistant", "content": text}] for text in answers]

@@ -13,4 +13,4 @@ def test_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_path) -
     losses = [metrics["validation", step, "val_loss"] for step in (0, 10, 20)]
     assert losses[0] > losses[1] > losses[2]
     assert losses[2] < 0.5 * losses[0]
-    AutoModelForCausalLM.from_pretrained(tmp_path / "b/step_20/policy/weights/model")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints/step_20/policy/weights/model")
