@@ -1,1 +1,52 @@
-"""nemo_rl."""
+"""Train language models by reinforcement learning, written answers and preferences.
+
+The names below are what a notebook needs (docs/guides/notebook.md); everything else is imported from its own
+module. Law: a name is imported when it is first used, so `import nemo_rl` and `import nemo_rl.config` load
+neither torch nor ray.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.open_policy import OpenPolicy, open_policy
+    from nemo_rl.data.chat_batch import chat_batch
+    from nemo_rl.losses.interfaces import LossInputType, LossType
+    from nemo_rl.losses.invariance import check_invariance
+    from nemo_rl.losses.token_loss import TokenLoss, token_loss
+
+_HOMES = {
+    "LossInputType": "nemo_rl.losses.interfaces",
+    "LossType": "nemo_rl.losses.interfaces",
+    "OpenPolicy": "nemo_rl.algorithms.open_policy",
+    "TokenLoss": "nemo_rl.losses.token_loss",
+    "chat_batch": "nemo_rl.data.chat_batch",
+    "check_invariance": "nemo_rl.losses.invariance",
+    "open_policy": "nemo_rl.algorithms.open_policy",
+    "token_loss": "nemo_rl.losses.token_loss",
+}
+
+__all__ = [
+    "LossInputType",
+    "LossType",
+    "OpenPolicy",
+    "TokenLoss",
+    "chat_batch",
+    "check_invariance",
+    "open_policy",
+    "token_loss",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import one of the names above."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nemo_rl' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The names above and those of the module itself."""
+    return sorted({*globals(), *__all__})

@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.utils.errors import CheckpointError, ConfigError, NemoRLError
+from nemo_rl.algorithms.launch import exit_status
+from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.logging_setup import configure_logging
-
-TOLERANCE = 1e-5
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -35,23 +34,23 @@ def main(arguments: list[str] | None = None) -> int:
     """Export; returns the exit status."""
     configure_logging()
     options = parse_arguments(arguments)
+    return exit_status(lambda: convert(options))
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Export as the command line says; 1 if the export is not what was trained."""
     # Imported here so that --help does not wait for torch.
     from nemo_rl.models.huggingface.export import export_checkpoint, find_weights, verify_export
 
-    try:
-        weights = find_weights(options.dcp_ckpt_path)
-        tokenizer = tokenizer_name(options.config or weights.parents[1] / "config.yaml", options.config is not None)
-        export_checkpoint(weights, options.hf_ckpt_path, tokenizer, options.dtype)
-        print(f"Exported to {options.hf_ckpt_path}")
-        if not options.verify:
-            return 0
-        check = verify_export(weights, options.hf_ckpt_path)
-    except NemoRLError as error:
-        sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    print(f"Largest difference of {check.num_values} log-probabilities: {check.max_difference:.3g}")
-    converted = options.dtype in ("bfloat16", "float16")
-    return 0 if converted or check.max_difference <= TOLERANCE else 1
+    weights = find_weights(options.dcp_ckpt_path)
+    tokenizer = tokenizer_name(options.config or weights.parents[1] / "config.yaml", options.config is not None)
+    export_checkpoint(weights, options.hf_ckpt_path, tokenizer, options.dtype)
+    print(f"Exported to {options.hf_ckpt_path}")
+    if not options.verify:
+        return 0
+    check = verify_export(weights, options.hf_ckpt_path)
+    print(check)
+    return 0 if check.holds_for(options.dtype) else 1
 
 
 def tokenizer_name(config: Path, must_exist: bool) -> str | None:

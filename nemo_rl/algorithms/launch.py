@@ -1,4 +1,4 @@
-"""The command line that all example scripts share: `[--config FILE] [key=value ...]`.
+"""The command line that all example scripts share: `[--config FILE] [key=value ...]`, and their exit status.
 
 Light until the configuration is accepted: a wrong key is answered in a second, before torch is imported.
 Law: a mistake of the user is one message and exit status 2; a failure of the run is one message and 1.
@@ -40,14 +40,23 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file of the run")
     known, overrides = parser.parse_known_args(arguments)
-    try:
+
+    def work() -> int:
         config = load_config(known.config, overrides, schema=schema)
         check_device(config, count_gpus())
         run(config)
+        return 0
+
+    return exit_status(work)
+
+
+def exit_status(work: Callable[[], int]) -> int:
+    """Do the work of a program; its exit status, or 2 for a mistake of the user and 1 for a failure."""
+    try:
+        return work()
     except (ConfigError, DataError) as mistake:
         sys.stderr.write(f"\n{type(mistake).__name__}: {mistake}\n")
         return 2
     except NemoRLError as failure:
         sys.stderr.write(f"\n{type(failure).__name__}: {failure}\n")
         return 1
-    return 0

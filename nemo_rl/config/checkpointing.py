@@ -40,7 +40,6 @@ class CheckpointingConfig(Section):
     }
     ignored: ClassVar[dict[str, str]] = {
         "model_cache_dir": "models are cached where Hugging Face caches them",
-        "save_consolidated": "weights are always saved as a folder that Hugging Face loads",
         "model_repo_id": "the model is named by policy.model_name",
     }
 
@@ -63,6 +62,11 @@ class CheckpointingConfig(Section):
     )
     save_optimizer: bool = Field(
         default=True, description="Store the optimizer state; without it a resumed run starts it anew."
+    )
+    save_consolidated: bool = Field(
+        default=False,
+        description="Also write policy/weights/model/consolidated: the model in policy.precision and its tokenizer, "
+        "a folder to hand on.",
     )
     model_save_format: Annotated[Literal["safetensors", "torch_save"], Only(("safetensors",), "torch_save")] | None = (
         Field(default="safetensors", description="File format of the weights; null means safetensors.")

@@ -1,6 +1,7 @@
 """Write and read LoRA adapters in the format of the PEFT library.
 
-Called by `backend` beside `checkpoint_io`. Layout (W = weights folder of a checkpoint):
+Called by `backend` beside `checkpoint_io`, and by `models.huggingface.adapter_export`. Layout (W = weights folder
+of a checkpoint):
 
     W/model/     merged weights, written by `checkpoint_io`: what `from_pretrained` and engines load
     W/adapter/   adapter_config.json, adapter_model.safetensors: `PeftModel.from_pretrained(base, folder)`
@@ -17,18 +18,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER
-from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules
+from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
 from nemo_rl.utils.errors import CheckpointError
 
 ADAPTER_FOLDER = "adapter"
-_CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+_NOT_MERGED = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 _MERGE_TOLERANCE = 1e-5
 
 
@@ -47,11 +50,10 @@ def save_adapter(hf: PreTrainedModel, config: LoraConfig, base_name: str, weight
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         described = _peft_config(config, base_name, list(adapted_modules(hf)))
-        (folder / _CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     dist.barrier()
 
 
-@torch.no_grad()
 def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) -> None:
     """Read an adapter into the adapted model in place, each rank its own part.
 
@@ -70,6 +72,66 @@ def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) 
             f"policy.dtensor_cfg.lora_cfg.enabled=false, or start a new run from policy.model_name="
             f"{weights_path / MODEL_FOLDER}."
         )
+    _fill_adapters(hf, folder)
+    _check_base(hf, weights_path / MODEL_FOLDER, device)
+
+
+def attach_adapter(hf: PreTrainedModel, folder: Path) -> None:
+    """Put a saved adapter on an unsharded base model, beside its weights; this library's or PEFT's.
+
+    Args:
+        hf: the base model.
+        folder: holds adapter_config.json and adapter_model.safetensors.
+
+    Raises:
+        CheckpointError: the folder holds no such adapter, one with features that are not merged by
+            `W + (alpha / r) B A`, or one for other layers.
+    """
+    described = read_adapter_config(folder)
+    tensors = load_file(folder / _WEIGHTS_FILE)
+    names = sorted({key.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors})
+    have = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
+    missing = [name for name in names if name not in have]
+    if missing:
+        raise CheckpointError(
+            f"{folder} does not fit the base model {type(hf).__name__}: {len(missing)} of {len(names)} adapted layers "
+            f"are no linear layers of it, for example {missing[0]!r}. Give the model that the adapter was trained on."
+        )
+    config = LoraConfig.build(
+        enabled=True,
+        dim=described["r"],
+        alpha=described["lora_alpha"],
+        match_all_linear=False,
+        target_modules=names,
+    )
+    apply_lora(hf, config, seed=0)
+    _fill_adapters(hf, folder)
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The adapter_config.json of a plain LoRA adapter.
+
+    Raises:
+        CheckpointError: a file is missing, or the adapter is not `W + (alpha / r) B A`.
+    """
+    for name in (CONFIG_FILE, _WEIGHTS_FILE):
+        if not (folder / name).exists():
+            raise CheckpointError(f"{folder} holds no {name}, so it is no LoRA adapter.")
+    described: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    plain = described.get("peft_type") == "LORA" and isinstance(described.get("lora_alpha"), int)
+    extras = [name for name in _NOT_MERGED if described.get(name)]
+    extras += ["bias"] if described.get("bias", "none") != "none" else []
+    if not plain or extras:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE} describes more than a plain LoRA adapter with a whole lora_alpha"
+            f"{': ' + ', '.join(extras) if extras else ''}. Merge it with the PEFT library."
+        )
+    return described
+
+
+@torch.no_grad()
+def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
+    """Copy saved values into the adapters, each rank its own part."""
     saved = load_file(folder / _WEIGHTS_FILE)
     parameters = _adapter_parameters(hf)
     _require_same_shapes(folder, saved, {_peft_key(name): tensor for name, tensor in parameters.items()})
@@ -81,7 +143,6 @@ def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) 
             parameter.to_local().copy_(placed.to_local())
         else:
             parameter.copy_(value)
-    _check_base(hf, weights_path / MODEL_FOLDER, device)
 
 
 def refuse_adapter(weights_path: Path) -> None:
@@ -97,6 +158,7 @@ def refuse_adapter(weights_path: Path) -> None:
         )
 
 
+@torch.no_grad()
 def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None:
     """Compare base plus adapter with the merged weights of the checkpoint, each rank its own rows."""
     merged = {f"{name}.weight": module.merged_weight(device) for name, module in adapted_modules(hf).items()}
@@ -131,7 +193,7 @@ def _adapter_parameters(hf: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _peft_key(name: str) -> str:
-    return f"base_model.model.{name}.weight"
+    return f"{_PEFT_PREFIX}{name}.weight"
 
 
 def _peft_config(config: LoraConfig, base_name: str, names: list[str]) -> dict[str, object]:

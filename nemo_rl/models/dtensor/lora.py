@@ -203,6 +203,17 @@ def merged_by_name(hf: nn.Module, device: torch.device) -> Iterator[tuple[str, T
             yield name, tensor
 
 
+def merge_adapters(hf: nn.Module) -> None:
+    """Put plain layers with the merged weights in the place of the adapted ones; only unsharded."""
+    for name, module in adapted_modules(hf).items():
+        merged = nn.Linear(module.in_features, module.out_features, bias=False, device="meta").train(module.training)
+        merged.weight = nn.Parameter(module.merged_weight(module.weight.device), requires_grad=False)
+        if module.bias is not None:
+            merged.bias = nn.Parameter(module.bias, requires_grad=False)
+        parent_name, _, child = name.rpartition(".")
+        setattr(hf.get_submodule(parent_name), child, merged)
+
+
 @torch.no_grad()
 def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
     """Check after an update that every adapter changes its layer; collective.

@@ -1,21 +1,18 @@
 """From a checkpoint of the DTensor backend to a folder for `transformers` and vLLM, and the proof that it is one.
 
 Checkpoints hold safetensors under Hugging Face names already (`models.dtensor.checkpoint_io`), so an export
-copies them tensor by tensor, adds the tokenizer and, if asked, changes the number format. Works for any head.
+copies them (`folders`), adds the tokenizer and, if asked, changes the number format. Works for any head. Neighbour:
+`adapter_export`, for adapters whose base is elsewhere.
 Law: `verify_export` compares the folder as `transformers` reads it with the checkpoint as training reads it.
 """
 
-import json
 import logging
-import shutil
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -27,6 +24,7 @@ from transformers import (
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER, load_weights
+from nemo_rl.models.huggingface.folders import TENSOR_FILES, TOKENIZER_FILES, copy_model_folder
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.utils.errors import CheckpointError
 
@@ -37,8 +35,9 @@ VERIFY_TEXTS = (
     "Once upon a time there was a small engine that",
     "def square(number):\n    return",
 )
-_TENSORS = "*.safetensors"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_SCORING = "ForSequenceClassification"
+VERIFY_TOLERANCE = 1e-5
+"""Largest difference of a log-probability between an export in float32 and what was trained."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,13 @@ class ExportCheck:
     max_difference: float
     num_values: int
 
+    def __str__(self) -> str:
+        return f"Largest difference of {self.num_values} log-probabilities: {self.max_difference:.3g}"
+
+    def holds_for(self, dtype: str | None) -> bool:
+        """Whether the export is the trained model; weights rounded to fewer bits may differ by any amount."""
+        return dtype in ("bfloat16", "float16") or self.max_difference <= VERIFY_TOLERANCE
+
 
 def find_weights(path: str | Path) -> Path:
     """The folder of a checkpoint that holds `model/`, from it, from a folder above it or from `model` itself.
@@ -65,11 +71,11 @@ def find_weights(path: str | Path) -> Path:
     """
     given = Path(path).expanduser()
     for folder in (given, given / "weights", given / "policy" / "weights", given.parent):
-        if any((folder / MODEL_FOLDER).glob(_TENSORS)) and (folder != given.parent or given.name == MODEL_FOLDER):
+        if any((folder / MODEL_FOLDER).glob(TENSOR_FILES)) and (folder != given.parent or given.name == MODEL_FOLDER):
             return folder
     raise CheckpointError(
         f"{str(given)!r} is no policy checkpoint: neither it nor its policy/weights has a folder {MODEL_FOLDER} with "
-        f"{_TENSORS} files. Give a step folder, for example results/grpo/step_10, or its policy/weights."
+        f"{TENSOR_FILES} files. Give a step folder, for example results/grpo/step_10, or its policy/weights."
     )
 
 
@@ -87,46 +93,15 @@ def export_checkpoint(weights: Path, target: Path, tokenizer_name: str | None = 
         ConfigError: the dtype is unknown.
     """
     source = weights / MODEL_FOLDER
-    if target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"{str(target)!r} is not empty. Give a new folder for the exported model.")
-    tokenizer_files = [source / name for name in _TOKENIZER_FILES if (source / name).exists()]
+    require_empty(target)
+    tokenizer_files = [source / name for name in TOKENIZER_FILES if (source / name).exists()]
     if not tokenizer_files and tokenizer_name is None:
         raise CheckpointError(f"{source} has no tokenizer. Name one: policy.tokenizer.name in the file of --config.")
     wanted = None if dtype is None else torch_dtype(dtype)
-    target.mkdir(parents=True, exist_ok=True)
-    for file in sorted(source.iterdir()):
-        if file.suffix == ".safetensors":
-            _copy_tensors(file, target / file.name, wanted)
-        elif file.is_file():
-            shutil.copyfile(file, target / file.name)
-    if wanted is not None:
-        _note_dtype(target, dtype or "")
+    copy_model_folder(source, target, wanted)
     if not tokenizer_files:
         AutoTokenizer.from_pretrained(tokenizer_name).save_pretrained(target)
     logger.info("Exported %s to %s.", source, target)
-
-
-def _copy_tensors(source: Path, target: Path, dtype: torch.dtype | None) -> None:
-    if dtype is None:
-        shutil.copyfile(source, target)
-        return
-    with safe_open(source, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-    converted = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    save_file(converted, target, metadata={"format": "pt"})
-
-
-def _note_dtype(target: Path, dtype: str) -> None:
-    """Keep config.json and the index in step with converted weights."""
-    path = target / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    path.write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")
-    index = target / "model.safetensors.index.json"
-    if index.exists():
-        content = json.loads(index.read_text(encoding="utf-8"))
-        content["metadata"] = {"total_size": sum(file.stat().st_size for file in target.glob(_TENSORS))}
-        index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def verify_export(weights: Path, target: Path, texts: Sequence[str] = VERIFY_TEXTS) -> ExportCheck:
@@ -144,23 +119,34 @@ def verify_export(weights: Path, target: Path, texts: Sequence[str] = VERIFY_TEX
         CheckpointError: the weights do not fit the model.
     """
     config = AutoConfig.from_pretrained(weights / MODEL_FOLDER)
-    scores = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
-    kind, answer = (AutoModelForSequenceClassification, _score) if scores else (AutoModelForCausalLM, _token_logprobs)
+    scores = any(name.endswith(_SCORING) for name in config.architectures or ())
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     trained = kind.from_config(config, dtype=torch.float32).eval()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load_weights(trained, weights)
     exported = kind.from_pretrained(target, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    differences = [
-        (answer(trained, ids) - answer(exported, ids)).abs() for ids in (_encode(tokenizer, text) for text in texts)
-    ]
-    joined = torch.cat(differences)
-    return ExportCheck(joined.max().item(), joined.numel())
+    return compare_models(trained, exported, AutoTokenizer.from_pretrained(target), texts)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
-    return torch.tensor([tokenizer(text)["input_ids"]])
+def compare_models(
+    trained: PreTrainedModel, exported: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> ExportCheck:
+    """Compare log-probabilities of the texts' tokens; scores of the texts, for sequence classifiers."""
+    answer = _score if type(trained).__name__.endswith(_SCORING) else _token_logprobs
+    ids = [torch.tensor([tokenizer(text)["input_ids"]]) for text in texts]
+    differences = torch.cat([(answer(trained, row) - answer(exported, row)).abs() for row in ids])
+    return ExportCheck(differences.max().item(), differences.numel())
+
+
+def require_empty(target: Path) -> None:
+    """Check that an export overwrites nothing.
+
+    Raises:
+        CheckpointError: the folder holds files.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{str(target)!r} is not empty. Give a new folder for the exported model.")
 
 
 @torch.no_grad()
