@@ -127,12 +127,11 @@ def start_workers(
     with ThreadPoolExecutor(max_workers=3) as pool:
         engines = pool.submit(make_engines, settings, generation_cluster, cluster, generation.vllm_cfg.env_vars)
         ranks = pool.submit(start_policy, policy_cluster, policy, cluster, tokenizer, start)
-        teacher = start.teacher and pool.submit(
-            start_teacher, teacher_cluster, start.teacher, cluster, tokenizer, start.seed
-        )
-        return Workers(
-            ranks.result(), engines.result(), environments, clusters, None if teacher is None else teacher.result()
-        )
+        teacher = None
+        if start.teacher is not None:
+            teacher = pool.submit(start_teacher, teacher_cluster, start.teacher, cluster, tokenizer, start.seed)
+        of_teacher = None if teacher is None else teacher.result()
+        return Workers(ranks.result(), engines.result(), environments, clusters, of_teacher)
 
 
 def start_teacher(

@@ -116,7 +116,7 @@ def load_model_config(
     """
     try:
         config = AutoConfig.from_pretrained(model_name)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{section}.model_name={model_name!r} is neither a model folder with a config.json nor a "
             f"model id that can be downloaded from here: {error}"

@@ -87,7 +87,7 @@ def test_a_teacher_section_as_long_as_a_policy_section_is_accepted() -> None:
             [*CUDA, APART, "teacher.colocated.resources.gpus_per_node=3"],
             r"64 / 5 = 12\.8\. Nearest values: 60, 65",
         ),
-        (["distillation.num_prompts_per_step=50"], r"distillation\.num_prompts_per_step=50 x .* Nearest values"),
+        (["distillation.num_prompts_per_step=50"], r"distillation\.num_prompts_per_step=50 x .*\n.*Nearest values"),
         (["loss_fn.mixed_kl_weight=1"], r"leaves only the forward part .* Set loss_fn\.kl_type=forward"),
         (["loss_fn.kl_type=backward"], r"kl_type='backward' .*forward"),
         (["distillation.stop_at_validation_metric=accuracy"], r"needs both distillation\.stop_at"),

@@ -28,7 +28,14 @@ LAYOUTS = {
     "padded": {"train_micro_batch_size": 3, "logprob_batch_size": 4, "logprob_chunk_size": 7},
     "padded_rounded": {"train_micro_batch_size": 6, "make_sequence_length_divisible_by": 16},
     "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 50, "logprob_mb_tokens": 64}},
-    "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 64}},
+    "dynamic": {
+        "dynamic_batching": {
+            "enabled": True,
+            "train_mb_tokens": 48,
+            "logprob_mb_tokens": 64,
+            "sequence_length_round": 4,
+        }
+    },
 }
 SETTINGS = {"mixed": {"kl_type": "mixed"}, "zeroed": {"kl_type": "mixed", "zero_outside_topk": True}}
 
