@@ -18,7 +18,9 @@ from policy_helpers import (
     tiny_model,
 )
 
+from nemo_rl.config import DistillationLossConfig
 from nemo_rl.distributed.process_group import destroy_process_group, init_process_group
+from nemo_rl.losses.distillation import DistillationLossFn
 from nemo_rl.models.dtensor import attention
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
@@ -93,6 +95,29 @@ def test_packed_and_padded_gradients_agree_in_bfloat16(arch, gpu, tmp_path) -> N
     for key, padded in found[0].items():
         error = (found[1][key] - padded).norm() / padded.norm()
         assert error < 0.1, (key, error)
+
+
+def test_a_teacher_is_distilled_in_bfloat16(gpu, tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m", "qwen3", initializer_range=0.1)
+    config = policy_config(name, precision="bfloat16", **PACKED)
+    data = random_batch(rows=6, width=24)
+    teacher = PolicyWorker(DTensorBackend(config, gpu, init_optimizer=False, init_reference_model=False), config)
+    scored = shard_batch(data, 1, logprob_strategy(config))
+    logits, indices = teacher.get_topk_logits(scored.data[0], scored.sizes[0], 8)
+    data["teacher_topk_logits"], data["teacher_topk_indices"] = scored.restore([logits]), scored.restore([indices])
+    ids = data["input_ids"][:1].to(gpu)
+    with torch.no_grad():
+        want = tiny_model("qwen3", initializer_range=0.1).to(gpu).eval()(input_ids=ids).logits[0].topk(8).values.cpu()
+    torch.testing.assert_close(data["teacher_topk_logits"][0], want, rtol=0, atol=BF16_TOLERANCE)
+
+    other = policy_config(
+        save_tiny_model(tmp_path / "s", "qwen3", initializer_range=0.2), precision="bfloat16", **PACKED
+    )
+    student = PolicyWorker(DTensorBackend(other, gpu), other)
+    batch = shard_batch(data, 1, training_strategy(other))
+    loss_fn = DistillationLossFn(DistillationLossConfig.build(zero_outside_topk=True))
+    losses = [student.train(batch.data[0], batch.sizes[0], loss_fn, count_valid(data)).loss for _ in range(4)]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_training_and_checkpoints_in_bfloat16(gpu, tmp_path) -> None:

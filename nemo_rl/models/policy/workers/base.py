@@ -25,7 +25,7 @@ from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.losses.interfaces import AnyLossFunction, LossMetrics
 from nemo_rl.models.policy.interfaces import CheckpointPaths, PolicyBackend, UpdateResult
 from nemo_rl.models.policy.metrics import reduce_metrics
-from nemo_rl.models.policy.workers.loss_inputs import input_builder, loss_arguments
+from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
 from nemo_rl.models.policy.workers.microbatches import (
     InputLayout,
     all_targets,
@@ -104,14 +104,14 @@ class PolicyWorker:
         microbatches = list(split_rows(data, sizes))
         build = input_builder(loss_fn)
         inputs = [build(rows, self._layout, self.backend.device) for rows in microbatches]
-        valid_seqs, valid_toks = (torch.tensor(v, device=self.backend.device) for v in global_valid)
+        seqs, toks = (torch.tensor(count, device=self.backend.device) for count in global_valid)
+        valid = (seqs, toks)
         losses: list[Tensor] = []
         metrics: list[LossMetrics] = []
 
         def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> Tensor:
             rows = microbatches[index].to(self.backend.device)
-            arguments = loss_arguments(loss_fn, inputs[index], logprobs_K, entropy_K, rows)
-            loss, values = loss_fn(*arguments, data=rows, global_valid_seqs=valid_seqs, global_valid_toks=valid_toks)
+            loss, values = call_loss(loss_fn, inputs[index], logprobs_K, entropy_K, rows, valid)
             losses.append(loss.detach())
             metrics.append(values)
             # A microbatch in which nothing counts may give a constant loss; backward must run still.

@@ -1,18 +1,24 @@
-"""From the model's output to the arguments of a loss, by what the loss declares in `input_type`.
+"""From the model's output to a call of the loss, by what the loss declares in `input_type`.
 
 Between a backend's forward and the loss: `base.PolicyWorker.train` asks for the builder of the inputs before the
-forward and for the arguments after it; `lm_policy` asks which keys a batch needs. Law: a loss of one kind receives
+forward and has the loss called after it; `lm_policy` asks which keys a batch needs. Law: a loss of one kind receives
 the same tensors in the same places whatever the layout, the ranks and the backend.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.interfaces import AnyLossFunction, LossInputType
+from nemo_rl.losses.interfaces import (
+    AnyLossFunction,
+    LossFunction,
+    LossInputType,
+    LossMetrics,
+    TopkLossFunction,
+)
 from nemo_rl.models.policy.workers.microbatches import (
     InputLayout,
     ModelInputs,
@@ -48,25 +54,32 @@ def input_builder(loss_fn: AnyLossFunction) -> BuildInputs:
     return _BUILDERS[input_type_of(loss_fn)]
 
 
-def loss_arguments(
-    loss_fn: AnyLossFunction, inputs: ModelInputs, scores: Tensor, entropy_K: Tensor, rows: BatchedDataDict[Any]
-) -> tuple[Tensor, ...]:
-    """The positional arguments of a loss.
+def call_loss(
+    loss_fn: AnyLossFunction,
+    inputs: ModelInputs,
+    scores: Tensor,
+    entropy_K: Tensor,
+    rows: BatchedDataDict[Any],
+    global_valid: tuple[Tensor, Tensor],
+) -> tuple[Tensor, LossMetrics]:
+    """Loss and metrics of one microbatch.
 
     Args:
-        loss_fn: the loss.
+        loss_fn: the loss; receives `[b, T - 1]` log-probabilities, or `[b, 1]` scores of sequences; for distillation
+            the student's log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`, the teacher's, normalised
+            over these k, and the student's entropy over the whole vocabulary `[b, T - 1]`.
         inputs: what the forward ran on.
         scores: `[K]`, or `[K, k]` for distillation.
         entropy_K: entropy of each distribution.
         rows: the microbatch, on the model's device.
-
-    Returns:
-        `[b, T - 1]` log-probabilities, or `[b, 1]` scores of sequences; for distillation the student's
-        log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`, the teacher's, normalised over these k, and
-        the student's entropy over the whole vocabulary `[b, T - 1]`.
+        global_valid: valid sequences and valid tokens of the whole global batch.
     """
+    seqs, toks = global_valid
     student = inputs.scatter(scores)
     if input_type_of(loss_fn) is not LossInputType.DISTILLATION:
-        return (student,)
-    teacher_logits = rows["teacher_topk_logits"][:, :-1].to(student.dtype)
-    return student, torch.log_softmax(teacher_logits, dim=-1), inputs.scatter(entropy_K)
+        loss = cast(LossFunction, loss_fn)
+        return loss(student, data=rows, global_valid_seqs=seqs, global_valid_toks=toks)
+    compare = cast(TopkLossFunction, loss_fn)
+    teacher = torch.log_softmax(rows["teacher_topk_logits"][:, :-1].to(student.dtype), dim=-1)
+    entropy = inputs.scatter(entropy_K)
+    return compare(student, teacher, entropy, data=rows, global_valid_seqs=seqs, global_valid_toks=toks)
