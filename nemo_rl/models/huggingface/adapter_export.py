@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
@@ -102,7 +103,7 @@ def export_merged(source: AdapterSource, target: Path, dtype: str | None = None)
     wanted = torch_dtype(dtype or "float32")
     model = _adapted(source)
     merge_adapters(model)
-    model.to(dtype=wanted).save_pretrained(target)
+    nn.Module.to(model, wanted).save_pretrained(target)
     AutoTokenizer.from_pretrained(source.tokenizer).save_pretrained(target)
     logger.info("Merged %s into %s: %s.", source.folder, source.base, target)
 
