@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from example_runs import StartExample
+from example_runs import StartExample, read_metrics
 from supervised_runs import run_and_resume
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
@@ -17,3 +17,15 @@ def test_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_path) -
     assert margins[0] == pytest.approx(0, abs=1e-6)
     assert margins[2] > margins[1] > 0
     assert metrics["validation", 20, "accuracy"] > 0.6
+
+
+def test_kto_starts_at_one_half_and_learns(start_example: StartExample) -> None:
+    changes = ("dpo.preference_loss=kto", "dpo.max_num_steps=20", "dpo.val_period=20", "checkpointing.enabled=false")
+    run = start_example("run_dpo.py", "dpo_cpu.yaml", *changes, logs="kto")
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = read_metrics(run.log_dir)
+    assert metrics["train", 1, "loss"] == pytest.approx(0.5, abs=1e-6)
+    assert metrics["train", 1, "kl_baseline"] == pytest.approx(0, abs=1e-4)
+    assert metrics["validation", 0, "rewards_margin_mean"] == pytest.approx(0, abs=1e-6)
+    assert metrics["validation", 20, "rewards_margin_mean"] > 0
+    assert metrics["validation", 20, "loss"] < 0.5

@@ -8,6 +8,8 @@ from nemo_rl.algorithms.loss.loss_functions import (
     DistillationLossFn,
     DPOLossConfig,
     DPOLossFn,
+    KTOLossConfig,
+    KTOLossFn,
     NLLLossFn,
     PreferenceLossFn,
 )
@@ -19,6 +21,8 @@ __all__ = [
     "DPOLossFn",
     "DistillationLossConfig",
     "DistillationLossFn",
+    "KTOLossConfig",
+    "KTOLossFn",
     "LossFunction",
     "LossInputType",
     "LossType",

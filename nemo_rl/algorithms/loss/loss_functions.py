@@ -2,6 +2,7 @@
 
 from nemo_rl.config import ClippedPGLossConfig, DistillationLossConfig
 from nemo_rl.losses.distillation import DistillationLossFn
+from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
@@ -13,6 +14,8 @@ __all__ = [
     "DPOLossFn",
     "DistillationLossConfig",
     "DistillationLossFn",
+    "KTOLossConfig",
+    "KTOLossFn",
     "NLLLossFn",
     "PreferenceLossFn",
 ]

@@ -12,7 +12,12 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.arithmetic import TRAIN
 from nemo_rl.data.datasets.hub import HubSource, load_table
-from nemo_rl.data.datasets.preference_datasets import answer_messages, load_preference_dataset, prompt_messages
+from nemo_rl.data.datasets.preference_datasets import (
+    answer_messages,
+    load_preference_dataset,
+    prompt_messages,
+    whole_conversation,
+)
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row, RowView
 from nemo_rl.data.datasets.row_values import kind_of, value_of
 
@@ -23,7 +28,8 @@ BINARY_FEEDBACK = "BinaryFeedbackDataset"
 class BinaryFeedbackDataset(RawDataset):
     """Rows with an answer and a label: `prompt_key`, `output_key` (completion) and `label_key`, true or false.
 
-    Prompt and answer are texts or lists of messages.
+    Prompt and answer are texts or lists of messages. Without a prompt column, `output_key` is a whole conversation
+    that ends with the answer, as messages or in the format of hh-rlhf.
 
     Args:
         config: The entry of `data.train` or `data.validation`.
@@ -36,6 +42,7 @@ class BinaryFeedbackDataset(RawDataset):
     def __init__(self, config: DatasetConfig, role: str = TRAIN) -> None:
         table = load_table(config, role, HubSource(None))
         self._keys = (config.prompt_key or "prompt", config.output_key or "completion", config.label_key or "label")
+        self._needs_prompt = config.prompt_key is not None
         rows = FormattedRows(table, self._keys, self._feedback, config.env_name, key=KEY)
         self.dataset = rows
         self.bad_rows = rows.bad_rows
@@ -48,11 +55,15 @@ class BinaryFeedbackDataset(RawDataset):
         label = value_of(row, label_key)
         if label not in (0, 1):
             raise RowError(f"{label_key!r} is {kind_of(label)}, neither true nor false")
-        return {
-            "context": prompt_messages(value_of(row, prompt_key), prompt_key),
-            "completion": answer_messages(row, answer_key),
-            "desirable": bool(label),
-        }
+        if self._needs_prompt or prompt_key in row:
+            context = prompt_messages(value_of(row, prompt_key), prompt_key)
+            completion = answer_messages(row, answer_key)
+        else:
+            messages = whole_conversation(value_of(row, answer_key), answer_key)
+            context, completion = messages[:-1], messages[-1:]
+            if not context:
+                raise RowError(f"{answer_key!r} has no prompt")
+        return {"context": context, "completion": completion, "desirable": bool(label)}
 
 
 class AnswersOfPairs(RowView):

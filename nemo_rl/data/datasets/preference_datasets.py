@@ -121,7 +121,7 @@ class BinaryPreferenceDataset(PairDataset):
             context = prompt_messages(value_of(row, prompt_key), prompt_key)
             return make_pair(context, *(answer_messages(row, key) for key in self._answer_keys()))
         best, worst = (
-            _conversation(value, key) for value, key in zip((chosen, rejected), self._answer_keys(), strict=True)
+            whole_conversation(value, key) for value, key in zip((chosen, rejected), self._answer_keys(), strict=True)
         )
         return _split_shared(best, worst)
 
@@ -208,7 +208,12 @@ def parse_transcript(text: str, key: str) -> Messages:
     return checked_messages(messages, key)
 
 
-def _conversation(value: Any, key: str) -> Messages:
+def whole_conversation(value: Any, key: str) -> Messages:
+    """A conversation that ends with an answer: a list of messages, or a text as `parse_transcript` reads it.
+
+    Raises:
+        RowError: It is neither, or cannot be used.
+    """
     return parse_transcript(value, key) if isinstance(value, str) else checked_messages(value, key)
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.config import DatasetConfig, SupervisedDataConfig
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn
+from nemo_rl.data.datasets.feedback_datasets import load_feedback_dataset
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset, parse_transcript
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.setup_supervised import setup_feedback_data, setup_preference_data, setup_sft_data
@@ -280,6 +281,9 @@ def test_labelled_answers_with_every_kind_of_bad_row(chars, tmp_path):
         {"prompt": "1+1=", "completion": "2", "label": "good"},
         {"prompt": "1+1=", "completion": " ", "label": True},
         {"prompt": "1+1=", "completion": "2" * 90, "label": True},
+        {"completion": "\n\nHuman: 1+1=\n\nAssistant: 4", "label": False},
+        {"completion": [say("assistant", "2")], "label": True},
+        {"completion": "2", "label": True},
     ]
     path = write_lines(tmp_path / "rows.jsonl", *rows)
     entry = {"dataset_name": "BinaryFeedbackDataset", "data_path": path}
@@ -289,11 +293,23 @@ def test_labelled_answers_with_every_kind_of_bad_row(chars, tmp_path):
         "4": "'label' is text, neither true nor false",
         "5": "empty 'completion'",
         "6": "longer than data.max_input_seq_length=64 tokens",
+        "8": "'completion' has no prompt",
+        "9": "'completion' is not written as '\\n\\nHuman: ... \\n\\nAssistant: ...'",
     }
-    batch = feedback_collate_fn([data.train[0], data.train[1]], chars, 8)
-    assert batch["desirable"].tolist() == [1.0, 0.0]
-    for row, answer in enumerate(["2", "3"]):
+    batch = feedback_collate_fn([data.train[i] for i in range(3)], chars, 8)
+    assert batch["desirable"].tolist() == [1.0, 0.0, 0.0]
+    for row, answer in enumerate(["2", "3", "4"]):
         assert chars.decode(batch["input_ids"][row][batch["token_mask"][row] > 0]) == f"{answer}<|im_end|>"
+
+
+def test_real_labelled_answers(shared_data):
+    path = str(shared_data / "preference/kto_en_demo.json.gz")
+    keys = {"dataset_name": "BinaryFeedbackDataset", "data_path": path, "output_key": "messages"}
+    raw = load_feedback_dataset(DatasetConfig.build(**keys))
+    assert len(raw.dataset) == raw.num_rows == 300
+    rows = [row["feedback"] for row in raw.dataset]
+    assert 0 < sum(row["desirable"] for row in rows) < 300
+    assert all(row["context"][-1]["role"] == "user" for row in rows)
 
 
 def test_pairs_serve_as_labelled_answers(chars, tmp_path):

@@ -1,4 +1,4 @@
-"""SFT, DPO and reward models: packed equals padded equals pair by pair, and equals Hugging Face alone."""
+"""SFT, DPO, KTO and reward models: packed equals padded equals pair by pair, and equals Hugging Face alone."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 from policy_helpers import policy_config, process_group, random_batch, save_tiny_model, tiny_model
 from transformers import AutoModelForSequenceClassification
 
+from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.pair_losses import CentredMargin
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
@@ -37,12 +38,15 @@ DPO = DPOLossConfig(
     preference_average_log_probs=False,
     sft_average_log_probs=True,
 )
+KTO = KTOLossFn(KTOLossConfig(reference_policy_kl_penalty=0.3, desirable_weight=1.3))
 
 
 def pairs_batch():
     data = random_batch(rows=8, width=24, seed=5)
     data["sample_mask"] = torch.tensor([1.0, 1, 1, 1, 0, 0, 1, 1])
     data["reference_policy_logprobs"] = -torch.rand(8, 24, generator=torch.Generator().manual_seed(1))
+    data["desirable"] = torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 1])
+    data["kl_baseline"], data["num_desirable"] = torch.full((8,), 0.7), torch.full((8,), 4.0)
     return data
 
 
@@ -95,7 +99,7 @@ def _logprobs(model, data):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("loss_fn", [NLLLossFn(), DPOLossFn(DPO)], ids=["sft", "dpo"])
+@pytest.mark.parametrize("loss_fn", [NLLLossFn(), DPOLossFn(DPO), KTO], ids=["sft", "dpo", "kto"])
 def test_language_models_in_every_layout(loss_fn, tmp_path):
     name = save_tiny_model(tmp_path / "m", "qwen3")
     data = pairs_batch()
