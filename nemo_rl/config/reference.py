@@ -39,7 +39,7 @@ _OTHERS = """# Other algorithms
 
 SFT, DPO, reward-model training and distillation have the sections `policy`, `data`, `checkpointing`, `logger` and
 `cluster` of above, distillation also `env`, and the ones below; where a section occurs twice, the table here is the one
-that holds.
+that holds. Parts of `teacher` that have no table here are those of `policy`.
 """
 _LATER = """## Accepted only while switched off
 
@@ -92,10 +92,16 @@ def _other_tables(shown: set[tuple[str, type[BaseModel]]]) -> list[str]:
     tables = [_OTHERS]
     for script, schema in _OTHER_SCRIPTS.items():
         for block in _blocks(schema, ""):
-            if block.path and (block.path, block.section) not in shown:
+            if block.path and (block.path, block.section) not in shown and not _repeats_policy(block, shown):
                 shown.add((block.path, block.section))
                 tables.append(_table(block).replace("\n", f" (run_{script}.py)\n", 1))
     return tables
+
+
+def _repeats_policy(block: _Block, shown: set[tuple[str, type[BaseModel]]]) -> bool:
+    """Whether this is a part of the teacher that the page describes as a part of the policy already."""
+    place = block.path.removeprefix("teacher.")
+    return place != block.path and (f"policy.{place}", block.section) in shown
 
 
 def _blocks(section: type[BaseModel], path: str) -> Iterator[_Block]:
