@@ -13,8 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,11 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl.distributed.local_ray import LOOPBACK, start_local_ray
 from nemo_rl.utils.errors import ResourceInsufficientError
 
 logger = logging.getLogger(__name__)
 
-_LOOPBACK = "127.0.0.1"
-_CPU_OBJECT_STORE_BYTES = 1 << 30
 _RESERVE_TIMEOUT_S = 5.0
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -71,28 +69,26 @@ def init_ray(
         os.environ.setdefault(name, value)
     # Ray warns on every start that its token authentication is on, which is what we want.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    # Ray read this one when it was imported.
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = ray_constants.env_bool("RAY_ENABLE_UV_RUN_RUNTIME_ENV", False)
     address = os.environ.get("RAY_ADDRESS")
     context: Any
-    common: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     if address:
         forwarded = {k: v for k, v in os.environ.items() if k.startswith(_FORWARDED_PREFIXES)}
         worker_env = {**forwarded, **(env_vars or {})}
-        context = ray.init(address=address, runtime_env={"env_vars": worker_env}, **common)
+        context = ray.init(
+            address=address,
+            runtime_env={"env_vars": worker_env},
+            log_to_driver=log_to_driver,
+            logging_level=logging.WARNING,
+        )
     else:
-        # Workers of a local cluster inherit the environment it starts in; a runtime environment
-        # would keep Ray from using the processes it starts in advance.
-        with _environment({**(env_vars or {}), ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
-            # Without this Ray replaces 127.0.0.1 by an address that the network can reach, and all
-            # of its processes listen there. The variable tells its other processes the same.
-            ray_constants.ENABLE_RAY_CLUSTER = False
-            context = ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                include_dashboard=include_dashboard,
-                object_store_memory=_object_store_bytes(),
-                _node_ip_address=_LOOPBACK,
-                **common,
-            )
+        context = start_local_ray(
+            num_cpus=num_cpus,
+            env_vars=env_vars or {},
+            include_dashboard=include_dashboard,
+            log_to_driver=log_to_driver,
+        )
     session_dir = Path(context.address_info["session_dir"])
     logger.info("Ray %s; worker logs in %s", address or "started locally", session_dir / "logs")
     if log_dir is not None and session_dir.exists():
@@ -262,7 +258,7 @@ class RayVirtualCluster:
     def _exceeds_local_machine(self) -> bool:
         """Whether waiting is in vain: a local Ray has one node, and it is too small."""
         nodes = _node_resources()
-        if [address for address, _, _ in nodes] != [_LOOPBACK]:
+        if [address for address, _, _ in nodes] != [LOOPBACK]:
             return False
         _, cpus, gpus = nodes[0]
         needed_gpus = self.world_size() if self.use_gpus else 0
@@ -307,30 +303,8 @@ def _address_and_free_port(low: int | None, high: int | None) -> tuple[str, int]
     raise ResourceInsufficientError(f"no port of {low}..{high} is free on {address}.")
 
 
-def _object_store_bytes() -> int | None:
-    """1 GiB, or 30 % of a small machine's memory; None (Ray's own rule) where there are GPUs."""
-    if any(Path("/dev").glob("nvidia[0-9]*")):
-        return None
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(_CPU_OBJECT_STORE_BYTES, int(0.3 * memory))
-
-
 def _link_session(log_dir: Path, session_dir: Path) -> None:
     log_dir.mkdir(parents=True, exist_ok=True)
     link = log_dir / "ray_session"
     link.unlink(missing_ok=True)
     link.symlink_to(session_dir)
-
-
-@contextmanager
-def _environment(env_vars: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in env_vars}
-    os.environ.update(env_vars)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -4,7 +4,7 @@
 Law: nothing here waits; a seat is returned before its process has started.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,6 +14,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.worker_process import AsyncWorkerHost, WorkerHost
 from nemo_rl.distributed.worker_results import WorkerSeat
+
+# Set too late by the worker itself. Ray starts a fresh process for these; the rest go to any worker process.
+_READ_AT_PROCESS_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_", "CUDA_VISIBLE_")
 
 
 class RayWorkerBuilder:
@@ -42,7 +45,13 @@ class RayWorkerBuilder:
         return self.ray_actor_class_fqn.rpartition(".")[2]
 
     def create_seat(
-        self, name: str, rank: int, placement_group: PlacementGroup, bundle_index: int, **options: Any
+        self,
+        name: str,
+        rank: int,
+        placement_group: PlacementGroup,
+        bundle_index: int,
+        environment: Mapping[str, str],
+        **options: Any,
     ) -> WorkerSeat:
         """Ask Ray for the worker's process in a bundle; returns before it runs.
 
@@ -51,9 +60,13 @@ class RayWorkerBuilder:
             rank: position in the group.
             placement_group: where to put it.
             bundle_index: the bundle there.
-            **options: further Ray actor options (resources, runtime_env ...).
+            environment: variables of the worker, there before it imports anything.
+            **options: further Ray actor options (resources ...).
         """
         host = WorkerHost if self.max_concurrency is None else AsyncWorkerHost
+        at_start = {key: value for key, value in environment.items() if key.startswith(_READ_AT_PROCESS_START)}
+        if at_start:
+            options["runtime_env"] = {"env_vars": at_start}
         # The subclass only carries the worker's name into process titles and Ray's tools.
         titled: Any = type(self.class_name, (host,), {})
         if self.max_concurrency is not None:
@@ -69,7 +82,7 @@ class RayWorkerBuilder:
                 max_restarts=0,
                 **options,
             )
-            .remote(name, rank)
+            .remote(name, rank, dict(environment))
         )
         return WorkerSeat(name, rank, handle, is_async=self.max_concurrency is not None)
 

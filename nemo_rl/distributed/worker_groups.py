@@ -376,7 +376,7 @@ class RayWorkerGroup:
             rank,
             self.cluster.get_placement_groups()[place.node_idx],
             place.bundle_idx,
-            runtime_env={"env_vars": environment},
+            environment,
             **self.cluster.resources_per_worker(),
         )
 

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,11 @@ class WorkerHost:
     Args:
         name: actor name, used in logs and `repr`.
         rank: position of the worker in its group.
+        environment: variables to set before anything is imported.
     """
 
-    def __init__(self, name: str, rank: int) -> None:
+    def __init__(self, name: str, rank: int, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
         self._name = name
         self._worker: Any = None
         configure_logging(name)
@@ -104,8 +106,8 @@ class AsyncWorkerHost(WorkerHost):
     Plain methods are allowed and hold the loop while they run.
     """
 
-    def __init__(self, name: str, rank: int) -> None:
-        super().__init__(name, rank)
+    def __init__(self, name: str, rank: int, environment: Mapping[str, str]) -> None:
+        super().__init__(name, rank, environment)
         self._running: list[Coroutine[Any, Any, Any]] = []
 
     async def call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:

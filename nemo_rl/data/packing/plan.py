@@ -15,7 +15,7 @@ from nemo_rl.utils.errors import DataError
 
 @dataclass(frozen=True)
 class FixedSize:
-    """`size` rows a microbatch, in the given order; shards take contiguous blocks."""
+    """`size` rows a microbatch; rows of similar length share one, so that little of it is padding."""
 
     size: int
 
@@ -110,7 +110,7 @@ def plan_microbatches(
         )
     lengths = [int(length) for length in lengths]
     if isinstance(strategy, FixedSize):
-        return _plan_fixed(len(lengths), num_shards, strategy.size)
+        return _plan_fixed(lengths, num_shards, strategy.size)
     if strategy.round_to < 1:
         raise DataError(f"round_to={strategy.round_to}: lengths round up to a multiple of >= 1.")
     costs = [-(-length // strategy.round_to) * strategy.round_to for length in lengths]
@@ -140,7 +140,7 @@ def _plan_groups(
     if isinstance(strategy, FixedSize):
         if strategy.size % group_size:
             raise DataError(f"a microbatch of {strategy.size} rows would split groups of {group_size}.")
-        costs = [0] * len(groups)
+        costs = [max(group) for group in groups]
         strategy = FixedSize(strategy.size // group_size)
     else:
         rounded = [[-(-length // strategy.round_to) * strategy.round_to for length in group] for group in groups]
@@ -155,8 +155,8 @@ def _plan_groups(
     )
 
 
-def _plan_fixed(num_rows: int, num_shards: int, size: int) -> MicrobatchPlan:
-    step = num_shards * size
+def _plan_fixed(lengths: Sequence[int], num_shards: int, size: int) -> MicrobatchPlan:
+    num_rows, step = len(lengths), num_shards * size
     if size < 1 or num_rows % step:
         below = num_rows // step * step if size > 0 else 0
         nearest = ", ".join(str(n) for n in (below, below + step) if n > 0)
@@ -164,13 +164,9 @@ def _plan_fixed(num_rows: int, num_shards: int, size: int) -> MicrobatchPlan:
             f"{num_rows} rows do not divide into {num_shards} data-parallel ranks x {size} rows "
             f"a microbatch: {num_rows} / ({num_shards} x {size}). Nearest: {nearest or 'none'}."
         )
-    per_shard = num_rows // num_shards
-    return MicrobatchPlan(
-        [
-            [list(range(row, row + size)) for row in range(start, start + per_shard, size)]
-            for start in range(0, num_rows, per_shard)
-        ]
-    )
+    order = _longest_first(lengths)
+    bins = [order[start : start + size] for start in range(0, num_rows, size)]
+    return _deal(bins, [_padded_tokens(lengths, rows) for rows in bins], num_shards)
 
 
 def _check_fit(lengths: Sequence[int], costs: Sequence[int], capacity: int) -> None:
@@ -190,10 +186,14 @@ def _padded_tokens(costs: Sequence[int], rows: Sequence[int]) -> int:
     return max(costs[row] for row in rows) * len(rows)
 
 
+def _longest_first(costs: Sequence[int]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda row: (-costs[row], row))
+
+
 def _group_by_length(costs: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Cut the rows, longest first, into groups whose padded size stays within the budget."""
     groups: list[list[int]] = []
-    for row in sorted(range(len(costs)), key=lambda r: (-costs[r], r)):
+    for row in _longest_first(costs):
         if groups and costs[groups[-1][0]] * (len(groups[-1]) + 1) <= max_tokens:
             groups[-1].append(row)
         else:

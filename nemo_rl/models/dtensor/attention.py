@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.policy.workers.microbatches import packed_model_inputs
 from nemo_rl.utils.errors import ConfigError
 
 VARLEN_ATTENTION = "nemo_rl_varlen"
@@ -135,6 +135,9 @@ def _flash_segments(
     max_length: int | None,
 ) -> Tensor:
     """`[T, H, D]` attention of all segments in one flash-attention call."""
+    # Imported with the first call: it brings torch's compiler along, two seconds that a CPU run does without.
+    from torch.nn.attention.varlen import varlen_attn
+
     longest = max_length if max_length is not None else int(cu_seq_lens.diff().max())
     left = -1 if window is None or window >= longest else window - 1
     out = varlen_attn(
@@ -163,30 +166,6 @@ def register_varlen_attention() -> str:
     AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)
     AttentionMaskInterface.register(VARLEN_ATTENTION, _no_mask)
     return VARLEN_ATTENTION
-
-
-def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
-    """Lay 1-D token tensors end to end as the model's keyword arguments.
-
-    Args:
-        segments: non-empty 1-D int64 tensors on one device.
-
-    Returns:
-        `input_ids [1, N]`, `position_ids [1, N]` restarting at 0 in each segment, `cu_seq_lens_q` and
-        `cu_seq_lens_k` `[S + 1]` int32, `max_length_q` and `max_length_k` ints.
-    """
-    device = segments[0].device
-    lengths = [len(segment) for segment in segments]
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    return {
-        "input_ids": torch.cat(segments)[None],
-        "position_ids": positions[None],
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-    }
 
 
 def _logits(model: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:

@@ -31,11 +31,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.policy.interfaces import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MODEL_FOLDER = "model"
 MAX_FILE_BYTES = 5 * 1024**3
 
 

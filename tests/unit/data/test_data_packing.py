@@ -146,9 +146,11 @@ def test_plan_laws(lengths, num_shards, strategy):
     assert plan == plan_microbatches(lengths, num_shards, strategy)
 
 
-def test_fixed_size_keeps_contiguous_shards():
-    plan = plan_microbatches([9] * 8, 2, FixedSize(2))
-    assert plan.shards == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+def test_fixed_size_puts_similar_lengths_together_and_deals_them_evenly():
+    plan = plan_microbatches([9, 2, 8, 3, 1, 6, 7, 1], 2, FixedSize(2))
+    assert plan.shards == [[[0, 2], [4, 7]], [[6, 5], [3, 1]]]
+    pairs = plan_microbatches([1, 2, 9, 1, 2, 2, 1, 8], 1, FixedSize(4), group_size=2)
+    assert pairs.shards == [[[2, 3, 6, 7], [0, 1, 4, 5]]]
 
 
 def test_fixed_size_names_the_nearest_sizes():

@@ -1,0 +1,248 @@
+"""The ruler of the benchmarks: TRL's environment, one side's run as a child process, its memory and its clock.
+
+Used by `grpo_vs_trl` and `supervised_vs_trl`. Law: both sides are measured with the same ruler, and never at the
+same time. All clocks are this process's: a step is over when its line appears in the side's metrics file.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / ".bench"
+TRL_PACKAGES = (
+    "trl==1.16.0",
+    "transformers==5.19.0",
+    "torch==2.13.0",
+    "accelerate==1.15.0",
+    "datasets==5.2.0",
+)
+WARM_UP_STEPS = 5
+MEMORY_PERIOD_S = 0.25
+PSS_EVERY = 8
+POLL_PERIOD_S = 0.02
+RUN_LIMIT_S = 1800
+
+
+@dataclass
+class Step:
+    """One step of one side, and when it was over; each benchmark adds what the side said about it.
+
+    Attributes:
+        seen_at_s: seconds since the side's process was started.
+        cpu_s: processor seconds that the side's processes had used by then.
+    """
+
+    seen_at_s: float = field(default=0.0, kw_only=True)
+    cpu_s: float = field(default=0.0, kw_only=True)
+
+
+@dataclass
+class Run[StepT: Step]:
+    """One side's run.
+
+    Attributes:
+        steps: in order.
+        peak_rss_mb: largest sum of resident memory over the process tree; pages that processes share
+            count once for each.
+        peak_pss_mb: the same with shared pages divided among their users.
+    """
+
+    steps: list[StepT] = field(default_factory=list)
+    peak_rss_mb: float = 0.0
+    peak_pss_mb: float = 0.0
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Seconds from one step's end to the next, without the warm-up."""
+        return differences([step.seen_at_s for step in self.steps[WARM_UP_STEPS - 1 :]])
+
+    @property
+    def step_cpu_seconds(self) -> list[float]:
+        """Processor seconds from one step's end to the next, without the warm-up."""
+        return differences([step.cpu_s for step in self.steps[WARM_UP_STEPS - 1 :]])
+
+    @property
+    def measured(self) -> list[StepT]:
+        """The steps that `step_seconds` covers."""
+        return self.steps[WARM_UP_STEPS:]
+
+
+def differences(values: list[float]) -> list[float]:
+    """Each value less the one before."""
+    return [later - earlier for earlier, later in zip(values, values[1:], strict=False)]
+
+
+def tree_of(root: int) -> list[int]:
+    """Process ids of `root` and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    found, waiting = [], [root]
+    while waiting:
+        found.append(waiting.pop())
+        waiting += children.get(found[-1], [])
+    return found
+
+
+def rss_mb(pids: list[int]) -> float:
+    """Sum of the resident memory of some processes; those that have ended count as nothing."""
+    pages = 0
+    for pid in pids:
+        try:
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except OSError:
+            continue
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def pss_mb(pids: list[int]) -> float:
+    """Sum of the proportional memory of some processes; dear, the kernel walks all their pages."""
+    kilobytes = 0
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        kilobytes += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return kilobytes / 1024
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """Processor time of some processes and of their children that have ended."""
+    ticks = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        ticks += sum(int(value) for value in fields[11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def run_side[StepT: Step](
+    command: list[str], metrics: Path, read: Callable[[Iterator[str]], Iterator[StepT]], log: Path, threads: int
+) -> Run[StepT]:
+    """Start one side, watch it to its end, and report.
+
+    Args:
+        command: what to start.
+        metrics: the JSONL file it writes.
+        read: turns the file's lines, as they come, into steps.
+        log: where its output goes.
+        threads: processors it may use.
+
+    Raises:
+        SystemExit: it failed or took longer than `RUN_LIMIT_S`.
+    """
+    run: Run[StepT] = Run()
+    processors = sorted(os.sched_getaffinity(0))[:threads]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    started = time.perf_counter()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, processors),
+        )
+        watcher = threading.Thread(target=watch_memory, args=(process, run), daemon=True)
+        watcher.start()
+        try:
+            for step in read(follow(metrics, process, started)):
+                step.seen_at_s = time.perf_counter() - started
+                step.cpu_s = cpu_seconds(tree_of(process.pid))
+                run.steps.append(step)
+            process.wait(RUN_LIMIT_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+            watcher.join()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command[:3])} ended with status {process.returncode}; see {log}.")
+    return run
+
+
+def follow(path: Path, process: subprocess.Popen[bytes], started: float) -> Iterator[str]:
+    """Lines of a file as they are written, until the process has ended."""
+    while not path.exists() and process.poll() is None:
+        time.sleep(POLL_PERIOD_S)
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        rest = ""
+        while True:
+            is_over = process.poll() is not None
+            rest += file.read()
+            *lines, rest = rest.split("\n")
+            yield from lines
+            if is_over:
+                return
+            if time.perf_counter() - started > RUN_LIMIT_S:
+                raise SystemExit(f"No end after {RUN_LIMIT_S} s.")
+            time.sleep(POLL_PERIOD_S)
+
+
+def watch_memory[StepT: Step](process: subprocess.Popen[bytes], run: Run[StepT]) -> None:
+    """Sample the tree's memory until the process ends."""
+    num_samples = 0
+    while process.poll() is None:
+        pids = tree_of(process.pid)
+        run.peak_rss_mb = max(run.peak_rss_mb, rss_mb(pids))
+        if num_samples % PSS_EVERY == 0:
+            run.peak_pss_mb = max(run.peak_pss_mb, pss_mb(pids))
+        num_samples += 1
+        time.sleep(MEMORY_PERIOD_S)
+
+
+def trl_python() -> Path:
+    """The Python of TRL's environment, which is made on first use."""
+    environment = BENCH / TRL_PACKAGES[0].replace("==", "-")
+    python = environment / "bin" / "python"
+    marker = environment / "installed.txt"
+    if not marker.exists() or marker.read_text().split() != list(TRL_PACKAGES):
+        logger.info("Installing %s into %s ...", TRL_PACKAGES[0], environment)
+        subprocess.run(["uv", "venv", "--quiet", "--clear", "--python", "3.12", str(environment)], check=True)
+        install = ["uv", "pip", "install", "--quiet", "--compile-bytecode", "--python", str(python)]
+        subprocess.run([*install, *TRL_PACKAGES], check=True)
+        marker.write_text("\n".join(TRL_PACKAGES))
+    return python
+
+
+def show(value: float | None) -> str:
+    """A figure with three significant digits."""
+    if value is None:
+        return "not reached"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def ratio(ours: float | None, theirs: float | None) -> str:
+    """Ours over TRL's."""
+    return "" if ours is None or theirs is None else f"{ours / theirs:.2f}"
+
+
+def prepare() -> None:
+    """Make the folder that everything goes to, unseen by git, and TRL's environment in it."""
+    BENCH.mkdir(exist_ok=True)
+    (BENCH / ".gitignore").write_text("*\n")
+    trl_python()

@@ -1,0 +1,362 @@
+"""Measure SFT, DPO and reward-model training here and in TRL, in turns, on the same model and rows.
+
+    uv run python tools/benchmarks/supervised_vs_trl.py [--cases sft_padded dpo] [--repeats 3]
+
+Generates the rows, tokenises them once with this library and gives TRL the token ids, runs both sides as child
+processes on the same processors, and prints a Markdown table for each case. Finished runs are kept in the file
+`--results`, so that a long measurement can be made in pieces. Law: both sides see the same tokens in the same
+order, and the table says by how much their losses of the first steps differ.
+"""
+
+import argparse
+import json
+import logging
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from side_by_side import BENCH, WARM_UP_STEPS, Run, Step, prepare, ratio, run_side, show, trl_python
+
+logger = logging.getLogger("supervised_vs_trl")
+
+SEED = 7
+MEDIAN_WORDS = 10
+MAX_TOKENS = 400
+MIN_TOKENS = 20
+ROWS_PER_STEP = 64
+"""Rows of one optimizer update; 32 pairs."""
+ROWS_PER_MICROBATCH = 8
+TOKENS_PER_MICROBATCH = ROWS_PER_MICROBATCH * MAX_TOKENS
+PACKED_ROWS_PER_STEP = 3
+"""Packed rows of one of TRL's updates: as many tokens as 64 rows have."""
+LEARNING_RATE = 1e-4
+BETA = 0.1
+COMPARED_STEPS = 5
+SIDES = ("nemo_rl", "TRL")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        algorithm: sft, dpo or rm: the example script and the trainer.
+        packed: rows laid end to end instead of padded.
+    """
+
+    algorithm: str
+    packed: bool = False
+
+
+CASES = {
+    "sft_padded": Case("sft"),
+    "sft_packed": Case("sft", packed=True),
+    "dpo": Case("dpo"),
+    "rm": Case("rm"),
+}
+
+
+@dataclass
+class TrainingStep(Step):
+    """What one side said about one step.
+
+    Attributes:
+        loss: of the step's batch, before the update.
+        tokens: real tokens of the batch; padding does not count.
+    """
+
+    loss: float
+    tokens: float
+
+
+type TrainingRun = Run[TrainingStep]
+
+
+def make_words(rng: random.Random) -> list[str]:
+    """A vocabulary of made-up words, 2 to 9 letters."""
+    letters = "etaoinshrdlucmfwypvbgk"
+    return ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(500)]
+
+
+def make_text(words: list[str], rng: random.Random, median: float) -> str:
+    """Words in a row, log-normally many."""
+    count = max(2, round(rng.lognormvariate(0.0, 0.8) * median))
+    return " ".join(rng.choices(words, k=count))
+
+
+def conversation_rows(num_rows: int) -> Iterator[dict[str, Any]]:
+    """Rows for SFT: a question and an answer, `MIN_TOKENS` to `MAX_TOKENS` tokens together."""
+    rng = random.Random(SEED)
+    words = make_words(rng)
+    while num_rows:
+        question, answer = make_text(words, rng, MEDIAN_WORDS / 2), make_text(words, rng, MEDIAN_WORDS)
+        if not MIN_TOKENS <= len(question) + len(answer) + 40 <= MAX_TOKENS:
+            continue
+        num_rows -= 1
+        yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def pair_rows(num_rows: int) -> Iterator[dict[str, Any]]:
+    """Rows for DPO and reward models: a question, a preferred and another answer."""
+    rng = random.Random(SEED)
+    words = make_words(rng)
+    while num_rows:
+        question = make_text(words, rng, MEDIAN_WORDS / 2)
+        answers = [make_text(words, rng, MEDIAN_WORDS) for _ in range(2)]
+        lengths = [len(question) + len(answer) + 40 for answer in answers]
+        if not MIN_TOKENS <= min(lengths) <= max(lengths) <= MAX_TOKENS:
+            continue
+        num_rows -= 1
+        yield {"prompt": question, "chosen": answers[0], "rejected": answers[1]}
+
+
+def make_model(algorithm: str) -> Path:
+    """The folder of a Qwen2 of 3 million parameters with random weights; with a scalar head for reward models."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from nemo_rl.models.huggingface.tiny import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
+
+    folder = BENCH / f"random-3m-{'scores' if algorithm == 'rm' else 'text'}"
+    if (folder / "model.safetensors").exists():
+        return folder
+    shape = TinyShape(hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4)
+    tokenizer, model = make_char_tokenizer(), make_tiny_model("qwen2", shape)
+    save_tiny_checkpoint(folder, model, tokenizer)
+    if algorithm == "rm":
+        torch.manual_seed(SEED)
+        scorer = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        scorer.save_pretrained(folder)
+    return folder
+
+
+def write_rows(algorithm: str, model: Path, num_rows: int) -> tuple[Path, Path]:
+    """The rows as text for this library, and as token ids for TRL."""
+    text = BENCH / f"{algorithm}-{num_rows}.jsonl"
+    tokens = text.with_suffix(".tokens.jsonl")
+    make = conversation_rows if algorithm == "sft" else pair_rows
+    text.write_text("".join(json.dumps(row) + "\n" for row in make(num_rows)), encoding="utf-8")
+    rows = tokenised(algorithm, model, text)
+    tokens.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return text, tokens
+
+
+def tokenised(algorithm: str, model: Path, text: Path) -> Iterator[dict[str, list[int]]]:
+    """What this library's own data room makes of the rows, in the columns that TRL's trainers take."""
+    from nemo_rl.config import DatasetConfig, SupervisedDataConfig, TokenizerConfig
+    from nemo_rl.data.collate_fn import preference_collate_fn, sft_collate_fn
+    from nemo_rl.data.datasets.setup_supervised import setup_preference_data, setup_sft_data
+    from nemo_rl.data.tokenizer import get_tokenizer
+
+    tokenizer = get_tokenizer(TokenizerConfig(name=str(model), chat_template=None))
+    entry = {key.rpartition(".")[2]: value for key, value in data_overrides(algorithm, text).items()}
+    config = SupervisedDataConfig(train=DatasetConfig(**entry), max_input_seq_length=MAX_TOKENS)
+    setup = setup_sft_data if algorithm == "sft" else setup_preference_data
+    collate = partial(sft_collate_fn) if algorithm == "sft" else partial(preference_collate_fn, add_loss_mask=True)
+    data = setup(tokenizer, config).train
+    for index in range(len(data)):
+        batch = collate([data[index]], tokenizer=tokenizer, make_sequence_length_divisible_by=1)
+        lengths = batch["input_lengths"].tolist()
+        ids = [row[:length].tolist() for row, length in zip(batch["input_ids"], lengths, strict=True)]
+        masks = [row[:length].long().tolist() for row, length in zip(batch["token_mask"], lengths, strict=True)]
+        if algorithm == "sft":
+            yield {"input_ids": ids[0], "completion_mask": masks[0]}
+        elif algorithm == "rm":
+            yield {"chosen_ids": ids[0], "rejected_ids": ids[1]}
+        else:
+            start = masks[0].index(1)
+            yield {"prompt_ids": ids[0][:start], "chosen_ids": ids[0][start:], "rejected_ids": ids[1][start:]}
+
+
+def data_overrides(algorithm: str, text: Path) -> dict[str, Any]:
+    """The entry `data.train` of the rows."""
+    name = "openai_format" if algorithm == "sft" else "BinaryPreferenceDataset"
+    return {"data.train.dataset_name": name, "data.train.data_path": str(text)}
+
+
+def own_overrides(case: Case, model: Path, text: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """This library's settings, without what the other side does not do either."""
+    units = 1 if case.algorithm == "sft" else 2
+    return {
+        **data_overrides(case.algorithm, text),
+        "data.train.num_samples": "null",
+        "data.validation": "null",
+        "data.shuffle": "false",
+        "policy.model_name": model,
+        "policy.max_total_sequence_length": MAX_TOKENS,
+        "policy.train_global_batch_size": ROWS_PER_STEP // units,
+        "policy.train_micro_batch_size": ROWS_PER_MICROBATCH // units,
+        "policy.logprob_batch_size": ROWS_PER_MICROBATCH,
+        "policy.sequence_packing.enabled": str(case.packed).lower(),
+        "policy.sequence_packing.train_mb_tokens": TOKENS_PER_MICROBATCH,
+        "policy.sequence_packing.logprob_mb_tokens": TOKENS_PER_MICROBATCH,
+        "policy.max_grad_norm": 1.0,
+        "policy.scheduler": "null",
+        "policy.optimizer.kwargs.lr": LEARNING_RATE,
+        "policy.optimizer.kwargs.weight_decay": 0.0,
+        "policy.optimizer.kwargs.betas": "[0.9,0.999]",
+        "policy.optimizer.kwargs.eps": 1e-8,
+        f"{case.algorithm}.max_num_steps": arguments.steps,
+        f"{case.algorithm}.max_num_epochs": 1,
+        f"{case.algorithm}.val_period": 0,
+        f"{case.algorithm}.val_at_start": "false",
+        f"{case.algorithm}.val_at_end": "false",
+        **({"dpo.reference_policy_kl_penalty": BETA} if case.algorithm == "dpo" else {}),
+        "checkpointing.enabled": "false",
+        "logger.log_dir": folder / "logs",
+        "logger.tensorboard_enabled": "false",
+        "cluster.threads_per_rank": arguments.threads,
+    }
+
+
+def run_own(case: Case, folder: Path, arguments: argparse.Namespace) -> TrainingRun:
+    """This library."""
+    model = make_model(case.algorithm)
+    text, _ = write_rows(case.algorithm, model, num_data_rows(case, arguments.steps))
+    config = f"examples/configs/{case.algorithm}_cpu.yaml"
+    command = [sys.executable, f"examples/run_{case.algorithm}.py", "--config", config]
+    overrides = own_overrides(case, model, text, folder, arguments)
+    command += [f"{key}={value}" for key, value in overrides.items()] + arguments.override
+    metrics = folder / "logs" / "exp_001" / "metrics.jsonl"
+    return run_side(command, metrics, read_own, folder / "own.log", arguments.threads)
+
+
+def run_trl(case: Case, folder: Path, arguments: argparse.Namespace) -> TrainingRun:
+    """TRL, with the settings of `trl_supervised.py`."""
+    model = make_model(case.algorithm)
+    _, tokens = write_rows(case.algorithm, model, num_data_rows(case, arguments.steps))
+    metrics = folder / "trl.jsonl"
+    command = [str(trl_python()), "tools/benchmarks/trl_supervised.py", "--algorithm", case.algorithm]
+    command += ["--model", str(model), "--rows", str(tokens), "--metrics", str(metrics)]
+    command += ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
+    command += ["--learning-rate", str(LEARNING_RATE), "--beta", str(BETA)]
+    units = 1 if case.algorithm == "sft" else 2
+    if case.packed:
+        command += ["--packed-tokens", str(TOKENS_PER_MICROBATCH), "--microbatch", "1"]
+        command += ["--accumulate", str(PACKED_ROWS_PER_STEP)]
+    else:
+        command += ["--microbatch", str(ROWS_PER_MICROBATCH // units)]
+        command += ["--accumulate", str(ROWS_PER_STEP // ROWS_PER_MICROBATCH)]
+    return run_side(command, metrics, read_trl, folder / "trl.log", arguments.threads)
+
+
+def num_data_rows(case: Case, steps: int) -> int:
+    """Rows of the data set: one epoch, and some more for TRL's packing, whose steps differ a little in size."""
+    units = 1 if case.algorithm == "sft" else 2
+    return (steps + 5) * ROWS_PER_STEP // units
+
+
+def read_own(lines: Iterator[str]) -> Iterator[TrainingStep]:
+    """Steps from this library's metrics.jsonl: a step is over with its `timing/train` line."""
+    loss, tokens = 0.0, 0.0
+    for line in lines:
+        row = json.loads(line)
+        values = row["metrics"]
+        if row["prefix"] == "train":
+            loss, tokens = values["loss"], values["total_num_tokens"]
+        elif row["prefix"] == "timing/train":
+            yield TrainingStep(loss, tokens)
+
+
+def read_trl(lines: Iterator[str]) -> Iterator[TrainingStep]:
+    """Steps from the file that `trl_supervised.py` writes."""
+    before = 0.0
+    for line in lines:
+        row = json.loads(line)
+        yield TrainingStep(row["loss"], row["num_tokens_so_far"] - before)
+        before = row["num_tokens_so_far"]
+
+
+def tokens_per_second(run: TrainingRun) -> float:
+    """Real tokens of the measured steps by their seconds."""
+    return sum(step.tokens for step in run.measured) / sum(run.step_seconds)
+
+
+def tokens_per_cpu_second(run: TrainingRun) -> float:
+    """Real tokens of the measured steps by the processor seconds of all processes."""
+    return sum(step.tokens for step in run.measured) / sum(run.step_cpu_seconds)
+
+
+FIGURES: dict[str, Callable[[TrainingRun], float]] = {
+    "trained tokens/s": tokens_per_second,
+    "trained tokens per processor second": tokens_per_cpu_second,
+    "seconds per step, median": lambda run: statistics.median(run.step_seconds),
+    "tokens per step, mean": lambda run: statistics.mean(step.tokens for step in run.measured),
+    "peak memory, sum of RSS, MB": lambda run: run.peak_rss_mb,
+    "peak memory, sum of PSS, MB": lambda run: run.peak_pss_mb,
+    "seconds to the end of the first step": lambda run: run.steps[0].seen_at_s,
+    "loss of the first step": lambda run: run.steps[0].loss,
+    "loss of the last step": lambda run: run.steps[-1].loss,
+}
+
+
+def table(name: str, own: list[TrainingRun], trl: list[TrainingRun]) -> str:
+    """Medians over the runs of each side as Markdown; ratios are ours over TRL's."""
+    lines = [f"### {name}: {len(own)} and {len(trl)} runs of {len(own[0].steps)} steps", ""]
+    lines += ["| | nemo_rl | TRL | ratio |", "|---|---:|---:|---:|"]
+    for label, figure in FIGURES.items():
+        ours, theirs = (statistics.median(map(figure, runs)) for runs in (own, trl))
+        lines.append(f"| {label} | {show(ours)} | {show(theirs)} | {ratio(ours, theirs)} |")
+    gap = max(
+        abs(ours.loss - theirs.loss)
+        for ours, theirs in zip(own[0].steps[:COMPARED_STEPS], trl[0].steps[:COMPARED_STEPS], strict=True)
+    )
+    lines.append(f"| largest difference of the losses of {COMPARED_STEPS} steps | {gap:.1e} | | |")
+    return "\n".join(lines)
+
+
+def load_results(path: Path) -> dict[str, dict[str, list[TrainingRun]]]:
+    """Stored runs by case and side."""
+    found: dict[str, dict[str, list[TrainingRun]]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        row = json.loads(line)
+        steps = [TrainingStep(**step) for step in row["run"].pop("steps")]
+        found.setdefault(row["case"], {}).setdefault(row["side"], []).append(Run(steps, **row["run"]))
+    return found
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), help="what to run")
+    parser.add_argument("--steps", type=int, default=25, help="optimizer updates of each run")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each side, in turns")
+    parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=list(SIDES))
+    parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads of each side")
+    parser.add_argument("--results", type=Path, default=BENCH / "supervised.jsonl", help="where runs are kept")
+    parser.add_argument("--override", nargs="*", default=[], help="further key=value of this library's configuration")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run what was asked for and print the tables of all that is stored."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    arguments = parse_arguments()
+    if arguments.steps <= WARM_UP_STEPS:
+        raise SystemExit(f"--steps: {arguments.steps} leaves nothing after {WARM_UP_STEPS} steps of warm-up.")
+    prepare()
+    runners = {"nemo_rl": run_own, "TRL": run_trl}
+    for number in range(arguments.repeats):
+        for name in arguments.cases:
+            for side in arguments.sides if number % 2 == 0 else reversed(arguments.sides):
+                folder = BENCH / "runs" / f"{name}-{side}-{int(time.time())}"
+                folder.mkdir(parents=True)
+                logger.info("%s, %s, load average %.1f %.1f %.1f", name, side, *os.getloadavg())
+                run = runners[side](CASES[name], folder, arguments)
+                logger.info("%s, %s: %.0f tokens/s", name, side, tokens_per_second(run))
+                with arguments.results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"case": name, "side": side, "run": asdict(run)}) + "\n")
+    for name, sides in load_results(arguments.results).items():
+        if len(sides) == len(SIDES):
+            print(table(name, sides["nemo_rl"], sides["TRL"]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
