@@ -60,7 +60,8 @@ def check_teacher_fits(config: DistillationMasterConfig, tokenizer: TokenizerTyp
         ConfigError: they differ, or k is larger than the vocabulary.
     """
     student, teacher = config.policy, config.teacher
-    compare_vocabularies(tokenizer, get_tokenizer(teacher.tokenizer), student.model_name, teacher.model_name)
+    other = get_tokenizer(teacher.tokenizer, section="teacher")
+    compare_vocabularies(tokenizer, other, student.model_name, teacher.model_name)
     num_student, num_teacher = _vocab_size(student, "policy"), _vocab_size(teacher, "teacher")
     num_usable, k = min(num_student, num_teacher), config.distillation.topk_logits_k
     if k > num_usable:
@@ -82,7 +83,7 @@ def check_vocab_equality(tokenizer: TokenizerType, student_model_name: str, teac
     Raises:
         ConfigError: the vocabularies differ, or the teacher has no tokenizer.
     """
-    other = get_tokenizer(TokenizerConfig.build(name=teacher_model_name))
+    other = get_tokenizer(TokenizerConfig.build(name=teacher_model_name), section="teacher")
     compare_vocabularies(tokenizer, other, student_model_name, teacher_model_name)
 
 

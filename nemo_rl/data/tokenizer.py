@@ -29,7 +29,9 @@ class TokenizerSettings(Protocol):
     chat_template_kwargs: dict[str, Any] | None
 
 
-def get_tokenizer(tokenizer_config: TokenizerSettings, *, trust_remote_code: bool = False) -> TokenizerType:
+def get_tokenizer(
+    tokenizer_config: TokenizerSettings, *, trust_remote_code: bool = False, section: str = "policy"
+) -> TokenizerType:
     """Load the tokenizer and set its chat template and pad token.
 
     Args:
@@ -38,12 +40,13 @@ def get_tokenizer(tokenizer_config: TokenizerSettings, *, trust_remote_code: boo
             template text. `chat_template_kwargs` are given to every `apply_chat_template` call;
             a call's own arguments win.
         trust_remote_code: Run tokenizer code that comes with the model.
+        section: Section of the configuration that names the model, for messages.
 
     Raises:
         ConfigError: The tokenizer or the template file cannot be loaded, or there is neither a
             pad nor an end-of-sequence token.
     """
-    tokenizer = _load(tokenizer_config.name, trust_remote_code)
+    tokenizer = _load(tokenizer_config.name, trust_remote_code, section)
     _set_chat_template(tokenizer, tokenizer_config.chat_template, tokenizer_config.name)
     if tokenizer_config.chat_template_kwargs:
         _bind_template_kwargs(tokenizer, tokenizer_config.chat_template_kwargs)
@@ -51,13 +54,13 @@ def get_tokenizer(tokenizer_config: TokenizerSettings, *, trust_remote_code: boo
     return tokenizer
 
 
-def _load(name: str, trust_remote_code: bool) -> TokenizerType:
+def _load(name: str, trust_remote_code: bool, section: str) -> TokenizerType:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         place = "folder" if Path(name).expanduser().is_dir() else "local folder or hub id"
         raise ConfigError(
-            f"policy.tokenizer.name={name!r}: no tokenizer could be loaded from this {place}. "
+            f"{section}.tokenizer.name={name!r}: no tokenizer could be loaded from this {place}. "
             f"It needs tokenizer.json, or vocabulary files with tokenizer_config.json. "
             f"The loader said: {error}"
         ) from error

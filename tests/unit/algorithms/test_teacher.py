@@ -65,7 +65,7 @@ def test_the_shipped_teacher_fits_and_k_is_bounded() -> None:
 def test_a_teacher_without_files_is_named(tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     config = config_with(f"teacher.model_name={tmp_path}/empty")
-    with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
+    with pytest.raises(ConfigError, match=r"teacher\.tokenizer\.name=.*no tokenizer could be loaded"):
         check_teacher_fits(config, get_tokenizer(config.policy.tokenizer))
     config.teacher.tokenizer.name = config.policy.model_name
     with pytest.raises(ConfigError, match=r"teacher\.model_name=.*empty"):
