@@ -5,7 +5,7 @@
 
 The folder loads with `transformers` and vLLM. The adapter may be of this library (a step folder) or of PEFT; it
 names its base model itself. --verify reloads the folder and compares log-probabilities with base and adapter
-computed side by side; the exit status is 1 when float32 weights differ by more than 1e-5.
+computed side by side; the exit status is 1 when float32 weights differ by more than 1e-4.
 """
 
 import argparse

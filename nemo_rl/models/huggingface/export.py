@@ -47,17 +47,19 @@ class ExportCheck:
     Attributes:
         max_difference: largest absolute difference of a log-probability (a score, in reward models).
         num_values: log-probabilities or scores compared.
+        tolerance: largest difference that rounding in float32 explains.
     """
 
     max_difference: float
     num_values: int
+    tolerance: float = VERIFY_TOLERANCE
 
     def __str__(self) -> str:
         return f"Largest difference of {self.num_values} log-probabilities: {self.max_difference:.3g}"
 
     def holds_for(self, dtype: str | None) -> bool:
         """Whether the export is the trained model; weights rounded to fewer bits may differ by any amount."""
-        return dtype in ("bfloat16", "float16") or self.max_difference <= VERIFY_TOLERANCE
+        return dtype in ("bfloat16", "float16") or self.max_difference <= self.tolerance
 
 
 def find_weights(path: str | Path) -> Path:
