@@ -94,9 +94,13 @@ def merge_with_override(base_config: DictConfig, override_config: DictConfig) ->
 
 def _drop_replaced(base: Any, child: Any) -> None:
     for key, value in child.items():
+        below = base.get(key) if isinstance(base, dict) else None
+        if isinstance(base, dict) and {type(below), type(value)} == {dict, list}:
+            # OmegaConf merges neither into the other.
+            del base[key]
+            below = None
         if not isinstance(value, dict):
             continue
-        below = base.get(key) if isinstance(base, dict) else None
         if value.pop(OVERRIDE_MARKER, False) is True and isinstance(base, dict):
             base.pop(key, None)
             below = None

@@ -30,6 +30,12 @@ def test_parents_merge_left_to_right_and_the_child_wins(write_yaml) -> None:
     }
 
 
+def test_a_list_and_a_mapping_replace_each_other(write_yaml) -> None:
+    write_yaml("a.yaml", {"policy": {"scheduler": [{"name": "x"}], "one": {"k": 1}}})
+    child = write_yaml("c.yaml", {"defaults": "a.yaml", "policy": {"scheduler": {"name": "y"}, "one": [2]}})
+    assert plain(load_config(child)) == {"policy": {"scheduler": {"name": "y"}, "one": [2]}}
+
+
 def test_each_level_is_relative_to_its_own_folder(write_yaml) -> None:
     write_yaml("base/deep/root.yaml", {"v": "root", "w": 1})
     write_yaml("base/mid.yaml", {"defaults": "deep/root.yaml", "v": "mid"})
