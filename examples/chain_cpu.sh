@@ -22,19 +22,19 @@ python examples/run_eval.py --config examples/configs/evals/eval_cpu.yaml eval.s
 say "1. SFT: answers that write the sum out"
 python examples/run_sft.py --config examples/configs/sft_cpu.yaml \
   "data.train={dataset_name: openai_format, data_path: $work/data/chats.jsonl, split_validation_size: 0.05}" \
-  data.validation=null sft.max_num_steps=16 sft.val_period=16 policy.optimizer.kwargs.lr=1e-4 \
+  data.validation=null sft.max_num_steps=8 sft.val_period=8 policy.optimizer.kwargs.lr=1e-5 \
   checkpointing.checkpoint_dir="$work/sft" logger.log_dir="$work/sft/logs"
 python examples/converters/convert_dcp_to_hf.py \
-  --dcp-ckpt-path "$work/sft/step_16" --hf-ckpt-path "$work/sft_hf" --verify
+  --dcp-ckpt-path "$work/sft/step_8" --hf-ckpt-path "$work/sft_hf" --verify
 python examples/chain_check.py validation/val_loss falls "$work/sft/logs"
 
 say "2. DPO: rather the right carry than the wrong one"
 python examples/run_dpo.py --config examples/configs/dpo_cpu.yaml policy.model_name="$work/sft_hf" \
   "data.train={dataset_name: BinaryPreferenceDataset, data_path: $work/data/pairs.jsonl, split_validation_size: 0.05}" \
-  data.validation=null dpo.max_num_steps=16 dpo.val_period=16 policy.optimizer.kwargs.lr=5e-5 \
+  data.validation=null dpo.max_num_steps=12 dpo.val_period=12 policy.optimizer.kwargs.lr=1e-5 \
   checkpointing.checkpoint_dir="$work/dpo" logger.log_dir="$work/dpo/logs"
 python examples/converters/convert_dcp_to_hf.py \
-  --dcp-ckpt-path "$work/dpo/step_16" --hf-ckpt-path "$work/dpo_hf" --verify
+  --dcp-ckpt-path "$work/dpo/step_12" --hf-ckpt-path "$work/dpo_hf" --verify
 python examples/chain_check.py validation/rewards_margin_mean rises "$work/dpo/logs"
 python examples/chain_check.py validation/accuracy rises "$work/dpo/logs"
 
@@ -54,10 +54,13 @@ say "5. the same model in transformers"
 python - "$work/hf" <<'PYTHON'
 import sys
 
-from transformers import pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-answer = pipeline("text-generation", model=sys.argv[1], max_new_tokens=48, do_sample=False)
-print("   ", answer([{"role": "user", "content": "37+85="}])[0]["generated_text"][-1]["content"])
+tokenizer, model = (kind.from_pretrained(sys.argv[1]) for kind in (AutoTokenizer, AutoModelForCausalLM))
+chat = [{"role": "user", "content": "37+85="}]
+prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+output = model.generate(**prompt, max_new_tokens=48, do_sample=False)
+print("   ", tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 PYTHON
 
 say "6. how good is it now?"

@@ -5,12 +5,13 @@ defaults that fit one batch at a time. Law: what is started here ends with `shut
 Python process.
 """
 
+import os
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 from nemo_rl.algorithms.workers import make_clusters
-from nemo_rl.config import ClusterConfig, PolicyConfig, find_path
+from nemo_rl.config import ClusterConfig, PolicyConfig, count_gpus, find_path
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
@@ -94,8 +95,7 @@ def open_policy(
             for example `dtensor_cfg={"lora_cfg": {"enabled": True}}`.
 
     Raises:
-        ConfigError: a key is unknown or out of range, or the model cannot be found.
-        ResourceInsufficientError: the machine has fewer GPUs.
+        ConfigError: a key is unknown or out of range, the model cannot be found, or there are fewer GPUs.
 
     Example:
         >>> with open_policy("Qwen/Qwen2.5-0.5B-Instruct", device="cpu", learning_rate=1e-5) as policy:
@@ -103,9 +103,22 @@ def open_policy(
     """
     config = _policy_config(model_name, learning_rate, policy_keys)
     cluster = ClusterConfig.build(device=device, gpus_per_node=ranks, ranks_per_node=ranks)
+    _require_gpus(cluster)
     if "precision" not in policy_keys and not cluster.uses_gpu:
         config.precision = "float32"
     return OpenPolicy(config, cluster, seed)
+
+
+def _require_gpus(cluster: ClusterConfig) -> None:
+    """As `config.check_device`, in the words of `open_policy`."""
+    if not cluster.uses_gpu or os.environ.get("RAY_ADDRESS"):
+        return
+    found = count_gpus()
+    if found < cluster.gpus_per_node:
+        raise ConfigError(
+            f"device={cluster.device!r} with ranks={cluster.gpus_per_node} needs as many GPUs, and this machine shows "
+            f"{found}. Use fewer ranks or device='cpu', or set RAY_ADDRESS to join a cluster that has them."
+        )
 
 
 def _policy_config(model_name: str, learning_rate: float | None, policy_keys: dict[str, Any]) -> PolicyConfig:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from example_runs import StartExample, killed_and_resumed
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ LORA = (
     "grpo.val_period=2",
     "loss_fn.reference_policy_kl_penalty=0.01",
     "checkpointing.save_period=4",
+    "checkpointing.save_consolidated=true",
 )
 
 
@@ -31,5 +33,6 @@ def test_grpo_with_lora_learns_and_resumes_bit_for_bit(start_example: StartExamp
     assert expected["train", 8, "kl_penalty"] > 1e-5
 
     weights = tmp_path / "checkpoints/step_8/policy/weights"
-    AutoModelForCausalLM.from_pretrained(weights / "model")
+    merged, handed_on = (AutoModelForCausalLM.from_pretrained(weights / f) for f in ("model", "model/consolidated"))
+    assert all(torch.equal(merged.get_parameter(name), tensor) for name, tensor in handed_on.named_parameters())
     assert json.loads((weights / "adapter/adapter_config.json").read_text())["r"] == 16

@@ -53,6 +53,7 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 
 PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
+    "nemo_rl": ("LossInputType", "LossType", "chat_batch", "check_invariance", "open_policy", "token_loss"),
     "nemo_rl.algorithms.advantage_estimator": ("GRPOAdvantageEstimator", "GDPOAdvantageEstimator"),
     "nemo_rl.algorithms.distillation": ("DistillationConfig", "MasterConfig", "check_vocab_equality"),
     "nemo_rl.algorithms.grpo": (),

@@ -166,3 +166,17 @@ def test_named_validation_sets_have_a_prefix_of_their_own(tmp_path: Path) -> Non
     logged = {(row["prefix"], name): value for row in rows for name, value in row["metrics"].items()}
     assert logged["validation-easy_set", "loss"] == 3.0
     assert logged["validation", "env/loss"] == 2.0
+
+
+def test_a_folder_to_hand_on_is_written_when_it_is_asked_for(tmp_path: Path) -> None:
+    asked = []
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(2, save_period=1), data)
+    session._parts.policy.save_checkpoint = lambda weights, optimizer, tokenizer, consolidated: asked.append(
+        consolidated
+    )
+    train(session, data)
+    session._parts.save_consolidated = True
+    session._cadence = Cadence(3, save_period=1)
+    train(session, data)
+    assert asked == [False, False, True]
