@@ -3,8 +3,8 @@
     uv run python tools/benchmarks/compare_losses_with_trl.py
 
 Makes TRL's environment by itself below `.bench/`, as the other benchmarks do, lets `trl_losses.py` run there, and
-prints a Markdown table. Both sides run the same Hugging Face model in float32 on one batch; the policy is
-examples/assets/tiny-chat, the reference a copy with noise. Law: a case is written down once, in `CASES`, with the
+prints a Markdown table. Both sides run the same Hugging Face model in float32 on one batch; the reference is
+examples/assets/tiny-chat, the policy a copy with noise. Law: a case is written down once, in `CASES`, with the
 options of both sides.
 """
 
@@ -108,6 +108,7 @@ class Side:
         batch["desirable"] = torch.tensor([float(row["desirable"]) for row in rows])
         model = self.language_model()
         batch = KTOPreparation(Scorer(self, model), max_length=1024)(batch)
+        assert batch["kl_baseline"][0] > 0, "a baseline of 0 would hide how it is computed"
         return call(loss_fn, self.logprobs(model, batch), batch), model
 
     def on_scores(self, loss_fn: Any, rows: list[Row]) -> Result:
@@ -321,13 +322,13 @@ def write_inputs(work: Path, rows: dict[str, list[Row]]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY_CHAT)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(TINY_CHAT, dtype=torch.float32)
-    model.save_pretrained(work / "policy")
+    model.save_pretrained(work / "reference")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(NOISE * parameter.std() * torch.randn_like(parameter))
-    model.save_pretrained(work / "reference")
+    model.save_pretrained(work / "policy")
     scoring = AutoModelForSequenceClassification.from_pretrained(
-        TINY_CHAT, num_labels=1, pad_token_id=tokenizer.pad_token_id, dtype=torch.float32
+        work / "policy", num_labels=1, pad_token_id=tokenizer.pad_token_id, dtype=torch.float32
     )
     scoring.save_pretrained(work / "reward_model")
     for name in ("policy", "reference", "reward_model"):

@@ -2,7 +2,7 @@
 
     uv run python tools/benchmarks/supervised_vs_trl.py [--cases sft_padded dpo] [--repeats 3]
 
-Generates the rows, tokenises them once with this library and gives TRL the token ids, runs both sides as child
+Generates the rows, gives both sides the same token ids, runs them as child
 processes on the same processors, and prints a Markdown table for each case. Finished runs are kept in the file
 `--results`, so that a long measurement can be made in pieces. Law: both sides see the same tokens in the same
 order, and the table says by how much their losses of the first steps differ.
@@ -39,6 +39,8 @@ PACKED_ROWS_PER_STEP = 3
 LEARNING_RATE = 1e-4
 BETA = 0.1
 COMPARED_STEPS = 5
+TOKENS_AROUND = {"add_bos": False, "add_eos": False}
+"""The chat template's tokens and no others."""
 SIDES = ("nemo_rl", "TRL")
 
 
@@ -138,18 +140,18 @@ def make_model(algorithm: str) -> Path:
 
 
 def write_rows(algorithm: str, model: Path, num_rows: int) -> tuple[Path, Path]:
-    """The rows as text for this library, and as token ids for TRL."""
+    """The rows as text for this library, and as TRL's trainers take them."""
     text = BENCH / f"{algorithm}-{num_rows}.jsonl"
-    tokens = text.with_suffix(".tokens.jsonl")
+    for_trl = text.with_suffix(".trl.jsonl")
     make = conversation_rows if algorithm == "sft" else pair_rows
     text.write_text("".join(json.dumps(row) + "\n" for row in make(num_rows)), encoding="utf-8")
-    rows = tokenised(algorithm, model, text)
-    tokens.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return text, tokens
+    rows = as_messages(text) if algorithm == "dpo" else tokenised(algorithm, model, text)
+    for_trl.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return text, for_trl
 
 
 def tokenised(algorithm: str, model: Path, text: Path) -> Iterator[dict[str, list[int]]]:
-    """What this library's own data room makes of the rows, in the columns that TRL's trainers take."""
+    """Token ids that this library makes of the rows, in the columns that SFTTrainer and RewardTrainer take."""
     from nemo_rl.config import DatasetConfig, SupervisedDataConfig, TokenizerConfig
     from nemo_rl.data.collate_fn import preference_collate_fn, sft_collate_fn
     from nemo_rl.data.datasets.setup_supervised import setup_preference_data, setup_sft_data
@@ -157,7 +159,7 @@ def tokenised(algorithm: str, model: Path, text: Path) -> Iterator[dict[str, lis
 
     tokenizer = get_tokenizer(TokenizerConfig(name=str(model), chat_template=None))
     entry = {key.rpartition(".")[2]: value for key, value in data_overrides(algorithm, text).items()}
-    config = SupervisedDataConfig(train=DatasetConfig(**entry), max_input_seq_length=MAX_TOKENS)
+    config = SupervisedDataConfig(train=DatasetConfig(**entry), max_input_seq_length=MAX_TOKENS, **TOKENS_AROUND)
     setup = setup_sft_data if algorithm == "sft" else setup_preference_data
     collate = partial(sft_collate_fn) if algorithm == "sft" else partial(preference_collate_fn, add_loss_mask=True)
     data = setup(tokenizer, config).train
@@ -168,11 +170,16 @@ def tokenised(algorithm: str, model: Path, text: Path) -> Iterator[dict[str, lis
         masks = [row[:length].long().tolist() for row, length in zip(batch["token_mask"], lengths, strict=True)]
         if algorithm == "sft":
             yield {"input_ids": ids[0], "completion_mask": masks[0]}
-        elif algorithm == "rm":
-            yield {"chosen_ids": ids[0], "rejected_ids": ids[1]}
         else:
-            start = masks[0].index(1)
-            yield {"prompt_ids": ids[0][:start], "chosen_ids": ids[0][start:], "rejected_ids": ids[1][start:]}
+            yield {"chosen_ids": ids[0], "rejected_ids": ids[1]}
+
+
+def as_messages(text: Path) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """The pairs as conversations: DPOTrainer takes no token ids, but renders the same template to the same ones."""
+    for line in text.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+        yield {key: [{"role": role, "content": row[key]}] for key, role in roles.items()}
 
 
 def data_overrides(algorithm: str, text: Path) -> dict[str, Any]:
@@ -189,6 +196,7 @@ def own_overrides(case: Case, model: Path, text: Path, folder: Path, arguments: 
         "data.train.num_samples": "null",
         "data.validation": "null",
         "data.shuffle": "false",
+        **{f"data.{key}": str(value).lower() for key, value in TOKENS_AROUND.items()},
         "policy.model_name": model,
         "policy.max_total_sequence_length": MAX_TOKENS,
         "policy.train_global_batch_size": ROWS_PER_STEP // units,
@@ -231,10 +239,10 @@ def run_own(case: Case, folder: Path, arguments: argparse.Namespace) -> Training
 def run_trl(case: Case, folder: Path, arguments: argparse.Namespace) -> TrainingRun:
     """TRL, with the settings of `trl_supervised.py`."""
     model = make_model(case.algorithm)
-    _, tokens = write_rows(case.algorithm, model, num_data_rows(case, arguments.steps))
+    _, rows = write_rows(case.algorithm, model, num_data_rows(case, arguments.steps))
     metrics = folder / "trl.jsonl"
     command = [str(trl_python()), "tools/benchmarks/trl_supervised.py", "--algorithm", case.algorithm]
-    command += ["--model", str(model), "--rows", str(tokens), "--metrics", str(metrics)]
+    command += ["--model", str(model), "--rows", str(rows), "--metrics", str(metrics)]
     command += ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
     command += ["--learning-rate", str(LEARNING_RATE), "--beta", str(BETA)]
     units = 1 if case.algorithm == "sft" else 2

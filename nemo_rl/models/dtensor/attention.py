@@ -71,11 +71,10 @@ def varlen_attention(
     if _flash_can_run(query, key, value, dropout):
         out = _flash_segments(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q)
         return out[None], None
-    bounds = cu_seq_lens_q.tolist()
-    parts = [
-        _causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], dropout, scaling, sliding_window)
-        for a, b in zip(bounds, bounds[1:], strict=False)
-    ]
+    # Split, not sliced: the gradient of a slice is as long as the row, that of all parts of a split together.
+    lengths = cu_seq_lens_q.diff().tolist()
+    segments = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    parts = [_causal(q, k, v, dropout, scaling, sliding_window) for q, k, v in segments]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 

@@ -94,6 +94,13 @@ def test_environment_names_and_log_link(shared_group, local_ray):
     assert (local_ray / "ray_session" / "logs").is_dir()
 
 
+def test_local_ray_runs_what_a_run_uses_and_no_more(shared_group):
+    started = set(ray._private.worker._global_node.all_processes)
+    assert {"gcs_server", "raylet"} <= started <= {"gcs_server", "raylet", "reaper"}
+    # Under `uv run` a worker would otherwise be started through uv once more.
+    assert not ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
+
+
 def test_worker_without_tensors_never_loads_torch(shared_group):
     future = shared_group.run_all_workers_single_data("loaded", "torch")
     assert shared_group.get_all_worker_results(future) == [False, False]
