@@ -19,13 +19,22 @@ def test_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_path) -
     assert metrics["validation", 20, "accuracy"] > 0.6
 
 
+NAMED_SETS = (
+    "data.validation=[{dataset_name: arithmetic_preference, num_samples: 64}, "
+    "{dataset_name: arithmetic_preference, num_samples: 64, max_operand: 19, name: easy}]"
+)
+
+
 def test_kto_starts_at_one_half_and_learns(start_example: StartExample) -> None:
+    """With a second validation set, which has a name and a prefix of its own."""
     changes = ("dpo.preference_loss=kto", "dpo.max_num_steps=20", "dpo.val_period=20", "checkpointing.enabled=false")
-    run = start_example("run_dpo.py", "dpo_cpu.yaml", *changes, logs="kto")
+    run = start_example("run_dpo.py", "dpo_cpu.yaml", *changes, NAMED_SETS, logs="kto")
     assert run.finish() == 0, run.log()[-3000:]
     metrics = read_metrics(run.log_dir)
     assert metrics["train", 1, "loss"] == pytest.approx(0.5, abs=1e-6)
     assert metrics["train", 1, "kl_baseline"] == pytest.approx(0, abs=1e-4)
-    assert metrics["validation", 0, "rewards_margin_mean"] == pytest.approx(0, abs=1e-6)
-    assert metrics["validation", 20, "rewards_margin_mean"] > 0
-    assert metrics["validation", 20, "loss"] < 0.5
+    for prefix in ("validation", "validation-easy"):
+        assert metrics[prefix, 0, "rewards_margin_mean"] == pytest.approx(0, abs=1e-6)
+        assert metrics[prefix, 20, "rewards_margin_mean"] > 0
+        assert metrics[prefix, 20, "loss"] < 0.5
+        assert metrics[prefix, 20, "num_valid_samples"] == 128
