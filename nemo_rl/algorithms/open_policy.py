@@ -8,16 +8,20 @@ Python process.
 import os
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
+
+import torch
 
 from nemo_rl.algorithms.workers import make_clusters
 from nemo_rl.config import ClusterConfig, PolicyConfig, count_gpus, find_path
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
-from nemo_rl.losses.interfaces import AnyLossFunction
+from nemo_rl.losses.interfaces import AnyLossFunction, LossFunction, LossInputType
+from nemo_rl.models.policy.batching import require_keys
 from nemo_rl.models.policy.interfaces import TrainResult
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.lm_policy import TRAINING_KEYS, Policy
+from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -55,7 +59,14 @@ class OpenPolicy(Policy):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> TrainResult:
-        """`Policy.train`, where `gbs=None` makes one update of the whole batch."""
+        """`Policy.train`, where `gbs=None` makes one update of the whole batch.
+
+        On the CPU the loss is tried on the first row in this process, so that a mistake in it is an exception here;
+        one that a worker meets ends all workers.
+        """
+        require_keys(data, [*TRAINING_KEYS, *extra_keys(loss_fn)], "train")
+        if not self._places.use_gpus and input_type_of(loss_fn) is LossInputType.LOGPROB:
+            _try_out(cast(LossFunction, loss_fn), data)
         return super().train(data, loss_fn, eval_mode, gbs or data.size, mbs)
 
     def shutdown(self) -> bool:
@@ -107,6 +118,15 @@ def open_policy(
     if "precision" not in policy_keys and not cluster.uses_gpu:
         config.precision = "float32"
     return OpenPolicy(config, cluster, seed)
+
+
+def _try_out(loss_fn: LossFunction, data: BatchedDataDict[Any]) -> None:
+    """Call a loss with made-up log-probabilities."""
+    rows = data.slice(0, getattr(loss_fn, "rows_per_unit", 1))
+    num_rows, num_tokens = rows["input_ids"].shape
+    logprobs = torch.full((num_rows, num_tokens - 1), -1.0, requires_grad=True)
+    one = torch.ones(())
+    loss_fn(logprobs, data=rows, global_valid_seqs=one, global_valid_toks=one)
 
 
 def _require_gpus(cluster: ClusterConfig) -> None:

@@ -4,9 +4,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import nemo_rl
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.algorithms.open_policy import OpenPolicy
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.utils.errors import ConfigError, DataError
 
 TINY_CHAT = "examples/assets/tiny-chat"
 
@@ -39,6 +43,27 @@ def test_missing_gpus_are_counted(monkeypatch) -> None:
     monkeypatch.setattr("nemo_rl.config.device_check._count_with_tool", lambda: 1)
     with pytest.raises(ConfigError, match=r"device='cuda' with ranks=2 needs as many GPUs, and this machine shows 1"):
         nemo_rl.open_policy(TINY_CHAT, device="cuda", ranks=2)
+
+
+class NoRanks(OpenPolicy):
+    """Has the checks of `train` and no process."""
+
+    def __init__(self) -> None:
+        self._places = RayVirtualCluster([1], use_gpus=False)
+
+
+def test_a_mistake_in_a_loss_is_an_exception_here() -> None:
+    batch = BatchedDataDict(
+        input_ids=torch.zeros(3, 5, dtype=torch.int64),
+        input_lengths=torch.full((3,), 5),
+        token_mask=torch.ones(3, 5),
+        sample_mask=torch.ones(3),
+    )
+    with pytest.raises(KeyError, match="weigth"):
+        NoRanks().train(batch, nemo_rl.token_loss(lambda logprobs, data: -logprobs * data["weigth"]))
+    del batch["token_mask"]
+    with pytest.raises(DataError, match="token_mask"):
+        NoRanks().train(batch, nemo_rl.token_loss(lambda logprobs, data: -logprobs))
 
 
 def test_the_door_is_light_and_complete() -> None:
