@@ -340,6 +340,6 @@ def check_validation(section: str, cadence: ValidationCadence, data: DataConfig)
     if wanted and data.train_entries and not data.validation_entries and not split:
         yield (
             f"{wanted[0]} asks for validation, but there is no validation data. Set data.validation, or "
-            "data.train.split_validation_size=0.05, or switch validation off ({wanted[0].split('=')[0]}="
+            f"data.train.split_validation_size=0.05, or switch validation off ({wanted[0].split('=')[0]}="
             f"{'0' if 'period' in wanted[0] else 'false'})."
         )
