@@ -238,7 +238,7 @@ def show(value: float | None) -> str:
 
 def ratio(ours: float | None, theirs: float | None) -> str:
     """Ours over TRL's."""
-    return "" if ours is None or theirs is None else f"{ours / theirs:.2f}"
+    return "" if ours is None or not theirs else f"{ours / theirs:.2f}"
 
 
 def prepare() -> None:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from side_by_side import BENCH, WARM_UP_STEPS, Run, Step, prepare, ratio, run_side, show, trl_python
+from side_by_side import BENCH, ROOT, WARM_UP_STEPS, Run, Step, prepare, ratio, run_side, show, trl_python
 
 logger = logging.getLogger("supervised_vs_trl")
 
@@ -39,8 +39,6 @@ PACKED_ROWS_PER_STEP = 3
 LEARNING_RATE = 1e-4
 BETA = 0.1
 COMPARED_STEPS = 5
-TOKENS_AROUND = {"add_bos": False, "add_eos": False}
-"""The chat template's tokens and no others."""
 SIDES = ("nemo_rl", "TRL")
 
 
@@ -50,7 +48,7 @@ class Case:
 
     Attributes:
         algorithm: sft, dpo or rm: the example script and the trainer.
-        packed: rows laid end to end instead of padded.
+        packed: rows laid end to end instead of padded; TRL does so for SFT only.
     """
 
     algorithm: str
@@ -60,8 +58,8 @@ class Case:
 CASES = {
     "sft_padded": Case("sft"),
     "sft_packed": Case("sft", packed=True),
-    "dpo": Case("dpo"),
-    "rm": Case("rm"),
+    "dpo": Case("dpo", packed=True),
+    "rm": Case("rm", packed=True),
 }
 
 
@@ -152,17 +150,19 @@ def write_rows(algorithm: str, model: Path, num_rows: int) -> tuple[Path, Path]:
 
 def tokenised(algorithm: str, model: Path, text: Path) -> Iterator[dict[str, list[int]]]:
     """Token ids that this library makes of the rows, in the columns that SFTTrainer and RewardTrainer take."""
-    from nemo_rl.config import DatasetConfig, SupervisedDataConfig, TokenizerConfig
+    from nemo_rl.config import RMMasterConfig, SFTMasterConfig, load_config
     from nemo_rl.data.collate_fn import preference_collate_fn, sft_collate_fn
     from nemo_rl.data.datasets.setup_supervised import setup_preference_data, setup_sft_data
     from nemo_rl.data.tokenizer import get_tokenizer
 
-    tokenizer = get_tokenizer(TokenizerConfig(name=str(model), chat_template=None))
-    entry = {key.rpartition(".")[2]: value for key, value in data_overrides(algorithm, text).items()}
-    config = SupervisedDataConfig(train=DatasetConfig(**entry), max_input_seq_length=MAX_TOKENS, **TOKENS_AROUND)
+    overrides = {**data_overrides(algorithm, text), "policy.model_name": model}
+    written = [f"{key}={value}" for key, value in overrides.items()]
+    schema = SFTMasterConfig if algorithm == "sft" else RMMasterConfig
+    config = load_config(config_file(algorithm), written, schema=schema)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
     setup = setup_sft_data if algorithm == "sft" else setup_preference_data
     collate = partial(sft_collate_fn) if algorithm == "sft" else partial(preference_collate_fn, add_loss_mask=True)
-    data = setup(tokenizer, config).train
+    data = setup(tokenizer, config.data).train
     for index in range(len(data)):
         batch = collate([data[index]], tokenizer=tokenizer, make_sequence_length_divisible_by=1)
         lengths = batch["input_lengths"].tolist()
@@ -183,9 +183,25 @@ def as_messages(text: Path) -> Iterator[dict[str, list[dict[str, str]]]]:
 
 
 def data_overrides(algorithm: str, text: Path) -> dict[str, Any]:
-    """The entry `data.train` of the rows."""
-    name = "openai_format" if algorithm == "sft" else "BinaryPreferenceDataset"
-    return {"data.train.dataset_name": name, "data.train.data_path": str(text)}
+    """Keys that make this library read the rows, with the chat template's tokens and no others."""
+    return {
+        "data.train.dataset_name": "openai_format" if algorithm == "sft" else "BinaryPreferenceDataset",
+        "data.train.data_path": str(text),
+        "data.train.num_samples": "null",
+        "data.validation": "null",
+        f"{algorithm}.val_period": 0,
+        f"{algorithm}.val_at_start": "false",
+        f"{algorithm}.val_at_end": "false",
+        "data.shuffle": "false",
+        "data.add_bos": "false",
+        "data.add_eos": "false",
+        "policy.max_total_sequence_length": MAX_TOKENS,
+    }
+
+
+def config_file(algorithm: str) -> Path:
+    """The example configuration that the run starts from."""
+    return ROOT / "examples" / "configs" / f"{algorithm}_cpu.yaml"
 
 
 def own_overrides(case: Case, model: Path, text: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -193,12 +209,7 @@ def own_overrides(case: Case, model: Path, text: Path, folder: Path, arguments: 
     units = 1 if case.algorithm == "sft" else 2
     return {
         **data_overrides(case.algorithm, text),
-        "data.train.num_samples": "null",
-        "data.validation": "null",
-        "data.shuffle": "false",
-        **{f"data.{key}": str(value).lower() for key, value in TOKENS_AROUND.items()},
         "policy.model_name": model,
-        "policy.max_total_sequence_length": MAX_TOKENS,
         "policy.train_global_batch_size": ROWS_PER_STEP // units,
         "policy.train_micro_batch_size": ROWS_PER_MICROBATCH // units,
         "policy.logprob_batch_size": ROWS_PER_MICROBATCH,
@@ -213,9 +224,6 @@ def own_overrides(case: Case, model: Path, text: Path, folder: Path, arguments: 
         "policy.optimizer.kwargs.eps": 1e-8,
         f"{case.algorithm}.max_num_steps": arguments.steps,
         f"{case.algorithm}.max_num_epochs": 1,
-        f"{case.algorithm}.val_period": 0,
-        f"{case.algorithm}.val_at_start": "false",
-        f"{case.algorithm}.val_at_end": "false",
         **({"dpo.reference_policy_kl_penalty": BETA} if case.algorithm == "dpo" else {}),
         "checkpointing.enabled": "false",
         "logger.log_dir": folder / "logs",
@@ -228,8 +236,7 @@ def run_own(case: Case, folder: Path, arguments: argparse.Namespace) -> Training
     """This library."""
     model = make_model(case.algorithm)
     text, _ = write_rows(case.algorithm, model, num_data_rows(case, arguments.steps))
-    config = f"examples/configs/{case.algorithm}_cpu.yaml"
-    command = [sys.executable, f"examples/run_{case.algorithm}.py", "--config", config]
+    command = [sys.executable, f"examples/run_{case.algorithm}.py", "--config", str(config_file(case.algorithm))]
     overrides = own_overrides(case, model, text, folder, arguments)
     command += [f"{key}={value}" for key, value in overrides.items()] + arguments.override
     metrics = folder / "logs" / "exp_001" / "metrics.jsonl"
@@ -246,7 +253,7 @@ def run_trl(case: Case, folder: Path, arguments: argparse.Namespace) -> Training
     command += ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
     command += ["--learning-rate", str(LEARNING_RATE), "--beta", str(BETA)]
     units = 1 if case.algorithm == "sft" else 2
-    if case.packed:
+    if case.packed and case.algorithm == "sft":
         command += ["--packed-tokens", str(TOKENS_PER_MICROBATCH), "--microbatch", "1"]
         command += ["--accumulate", str(PACKED_ROWS_PER_STEP)]
     else:
@@ -283,13 +290,18 @@ def read_trl(lines: Iterator[str]) -> Iterator[TrainingStep]:
 
 
 def tokens_per_second(run: TrainingRun) -> float:
-    """Real tokens of the measured steps by their seconds."""
-    return sum(step.tokens for step in run.measured) / sum(run.step_seconds)
+    """Median over the measured steps of real tokens by seconds; a step that something else held up does not count."""
+    return median_rate(run, run.step_seconds)
 
 
 def tokens_per_cpu_second(run: TrainingRun) -> float:
-    """Real tokens of the measured steps by the processor seconds of all processes."""
-    return sum(step.tokens for step in run.measured) / sum(run.step_cpu_seconds)
+    """The same by the processor seconds of all processes."""
+    return median_rate(run, run.step_cpu_seconds)
+
+
+def median_rate(run: TrainingRun, seconds: list[float]) -> float:
+    """Median over the measured steps of tokens by seconds."""
+    return statistics.median(step.tokens / taken for step, taken in zip(run.measured, seconds, strict=True))
 
 
 FIGURES: dict[str, Callable[[TrainingRun], float]] = {
