@@ -27,14 +27,20 @@ NAMED_SETS = (
 
 def test_kto_starts_at_one_half_and_learns(start_example: StartExample) -> None:
     """With a second validation set, which has a name and a prefix of its own."""
-    changes = ("dpo.preference_loss=kto", "dpo.max_num_steps=20", "dpo.val_period=20", "checkpointing.enabled=false")
-    run = start_example("run_dpo.py", "dpo_cpu.yaml", *changes, NAMED_SETS, logs="kto")
+    changes = ("dpo.preference_loss=kto", "dpo.max_num_steps=40", "dpo.val_period=20", "checkpointing.enabled=false")
+    rate = "policy.optimizer.kwargs.lr=1.0e-4"
+    run = start_example("run_dpo.py", "dpo_cpu.yaml", *changes, rate, NAMED_SETS, logs="kto")
     assert run.finish() == 0, run.log()[-3000:]
     metrics = read_metrics(run.log_dir)
     assert metrics["train", 1, "loss"] == pytest.approx(0.5, abs=1e-6)
     assert metrics["train", 1, "kl_baseline"] == pytest.approx(0, abs=1e-4)
     for prefix in ("validation", "validation-easy"):
+        assert metrics[prefix, 0, "loss"] == pytest.approx(0.5, abs=1e-6)
         assert metrics[prefix, 0, "rewards_margin_mean"] == pytest.approx(0, abs=1e-6)
-        assert metrics[prefix, 20, "rewards_margin_mean"] > 0
-        assert metrics[prefix, 20, "loss"] < 0.5
-        assert metrics[prefix, 20, "num_valid_samples"] == 128
+        losses = [metrics[prefix, step, "loss"] for step in (20, 40)]
+        margins = [metrics[prefix, step, "rewards_margin_mean"] for step in (20, 40)]
+        assert losses[1] < losses[0]
+        assert margins[1] > margins[0]
+        assert losses[1] < 0.5
+        assert margins[1] > 0
+        assert metrics[prefix, 40, "num_valid_samples"] == 128
