@@ -1,7 +1,8 @@
 """Weights by broadcast over a process group of trainer rank 0 and all engines (NCCL or gloo).
 
 Used when engines sit on other devices or hosts than the trainers. The group is private: it does not
-touch the default groups of either side. Law: trainer rank 0 is rank 0 of the group, engine i is i + 1.
+touch the default groups of either side. Law: trainer rank 0 is rank 0 of the group, engine i is i + 1; a
+member whose broadcast fails leaves at once, so that a peer's death ends every wait and not only its neighbours'.
 """
 
 from datetime import timedelta
@@ -10,39 +11,77 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.interfaces import TransportSpec
 
+# All members are called together, so a member that is not there within a minute will not come.
+JOIN_TIMEOUT_S = 60.0
 
-def join_group(spec: TransportSpec, rank: int) -> Any:
-    """Meet the other members at the spec's address and form the group.
 
-    Returns:
-        A backend object with `broadcast`: gloo on CPU, NCCL on CUDA.
+class GroupMember:
+    """One process's place in the private group.
+
+    Args:
+        spec: where to meet, how many there are, and how long one operation may take.
+        rank: this member's number; 0 hosts the meeting point.
+
+    Raises:
+        RuntimeError: not everyone came in time.
     """
-    timeout = timedelta(seconds=spec.timeout_s)
+
+    def __init__(self, spec: TransportSpec, rank: int):
+        self._timeout = timedelta(seconds=spec.timeout_s)
+        self._group: Any = _join(spec, rank)
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """Broadcast a uint8 buffer from rank 0 and wait for it.
+
+        Raises:
+            WeightSyncError: a peer has left or did not take part in time; this member has left too.
+        """
+        if self._group is None:
+            raise WeightSyncError("This process has left the group of the weight sync.")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = self._timeout
+        try:
+            # Not bound to a name: the traceback of a failure would keep the group and its connections open.
+            self._group.broadcast([flat], options).wait(self._timeout)
+        except RuntimeError as error:
+            self.leave(is_broken=True)
+            raise WeightSyncError(f"The broadcast of weights failed: {error}") from error
+        if flat.is_cuda:
+            torch.cuda.current_stream(flat.device).synchronize()
+
+    def leave(self, is_broken: bool = False) -> None:
+        """Close this member's connections; with `is_broken` without waiting for what is under way."""
+        if is_broken and isinstance(self._group, _nccl_type()):
+            self._group.abort()
+        self._group = None
+
+
+def _nccl_type() -> Any:
+    """NCCL's group type; none of all types in a build without NCCL."""
+    return getattr(dist, "ProcessGroupNCCL", ())
+
+
+def _join(spec: TransportSpec, rank: int) -> Any:
+    """Meet the other members at the spec's address: a backend with `broadcast`, gloo on CPU, NCCL on CUDA."""
+    timeout = timedelta(seconds=min(spec.timeout_s, JOIN_TIMEOUT_S))
     store = dist.TCPStore(spec.master_address, spec.master_port, spec.world_size, is_master=rank == 0, timeout=timeout)
     named = dist.PrefixStore(f"nemo_rl-{spec.run_id}-{spec.extra.get('epoch', 0)}", store)
     if spec.device == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(named, rank, spec.world_size, options)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timedelta(seconds=spec.timeout_s)
+        return dist.ProcessGroupNCCL(named, rank, spec.world_size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = timeout
     if spec.master_address.startswith("127."):
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-        options._timeout = timeout
-        return dist.ProcessGroupGloo(named, rank, spec.world_size, options)
+        gloo._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        return dist.ProcessGroupGloo(named, rank, spec.world_size, gloo)
     return dist.ProcessGroupGloo(named, rank, spec.world_size, timeout)
-
-
-def broadcast(group: Any, flat: torch.Tensor, timeout_s: float) -> None:
-    """Broadcast a uint8 buffer from rank 0 and wait for it."""
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    group.broadcast([flat], options).wait(timedelta(seconds=timeout_s))
-    if flat.is_cuda:
-        torch.cuda.current_stream(flat.device).synchronize()
 
 
 class CollectiveSender:
@@ -52,7 +91,7 @@ class CollectiveSender:
 
     def __init__(self, spec: TransportSpec):
         self._spec = spec
-        self._group: dist.Backend | None = join_group(spec, rank=0)
+        self._member = GroupMember(spec, rank=0)
         self._buffers: dict[int, torch.Tensor] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
@@ -68,14 +107,12 @@ class CollectiveSender:
 
     def send(self, bucket: Bucket) -> None:
         """Broadcast the packed buffer to all engines."""
-        assert self._group is not None, "send after close"
-        flat = self._buffers[bucket.index % 2][: bucket.num_bytes]
-        broadcast(self._group, flat, self._spec.timeout_s)
+        self._member.broadcast(self._buffers[bucket.index % 2][: bucket.num_bytes])
 
     def close(self) -> None:
         """Leave the group."""
         self._buffers.clear()
-        self._group = None
+        self._member.leave()
 
 
 class CollectiveReceiver:
@@ -83,15 +120,14 @@ class CollectiveReceiver:
 
     def __init__(self, spec: TransportSpec, rank: int):
         self._spec = spec
-        self._group: dist.Backend | None = join_group(spec, rank=rank)
+        self._member = GroupMember(spec, rank)
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         """See `ReceiverTransport.receive`; blocks until trainer rank 0 sends."""
-        assert self._group is not None, "receive after close"
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._spec.device)
-        broadcast(self._group, flat, self._spec.timeout_s)
+        self._member.broadcast(flat)
         return flat
 
     def close(self) -> None:
         """Leave the group."""
-        self._group = None
+        self._member.leave()

@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
-from nemo_rl.weight_sync.collective import broadcast, join_group
+from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender
 from nemo_rl.weight_sync.interfaces import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts, fingerprint
@@ -145,9 +145,9 @@ def nccl_spec(world_size: int) -> TransportSpec:
 
 def test_nccl_group_of_one_broadcasts_to_itself():
     spec = nccl_spec(world_size=1)
-    group = join_group(spec, rank=0)
+    member = GroupMember(spec, rank=0)
     flat = torch.arange(100, dtype=torch.uint8, device="cuda")
-    broadcast(group, flat, spec.timeout_s)
+    member.broadcast(flat)
     assert torch.equal(flat.cpu(), torch.arange(100, dtype=torch.uint8))
 
 

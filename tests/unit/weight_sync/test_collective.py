@@ -1,10 +1,11 @@
 """Broadcast over gloo on loopback: one trainer, two engines, three processes."""
 
 import socket
+import time
 
 import pytest
 import torch
-from sync_processes import Child, ReceivingEngine, equal_to_sent
+from sync_processes import Child, ReceivingEngine, RemoteFailure, equal_to_sent
 
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
@@ -109,6 +110,26 @@ def test_corruption_on_the_way_is_noticed_by_every_engine(parties):
     buckets = sync(trainer, engines, 1, corrupt=True)
     expected = [bucket.slots[0].name for bucket in buckets]
     assert [engine.call("finish").mismatched for engine in engines] == [expected] * NUM_ENGINES
+
+
+def test_a_death_ends_the_wait_of_everyone(parties):
+    """The second engine waits for the trainer alone, which never reaches it."""
+    trainer, engines = parties
+    trainer.call("begin", 1)
+    for engine in engines:
+        engine.call("begin", 1)
+    bucket = trainer.call("next_bucket")
+    engines[1].send("receive", bucket)
+    engines[0].process.kill()
+    engines[0].process.join()
+    started = time.monotonic()
+    with pytest.raises(RemoteFailure, match="WeightSyncError: The broadcast of weights failed"):
+        trainer.call("push", bucket)
+    with pytest.raises(RemoteFailure, match="WeightSyncError: The broadcast of weights failed"):
+        engines[1].answer()
+    assert time.monotonic() - started < 5
+    with pytest.raises(RemoteFailure, match="has left the group"):
+        trainer.call("push", bucket)
 
 
 def test_a_new_meeting_point_replaces_a_dead_engine(parties):
