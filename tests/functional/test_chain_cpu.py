@@ -11,7 +11,7 @@ import pytest
 from example_runs import REPOSITORY, run_environment
 from transformers import AutoModelForCausalLM
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 SCRIPT = REPOSITORY / "examples/chain_cpu.sh"
 
