@@ -158,6 +158,7 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int) -> VllmSampl
         ignore_eos=True,
         detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # made for this request alone; vLLM's deep copy costs as much as the rest of its admission
     )
 
 
