@@ -128,7 +128,7 @@ class Refitter:
         """Wake the engines and sync if their weights are older than the policy's.
 
         Raises:
-            WeightSyncError: what arrived is not what was sent.
+            WeightSyncError: the weights did not arrive, or not as they were sent.
             DeadlineExceededError: a side did not answer in time.
         """
         self._memory.before_generation()

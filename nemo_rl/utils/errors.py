@@ -31,7 +31,7 @@ class WorkerDiedError(NemoRLError, RuntimeError):
 
 
 class WeightSyncError(NemoRLError, RuntimeError):
-    """Weights that arrived differ from the weights that were sent."""
+    """Weights did not arrive, or not as they were sent."""
 
 
 class CheckpointError(NemoRLError, RuntimeError):

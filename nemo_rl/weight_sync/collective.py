@@ -50,21 +50,15 @@ class GroupMember:
             # Not bound to a name: the traceback of a failure would keep the group and its connections open.
             self._group.broadcast([flat], options).wait(self._timeout)
         except RuntimeError as error:
-            self.leave(is_broken=True)
+            self._group.abort()  # what is under way on a GPU; without it leaving would wait for it
+            self.leave()
             raise WeightSyncError(f"The broadcast of weights failed: {error}") from error
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
 
-    def leave(self, is_broken: bool = False) -> None:
-        """Close this member's connections; with `is_broken` without waiting for what is under way."""
-        if is_broken and isinstance(self._group, _nccl_type()):
-            self._group.abort()
+    def leave(self) -> None:
+        """Close this member's connections."""
         self._group = None
-
-
-def _nccl_type() -> Any:
-    """NCCL's group type; none of all types in a build without NCCL."""
-    return getattr(dist, "ProcessGroupNCCL", ())
 
 
 def _join(spec: TransportSpec, rank: int) -> Any:
@@ -76,9 +70,9 @@ def _join(spec: TransportSpec, rank: int) -> Any:
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timedelta(seconds=spec.timeout_s)
         return dist.ProcessGroupNCCL(named, rank, spec.world_size, nccl)
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = timeout
     if spec.master_address.startswith("127."):
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._timeout = timeout
         gloo._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         return dist.ProcessGroupGloo(named, rank, spec.world_size, gloo)
     return dist.ProcessGroupGloo(named, rank, spec.world_size, timeout)
