@@ -1,9 +1,10 @@
-r"""Write the data of the chain: chats for SFT and pairs for DPO, about sums that the evaluation never asks.
+r"""Write chats for SFT, pairs for DPO and labelled answers for KTO, about sums that the evaluation never asks.
 
 uv run --extra cpu python examples/chain_data.py FOLDER
 
 FOLDER/chats.jsonl   {"messages": [{"role": "user", "content": "37+85="}, {"role": "assistant", ...}]}
 FOLDER/pairs.jsonl   {"prompt": "37+85=", "chosen": "7+5=12, 3+8+1=12, \\boxed{122}", "rejected": "7+5=12, 3+8=11, ..."}
+FOLDER/answers.jsonl {"prompt": "37+85=", "completion": "7+5=12, 3+8=11, \\boxed{112}", "label": false}
 """
 
 import argparse
@@ -16,6 +17,7 @@ from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
 
 NUM_CHATS = 4000
 NUM_PAIRS = 2000
+NUM_ANSWERS = 2000
 
 
 def worked(left: int, right: int, carry_slip: bool = False) -> str:
@@ -47,6 +49,13 @@ def pairs(num_rows: int) -> Iterable[dict[str, str]]:
         yield {"prompt": question, "chosen": worked(left, right), "rejected": worked(left, right, carry_slip=True)}
 
 
+def labelled_answers(num_rows: int) -> Iterable[dict[str, Any]]:
+    """Questions with one answer each, right and with a slip in turns, and whether it is right."""
+    for number, (question, left, right) in enumerate(questions(num_rows, seed=13)):
+        is_right = number % 2 == 0
+        yield {"prompt": question, "completion": worked(left, right, carry_slip=not is_right), "label": is_right}
+
+
 def questions(num_rows: int, seed: int) -> Iterable[tuple[str, int, int]]:
     """Sums of the training split of the `arithmetic` data set, with their two numbers."""
     for row in ArithmeticDataset("train", num_rows, seed=seed).dataset:
@@ -55,12 +64,13 @@ def questions(num_rows: int, seed: int) -> Iterable[tuple[str, int, int]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write both files."""
+    """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the files go; made if it does not exist")
     folder = parser.parse_args(arguments).folder
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("chats", chats(NUM_CHATS)), ("pairs", pairs(NUM_PAIRS))):
+    files = {"chats": chats(NUM_CHATS), "pairs": pairs(NUM_PAIRS), "answers": labelled_answers(NUM_ANSWERS)}
+    for name, rows in files.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 

@@ -114,12 +114,13 @@ def check_dataset(name: str, entry: DatasetConfig, known: Sequence[str]) -> Find
 
 
 def _check_arithmetic(name: str, entry: DatasetConfig) -> Findings:
-    if entry.dataset_name not in GENERATED_DATASETS:
+    if entry.dataset_name is None or entry.dataset_name not in GENERATED_DATASETS:
         return
     if entry.data_path is not None:
         yield (
             f"{name}.dataset_name={entry.dataset_name} generates its problems and cannot read "
-            f"{name}.data_path={entry.data_path!r}. For the file set {name}.dataset_name=ResponseDataset."
+            f"{name}.data_path={entry.data_path!r}. For the file set "
+            f"{name}.dataset_name={GENERATED_DATASETS[entry.dataset_name]}."
         )
     if entry.min_operand > entry.max_operand:
         yield (f"{name}.min_operand={entry.min_operand} is above {name}.max_operand={entry.max_operand}.")

@@ -1,12 +1,17 @@
 """Names that configurations may use for data sets, known without importing the code behind them.
 
-The data room registers its builders under exactly these names. Law: plain tuples, nothing imported.
+The data room registers its builders under exactly these names. Invariant: plain data, nothing imported.
 """
 
 ARITHMETIC = "arithmetic"
 ARITHMETIC_SFT = "arithmetic_sft"
 ARITHMETIC_PREFERENCE = "arithmetic_preference"
-GENERATED_DATASETS = (ARITHMETIC, ARITHMETIC_SFT, ARITHMETIC_PREFERENCE)
+GENERATED_DATASETS = {
+    ARITHMETIC: "ResponseDataset",
+    ARITHMETIC_SFT: "openai_format",
+    ARITHMETIC_PREFERENCE: "BinaryPreferenceDataset",
+}
+"""Data sets that make their rows, each with the one that reads rows of its kind from `data_path`."""
 
 RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "OpenMathInstruct-2",

@@ -43,6 +43,12 @@ def boxed(answer: str) -> int:
     return int(re.fullmatch(r"\d\+\d=\d+, \d\+\d(?:\+1)?=\d+, \\boxed\{(\d+)\}", answer)[1])
 
 
+def test_labels_say_whether_the_sum_is_right(folder: Path) -> None:
+    answers = rows(folder / "answers.jsonl")
+    assert [row["label"] for row in answers] == [boxed(r["completion"]) == sum(numbers(r["prompt"])) for r in answers]
+    assert sum(row["label"] for row in answers) == len(answers) / 2
+
+
 def test_chats_are_right_and_pairs_are_right_and_wrong(folder: Path) -> None:
     for row in rows(folder / "chats.jsonl"):
         question, answer = (message["content"] for message in row["messages"])

@@ -1,0 +1,60 @@
+"""Every CPU command of the pages, in the order of the pages, in one folder, as a reader types them."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from example_runs import REPOSITORY, run_environment
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(3600)]
+
+NOT_RUN = ("--extra vllm", "pytest", "tools/benchmarks/", "uv sync", "pre-commit")
+"""GPU commands, the test suite itself, side-by-side timings (which install another library) and set-up."""
+TRAINING = re.compile(r"python examples/run_(?!eval)\w+\.py")
+LIMIT_S = 600
+
+
+def pages() -> Iterator[Path]:
+    """README, the pages in the order of the documentation's table, CONTRIBUTING."""
+    yield REPOSITORY / "README.md"
+    index = REPOSITORY / "docs/README.md"
+    for target in re.findall(r"\]\(([\w./-]+\.md)\)", index.read_text(encoding="utf-8")):
+        yield index.parent / target
+    yield REPOSITORY / "CONTRIBUTING.md"
+
+
+def documented_commands() -> list[str]:
+    """All shell commands of the pages, a repeated one once, without those of `NOT_RUN`."""
+    commands: dict[str, None] = {}
+    for page in pages():
+        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
+            lines = re.sub(r" *\\\n *", " ", block).splitlines()
+            commands |= dict.fromkeys(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    return [command for command in commands if not any(part in command for part in NOT_RUN)]
+
+
+def as_installed(command: str) -> str:
+    """The command in the environment that runs this test: without installation and `uv run`."""
+    return re.sub(r"uv run (--extra \w+ |--group \w+ )*", "", command.removeprefix("pip install uv && "))
+
+
+def test_all_of_them_in_page_order(tmp_path: Path) -> None:
+    commands = list(dict.fromkeys(map(as_installed, documented_commands())))
+    assert len(commands) > 20
+    shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = run_environment() | {"PATH": path}
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
+        said = f"{command}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+        assert done.returncode == 0, said
+        if TRAINING.search(command):
+            assert "Resuming from" not in done.stdout + done.stderr, said
+            assert "First training step done" in done.stdout + done.stderr, said
