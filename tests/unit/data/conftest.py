@@ -1,28 +1,26 @@
-"""Real tokenizers and data for the data tests; a test that needs them skips where they are absent."""
+"""Tokenizers with real chat templates for the data tests."""
 
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-SHARED = Path(__file__).resolve().parents[3] / "../shared/data"
+TOKENIZERS = Path(__file__).resolve().parents[2] / "assets/tokenizers"
 
 
 @pytest.fixture(scope="session")
-def shared_data():
-    if not SHARED.is_dir():
-        pytest.skip("../shared/data is absent")
-    return SHARED
+def minimind():
+    return AutoTokenizer.from_pretrained(TOKENIZERS / "minimind")
 
 
 @pytest.fixture(scope="session")
-def minimind(shared_data):
-    return AutoTokenizer.from_pretrained(shared_data / "tokenizers/minimind")
+def qwen3_folder():
+    return TOKENIZERS / "qwen3"
 
 
 @pytest.fixture(scope="session")
-def qwen3(shared_data):
-    return AutoTokenizer.from_pretrained(shared_data / "tokenizers/qwen3")
+def qwen3(qwen3_folder):
+    return AutoTokenizer.from_pretrained(qwen3_folder)
 
 
 @pytest.fixture(params=["minimind", "qwen3"])

@@ -28,8 +28,8 @@ def rendered(tokenizer, **kwargs):
     return tokenizer.apply_chat_template(USER, tokenize=False, add_generation_prompt=True, **kwargs)
 
 
-def test_template_choices(shared_data, tmp_path):
-    folder = shared_data / "tokenizers/qwen3"
+def test_template_choices(qwen3_folder, tmp_path):
+    folder = qwen3_folder
     assert rendered(get_tokenizer(config(folder))).startswith("<|im_start|>user\n1+1=")
     assert rendered(get_tokenizer(config(folder, None))) == "1+1="
     assert rendered(get_tokenizer(config(folder, "Q:{{ messages[0].content }}"))) == "Q:1+1="
@@ -39,18 +39,20 @@ def test_template_choices(shared_data, tmp_path):
         get_tokenizer(config(folder, "none.jinja"))
 
 
-def test_template_kwargs_are_bound_and_survive_copies(shared_data):
-    folder = shared_data / "tokenizers/qwen3"
-    tokenizer = get_tokenizer(config(folder, kwargs={"enable_thinking": False}))
+def test_template_kwargs_are_bound_and_survive_copies(qwen3_folder):
+    tokenizer = get_tokenizer(config(qwen3_folder, kwargs={"enable_thinking": False}))
     for one in (tokenizer, copy.deepcopy(tokenizer), pickle.loads(pickle.dumps(tokenizer))):
         assert rendered(one).endswith("<think>\n\n</think>\n\n")
     assert not rendered(tokenizer, enable_thinking=True).endswith("</think>\n\n")
 
 
-def test_pad_token_falls_back_to_eos(shared_data, caplog):
+def test_pad_token_falls_back_to_eos(qwen3, tmp_path, caplog):
+    bare = copy.deepcopy(qwen3)
+    bare.pad_token, bare.chat_template = None, None
+    bare.save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO):
-        tokenizer = get_tokenizer(config(shared_data / "tokenizers/gpt2"))
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 50256
+        tokenizer = get_tokenizer(config(tmp_path))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == qwen3.eos_token_id
     assert "padding with its end-of-sequence token" in caplog.text
     assert "has no chat template" in caplog.text
     spec = TaskDataSpec("math")

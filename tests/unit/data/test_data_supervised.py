@@ -1,6 +1,5 @@
 """Conversations and pairs: what is read, what is refused, and where it is said to be."""
 
-import gzip
 import json
 
 import pytest
@@ -11,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.config import DatasetConfig, SupervisedDataConfig
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn
-from nemo_rl.data.datasets.feedback_datasets import load_feedback_dataset
-from nemo_rl.data.datasets.preference_datasets import load_preference_dataset, parse_transcript
+from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.setup_supervised import setup_feedback_data, setup_preference_data, setup_sft_data
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token
@@ -187,23 +185,6 @@ def test_tulu3_preference_rows(tmp_path):
     assert answers == [[say("assistant", "a")], [say("assistant", "b")]]
 
 
-def test_hh_transcripts(shared_data, chars):
-    path = shared_data / "preference/hh_harmless_base_test.jsonl.gz"
-    raw = load_preference_dataset(DatasetConfig.build(data_path=str(path)))
-    with gzip.open(path, "rt") as file:
-        lines = [json.loads(line) for line in file]
-    assert raw.num_rows == len(lines) == 2312
-    assert len(raw.dataset) + len(raw.bad_rows) == 2312 and len(raw.bad_rows) < 60
-    first = raw.dataset[0]["pair"]
-    for completion, text in zip(first["completions"], (lines[0]["chosen"], lines[0]["rejected"]), strict=True):
-        told = "".join(
-            f"\n\n{'Human' if m['role'] == 'user' else 'Assistant'}: {m['content']}"
-            for m in [*first["context"], *completion["completion"]]
-        )
-        assert told == text
-    assert parse_transcript("\n\nHuman: a\n\nAssistant: b", "x") == [say("user", "a"), say("assistant", "b")]
-
-
 def test_tool_rows_of_openai_format(tmp_path, qwen3):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -222,16 +203,6 @@ def test_tool_rows_of_openai_format(tmp_path, qwen3):
     data = setup_sft_data(qwen3, config(train={"dataset_name": "openai_format", "data_path": path, **keys}))
     log = data.train[0]["message_log"]
     assert log[-1]["content"].endswith('{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>')
-
-
-def test_oasst_trees(shared_data):
-    path = str(shared_data / "instruct/oasst_en_100_tree.jsonl.gz")
-    raw = load_response_dataset(DatasetConfig.build(dataset_name="open_assistant", data_path=path))
-    assert len(raw.dataset) + len(raw.bad_rows) == raw.num_rows == 100
-    assert len(raw.dataset) > 90
-    for row in raw.dataset:
-        roles = [message["role"] for message in row["messages"]]
-        assert roles == ["user", "assistant"] * (len(roles) // 2) and roles
 
 
 def test_generated_pairs_differ_in_one_result():
@@ -300,16 +271,6 @@ def test_labelled_answers_with_every_kind_of_bad_row(chars, tmp_path):
     assert batch["desirable"].tolist() == [1.0, 0.0, 0.0]
     for row, answer in enumerate(["2", "3", "4"]):
         assert chars.decode(batch["input_ids"][row][batch["token_mask"][row] > 0]) == f"{answer}<|im_end|>"
-
-
-def test_real_labelled_answers(shared_data):
-    path = str(shared_data / "preference/kto_en_demo.json.gz")
-    keys = {"dataset_name": "BinaryFeedbackDataset", "data_path": path, "output_key": "messages"}
-    raw = load_feedback_dataset(DatasetConfig.build(**keys))
-    assert len(raw.dataset) == raw.num_rows == 300
-    rows = [row["feedback"] for row in raw.dataset]
-    assert 0 < sum(row["desirable"] for row in rows) < 300
-    assert all(row["context"][-1]["role"] == "user" for row in rows)
 
 
 def test_pairs_serve_as_labelled_answers(chars, tmp_path):

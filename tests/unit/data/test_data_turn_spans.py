@@ -43,9 +43,12 @@ CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [2, "x"]}}\n</t
 
 
 @pytest.fixture(scope="session")
-def llama3(shared_data):
-    pytest.importorskip("tiktoken")
-    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers/llama3", pad_token="<|end_of_text|>")
+def llama3(qwen3_folder):
+    """Llama 3's special tokens and chat format over another byte-level vocabulary."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        qwen3_folder, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>", pad_token="<|end_of_text|>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start_header_id|>", "<|end_header_id|>"]})
     tokenizer.chat_template = LLAMA3
     return tokenizer
 

@@ -1,7 +1,4 @@
-import gzip
-import json
 import random
-from pathlib import Path
 
 import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -10,18 +7,27 @@ from nemo_rl.environments.grading.boxed import grade_plain_number, last_boxed
 from nemo_rl.environments.grading.dapo import normalize_answer, verify_final_answer
 from nemo_rl.environments.grading.hf_math_verify import verify_math, verify_math_components
 from nemo_rl.environments.grading.multichoice import verify_english, verify_multilingual
-from nemo_rl.environments.grading.pool import GradingPool
 from nemo_rl.environments.grading.verdict import load_verifier
 
-DATA = Path(__file__).resolve().parents[3] / "../shared/data"
-
-
-def rows(name: str, stop: int) -> list[dict]:
-    path = DATA / name
-    if not path.exists():
-        pytest.skip(f"{name} is not here")
-    with gzip.open(path, "rt") as lines:
-        return [json.loads(line) for line, _ in zip(lines, range(stop), strict=False)]
+NUMBERS = [
+    "18",
+    "3",
+    "70000",
+    "540",
+    "20",
+    "64",
+    "260",
+    "160",
+    "45",
+    "366",
+    "694",
+    "13",
+    "5",
+    "1,430",
+    "2.5",
+    "-7",
+    "12.75",
+]
 
 
 def reference(response: str, truth: str) -> float:
@@ -31,31 +37,10 @@ def reference(response: str, truth: str) -> float:
     return float(verify(gold, answer))
 
 
-def test_math_solutions_get_the_same_rewards_as_from_math_verify():
-    problems = rows("math/math500.jsonl.gz", 80)
-    pairs = [(row["solution"], row["answer"]) for row in problems]
-    pairs += [(row["solution"], other["answer"]) for row, other in zip(problems, problems[1:], strict=False)]
-    expected = [reference(*pair) for pair in pairs]
-    pool = GradingPool("hf_math_verify", num_workers=2, timeout_s=20.0)
-    try:
-        grades = pool.grade(pairs)
-    finally:
-        pool.close()
-    differing = [
-        (pair[1], grade.error, want)
-        for pair, grade, want in zip(pairs, grades, expected, strict=True)
-        if grade.verdict is None or grade.verdict.reward != want
-    ]
-    assert differing == []
-    assert sum(expected[:80]) >= 76  # the data set's own solutions
-    assert sum(expected[80:]) <= 8  # another problem's answer
-
-
 @pytest.mark.parametrize("form", ["\\boxed{{{}}}", "The answer is ${}$.", "It is {} dollars", "{}.00"])
-def test_gsm8k_answers_get_the_same_rewards_as_from_math_verify(form):
-    truths = [row["answer"].rpartition("#### ")[2] for row in rows("gsm8k/test.jsonl.gz", 60)]
-    for number, truth in enumerate(truths):
-        answer = truth if number % 2 else truths[number - 1]
+def test_numbers_get_the_same_rewards_as_from_math_verify(form):
+    for number, truth in enumerate(NUMBERS):
+        answer = truth if number % 2 else NUMBERS[number - 1]
         response = "Step by step, 3 + 4 = 7. " + form.format(answer)
         assert verify_math(response, truth).reward == reference(response, truth)
 

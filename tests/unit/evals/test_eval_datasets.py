@@ -138,23 +138,3 @@ def test_without_network_a_local_copy_is_asked_for(monkeypatch) -> None:
 
 def test_all_names_are_registered() -> None:
     assert set(EVAL_REGISTRY) | {ARITHMETIC} == set(EVAL_DATASET_NAMES)
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "count"),
-    [
-        ("gsm8k", "gsm8k/test.jsonl.gz", 1319),
-        ("math500", "math/math500.jsonl.gz", 500),
-        ("math", "math/math_test.jsonl.gz", 5000),
-        ("mmlu", "mmlu/test.jsonl.gz", 14042),
-        ("mmlu_pro", "mmlu_pro/test.jsonl.gz", 12032),
-        ("aime2024", "aime/aime24.jsonl.gz", 30),
-    ],
-)
-def test_real_files_are_read_whole(name, file, count) -> None:
-    if not (SHARED / file).exists():
-        pytest.skip("needs ../shared/data")
-    verifier = (CHOICE,) if name.startswith("mmlu") else ()
-    overrides = (f"data.dataset_name={name}", f"data.data_path={SHARED / file}", "data.num_samples=null", *LONG)
-    prompts = make_prompts(eval_config(*overrides, *verifier))
-    assert (len(prompts), prompts.num_bad_rows) == (count, 0)

@@ -1,0 +1,6 @@
+"""Public data sets are read only where a copy of them lies beside the repository."""
+
+from pathlib import Path
+
+SHARED = Path(__file__).resolve().parents[3] / "../shared/data"
+collect_ignore = [] if SHARED.is_dir() else ["test_eval_real_files.py"]
