@@ -316,6 +316,22 @@ def test_metrics_by_hand():
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected, rel=1e-9)
 
 
+def test_sequence_weights_are_averaged_over_sequences():
+    """GSPO: a long answer counts as much as a short one; both have a weight of their own."""
+    engine = torch.full((2, 4), -1.0, dtype=torch.float64)
+    data = {
+        "advantages": torch.ones(2, 4, dtype=torch.float64),
+        "prev_logprobs": engine + torch.tensor([[0.1], [-0.4]]),
+        "generation_logprobs": engine,
+        "token_mask": torch.tensor([[0.0, 1, 1, 1], [0, 1, 0, 0]]),
+        "sample_mask": torch.ones(2),
+    }
+    cfg = make_config(**OPTIONS["gspo_tis"], reference_policy_kl_penalty=0.0)
+    _, metrics = call(cfg, engine[:, 1:], data)
+    assert float(metrics["sampling_importance_ratio"]) == pytest.approx((math.exp(0.3) + math.exp(-0.4)) / 2, rel=1e-6)
+    assert float(metrics["is_oob_ratio"]) == 0.5
+
+
 def test_identical_policies_show_no_mismatch():
     logprobs, data = make_batch()
     data["prev_logprobs"] = data["generation_logprobs"]
