@@ -76,7 +76,6 @@ class GRPOAdvantageEstimator:
     """
 
     needs_logprobs = False
-
     std_over_batch = False
 
     def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
