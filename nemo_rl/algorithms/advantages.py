@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.group_statistics import group_advantage, group_ids_from_prompts, whiten
-from nemo_rl.config import AdvantageEstimatorConfig, ClippedPGLossConfig, GRPOConfig
+from nemo_rl.config import (
+    AdvantageEstimatorConfig,
+    ClippedPGLossConfig,
+    GRPOConfig,
+    check_advantages,
+    report_findings,
+)
 from nemo_rl.losses.kl import calculate_kl
 from nemo_rl.utils.errors import ConfigError, DataError
 
@@ -64,16 +70,18 @@ class AdvantageEstimator(Protocol):
 class GRPOAdvantageEstimator:
     """Group-relative advantages: GRPO, and RLOO and Dr.GRPO by their settings.
 
-    GRPO (arXiv 2402.03300): `(r - mean) / std`. RLOO (arXiv 2402.14740): leave-one-out baseline,
-    not normalised. Dr.GRPO (arXiv 2503.20783): mean baseline, not normalised; it belongs with
-    `loss_fn.token_level_loss: true`, which does not divide by the length of each answer.
+    GRPO (arXiv 2402.03300): `(r - mean) / std`, the deviation with n - 1, of the group or of the batch. RLOO (arXiv
+    2402.14740): leave-one-out baseline, not normalised. Dr.GRPO (arXiv 2503.20783): mean baseline, not normalised; it
+    belongs with `loss_fn.constant_sample_length`, which divides no answer by its own length.
     """
 
     needs_logprobs = False
+    std_over_batch = False
 
     def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
         self.leave_one_out = estimator_config.use_leave_one_out_baseline
         self.normalize = estimator_config.normalize_rewards
+        self.std_over_batch = estimator_config.std_level == "batch"
 
     def compute_advantage(
         self,
@@ -90,6 +98,7 @@ class GRPOAdvantageEstimator:
             valid_B,
             leave_one_out=self.leave_one_out,
             normalize=self.normalize,
+            std_over_batch=self.std_over_batch,
         )
         return _per_token(advantage_B, mask, rewards.dtype)
 
@@ -103,7 +112,7 @@ class RLOOAdvantageEstimator(GRPOAdvantageEstimator):
 
 
 class DrGRPOAdvantageEstimator(GRPOAdvantageEstimator):
-    """Dr.GRPO, arXiv 2503.20783: `r - mean of the group`; use `loss_fn.token_level_loss: true`."""
+    """Dr.GRPO, arXiv 2503.20783: `r - mean of the group`; use `loss_fn.constant_sample_length`."""
 
     def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
         self.leave_one_out = False
@@ -113,9 +122,9 @@ class DrGRPOAdvantageEstimator(GRPOAdvantageEstimator):
 class GDPOAdvantageEstimator:
     """Each reward component is normalised within its group, then they are added with weights.
 
-    A component with a wide range cannot drown one with a narrow range. With `normalize_rewards` the
-    weighted sum is whitened over the batch's valid samples once more, which keeps its size the
-    same for any number of components.
+    A component with a wide range cannot drown one with a narrow range. The weighted sum is whitened over the
+    batch's valid samples once more (sample deviation), which keeps its size the same for any number and range of
+    components; without `normalize_rewards` that is the only normalisation.
     """
 
     needs_logprobs = False
@@ -155,9 +164,7 @@ class GDPOAdvantageEstimator:
                 leave_one_out=self.leave_one_out,
                 normalize=self.normalize,
             )
-        if self.normalize:
-            advantage_B = whiten(advantage_B, valid_B)
-        return _per_token(advantage_B, mask, rewards.dtype)
+        return _per_token(whiten(advantage_B, valid_B, unbiased=True), mask, rewards.dtype)
 
     def _weights(self, names: list[str]) -> list[float]:
         weights_K = self.reward_weights
@@ -174,13 +181,14 @@ class GDPOAdvantageEstimator:
 class ReinforcePlusPlusAdvantageEstimator:
     """REINFORCE++, arXiv 2501.03262: whitened over all valid tokens of the batch.
 
-    A_t = r - beta * sum_{i >= t} KL_i (the sum only with `loss_fn.use_kl_in_reward`, over tokens
-    that count); with `minus_baseline` the group's mean reward is subtracted from r first
-    (REINFORCE++-baseline).
+    A_t = r - beta * KL_t with `loss_fn.use_kl_in_reward`; with `kl_to_go` the sum of the KL of this and all later
+    tokens that count, as in the paper, instead of KL_t. With `minus_baseline` the group's mean reward is subtracted
+    from r first (REINFORCE++-baseline).
     """
 
     def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
         self.minus_baseline = estimator_config.minus_baseline
+        self.kl_to_go = estimator_config.kl_to_go
         self.loss_config = loss_config
         self.needs_logprobs = loss_config.use_kl_in_reward and loss_config.reference_policy_kl_penalty != 0
 
@@ -200,7 +208,7 @@ class ReinforcePlusPlusAdvantageEstimator:
         mask_BT = (mask != 0).double() * (valid_B != 0).double()[:, None]
         advantages_BT = score_B[:, None] * mask_BT
         if self.needs_logprobs:
-            advantages_BT = advantages_BT - self._kl_to_go(mask_BT, extras)
+            advantages_BT = advantages_BT - self._kl_penalty(mask_BT, extras)
         return whiten(advantages_BT, mask_BT).to(rewards.dtype)
 
     def _scores(self, prompt_ids: Tensor | None, rewards: Tensor, extras: AdvantageExtras) -> tuple[Tensor, Tensor]:
@@ -212,8 +220,8 @@ class ReinforcePlusPlusAdvantageEstimator:
         score_B = group_advantage(rewards, group_ids_B, valid_B, leave_one_out=False, normalize=False)
         return score_B, valid_B
 
-    def _kl_to_go(self, mask_BT: Tensor, extras: AdvantageExtras) -> Tensor:
-        """`beta * sum of the KL estimates of this and later tokens`, `[B, T]`."""
+    def _kl_penalty(self, mask_BT: Tensor, extras: AdvantageExtras) -> Tensor:
+        """What the KL estimates take from each token's reward, `[B, T]`."""
         if "logprobs_policy" not in extras or "logprobs_reference" not in extras:
             raise DataError(
                 "loss_fn.use_kl_in_reward=true needs logprobs_policy and logprobs_reference when "
@@ -226,8 +234,9 @@ class ReinforcePlusPlusAdvantageEstimator:
             self.loss_config.kl_input_clamp_value,
             self.loss_config.kl_output_clamp_value,
         )
-        to_go_BT = kl_BT.flip(-1).cumsum(-1).flip(-1)
-        return self.loss_config.reference_policy_kl_penalty * to_go_BT
+        if self.kl_to_go:
+            kl_BT = kl_BT.flip(-1).cumsum(-1).flip(-1)
+        return self.loss_config.reference_policy_kl_penalty * kl_BT
 
 
 class ClippedAdvantageEstimator:
@@ -266,26 +275,16 @@ def make_advantage_estimator(grpo_config: GRPOConfig, loss_config: ClippedPGLoss
     """Build the estimator that `grpo.adv_estimator.name` asks for, with clipping if configured.
 
     Raises:
-        ConfigError: Unknown name, crossed clip bounds, or KL asked for in a reward that the chosen
-            estimator does not put it into.
+        ConfigError: Unknown name, or an option that the chosen estimator does not have.
     """
     config = grpo_config.adv_estimator
     if config.name not in ESTIMATORS:
         raise ConfigError(f"grpo.adv_estimator.name={config.name!r} is unknown; choose one of {', '.join(ESTIMATORS)}.")
-    if loss_config.use_kl_in_reward and config.name != "reinforce_plus_plus":
-        raise ConfigError(
-            f"loss_fn.use_kl_in_reward=true has no effect with grpo.adv_estimator.name="
-            f"{config.name}; use reinforce_plus_plus, or false to keep the KL in the loss."
-        )
+    report_findings(check_advantages(grpo_config, loss_config))
     estimator = ESTIMATORS[config.name](config, loss_config)
     low, high = grpo_config.advantage_clip_low, grpo_config.advantage_clip_high
     if low is None and high is None:
         return estimator
-    if (low is not None and low > 0) or (high is not None and high < 0):
-        raise ConfigError(
-            f"grpo.advantage_clip_low={low}, advantage_clip_high={high}: masked tokens have "
-            "advantage 0, which must lie between them; give low <= 0 <= high, or null."
-        )
     return ClippedAdvantageEstimator(estimator, low, high)
 
 

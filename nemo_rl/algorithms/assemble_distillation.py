@@ -33,11 +33,17 @@ def assemble_distillation(config: DistillationMasterConfig, started_at: float = 
     plan = RolloutPlan(tokenizer, data, open_folders(config), teacher=config.teacher, started_at=started_at)
     parts = start_rollouts(config, plan)
     assert parts.workers.teacher is not None, "the plan asks for it"
+    assert config.policy.generation is not None, "the configuration was checked"
     return DistillationRun(
         session=parts.session,
         refitter=parts.refitter,
         source=parts.source,
-        teacher=Teacher(parts.workers.teacher, config.distillation.topk_logits_k, vocab_size),
+        teacher=Teacher(
+            parts.workers.teacher,
+            config.distillation.topk_logits_k,
+            vocab_size,
+            temperature=config.policy.generation.temperature,
+        ),
         policy=parts.workers.policy,
         loss_fn=DistillationLossFn(config.loss_fn),
         trajectory_log=parts.trajectory_log,

@@ -49,7 +49,7 @@ class CreditAssignment:
         extras: AdvantageExtras = {
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": valid_B,
-            "reward_components": _components(trajectories),
+            "reward_components": self._components(trajectories),
         }
         if self.needs_logprobs:
             extras["logprobs_policy"] = batch["prev_logprobs"]
@@ -69,10 +69,11 @@ class CreditAssignment:
         rewards_B = scale_rewards(rewards_B, self._config.reward_scaling)
         return shape_rewards(rewards_B, lengths_B, truncated_B, self._config.reward_shaping)
 
-
-def _components(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    names = sorted({name for t in trajectories for name in t.reward_components})
-    return {name: torch.tensor([t.reward_components.get(name, 0.0) for t in trajectories]) for name in names}
+    def _components(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+        """Scaled reward components by name, each `[B]`; shaping is about the total reward only."""
+        names = sorted({name for t in trajectories for name in t.reward_components})
+        rewards = {name: torch.tensor([t.reward_components.get(name, 0.0) for t in trajectories]) for name in names}
+        return {name: scale_rewards(values_B, self._config.reward_scaling) for name, values_B in rewards.items()}
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:

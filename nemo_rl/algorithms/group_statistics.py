@@ -36,13 +36,13 @@ def group_ids_from_prompts(prompts: Tensor) -> Tensor:
 def group_statistics(
     rewards_B: Tensor, group_ids_B: Tensor, valid_mask_B: Tensor, leave_one_out: bool
 ) -> GroupStatistics:
-    """Mean and population standard deviation of the rewards each sample is compared with.
+    """Mean and sample standard deviation of the rewards each sample is compared with.
 
-    That set is the valid samples of its group, without the sample itself if `leave_one_out`. With
-    deviations d from the group mean, n samples and S = sum(d^2), leaving i out gives
-    mean_i = mean - d_i / (n - 1) and var_i = (S - d_i^2 n / (n - 1)) / (n - 1).
+    That set is the m valid samples of its group, without the sample itself if `leave_one_out`; the deviation
+    divides by m - 1. With deviations d from the mean of n samples and S = sum(d^2), leaving i out gives
+    mean_i = mean - d_i / (n - 1) and var_i = (S - d_i^2 n / (n - 1)) / (n - 2).
 
-    A sample whose group has at most one valid member has its own reward as baseline, and std 0.
+    A sample whose group has at most one valid member has its own reward as baseline. A set of one has std 0.
 
     Args:
         rewards_B: `[B]` float.
@@ -66,15 +66,14 @@ def group_statistics(
     noise_B = RELATIVE_SPREAD_FLOOR * squares_B + (RELATIVE_SPREAD_FLOOR * mean_B) ** 2
 
     size_B = count_B - valid_B if leave_one_out else count_B
-    divisor_B = size_B.clamp(min=1)
     if leave_one_out:
+        divisor_B = size_B.clamp(min=1)
         mean_B = mean_B - deviation_B / divisor_B
         squares_B = squares_B - deviation_B**2 * (size_B + 1) / divisor_B
-    variance_B = torch.where(squares_B > noise_B, squares_B, 0.0) / divisor_B
-    has_peers_B = count_B > 1
+    variance_B = torch.where(squares_B > noise_B, squares_B, 0.0) / (size_B - 1).clamp(min=1)
     return GroupStatistics(
-        baseline_B=torch.where(has_peers_B, mean_B, rewards_B),
-        std_B=torch.where(has_peers_B, variance_B, 0.0).sqrt(),
+        baseline_B=torch.where(count_B > 1, mean_B, rewards_B),
+        std_B=torch.where(size_B > 1, variance_B, 0.0).sqrt(),
     )
 
 
@@ -91,7 +90,7 @@ def calculate_baseline_and_std_per_prompt(
         prompts: `[B, T_prompt]` int64, padded.
         rewards: `[B]` float.
         valid_mask: `[B]`, 0 for rows that enter no statistic.
-        leave_one_out_baseline: Leave the row itself out of mean and deviation.
+        leave_one_out_baseline: Leave the row itself out of mean and sample deviation.
         std_rewards: Rewards `[B]` to take the deviation of, when they are others.
 
     Returns:
@@ -112,24 +111,35 @@ def group_advantage(
     *,
     leave_one_out: bool,
     normalize: bool,
+    std_over_batch: bool = False,
 ) -> Tensor:
-    """`r - baseline`, divided by `std + 1e-6` where std > 0 if `normalize`; `[B]` float64."""
+    """`r - baseline`, divided by `std + 1e-6` where std > 0 if `normalize`; `[B]` float64.
+
+    With `std_over_batch` the deviation is that of all valid rewards; else that of the rewards of the baseline.
+    """
     statistics = group_statistics(rewards_B, group_ids_B, valid_mask_B, leave_one_out)
     advantage_B = rewards_B.double() - statistics.baseline_B
     if normalize:
         std_B = statistics.std_B
+        if std_over_batch:
+            std_B = group_statistics(rewards_B, torch.zeros_like(group_ids_B), valid_mask_B, leave_one_out=False).std_B
         advantage_B = torch.where(std_B > 0, advantage_B / (std_B + STD_EPSILON), advantage_B)
     return torch.where(valid_mask_B != 0, advantage_B, 0.0)
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Shift and scale the kept entries to mean 0 and population variance 1; others become 0.
+def whiten(values: Tensor, mask: Tensor, *, unbiased: bool = False) -> Tensor:
+    """Shift and scale the kept entries to mean 0 and variance 1; others become 0.
 
     Entries that are all equal become 0.
+
+    Args:
+        values: Any shape.
+        mask: Same shape, non-zero for entries that are kept.
+        unbiased: Take the sample variance (n - 1) instead of the population's.
     """
     kept = (mask != 0).to(values.dtype)
     mean = masked_mean(values, kept)
-    std = masked_var(values, kept, mean=mean, unbiased=False).sqrt()
+    std = masked_var(values, kept, mean=mean, unbiased=unbiased).sqrt()
     is_noise = std <= RELATIVE_SPREAD_FLOOR * (1 + mean.abs())
     scaled = (values - mean) / (std + STD_EPSILON)
     return torch.where(is_noise | (mask == 0), 0.0, scaled)

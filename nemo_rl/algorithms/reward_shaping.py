@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl.config import RewardScalingConfig, RewardShapingConfig
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.config import (
+    RewardScalingConfig,
+    RewardShapingConfig,
+    check_reward_scaling,
+    check_reward_shaping,
+    report_findings,
+)
 
 
 def linear_map(rewards_B: Tensor, source: tuple[float, float], target: tuple[float, float]) -> Tensor:
@@ -23,16 +28,8 @@ def linear_map(rewards_B: Tensor, source: tuple[float, float], target: tuple[flo
     Example:
         >>> linear_map(torch.tensor([0.0, 1.0]), (0.0, 1.0), (-1.0, 1.0))
         tensor([-1.,  1.])
-
-    Raises:
-        ConfigError: The source range is empty.
     """
     (source_min, source_max), (target_min, target_max) = source, target
-    if source_max <= source_min:
-        raise ConfigError(
-            f"grpo.reward_scaling.source_min={source_min}, source_max={source_max}: "
-            "source_max must be above source_min."
-        )
     share_B = (rewards_B.clamp(source_min, source_max) - source_min) / (source_max - source_min)
     return target_min + share_B * (target_max - target_min)
 
@@ -42,52 +39,41 @@ def overlong_penalty(
     max_response_length: int,
     overlong_buffer_length: int,
     overlong_buffer_penalty: float,
+    limited: bool = False,
 ) -> Tensor:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), in `[-penalty, 0]`.
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), at most 0.
 
-    0 up to `max - buffer` tokens, then falling linearly to `-penalty` at `max` and beyond. Without
-    a buffer the whole penalty falls on answers longer than `max`.
+    0 up to `max - buffer` tokens, then falling linearly to `-penalty` at `max`, and on at the same rate, or no further
+    if `limited`, as in the paper. Without a buffer answers longer than `max` have the penalty once.
 
     Args:
         response_lengths_B: Generated tokens per sample.
         max_response_length: Tokens at which the penalty is full.
         overlong_buffer_length: Tokens over which it ramps.
         overlong_buffer_penalty: Size of the full penalty, not negative.
-
-    Raises:
-        ConfigError: The buffer is not in `0..max_response_length`, or the penalty is negative.
+        limited: Never take more than the full penalty.
     """
-    if not 0 <= overlong_buffer_length <= max_response_length or overlong_buffer_penalty < 0:
-        raise ConfigError(
-            "grpo.reward_shaping needs 0 <= overlong_buffer_length <= max_response_length and "
-            f"overlong_buffer_penalty >= 0; got {overlong_buffer_length}, {max_response_length} "
-            f"and {overlong_buffer_penalty}."
-        )
     excess_B = response_lengths_B - (max_response_length - overlong_buffer_length)
     if overlong_buffer_length == 0:
         return -overlong_buffer_penalty * (excess_B > 0).double()
-    share_B = (excess_B.double() / overlong_buffer_length).clamp(0.0, 1.0)
+    share_B = (excess_B.double() / overlong_buffer_length).clamp(0.0, 1.0 if limited else None)
     return -overlong_buffer_penalty * share_B
 
 
 def stop_properly_penalty(rewards_B: Tensor, truncated_B: Tensor, coefficient: float) -> Tensor:
-    """Multiply the rewards of truncated answers by `coefficient`, which lies in `[0, 1]`.
-
-    Raises:
-        ConfigError: The coefficient is out of range.
-    """
-    if not 0 <= coefficient <= 1:
-        raise ConfigError(
-            f"grpo.reward_shaping.stop_properly_penalty_coef={coefficient} must lie in [0, 1]: "
-            "0 takes the whole reward of a truncated answer, 1 leaves it."
-        )
+    """Multiply the rewards of truncated answers by `coefficient`: 0 takes all of them, 1 leaves them."""
     return torch.where(truncated_B.bool(), rewards_B * coefficient, rewards_B)
 
 
 def scale_rewards(rewards_B: Tensor, config: RewardScalingConfig) -> Tensor:
-    """Apply `grpo.reward_scaling`; returns the rewards as they are when it is off."""
+    """Apply `grpo.reward_scaling`; returns the rewards as they are when it is off.
+
+    Raises:
+        ConfigError: The source range is empty.
+    """
     if not config.enabled:
         return rewards_B
+    report_findings(check_reward_scaling(config))
     source = (config.source_min, config.source_max)
     return linear_map(rewards_B, source, (config.target_min, config.target_max))
 
@@ -110,28 +96,17 @@ def shape_rewards(
         config: The section.
 
     Raises:
-        ConfigError: A value that the chosen penalty needs is missing or out of range.
+        ConfigError: A value that the chosen penalty needs is missing, or the buffer is longer than the answer.
     """
     if not config.enabled:
         return rewards_B
+    report_findings(check_reward_shaping(config))
     if config.stop_properly_penalty_coef is not None:
         return stop_properly_penalty(rewards_B, truncated_B, config.stop_properly_penalty_coef)
-    penalty_B = overlong_penalty(
-        response_lengths_B,
-        _required("max_response_length", config.max_response_length),
-        _required("overlong_buffer_length", config.overlong_buffer_length),
-        _required("overlong_buffer_penalty", config.overlong_buffer_penalty),
-    )
+    longest, buffer, penalty = config.max_response_length, config.overlong_buffer_length, config.overlong_buffer_penalty
+    assert longest is not None and buffer is not None and penalty is not None, "checked above"
+    penalty_B = overlong_penalty(response_lengths_B, longest, buffer, penalty, config.limit_overlong_penalty)
     return rewards_B + penalty_B.to(rewards_B)
-
-
-def _required[NumberT: (int, float)](name: str, value: NumberT | None) -> NumberT:
-    if value is None:
-        raise ConfigError(
-            f"grpo.reward_shaping.{name} is null, but reward shaping is on; give a value, or set "
-            "grpo.reward_shaping.stop_properly_penalty_coef instead."
-        )
-    return value
 
 
 def apply_reward_shaping[BatchT: MutableMapping[str, Any]](batch: BatchT, cfg: RewardShapingConfig) -> BatchT:

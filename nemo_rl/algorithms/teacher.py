@@ -33,16 +33,18 @@ class Teacher:
         policy: its ranks.
         k: logits per token.
         vocab_size: only ids below it are asked for; None for all.
+        temperature: logits are divided by it, as the student's are.
     """
 
     policy: Policy
     k: int
     vocab_size: int | None = None
+    temperature: float = 1.0
 
     def add_topk_logits(self, batch: BatchedDataDict[Any]) -> None:
-        """Write `teacher_topk_logits` float32 and `teacher_topk_indices` int64, both `[B, T, k]`."""
+        """Write `teacher_topk_logits` float32, over the temperature, and `teacher_topk_indices` int64, `[B, T, k]`."""
         scored = self.policy.get_topk_logits(batch, self.k, vocab_size=self.vocab_size)
-        batch["teacher_topk_logits"] = scored["topk_logits"]
+        batch["teacher_topk_logits"] = scored["topk_logits"] / self.temperature
         batch["teacher_topk_indices"] = scored["topk_indices"]
 
 

@@ -22,7 +22,7 @@ class TrainingBatch(TypedDict, total=False):
     token_mask: Tensor  # [B, T] float32, 1 on tokens the policy wrote, 0 on all else
     sample_mask: Tensor  # [B] float32, 0 removes the sample from the loss
     generation_logprobs: Tensor  # [B, T] float32, 0 wherever token_mask is 0
-    teacher_topk_logits: Tensor  # [B, T, k] float32, after token t; distillation only
+    teacher_topk_logits: Tensor  # [B, T, k] float32, after token t, over the temperature; distillation only
     teacher_topk_indices: Tensor  # [B, T, k] int64
     advantages: Tensor  # [B, T] float32
     prev_logprobs: Tensor  # [B, T] float32; absent when the update is exactly on-policy

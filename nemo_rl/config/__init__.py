@@ -5,6 +5,8 @@ package loads neither torch nor ray.
 """
 
 from nemo_rl.config.checkpointing import CheckpointingConfig
+from nemo_rl.config.checks import check_advantages, check_reward_scaling, check_reward_shaping, report_findings
+from nemo_rl.config.checks_loss import check_loss_options
 from nemo_rl.config.cluster import ClusterConfig, TimeoutsConfig
 from nemo_rl.config.data import DataConfig, DatasetConfig, DatasetDefaults
 from nemo_rl.config.device_check import check_device, count_gpus
@@ -127,12 +129,17 @@ __all__ = [
     "VllmConfig",
     "WandbConfig",
     "WeightSyncConfig",
+    "check_advantages",
     "check_device",
+    "check_loss_options",
+    "check_reward_scaling",
+    "check_reward_shaping",
     "count_gpus",
     "data_parallel_ranks",
     "find_path",
     "load_config",
     "plan_topology",
+    "report_findings",
     "save_resolved",
     "students_share",
     "teachers_share",

@@ -1,6 +1,7 @@
-"""Checks between keys: batches, lengths, loss options, generation, validation.
+"""Checks between keys: batches, lengths, rewards and advantages, generation, validation.
 
-Called by `GRPOMasterConfig.check` before anything starts; paths and data entries are in checks_data.py.
+Called by `GRPOMasterConfig.check` before anything starts; paths and data entries are in checks_data.py, loss options in
+checks_loss.py.
 Law: a check yields one text for each finding, with the values given, the rule and a way out.
 """
 
@@ -10,7 +11,7 @@ from typing import Protocol
 from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.data import DataConfig
 from nemo_rl.config.generation import GenerationConfig
-from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.config.grpo import GRPOConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.config.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.rollout_training import RolloutTrainingConfig
@@ -144,7 +145,7 @@ def _check_answer_lengths(generation: GenerationConfig, total: int) -> Findings:
 
 
 def check_grpo(grpo: GRPOConfig) -> Findings:
-    """Group size, advantage, shaping and early-stop keys agree."""
+    """Group size and dynamic sampling agree, and so do the keys of rewards."""
     group = f"grpo.num_generations_per_prompt={grpo.num_generations_per_prompt}"
     estimator = grpo.adv_estimator
     if grpo.num_generations_per_prompt == 1:
@@ -172,6 +173,13 @@ def check_grpo(grpo: GRPOConfig) -> Findings:
             f"{drawn:g} prompts is not a whole number. Choose a multiplier such as "
             f"{round(drawn) / prompts:g}."
         )
+    yield from check_reward_scaling(grpo.reward_scaling)
+    yield from check_reward_shaping(grpo.reward_shaping)
+
+
+def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
+    """Options of the advantage estimator belong to the one that was chosen."""
+    estimator = grpo.adv_estimator
     low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
     if (low is not None and low > 0) or (high is not None and high < 0):
         yield (
@@ -180,7 +188,18 @@ def check_grpo(grpo: GRPOConfig) -> Findings:
         )
     if estimator.reward_weights is not None and estimator.name != "gdpo":
         yield "grpo.adv_estimator.reward_weights only works with grpo.adv_estimator.name=gdpo."
-    yield from _check_reward_treatment(grpo)
+    if estimator.std_level == "batch" and (estimator.name != "grpo" or not estimator.normalize_rewards):
+        yield (
+            "grpo.adv_estimator.std_level=batch only works with grpo.adv_estimator.name=grpo and "
+            f"normalize_rewards=true, got {estimator.name} and {str(estimator.normalize_rewards).lower()}."
+        )
+    if loss.use_kl_in_reward and estimator.name != "reinforce_plus_plus":
+        yield (
+            "loss_fn.use_kl_in_reward=true only works with grpo.adv_estimator.name=reinforce_plus_plus, "
+            f"got {estimator.name}."
+        )
+    if estimator.kl_to_go and not loss.use_kl_in_reward:
+        yield "grpo.adv_estimator.kl_to_go=true only works with loss_fn.use_kl_in_reward=true."
 
 
 def check_early_stop(section: str, algorithm: RolloutTrainingConfig) -> Findings:
@@ -193,96 +212,31 @@ def check_early_stop(section: str, algorithm: RolloutTrainingConfig) -> Findings
         )
 
 
-def _check_reward_treatment(grpo: GRPOConfig) -> Findings:
-    scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
+def check_reward_scaling(scaling: RewardScalingConfig) -> Findings:
+    """The source range is not empty."""
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         yield (
             f"grpo.reward_scaling.source_min={scaling.source_min:g} must be below "
             f"grpo.reward_scaling.source_max={scaling.source_max:g}."
         )
+
+
+def check_reward_shaping(shaping: RewardShapingConfig) -> Findings:
+    """The chosen penalty has its values, and the buffer fits into the answer."""
     if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
         return
     needed = ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty")
     empty = [key for key in needed if getattr(shaping, key) is None]
     if empty:
-        yield f"grpo.reward_shaping.enabled=true needs a value for {', '.join(empty)}."
+        yield (
+            f"grpo.reward_shaping.enabled=true needs a value for {', '.join(empty)}, or "
+            "grpo.reward_shaping.stop_properly_penalty_coef instead."
+        )
     elif (shaping.overlong_buffer_length or 0) > (shaping.max_response_length or 0):
         yield (
             f"grpo.reward_shaping.overlong_buffer_length={shaping.overlong_buffer_length} is longer than "
             f"grpo.reward_shaping.max_response_length={shaping.max_response_length}. "
             "The penalty grows over the last part of the answer: choose a shorter buffer."
-        )
-
-
-def check_loss(grpo: GRPOConfig, policy: PolicyConfig, loss: ClippedPGLossConfig) -> Findings:
-    """Loss options do not contradict each other."""
-    penalty = f"loss_fn.reference_policy_kl_penalty={loss.reference_policy_kl_penalty:g}"
-    if grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty > 0:
-        yield (
-            f"{penalty} needs the reference policy, but "
-            "grpo.skip_reference_policy_logprobs_calculation=true. Set the penalty to 0 or the skip to false."
-        )
-    if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
-        yield f"loss_fn.use_kl_in_reward=true has no effect with {penalty}. Give the penalty a weight."
-    if loss.use_kl_in_reward and grpo.adv_estimator.name != "reinforce_plus_plus":
-        yield (
-            "loss_fn.use_kl_in_reward=true only works with grpo.adv_estimator.name=reinforce_plus_plus, "
-            f"got {grpo.adv_estimator.name}."
-        )
-    if loss.disable_ppo_ratio:
-        for key, used in (
-            ("use_cispo=true", loss.use_cispo),
-            ("sequence_level_importance_ratios=true", loss.sequence_level_importance_ratios),
-            (f"ratio_clip_c={loss.ratio_clip_c}", loss.ratio_clip_c is not None),
-        ):
-            if used:
-                yield (
-                    f"loss_fn.{key} shapes the probability ratio, which loss_fn.disable_ppo_ratio=true "
-                    "takes away. Keep one of the two."
-                )
-    if loss.use_cispo and loss.ratio_clip_c is not None:
-        yield "loss_fn.use_cispo=true has no dual clip. Set loss_fn.ratio_clip_c=null."
-    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    updates = samples // policy.train_global_batch_size
-    if loss.force_on_policy_ratio and updates > 1:
-        yield (
-            "loss_fn.force_on_policy_ratio=true needs one optimizer update per step, but "
-            f"{samples} samples / policy.train_global_batch_size={policy.train_global_batch_size} = "
-            f"{updates} updates. Set policy.train_global_batch_size={samples}."
-        )
-    yield from _check_importance_sampling(loss)
-
-
-def _check_importance_sampling(loss: ClippedPGLossConfig) -> Findings:
-    kind = loss.truncated_importance_sampling_type
-    low = loss.truncated_importance_sampling_ratio_min
-    high = loss.truncated_importance_sampling_ratio
-    if (kind or low is not None or high is not None) and not loss.use_importance_sampling_correction:
-        yield (
-            "loss_fn.truncated_importance_sampling_* bounds the weights of "
-            "loss_fn.use_importance_sampling_correction, which is false. Set it to true or the bounds "
-            "to null."
-        )
-    if kind is not None and high is None:
-        yield (
-            f"loss_fn.truncated_importance_sampling_type={kind} needs "
-            "loss_fn.truncated_importance_sampling_ratio, the upper bound, for example 2.0."
-        )
-    if kind in ("icepop", "seq-mask-tis") and low is None:
-        yield (
-            f"loss_fn.truncated_importance_sampling_type={kind} needs "
-            "loss_fn.truncated_importance_sampling_ratio_min, the lower bound, for example 0.5."
-        )
-    if low is not None and kind in (None, "tis"):
-        yield (
-            f"loss_fn.truncated_importance_sampling_ratio_min={low:g} has no effect with type "
-            f"{kind or 'tis'}, which only has an upper bound. Set it to null, or the type to icepop or "
-            "seq-mask-tis."
-        )
-    if low is not None and high is not None and low > high:
-        yield (
-            f"loss_fn.truncated_importance_sampling_ratio_min={low:g} must not exceed "
-            f"loss_fn.truncated_importance_sampling_ratio={high:g}."
         )
 
 

@@ -43,7 +43,7 @@ class DistillationConfig(RolloutTrainingConfig):
 
 
 class DistillationLossConfig(Section):
-    """The divergence between teacher and student at each token."""
+    """The divergence between teacher and student at each token, both at `policy.generation.temperature`."""
 
     kl_type: Literal["forward", "reverse", "mixed"] = Field(
         default="mixed",

@@ -1,6 +1,6 @@
 """Keys of `grpo`: the cadence of the training loop and how rewards become advantages.
 
-Read by the algorithms room. Law: lengths and batch sizes of the model live in `policy`.
+Read by the algorithms. Law: lengths and batch sizes of the model live in `policy`.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -28,7 +28,12 @@ class AdvantageEstimatorConfig(Section):
     )
     normalize_rewards: bool = derived(
         "${..normalize_rewards}",
-        "Divide by the standard deviation of the group's rewards.",
+        "Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo whitens its sum "
+        "over the batch in any case.",
+    )
+    std_level: Literal["group", "batch"] = Field(
+        default="group",
+        description="With normalize_rewards: the deviation of the prompt's rewards, or of all rewards of the step.",
     )
     use_leave_one_out_baseline: bool = derived(
         "${..use_leave_one_out_baseline}",
@@ -37,13 +42,18 @@ class AdvantageEstimatorConfig(Section):
     minus_baseline: bool = Field(
         default=True, description="REINFORCE++: subtract the group's mean reward before whitening the batch."
     )
+    kl_to_go: bool = Field(
+        default=False,
+        description="REINFORCE++ with use_kl_in_reward: subtract the KL of this and all later tokens, as its paper "
+        "does; false: this token's alone, as NeMo RL does.",
+    )
     reward_weights: list[float] | None = Field(
         default=None, description="GDPO: weight of each reward component, in order; null: all 1."
     )
 
 
 class RewardScalingConfig(Section):
-    """A linear map of rewards from a source range to a target range."""
+    """A linear map of rewards, and with gdpo of each component, from a source range to a target range."""
 
     enabled: bool = Field(default=False, description="Map rewards linearly from source to target range.")
     source_min: float = Field(default=0.0, description="Reward that becomes target_min; lower ones are cut.")
@@ -55,18 +65,24 @@ class RewardScalingConfig(Section):
 class RewardShapingConfig(Section):
     """DAPO's penalties on over-long answers."""
 
-    enabled: bool = Field(default=False, description="Apply the length penalties below to each reward.")
+    enabled: bool = Field(default=False, description="Apply the length penalties below to each total reward.")
     max_response_length: PositiveInt | None = derived(
         "${policy.max_total_sequence_length}",
-        "Answer length in tokens at which the penalty is full.",
+        "Answer length in tokens at which the penalty is full; all turns count (in NeMo RL the first only), since "
+        "all of them are trained on.",
     )
     overlong_buffer_length: NonNegativeInt | None = Field(
         default=128, description="Tokens before max_response_length over which the penalty grows linearly."
     )
     overlong_buffer_penalty: NonNegativeFloat | None = Field(
-        default=1.0, description="Full penalty, subtracted from the reward."
+        default=1.0, description="Penalty at max_response_length, subtracted from the reward."
     )
-    stop_properly_penalty_coef: NonNegativeFloat | None = Field(
+    limit_overlong_penalty: bool = Field(
+        default=False,
+        description="Keep the penalty of longer answers at overlong_buffer_penalty, as DAPO's paper does; false: it "
+        "grows on at the same rate, as NeMo RL does. Without a buffer it is always limited.",
+    )
+    stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
         description="Factor on the reward of cut-off answers, used instead of the ramp; null: off.",
     )
@@ -85,7 +101,7 @@ class GRPOConfig(RolloutTrainingConfig):
     }
 
     normalize_rewards: bool = Field(
-        default=True, description="Divide advantages by the standard deviation of the prompt's rewards."
+        default=True, description="Divide advantages by the sample standard deviation of the prompt's rewards."
     )
     use_leave_one_out_baseline: bool = Field(
         default=True, description="The baseline of a sample leaves out its own reward."
@@ -106,7 +122,9 @@ class GRPOConfig(RolloutTrainingConfig):
         default_factory=RewardShapingConfig, description="Penalties on over-long answers."
     )
     use_dynamic_sampling: bool = Field(
-        default=False, description="DAPO: drop prompts whose rewards are all equal and draw others instead."
+        default=False,
+        description="DAPO: drop prompts whose rewards are all equal and draw others instead; with the leave-one-out "
+        "baseline too, where NeMo RL drops single answers whose peers are all equal.",
     )
     batch_multiplier: Annotated[float, Field(ge=1)] = Field(
         default=1.0, description="With dynamic sampling: prompts drawn per round over num_prompts_per_step."

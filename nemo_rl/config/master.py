@@ -12,16 +12,17 @@ from pydantic import Field
 
 from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.config.checks import (
+    check_advantages,
     check_batches,
     check_early_stop,
     check_generation,
     check_grpo,
     check_lengths,
-    check_loss,
     check_validation,
     report_findings,
 )
 from nemo_rl.config.checks_data import check_data, check_files
+from nemo_rl.config.checks_loss import check_loss
 from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.data import DataConfig
 from nemo_rl.config.env import EnvironmentMap
@@ -99,6 +100,7 @@ class GRPOMasterConfig(RolloutMasterConfig):
                 check_batches("grpo", self.grpo, self.policy, self.cluster),
                 check_lengths(self.policy, self.data),
                 check_grpo(self.grpo),
+                check_advantages(self.grpo, self.loss_fn),
                 check_early_stop("grpo", self.grpo),
                 check_loss(self.grpo, self.policy, self.loss_fn),
                 check_generation(self.policy, self.cluster),

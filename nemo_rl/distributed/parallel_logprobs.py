@@ -59,6 +59,10 @@ class SamplingDensity:
         """Whether some tokens are cut out of the density."""
         return self.top_k is not None or self.top_p < 1.0
 
+    def unfiltered(self) -> "SamplingDensity":
+        """The same temperature over all tokens."""
+        return SamplingDensity(self.temperature)
+
 
 @dataclass(frozen=True)
 class TopK:

@@ -1,8 +1,8 @@
 """Distillation: the divergence between a teacher's and a student's next-token distributions.
 
 Called by policy workers, which prepare the student's side (`models.policy.workers.loss_inputs`); the teacher's top-k
-logits are part of the batch. Law: everything is computed at temperature 1 and in nats, per token of the student's own
-answer, and divided by the tokens of the global batch.
+logits are part of the batch. Law: both sides are at the temperature that the student samples with, without top-k and
+top-p; everything is in nats, per token of the student's own answer, and divided by the tokens of the global batch.
 
 With `S` the teacher's k most likely tokens after a prefix, `q` the softmax of the teacher's logits over `S`, and `p`
 the student's softmax over the whole vocabulary:
@@ -68,8 +68,8 @@ class DistillationLossFn:
                 normalised over the whole vocabulary. Without `zero_outside_topk` they may also be normalised
                 over the k tokens, or not at all.
             teacher_topk_logprobs: `[B, T, k]`, the teacher's, up to a constant per position.
-            H_all: `[B, T]`, the student's entropy over the whole vocabulary, `-sum p log p`; needed for the
-                reverse direction with `zero_outside_topk`.
+            H_all: `[B, T]`, `sum p log p` of the student over the whole vocabulary, the negative of its entropy;
+                needed for the reverse direction with `zero_outside_topk`.
             data: Holds `token_mask [B, T + 1]` and `sample_mask [B]`.
             global_valid_seqs: Unused; part of the call of every loss.
             global_valid_toks: Tokens that count in the whole global batch.
@@ -105,21 +105,21 @@ class DistillationLossFn:
         if reverse_BT is not None:
             metrics["reverse_kl"] = mean(reverse_BT.detach())
         if H_all is not None:
-            metrics["student_entropy"] = mean(H_all.detach())
+            metrics["student_entropy"] = mean(-H_all.detach())
         return loss, metrics
 
     def _divergences(
-        self, student_BTk: Tensor, teacher_BTk: Tensor, entropy_BT: Tensor | None
+        self, student_BTk: Tensor, teacher_BTk: Tensor, H_all_BT: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Forward and reverse divergence at each position; no reverse one where the entropy for it is missing."""
+        """Forward and reverse divergence at each position; no reverse one where `H_all` for it is missing."""
         log_q_BTk = torch.log_softmax(teacher_BTk.to(student_BTk.dtype), dim=-1)
         log_p_BTk = student_BTk if self.cfg.zero_outside_topk else torch.log_softmax(student_BTk, dim=-1)
         p_BTk = log_p_BTk.exp()
         forward_BT = (log_q_BTk.exp() * (log_q_BTk - log_p_BTk)).sum(-1)
         if not self.cfg.zero_outside_topk:
             return forward_BT, (p_BTk * (log_p_BTk - log_q_BTk)).sum(-1)
-        if entropy_BT is None:
+        if H_all_BT is None:
             return forward_BT, None
-        # sum_V p log p is minus the entropy, so what lies outside S needs no terms of its own.
+        # H_all covers all of V, so what lies outside S needs no terms of its own.
         cross_BT = (p_BTk * log_q_BTk).sum(-1) + (1 - p_BTk.sum(-1)) * LOG_TEACHER_OUTSIDE
-        return forward_BT, -entropy_BT - cross_BT
+        return forward_BT, H_all_BT - cross_BT

@@ -98,7 +98,8 @@ class TopkLossFunction(Protocol):
             student_topk_logprobs: `[B, T-1, k]`, the student's log-probabilities of the teacher's top-k tokens,
                 normalised over the whole vocabulary; differentiable.
             teacher_topk_logprobs: `[B, T-1, k]`, the teacher's, normalised over the k tokens.
-            H_all: `[B, T-1]`, the student's entropy over the whole vocabulary, in nats; differentiable.
+            H_all: `[B, T-1]`, `sum p log p` of the student over the whole vocabulary, in nats: the negative of its
+                entropy, as NeMo RL gives it; differentiable.
             data: Microbatch, as in `LossFunction`; holds `teacher_topk_logits` and `teacher_topk_indices` too.
             global_valid_seqs: As in `LossFunction`.
             global_valid_toks: As in `LossFunction`.

@@ -2,6 +2,13 @@
 
 Used by the policy-gradient loss, by REINFORCE++ (KL in the reward) and by the train/generation
 mismatch metrics. Law: element-wise only; masks and reductions are the caller's.
+
+The gradient of a divergence `E_p[k]` has two parts, because the policy also decides which tokens are sampled:
+
+    d E_p[k] = E_p[d k + k d log p]
+
+Differentiating an estimate `k` gives the first part only. Weighting it by `exp(log p - stop(log p))`, which is 1 and
+has the gradient of `log p`, adds the second, the score-function part.
 """
 
 from collections.abc import Callable
@@ -12,17 +19,21 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """`-log r`: unbiased, high variance, may be negative."""
+    """`-log r`: unbiased, high variance, may be negative; exact gradient with the weight, 0 without."""
     return -log_ratio
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """`(log r)^2 / 2`: biased, low variance; its gradient is that of the true KL on-policy."""
+    """`(log r)^2 / 2`: biased, low variance.
+
+    Its own gradient is that of the true KL already; with the weight it is that of `E_p[(log r)^2] / 2`, which is
+    another quantity (about twice as large, one to three times on random categoricals of nine tokens).
+    """
     return 0.5 * log_ratio.square()
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """`r - 1 - log r`: unbiased, low variance, never negative."""
+    """`r - 1 - log r`: unbiased, low variance, never negative; exact gradient with the weight, biased without."""
     return log_ratio.expm1() - log_ratio
 
 
@@ -47,12 +58,15 @@ def calculate_kl(
         logprobs_reference: Log-probabilities of the same tokens under the reference, same shape.
         kl_type: One of `k1`, `k2`, `k3`.
         input_clamp_value: `log r` is limited to `[-value, value]`; None leaves it.
-        output_clamp_value: The estimate is limited to `[-value, value]`; None leaves it.
-        importance_sampling_weights: Multiplied onto the clamped estimate, same shape. With
-            `p_policy / p_behaviour` this estimates the policy's KL from another policy's samples.
+        output_clamp_value: The weighted estimate is limited to `[-value, value]`; None leaves it.
+        importance_sampling_weights: Multiplied onto the estimate before the output clamp, same shape;
+            differentiable. `p_policy / stop(p_policy)` keeps the values and adds the score-function part of the
+            gradient (see the module docstring); `p_policy / p_behaviour` estimates the policy's KL from another
+            policy's samples, with the same gradient in expectation.
 
     Returns:
-        KL estimate per token, same shape. Clamped entries have no gradient.
+        KL estimate per token, same shape. Entries that the output clamp limits have no gradient at all; those that
+        only the input clamp limits keep the gradient of their weight.
 
     Raises:
         ConfigError: `kl_type` is unknown.
@@ -65,6 +79,6 @@ def calculate_kl(
     if input_clamp_value is not None:
         log_ratio = log_ratio.clamp(-input_clamp_value, input_clamp_value)
     kl = KL_ESTIMATORS[kl_type](log_ratio)
-    if output_clamp_value is not None:
-        kl = kl.clamp(-output_clamp_value, output_clamp_value)
-    return kl if importance_sampling_weights is None else kl * importance_sampling_weights
+    if importance_sampling_weights is not None:
+        kl = kl * importance_sampling_weights
+    return kl if output_clamp_value is None else kl.clamp(-output_clamp_value, output_clamp_value)

@@ -6,9 +6,9 @@ function; `__call__` runs the same lines for all of them.
 
     loss = reduce(w * objective(log p, ratio, A)) + beta * reduce(KL to the reference)
 
-`reduce` divides by the global token count, or averages each sample over its tokens and divides by
-the global sample count. Dr.GRPO is the token-level loss with advantages that are not divided by the
-group's standard deviation (`grpo.normalize_rewards: false`).
+`reduce` sums over tokens and divides by the global token count, or by a constant for each sample (Dr.GRPO), or by each
+sample's own length; the last two divide by the global sample count besides. The KL term has the full gradient of the
+divergence, score-function part included, see `kl`.
 
 Legend: `B` samples, `T` predicted positions.
 """
@@ -18,7 +18,7 @@ from functools import partial
 
 from torch import Tensor
 
-from nemo_rl.config import ClippedPGLossConfig
+from nemo_rl.config import ClippedPGLossConfig, check_loss_options, report_findings
 from nemo_rl.losses.interfaces import LossData, LossInputType, LossMetrics, LossType
 from nemo_rl.losses.kl import calculate_kl
 from nemo_rl.losses.mismatch import mismatch_metrics
@@ -27,7 +27,6 @@ from nemo_rl.losses.policy_batch import PolicyBatch, make_policy_batch
 from nemo_rl.losses.ratios import (
     ImportanceWeights,
     RatioFn,
-    bounded_exp,
     make_truncation,
     sequence_mean_ratio,
     sequence_product_ratio,
@@ -40,7 +39,6 @@ from nemo_rl.losses.reductions import (
     masked_sum,
     safe_divide,
 )
-from nemo_rl.utils.errors import ConfigError
 
 type TermFn = Callable[[PolicyBatch], Tensor]
 """PolicyBatch -> loss_BT."""
@@ -66,9 +64,10 @@ class ClippedPGLossFn:
         Raises:
             ConfigError: Options contradict each other or a value is out of range.
         """
-        _check(cfg)
+        report_findings(check_loss_options(cfg))
         self.cfg = cfg
-        self.loss_type = LossType.TOKEN_LEVEL if cfg.token_level_loss else LossType.SEQUENCE_LEVEL
+        counts_tokens = cfg.token_level_loss and cfg.constant_sample_length is None
+        self.loss_type = LossType.TOKEN_LEVEL if counts_tokens else LossType.SEQUENCE_LEVEL
         self.needs_reference = cfg.reference_policy_kl_penalty != 0 and not cfg.use_kl_in_reward
         is_sequence_level = cfg.sequence_level_importance_ratios
         self._ratio: RatioFn = sequence_mean_ratio if is_sequence_level else token_ratio
@@ -82,7 +81,7 @@ class ClippedPGLossFn:
             clip_min=cfg.ratio_clip_min,
             clip_max=cfg.ratio_clip_max,
             clip_c=cfg.ratio_clip_c,
-            use_ratio=not cfg.disable_ppo_ratio,
+            use_ratio=cfg.force_on_policy_ratio or not cfg.disable_ppo_ratio,
             use_cispo=cfg.use_cispo,
         )
         self._penalties = _make_penalties(cfg, self.needs_reference)
@@ -120,7 +119,7 @@ class ClippedPGLossFn:
         def reduce(loss_BT: Tensor) -> Tensor:
             if self.loss_type is LossType.TOKEN_LEVEL:
                 return masked_mean(loss_BT, batch.mask_BT, None, global_valid_toks)
-            return sequence_mean(loss_BT, batch, global_valid_seqs)
+            return sequence_mean(loss_BT, batch, global_valid_seqs, self.cfg.constant_sample_length)
 
         loss = reduce(surrogate_BT)
         metrics: LossMetrics = {"kl_penalty": loss.new_zeros(())}
@@ -129,7 +128,8 @@ class ClippedPGLossFn:
             loss = loss + coefficient * penalty
             metrics[name] = penalty.detach()
         metrics |= {"loss": loss.detach(), "num_valid_samples": batch.sample_mask_B.sum()}
-        metrics |= self._ratio_metrics(batch, ratio_BT.detach(), weights, global_valid_toks)
+        metrics |= self._ratio_metrics(batch, ratio_BT.detach(), global_valid_toks)
+        metrics |= self._weight_metrics(batch, weights, global_valid_seqs, global_valid_toks)
         metrics |= mismatch_metrics(batch, global_valid_toks)
         return loss, metrics
 
@@ -145,15 +145,8 @@ class ClippedPGLossFn:
         raw_BT = self._raw_weight(log_weight_BT, batch.mask_BT)
         return self._truncation(raw_BT, log_weight_BT, batch.mask_BT)
 
-    def _ratio_metrics(
-        self,
-        batch: PolicyBatch,
-        ratio_BT: Tensor,
-        weights: ImportanceWeights,
-        global_valid_toks: Tensor | float,
-    ) -> LossMetrics:
+    def _ratio_metrics(self, batch: PolicyBatch, ratio_BT: Tensor, global_valid_toks: Tensor | float) -> LossMetrics:
         clipped_BT = clip_ratio(ratio_BT, self.cfg.ratio_clip_min, self.cfg.ratio_clip_max)
-        raw_weight_BT = self._raw_weight(self._log_weight(batch), batch.mask_BT)
 
         def mean(values_BT: Tensor) -> Tensor:
             return masked_mean(values_BT, batch.mask_BT, None, global_valid_toks)
@@ -165,15 +158,45 @@ class ClippedPGLossFn:
             "probs_ratio_clamped": mean(clipped_BT),
             "probs_ratio_clamped_min": masked_min(clipped_BT, batch.mask_BT),
             "probs_ratio_clamped_max": masked_max(clipped_BT, batch.mask_BT),
-            "sampling_importance_ratio": mean(raw_weight_BT),
-            "is_oob_ratio": mean(weights.is_out_of_bounds_BT),
             "num_filtered_tokens": batch.num_filtered_tokens,
         }
 
+    def _weight_metrics(
+        self,
+        batch: PolicyBatch,
+        weights: ImportanceWeights,
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+    ) -> LossMetrics:
+        """Means over tokens, or over sequences of what is one value for a sequence."""
+        raw_weight_BT = self._raw_weight(self._log_weight(batch), batch.mask_BT)
+        is_sequence_weight = self.cfg.sequence_level_importance_ratios
+        is_sequence_bound = is_sequence_weight or self.cfg.truncated_importance_sampling_type == "seq-mask-tis"
 
-def sequence_mean(loss_BT: Tensor, batch: PolicyBatch, global_valid_seqs: Tensor | float) -> Tensor:
-    """`sum_b sample_mask_b * (mean over the sample's tokens) / global_valid_seqs`."""
-    per_sample_B = safe_divide(masked_sum(loss_BT, batch.mask_BT, dim=-1), batch.num_tokens_B)
+        def mean(values_BT: Tensor, per_sequence: bool) -> Tensor:
+            if per_sequence:
+                return sequence_mean(values_BT, batch, global_valid_seqs)
+            return masked_mean(values_BT, batch.mask_BT, None, global_valid_toks)
+
+        return {
+            "sampling_importance_ratio": mean(raw_weight_BT, is_sequence_weight),
+            "is_oob_ratio": mean(weights.is_out_of_bounds_BT, is_sequence_bound),
+        }
+
+
+def sequence_mean(
+    loss_BT: Tensor, batch: PolicyBatch, global_valid_seqs: Tensor | float, sample_length: float | None = None
+) -> Tensor:
+    """`sum_b sample_mask_b * (sum over the sample's tokens / its length) / global_valid_seqs`.
+
+    Args:
+        loss_BT: A value per token.
+        batch: Masks and lengths.
+        global_valid_seqs: `sum(sample_mask)` over the global batch.
+        sample_length: Tokens that each sample counts as; None for its own number.
+    """
+    length_B = batch.num_tokens_B if sample_length is None else sample_length
+    per_sample_B = safe_divide(masked_sum(loss_BT, batch.mask_BT, dim=-1), length_B)
     return safe_divide(per_sample_B.sum(), global_valid_seqs)
 
 
@@ -185,36 +208,19 @@ def _make_penalties(cfg: ClippedPGLossConfig, needs_reference: bool) -> dict[str
 
 
 def kl_to_reference(batch: PolicyBatch, *, cfg: ClippedPGLossConfig) -> Tensor:
-    """KL estimate per token, optionally weighted by `p_now / p_engine` (a constant, no gradient)."""
+    """Weighted KL estimate per token; the weight's gradient is the score-function part, see `kl`.
+
+    The weight is `p_now / p_engine` with `use_on_policy_kl_approximation`, else `p_now / stop(p_now)`, which is 1; of
+    the token, or the sequence's geometric mean with `sequence_level_kl_weight`.
+    """
     assert batch.reference_logprobs_BT is not None
-    weights_BT = None
-    if cfg.use_on_policy_kl_approximation:
-        weights_BT = bounded_exp(batch.logprobs_BT.detach() - batch.generation_logprobs_BT)
+    sampled_by_BT = batch.generation_logprobs_BT if cfg.use_on_policy_kl_approximation else batch.logprobs_BT.detach()
+    weight = sequence_mean_ratio if cfg.sequence_level_kl_weight else token_ratio
     return calculate_kl(
         batch.logprobs_BT,
         batch.reference_logprobs_BT,
         cfg.reference_policy_kl_type,
         cfg.kl_input_clamp_value,
         cfg.kl_output_clamp_value,
-        weights_BT,
+        weight(batch.logprobs_BT - sampled_by_BT, batch.mask_BT),
     )
-
-
-def _check(cfg: ClippedPGLossConfig) -> None:
-    """Refuse options that contradict each other; the schema has checked each for itself."""
-    exclusive = {
-        "disable_ppo_ratio": cfg.disable_ppo_ratio,
-        "use_cispo": cfg.use_cispo,
-        "ratio_clip_c": cfg.ratio_clip_c is not None,
-    }
-    chosen = [f"loss_fn.{name}" for name, is_set in exclusive.items() if is_set]
-    if len(chosen) > 1:
-        raise ConfigError(
-            f"{' and '.join(chosen)} are different objectives; set one of them, leave the others false or null."
-        )
-    if cfg.truncated_importance_sampling_ratio and not cfg.use_importance_sampling_correction:
-        raise ConfigError(
-            "loss_fn.truncated_importance_sampling_ratio="
-            f"{cfg.truncated_importance_sampling_ratio} has no effect; "
-            "set loss_fn.use_importance_sampling_correction=true or the ratio to null."
-        )

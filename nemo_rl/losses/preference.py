@@ -1,8 +1,8 @@
 """Losses on pairs of answers: reward models and direct preference optimisation.
 
 Called by policy workers through `LossFunction`. Rows are interleaved: row 2i is the chosen answer of
-pair i, row 2i + 1 the rejected one. Law: a pair counts only if both of its rows count, and the
-number of pairs in the global batch is `global_valid_seqs / 2`.
+pair i, row 2i + 1 the rejected one. Law: a pair counts only if both of its rows count (in NeMo RL the
+chosen row decides), and the number of pairs in the global batch is `global_valid_seqs / 2`.
 
 Legend: `B` = 2P rows, `P` pairs here, `T` predicted positions.
 """
@@ -140,8 +140,9 @@ class DPOLossFn(PreferenceLossFn):
 
         Args:
             next_token_logprobs: `[2P, T-1]`, log-probabilities of tokens 1..T-1.
-            data: `reference_policy_logprobs` (if `needs_reference`), `token_mask` `[2P, T]` and
-                `sample_mask [2P]`; may hold `margin [2P]`, the offset of arXiv 2402.10571, equation 5.
+            data: `reference_policy_logprobs` (if `needs_reference`; at their tokens' places, in NeMo RL rolled left
+                by one), `token_mask` `[2P, T]` and `sample_mask [2P]`; may hold `margin [2P]`, the offset of arXiv
+                2402.10571, equation 5.
             global_valid_seqs: Valid rows in the global batch, twice the number of pairs.
             global_valid_toks: Unused; part of the call of every loss.
 

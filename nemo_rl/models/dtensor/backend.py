@@ -95,7 +95,7 @@ class DTensorBackend:
         self.model.train(backward)
         with torch.set_grad_enabled(backward):
             for index, inputs in enumerate(microbatches):
-                density = inputs.density or self._density
+                density = self._density.unfiltered() if inputs.unfiltered else self._density
                 logprobs_K, entropy_K = self.model(
                     inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
                 )

@@ -40,8 +40,13 @@ def reference_statistics(rewards, groups, valid, leave_one_out):
         if len(members) <= 1:
             result.append((rewards[i], 0.0))
         else:
-            result.append((statistics.fmean(peers), statistics.pstdev(peers)))
+            result.append((statistics.fmean(peers), sample_std(peers)))
     return result
+
+
+def sample_std(values):
+    """With n - 1; 0 for a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def reference_group_advantage(rewards, groups, valid, leave_one_out, normalize):
@@ -62,11 +67,11 @@ def test_statistics_by_hand():
     everyone = torch.ones(6)
     baseline, std = calculate_baseline_and_std_per_prompt(PROMPTS, REWARDS, everyone, False)
     assert baseline.tolist() == pytest.approx([5 / 3, 0.375, 5 / 3, 5 / 3, 0.375, 7.0])
-    spread = statistics.pstdev([1, 0, 4])
-    assert std.tolist() == pytest.approx([spread, 0.125, spread, spread, 0.125, 0.0])
+    spread, half = statistics.stdev([1, 0, 4]), 0.25 / 2**0.5
+    assert std.tolist() == pytest.approx([spread, half, spread, spread, half, 0.0])
     baseline, std = calculate_baseline_and_std_per_prompt(PROMPTS, REWARDS, everyone)
     assert baseline.tolist() == pytest.approx([2.0, 0.25, 2.5, 0.5, 0.5, 7.0])
-    assert std.tolist() == pytest.approx([2.0, 0.0, 1.5, 0.5, 0.0, 0.0])
+    assert std.tolist() == pytest.approx([8**0.5, 0.0, 4.5**0.5, 0.5**0.5, 0.0, 0.0])
     assert baseline.dtype == std.dtype == torch.float32
 
 
@@ -74,14 +79,45 @@ def test_std_may_come_from_other_rewards():
     ones = torch.ones(6)
     baseline, std = calculate_baseline_and_std_per_prompt(PROMPTS, REWARDS, ones, False, std_rewards=10 * REWARDS)
     assert baseline[1].item() == pytest.approx(0.375)
-    assert std[1].item() == pytest.approx(1.25)
+    assert std[1].item() == pytest.approx(2.5 / 2**0.5)
+
+
+@pytest.mark.parametrize("group_size", [2, 4, 8, 16])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_deviations_are_those_of_a_sample(group_size, leave_one_out):
+    """Against torch.std, whose default divides by n - 1, on the set that the baseline is made of."""
+    rewards = torch.rand(3, group_size, generator=torch.Generator().manual_seed(group_size), dtype=torch.float64)
+    ids = torch.arange(3).repeat_interleave(group_size)
+    subject = estimator(use_leave_one_out_baseline=leave_one_out)
+    result = subject.compute_advantage(None, rewards.flatten(), torch.ones(3 * group_size, 1), group_ids=ids)
+    for group in range(3):
+        for i in range(group_size):
+            peers = torch.cat([rewards[group, :i], rewards[group, i + 1 :]]) if leave_one_out else rewards[group]
+            want = rewards[group, i] - peers.mean()
+            if len(peers) > 1:  # a single reward has no deviation
+                want = want / (peers.std() + 1e-6)
+            assert result[group * group_size + i, 0].item() == pytest.approx(want.item(), rel=1e-9)
+
+
+def test_deviation_of_the_batch():
+    """`(r - group mean) / std of all valid rewards`; equal rewards have no deviation."""
+    valid = torch.tensor([1.0, 1, 1, 1, 0, 1])
+    subject = estimator(use_leave_one_out_baseline=False, std_level="batch")
+    result = subject.compute_advantage(PROMPTS, REWARDS, torch.ones(6, 1), valid_mask=valid)[:, 0]
+    std = statistics.stdev([1.0, 0.5, 0.0, 4.0, 7.0]) + 1e-6
+    centred = [1.0 - 5 / 3, 0.0, -5 / 3, 4 - 5 / 3, 0.0, 0.0]
+    assert result.tolist() == pytest.approx([c / std for c in centred], rel=1e-6)
+    equal = subject.compute_advantage(PROMPTS, torch.full((6,), 0.1), torch.ones(6, 1))
+    assert not equal.any()
+    with pytest.raises(ConfigError, match=r"std_level=batch only works with .*name=grpo"):
+        estimator(name="rloo", std_level="batch")
 
 
 def test_invalid_rows_enter_no_statistic():
     valid = torch.tensor([1.0, 1, 1, 0, 0, 1])
     baseline, std = calculate_baseline_and_std_per_prompt(PROMPTS, REWARDS, valid, False)
     assert baseline.tolist()[:3] == pytest.approx([0.5, 0.5, 0.5])
-    assert std.tolist()[:3] == pytest.approx([0.5, 0.0, 0.5])
+    assert std.tolist()[:3] == pytest.approx([0.5**0.5, 0.0, 0.5**0.5])
     assert (baseline[4], std[4]) == (0.25, 0.0)  # one valid row in its group: its own reward
     rewards = REWARDS.clone()
     rewards[3] = torch.nan  # a reward error may be anything
@@ -191,17 +227,21 @@ def test_gdpo_normalises_each_component():
         part = reference_group_advantage(values.tolist(), groups, valid, False, True)
         summed = [s + weight * p for s, p in zip(summed, part, strict=True)]
     kept = summed[:5]
-    mean, std = statistics.fmean(kept), statistics.pstdev(kept)
+    mean, std = statistics.fmean(kept), statistics.stdev(kept)
     expected = [(s - mean) / (std + 1e-6) for s in kept] + [0.0]
     torch.testing.assert_close(result, on_tokens(expected))
 
 
-def test_gdpo_without_normalisation_is_a_weighted_sum():
-    components = {"a": REWARDS, "b": REWARDS}
-    subject = estimator(name="gdpo", normalize_rewards=False)
-    single = estimator(normalize_rewards=False).compute_advantage(PROMPTS, REWARDS, MASK)
-    result = subject.compute_advantage(PROMPTS, REWARDS, MASK, reward_components=components)
-    torch.testing.assert_close(result, 2 * single)
+def test_gdpo_whitens_always():
+    """Without `normalize_rewards` too: a component from 0 to 100 must not make advantages of that size."""
+    components = {"a": REWARDS, "points": 100 * REWARDS.flip(0)}
+    subject = estimator(name="gdpo", normalize_rewards=False, use_leave_one_out_baseline=False)
+    result = subject.compute_advantage(PROMPTS, REWARDS, torch.ones(6, 1), reward_components=components)[:, 0]
+    groups = PROMPTS[:, 0].tolist()
+    parts = [reference_group_advantage(v.tolist(), groups, [1] * 6, False, False) for v in components.values()]
+    summed = [a + b for a, b in zip(*parts, strict=True)]
+    mean, std = statistics.fmean(summed), statistics.stdev(summed)
+    assert result.tolist() == pytest.approx([(s - mean) / (std + 1e-6) for s in summed], rel=1e-5)
 
 
 def test_gdpo_needs_components_and_matching_weights():
@@ -213,8 +253,8 @@ def test_gdpo_needs_components_and_matching_weights():
         )
 
 
-def reference_reinforce_plus_plus(minus_baseline, valid, kl=None, beta=0.0):
-    """Loops over tokens: reward minus baseline minus beta times KL to go, then whitening."""
+def reference_reinforce_plus_plus(minus_baseline, valid, kl=None, beta=0.0, kl_to_go=False):
+    """Loops over tokens: reward minus baseline minus beta times KL, of the token or to go, then whitening."""
     groups = PROMPTS[:, 0].tolist()
     rewards = REWARDS.tolist()
     if minus_baseline:
@@ -223,8 +263,9 @@ def reference_reinforce_plus_plus(minus_baseline, valid, kl=None, beta=0.0):
     for b in range(6):
         for t in range(4):
             if MASK[b, t] and valid[b]:
-                to_go = sum(kl[b][s] for s in range(t, 4) if MASK[b, s]) if kl else 0.0
-                raw[b, t] = rewards[b] - beta * to_go
+                last = 4 if kl_to_go else t + 1
+                penalty = sum(kl[b][s] for s in range(t, last) if MASK[b, s]) if kl else 0.0
+                raw[b, t] = rewards[b] - beta * penalty
     mean, std = statistics.fmean(raw.values()), statistics.pstdev(raw.values())
     result = torch.zeros(6, 4)
     for (b, t), value in raw.items():
@@ -241,16 +282,17 @@ def test_reinforce_plus_plus_whitens_over_tokens(minus_baseline, valid):
     torch.testing.assert_close(result, reference_reinforce_plus_plus(minus_baseline, valid))
 
 
-def test_reinforce_plus_plus_with_kl_in_the_reward():
+@pytest.mark.parametrize("kl_to_go", [False, True])
+def test_reinforce_plus_plus_with_kl_in_the_reward(kl_to_go):
     gen = torch.Generator().manual_seed(0)
     policy, reference = -2 * torch.rand(2, 6, 4, generator=gen)
     policy[0, 0] = -torch.inf  # a position that does not count
     loss = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k1"}
-    subject = estimator(loss, name="reinforce_plus_plus")
+    subject = estimator(loss, name="reinforce_plus_plus", kl_to_go=kl_to_go)
     assert subject.needs_logprobs
     result = subject.compute_advantage(PROMPTS, REWARDS, MASK, logprobs_policy=policy, logprobs_reference=reference)
     kl = (policy - reference).tolist()
-    torch.testing.assert_close(result, reference_reinforce_plus_plus(True, [1] * 6, kl, beta=0.3))
+    torch.testing.assert_close(result, reference_reinforce_plus_plus(True, [1] * 6, kl, 0.3, kl_to_go))
     with pytest.raises(DataError, match="logprobs_policy"):
         subject.compute_advantage(PROMPTS, REWARDS, MASK)
 
@@ -284,6 +326,8 @@ def test_wrong_settings_are_refused():
         make_advantage_estimator(config, ClippedPGLossConfig.build())
     with pytest.raises(ConfigError, match="reinforce_plus_plus"):
         estimator({"use_kl_in_reward": True})
+    with pytest.raises(ConfigError, match="use_kl_in_reward=true"):
+        estimator(name="reinforce_plus_plus", kl_to_go=True)
     with pytest.raises(ConfigError, match="low <= 0 <= high"):
         estimator(clip=(0.5, 1.0))
     assert math.isfinite(estimator(clip=(-1.0, None)).compute_advantage(PROMPTS, REWARDS, MASK).sum())

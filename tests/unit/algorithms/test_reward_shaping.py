@@ -27,36 +27,31 @@ def test_linear_map_by_hand():
     assert linear_map(REWARDS, (0.0, 1.0), (-1.0, 1.0)).tolist() == [-1.0, -0.5, 1.0]
     assert linear_map(REWARDS, (0.0, 0.5), (0.0, 10.0)).tolist() == [0.0, 5.0, 10.0]
     assert linear_map(REWARDS, (0.0, 1.0), (1.0, 0.0)).tolist() == [1.0, 0.75, 0.0]
-    with pytest.raises(ConfigError, match="source_max must be above"):
-        linear_map(REWARDS, (1.0, 1.0), (0.0, 1.0))
 
 
 def test_scaling_follows_its_section():
     config = RewardScalingConfig.build(enabled=True, target_min=-1.0)
     assert scale_rewards(REWARDS, config).tolist() == [-1.0, -0.5, 1.0]
     assert scale_rewards(REWARDS, RewardScalingConfig.build()) is REWARDS
+    with pytest.raises(ConfigError, match=r"source_min=1 must be below .*source_max=1"):
+        scale_rewards(REWARDS, RewardScalingConfig.build(enabled=True, source_min=1.0))
 
 
 def test_overlong_penalty_ramps():
     lengths = torch.tensor([1, 80, 85, 90, 100, 250])
-    expected = [0.0, 0.0, -0.125, -0.25, -0.5, -0.5]
-    assert overlong_penalty(lengths, 100, 20, 0.5).tolist() == expected
+    up_to_max = [0.0, 0.0, -0.125, -0.25, -0.5]
+    assert overlong_penalty(lengths, 100, 20, 0.5).tolist() == [*up_to_max, -0.5 * 170 / 20]
+    assert overlong_penalty(lengths, 100, 20, 0.5, limited=True).tolist() == [*up_to_max, -0.5]
     assert overlong_penalty(lengths, 100, 0, 0.5).tolist() == [0, 0, 0, 0, 0, -0.5]
     assert overlong_penalty(lengths, 100, 100, 1.0).tolist()[:3] == [-0.01, -0.8, -0.85]
-
-
-@pytest.mark.parametrize("arguments", [(10, 20, 1.0), (10, -1, 1.0), (10, 5, -1.0)])
-def test_overlong_penalty_refuses_bad_settings(arguments):
-    with pytest.raises(ConfigError, match="overlong_buffer"):
-        overlong_penalty(torch.tensor([1]), *arguments)
 
 
 def test_stop_properly_penalty_touches_truncated_answers_only():
     truncated = torch.tensor([True, False, True])
     assert stop_properly_penalty(REWARDS, truncated, 0.1).tolist() == pytest.approx([0.0, 0.25, 0.1])
     assert stop_properly_penalty(REWARDS, truncated.float(), 0.0).tolist() == [0.0, 0.25, 0.0]
-    with pytest.raises(ConfigError, match=r"must lie in \[0, 1\]"):
-        stop_properly_penalty(REWARDS, truncated, 1.5)
+    with pytest.raises(ConfigError, match="stop_properly_penalty_coef"):
+        shaping(stop_properly_penalty_coef=1.5)
 
 
 def test_shaping_follows_its_section():
@@ -67,8 +62,14 @@ def test_shaping_follows_its_section():
     assert ramp.dtype == REWARDS.dtype
     stop = shape_rewards(REWARDS, lengths, truncated, shaping(stop_properly_penalty_coef=0.5))
     assert stop.tolist() == [0.0, 0.25, 0.5]
-    with pytest.raises(ConfigError, match="overlong_buffer_penalty is null"):
+    far, none = torch.full((3,), 140), torch.zeros(3)
+    assert shape_rewards(REWARDS, far, none, shaping()).tolist() == pytest.approx([-3.0, -2.75, -2.0])
+    limited = shape_rewards(REWARDS, far, none, shaping(limit_overlong_penalty=True))
+    assert limited.tolist() == pytest.approx([-1.0, -0.75, 0.0])
+    with pytest.raises(ConfigError, match="needs a value for overlong_buffer_penalty"):
         shape_rewards(REWARDS, lengths, truncated, shaping(overlong_buffer_penalty=None))
+    with pytest.raises(ConfigError, match="overlong_buffer_length=120 is longer"):
+        shape_rewards(REWARDS, lengths, truncated, shaping(overlong_buffer_length=120))
 
 
 def test_batches_are_shaped_by_their_generated_tokens():

@@ -1,11 +1,13 @@
 """What a teacher may be: the same vocabulary, enough of it, and an answer before Ray starts."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 
+from nemo_rl.algorithms import assemble_distillation as assemble_module
 from nemo_rl.algorithms.assemble_distillation import assemble_distillation
 from nemo_rl.algorithms.distillation import check_vocab_equality
 from nemo_rl.algorithms.teacher import Teacher, check_teacher_fits
@@ -79,5 +81,15 @@ def test_the_teacher_writes_its_logits_into_the_batch() -> None:
             return {"topk_logits": torch.ones(2, 4, 3), "topk_indices": torch.zeros(2, 4, 3, dtype=torch.int64)}
 
     batch = BatchedDataDict({"input_ids": torch.zeros(2, 4, dtype=torch.int64), "input_lengths": torch.ones(2)})
-    Teacher(Scores(), k=3, vocab_size=50).add_topk_logits(batch)
+    Teacher(Scores(), k=3, vocab_size=50, temperature=0.5).add_topk_logits(batch)
     assert batch["teacher_topk_logits"].shape == batch["teacher_topk_indices"].shape == (2, 4, 3)
+    assert batch["teacher_topk_logits"].unique().tolist() == [2.0]
+
+
+def test_the_teacher_has_the_students_temperature(tmp_path, monkeypatch) -> None:
+    parts = SimpleNamespace(**dict.fromkeys(("session", "refitter", "source", "trajectory_log", "closers")))
+    parts.workers = SimpleNamespace(policy=None, teacher=object())
+    monkeypatch.setattr(assemble_module, "start_rollouts", lambda config, plan: parts)
+    monkeypatch.setattr(assemble_module, "open_folders", lambda config: None)
+    run = assemble_distillation(config_with("policy.generation.temperature=0.7"))
+    assert run.teacher.temperature == 0.7

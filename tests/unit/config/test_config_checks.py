@@ -24,6 +24,7 @@ from nemo_rl.utils.errors import ConfigError
 NO_PACKING = "policy.sequence_packing.enabled=false"
 SEPARATE = "policy.generation.colocated.enabled=false"
 IS = "loss_fn.use_importance_sampling_correction=true"
+GSPO = "loss_fn.sequence_level_importance_ratios=true"
 
 
 def kind(name: str) -> str:
@@ -142,7 +143,20 @@ REFUSED: list[tuple[list[str], str]] = [
     ([IS, kind("icepop"), high(2.0)], r"type=icepop needs .*_ratio_min, the lower bound"),
     ([IS, kind("seq-mask-tis"), high(2.0)], r"type=seq-mask-tis needs .*_ratio_min"),
     ([IS, kind("icepop"), high(0.5), low(2.0)], r"ratio_min=2 must not exceed .*ratio=0\.5"),
-    ([IS, high(2.0), low(0.5)], "has no effect with type tis"),
+    ([IS, high(2.0)], r"truncated_importance_sampling_type, which is null\. Set it to tis"),
+    ([IS, low(0.5)], "truncated_importance_sampling_type, which is null"),
+    ([GSPO, "loss_fn.token_level_loss=true"], r"GSPO.*Set loss_fn\.token_level_loss=false"),
+    (
+        [GSPO, "loss_fn.token_level_loss=false", IS, kind("seq-mask-tis"), high(2.0), low(0.5)],
+        "seq-mask-tis bounds the geometric mean",
+    ),
+    (["loss_fn.use_cispo=true", "loss_fn.token_level_loss=false"], r"mean over tokens. Set .*token_level_loss=true"),
+    (["loss_fn.use_cispo=true", "loss_fn.force_on_policy_ratio=true"], "Keep one of the two"),
+    (["loss_fn.ratio_clip_max=-0.5"], "only loss_fn.use_cispo=true allows"),
+    (["loss_fn.ratio_clip_max=-0.5", "loss_fn.use_cispo=true"], "below the lower one"),
+    (["loss_fn.constant_sample_length=64", "loss_fn.token_level_loss=false"], "replaces the length of each answer"),
+    (["grpo.adv_estimator.std_level=batch", "grpo.normalize_rewards=false"], "std_level=batch only works with"),
+    (["grpo.adv_estimator.kl_to_go=true"], r"kl_to_go=true only works with loss_fn\.use_kl_in_reward=true"),
     # single keys
     (["policy.max_total_sequence_length=-1"], r"Allowed: int > 0"),
     (["grpo.num_prompts_per_step=0"], r"greater than 0"),
@@ -179,9 +193,11 @@ ACCEPTED: list[list[str]] = [
      "policy.generation.colocated.resources.gpus_per_node=1"],
     ["policy.generation.backend=hf", "policy.generation.vllm_cfg.max_model_len=9999"],
     ["policy.generation.top_k=-1", "policy.generation.val_temperature=0"],
-    ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=true"],
-    ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"],
-    [IS, high(2.0)],
+    [GSPO, "loss_fn.token_level_loss=false", "loss_fn.sequence_level_kl_weight=true"],
+    [IS, kind("tis"), high(2.0)],
+    [IS, kind("tis"), high(2.0), low(0.5)],
+    ["loss_fn.use_cispo=true", "loss_fn.ratio_clip_min=1", "loss_fn.ratio_clip_max=-0.7"],
+    ["loss_fn.constant_sample_length=64", "grpo.adv_estimator.std_level=batch"],
     [IS, kind("icepop"), high(5.0), low(0.5)],
     ["loss_fn.force_on_policy_ratio=true"],
     ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],

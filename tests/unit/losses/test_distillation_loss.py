@@ -63,7 +63,7 @@ class FromLogits:
         return self.loss_fn(
             logprobs.view(*logits.shape[:2], -1),
             teacher,
-            entropy.view(logits.shape[:2]),
+            -entropy.view(logits.shape[:2]),
             data=data,
             global_valid_seqs=global_valid_seqs,
             global_valid_toks=global_valid_toks,
@@ -178,6 +178,8 @@ def test_prepared_inputs_may_be_normalised_over_the_top_k_already() -> None:
     got, metrics = loss_fn(torch.log_softmax(picked, -1), torch.log_softmax(teacher, -1), None, data=data, **values)
     assert got.item() == pytest.approx(want.item(), rel=1e-12)
     assert "student_entropy" not in metrics
+    given = loss_of("mixed", True)(picked, teacher, torch.full(picked.shape[:2], -1.5), data=data, **values)[1]
+    assert given["student_entropy"].item() == pytest.approx(1.5)
     with pytest.raises(ValueError, match="needs H_all"):
         loss_of("mixed", True)(picked, teacher, None, data=data, **values)
     assert math.isfinite(loss_of("forward", True)(picked, teacher, None, data=data, **values)[0].item())

@@ -17,6 +17,7 @@ from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.utils.errors import ConfigError
 
 B, T = 6, 7
+FORCED = {"forced_on_policy", "forced_on_policy_reinforce"}
 OPTIONS = {
     "ppo": {},
     "clip_higher": {"ratio_clip_min": 0.1, "ratio_clip_max": 0.4},
@@ -24,7 +25,8 @@ OPTIONS = {
     "reinforce": {"disable_ppo_ratio": True},
     "cispo": {"use_cispo": True, "ratio_clip_min": 0.5, "ratio_clip_max": 0.3},
     "gspo": {"sequence_level_importance_ratios": True, "token_level_loss": False},
-    "gspo_token_loss": {"sequence_level_importance_ratios": True},
+    "cispo_cap_below_one": {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": -0.2},
+    "constant_length": {"constant_sample_length": 5.0},
     "sequence_loss": {"token_level_loss": False},
     "forced_on_policy": {"force_on_policy_ratio": True},
     "kl_off": {"reference_policy_kl_penalty": 0.0},
@@ -35,12 +37,26 @@ OPTIONS = {
     "k1_clamped": {"reference_policy_kl_type": "k1", "kl_output_clamp_value": 0.3},
     "kl_unclamped": {"kl_input_clamp_value": None, "kl_output_clamp_value": None},
     "kl_on_policy": {"use_on_policy_kl_approximation": True},
+    "kl_on_policy_clamped": {"use_on_policy_kl_approximation": True, "kl_output_clamp_value": 0.2},
     "kl_sequence": {"token_level_loss": False, "use_on_policy_kl_approximation": True},
+    "kl_sequence_weight": {"sequence_level_kl_weight": True},
+    "kl_on_policy_sequence_weight": {"sequence_level_kl_weight": True, "use_on_policy_kl_approximation": True},
+    "gspo_kl_sequence_weight": {
+        "sequence_level_importance_ratios": True,
+        "token_level_loss": False,
+        "sequence_level_kl_weight": True,
+        "use_on_policy_kl_approximation": True,
+    },
     "is": {"use_importance_sampling_correction": True},
-    "tis": {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.1},
-    "tis_named": {
+    "tis": {
         "use_importance_sampling_correction": True,
-        "truncated_importance_sampling_ratio": 0.9,
+        "truncated_importance_sampling_ratio": 1.1,
+        "truncated_importance_sampling_type": "tis",
+    },
+    "tis_with_min": {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_ratio": 1.1,
+        "truncated_importance_sampling_ratio_min": 0.85,
         "truncated_importance_sampling_type": "tis",
     },
     "icepop": {
@@ -60,25 +76,26 @@ OPTIONS = {
         "token_level_loss": False,
         "use_importance_sampling_correction": True,
     },
-    "gspo_seq_mask_tis": {
+    "gspo_tis": {
         "sequence_level_importance_ratios": True,
         "token_level_loss": False,
         "use_importance_sampling_correction": True,
-        "truncated_importance_sampling_ratio": 1.05,
-        "truncated_importance_sampling_ratio_min": 0.9,
-        "truncated_importance_sampling_type": "seq-mask-tis",
+        "truncated_importance_sampling_ratio": 0.8,
+        "truncated_importance_sampling_type": "tis",
     },
-    "cispo_tis_sequence": {
+    "cispo_tis": {
         "use_cispo": True,
-        "token_level_loss": False,
         "use_importance_sampling_correction": True,
         "truncated_importance_sampling_ratio": 1.1,
+        "truncated_importance_sampling_type": "tis",
     },
     "forced_on_policy_tis": {
         "force_on_policy_ratio": True,
         "use_importance_sampling_correction": True,
         "truncated_importance_sampling_ratio": 1.1,
+        "truncated_importance_sampling_type": "tis",
     },
+    "forced_on_policy_reinforce": {"force_on_policy_ratio": True, "disable_ppo_ratio": True},
 }
 
 
@@ -125,7 +142,7 @@ def clamp(x, low, high):
 
 
 def reference_loss(lp, frozen, data, cfg):
-    """The loss as nested loops over floats; returns (loss, mean KL, share out of bounds)."""
+    """The loss as nested loops over floats; returns (loss, mean KL, share of tokens or sequences out of bounds)."""
     den = denominators(data)
     total = kl_total = oob_total = 0.0
     for b in range(B):
@@ -147,12 +164,16 @@ def reference_loss(lp, frozen, data, cfg):
         high = cfg.truncated_importance_sampling_ratio
         low = cfg.truncated_importance_sampling_ratio_min or 0.0
 
-        surrogate = kl = 0.0
+        surrogate = kl = num_out = 0.0
+        sampled_by = engine if cfg.use_on_policy_kl_approximation else stop
+        kl_weights = {t: math.exp(now[t] - sampled_by[t]) for t in tokens}
+        if cfg.sequence_level_kl_weight:
+            kl_weights = dict.fromkeys(tokens, math.prod(kl_weights.values()) ** (1 / n))
         for t in tokens:
             a = float(data["advantages"][b, t + 1])
             r = seq_ratio if cfg.sequence_level_importance_ratios else math.exp(now[t] - prev[t])
             lo, hi = 1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max
-            if cfg.disable_ppo_ratio:
+            if cfg.disable_ppo_ratio and not cfg.force_on_policy_ratio:
                 value = -a * now[t]
             elif cfg.use_cispo:
                 fixed = math.exp(stop[t] - prev[t])
@@ -164,12 +185,12 @@ def reference_loss(lp, frozen, data, cfg):
                 value = -objective
             if cfg.use_importance_sampling_correction:
                 w = seq_weight if cfg.sequence_level_importance_ratios else math.exp(prev[t] - engine[t])
-                kind = cfg.truncated_importance_sampling_type or ("tis" if high else None)
+                kind = cfg.truncated_importance_sampling_type
                 measured = geometric if kind == "seq-mask-tis" else w
                 out = kind is not None and not low <= measured <= high
-                oob_total += out
+                num_out += out
                 if out:
-                    w = high if kind == "tis" else 0.0
+                    w = clamp(w, low, high) if kind == "tis" else 0.0
                 value *= w
             surrogate += value
 
@@ -178,18 +199,20 @@ def reference_loss(lp, frozen, data, cfg):
                 if cfg.kl_input_clamp_value is not None:
                     x = clamp(x, -cfg.kl_input_clamp_value, cfg.kl_input_clamp_value)
                 kinds = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}
-                value = kinds[cfg.reference_policy_kl_type]
+                value = kl_weights[t] * kinds[cfg.reference_policy_kl_type]
                 if cfg.kl_output_clamp_value is not None:
                     value = clamp(value, -cfg.kl_output_clamp_value, cfg.kl_output_clamp_value)
-                if cfg.use_on_policy_kl_approximation:
-                    value *= math.exp(stop[t] - engine[t])
                 kl += value
         denominator = den["global_valid_toks"] if cfg.token_level_loss else n * den["global_valid_seqs"]
+        if cfg.constant_sample_length:
+            denominator = cfg.constant_sample_length * den["global_valid_seqs"]
         scale = 1 / denominator
+        by_sequence = cfg.sequence_level_importance_ratios or cfg.truncated_importance_sampling_type == "seq-mask-tis"
+        oob_total += num_out / (n * den["global_valid_seqs"] if by_sequence else den["global_valid_toks"])
         total += scale * surrogate
         kl_total += scale * kl
     loss = total + cfg.reference_policy_kl_penalty * kl_total
-    return loss, kl_total, oob_total / den["global_valid_toks"]
+    return loss, kl_total, oob_total
 
 
 def reference_gradient(logprobs, data, cfg, step=1e-6):
@@ -245,7 +268,7 @@ def test_options_differ_from_one_another():
         loss.backward()
         result = torch.cat([loss.detach().reshape(1), leaf.grad.flatten()])
         for other, seen_result in seen.items():
-            is_same = {name, other} in ({"ppo", "kl_unclamped"}, {"kl_off", "kl_in_reward"})
+            is_same = {name, other} in ({"ppo", "kl_unclamped"}, {"kl_off", "kl_in_reward"}, FORCED)
             assert torch.allclose(seen_result, result, rtol=1e-9, atol=0) == is_same, (name, other)
         seen[name] = result
 
@@ -293,6 +316,22 @@ def test_metrics_by_hand():
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected, rel=1e-9)
 
 
+def test_sequence_weights_are_averaged_over_sequences():
+    """GSPO: a long answer counts as much as a short one; both have a weight of their own."""
+    engine = torch.full((2, 4), -1.0, dtype=torch.float64)
+    data = {
+        "advantages": torch.ones(2, 4, dtype=torch.float64),
+        "prev_logprobs": engine + torch.tensor([[0.1], [-0.4]]),
+        "generation_logprobs": engine,
+        "token_mask": torch.tensor([[0.0, 1, 1, 1], [0, 1, 0, 0]]),
+        "sample_mask": torch.ones(2),
+    }
+    cfg = make_config(**OPTIONS["gspo_tis"], reference_policy_kl_penalty=0.0)
+    _, metrics = call(cfg, engine[:, 1:], data)
+    assert float(metrics["sampling_importance_ratio"]) == pytest.approx((math.exp(0.3) + math.exp(-0.4)) / 2, rel=1e-6)
+    assert float(metrics["is_oob_ratio"]) == 0.5
+
+
 def test_identical_policies_show_no_mismatch():
     logprobs, data = make_batch()
     data["prev_logprobs"] = data["generation_logprobs"]
@@ -327,7 +366,7 @@ def test_filtered_tokens_are_dropped_and_counted(name, source):
     leaf_masked = logprobs.clone().requires_grad_(True)
     loss_masked, _ = ClippedPGLossFn(cfg)(leaf_masked, data=masked, **den)
     loss_masked.backward()
-    if cfg.token_level_loss:
+    if cfg.token_level_loss:  # the same denominator
         assert loss.item() == pytest.approx(loss_masked.item(), rel=1e-12)
         torch.testing.assert_close(leaf.grad, leaf_masked.grad)
     else:  # the dropped token stays in its own sample's count
@@ -396,6 +435,7 @@ def test_float32_batches_with_extreme_ratios_stay_finite():
 def test_attributes_say_what_the_loss_needs():
     assert ClippedPGLossFn(make_config()).loss_type is LossType.TOKEN_LEVEL
     assert ClippedPGLossFn(make_config(token_level_loss=False)).loss_type is LossType.SEQUENCE_LEVEL
+    assert ClippedPGLossFn(make_config(constant_sample_length=9)).loss_type is LossType.SEQUENCE_LEVEL
     assert ClippedPGLossFn(make_config()).needs_reference
     assert not ClippedPGLossFn(make_config(reference_policy_kl_penalty=0.0)).needs_reference
     assert not ClippedPGLossFn(make_config(use_kl_in_reward=True)).needs_reference
@@ -415,29 +455,41 @@ def test_losses_travel_to_workers(name):
     [
         ({"use_cispo": True, "disable_ppo_ratio": True}, "use_cispo"),
         ({"use_cispo": True, "ratio_clip_c": 3.0}, "ratio_clip_c"),
-        ({"truncated_importance_sampling_ratio": 2.0}, "use_importance_sampling_correction=true"),
+        ({"use_cispo": True, "force_on_policy_ratio": True}, "use_cispo"),
+        ({"use_cispo": True, "token_level_loss": False}, "token_level_loss=true"),
+        ({"sequence_level_importance_ratios": True}, "token_level_loss=false"),
+        ({"constant_sample_length": 9, "token_level_loss": False}, "token_level_loss=true"),
+        ({"ratio_clip_max": -0.5}, "use_cispo=true"),
+        ({"ratio_clip_max": -0.5, "use_cispo": True}, "below the lower one"),
+        ({"truncated_importance_sampling_ratio": 2.0}, "use_importance_sampling_correction"),
+        (
+            {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0},
+            "truncated_importance_sampling_type, which is null",
+        ),
+        (
+            {
+                "sequence_level_importance_ratios": True,
+                "token_level_loss": False,
+                "use_importance_sampling_correction": True,
+                "truncated_importance_sampling_ratio": 1.05,
+                "truncated_importance_sampling_ratio_min": 0.9,
+                "truncated_importance_sampling_type": "seq-mask-tis",
+            },
+            "gives a sequence one weight",
+        ),
         (
             {
                 "use_importance_sampling_correction": True,
                 "truncated_importance_sampling_type": "icepop",
             },
-            "needs bounds",
+            "the upper bound",
         ),
         (
             {
                 "use_importance_sampling_correction": True,
                 "truncated_importance_sampling_ratio_min": 0.5,
             },
-            "upper bound",
-        ),
-        (
-            {
-                "use_importance_sampling_correction": True,
-                "truncated_importance_sampling_type": "tis",
-                "truncated_importance_sampling_ratio": 2.0,
-                "truncated_importance_sampling_ratio_min": 0.5,
-            },
-            "icepop",
+            "which is null",
         ),
         (
             {
@@ -446,7 +498,7 @@ def test_losses_travel_to_workers(name):
                 "truncated_importance_sampling_ratio": 1.0,
                 "truncated_importance_sampling_ratio_min": 2.0,
             },
-            "min <= max",
+            "must not exceed",
         ),
     ],
 )

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.losses.kl import calculate_kl
+from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.reductions import (
     masked_max,
     masked_mean,
@@ -99,22 +101,80 @@ def test_kl_by_hand():
         assert calculate_kl(policy, reference, kind).item() == pytest.approx(value, rel=1e-14)
 
 
-def test_k1_and_k3_are_unbiased_and_k2_has_the_right_gradient():
+def categorical(seed=0, size=9):
+    """Logits of a policy, its log-probabilities and those of a reference, all `[size]`."""
+    gen = torch.Generator().manual_seed(seed)
+    logits = torch.randn(size, generator=gen, dtype=torch.float64).requires_grad_(True)
+    reference = torch.randn(size, generator=gen, dtype=torch.float64).log_softmax(0)
+    return logits, logits.log_softmax(0), reference
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(kind):
     """Exact expectations over a small vocabulary instead of samples."""
-    gen = torch.Generator().manual_seed(0)
-    logits = torch.randn(9, generator=gen, dtype=torch.float64).requires_grad_(True)
-    reference = torch.randn(9, generator=gen, dtype=torch.float64).log_softmax(0)
-    policy = logits.log_softmax(0)
+    _, policy, reference = categorical()
     true_kl = (policy.exp() * (policy - reference)).sum()
-    (true_gradient,) = torch.autograd.grad(true_kl, logits, retain_graph=True)
-    for kind in ("k1", "k3"):
-        kl = calculate_kl(policy, reference, kind, output_clamp_value=None)
-        estimate = (policy.exp() * kl).sum()
-        assert estimate.item() == pytest.approx(true_kl.item(), rel=1e-12)
-    kl = calculate_kl(policy, reference, "k2", output_clamp_value=None)
-    sampled = (policy.exp().detach() * kl).sum()
-    (gradient,) = torch.autograd.grad(sampled, logits)
-    torch.testing.assert_close(gradient, true_gradient)
+    estimate = (policy.exp() * calculate_kl(policy, reference, kind, output_clamp_value=None)).sum()
+    assert estimate.item() == pytest.approx(true_kl.item(), rel=1e-12)
+
+
+def expected_gradient(kind, engine_seed, **options):
+    """Exact expectation over an engine's samples of the gradient of the loss's KL term, `[size]`.
+
+    Every token of the vocabulary is a row of its own, weighted by the probability that the engine draws it. Without a
+    seed the engine is the policy.
+    """
+    logits, policy, reference = categorical()
+    engine = policy.detach() if engine_seed is None else categorical(engine_seed)[1].detach()
+    fixed = {"reference_policy_kl_penalty": 1.0, "kl_input_clamp_value": None, "kl_output_clamp_value": None}
+    cfg = ClippedPGLossConfig.build(reference_policy_kl_type=kind, **fixed, **options)
+
+    def second_column(values):
+        return torch.stack([torch.zeros_like(values), values], dim=1)
+
+    data = {
+        "advantages": torch.zeros(len(policy), 2, dtype=torch.float64),
+        "generation_logprobs": second_column(engine),
+        "reference_policy_logprobs": second_column(reference),
+        "token_mask": torch.ones(len(policy), 2, dtype=torch.float64),
+        "sample_mask": engine.exp(),
+    }
+    loss, _ = ClippedPGLossFn(cfg)(policy[:, None], data=data, global_valid_seqs=1.0, global_valid_toks=1.0)
+    return torch.autograd.grad(loss, logits)[0]
+
+
+ON_POLICY = {"on_policy": (None, False), "on_policy_weighted": (None, True), "other_engine": (1, True)}
+
+
+@pytest.mark.parametrize("case", ON_POLICY)
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_loss_has_the_gradient_of_the_true_kl(kind, case):
+    engine_seed, weighted = ON_POLICY[case]
+    gradient = expected_gradient(kind, engine_seed, use_on_policy_kl_approximation=weighted)
+    logits, policy, reference = categorical()
+    (true_gradient,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)
+    torch.testing.assert_close(gradient, true_gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", ON_POLICY)
+def test_k2_has_the_gradient_of_half_the_mean_square(case):
+    """`d E_p[(log r)^2] / 2`: the direction of the KL's gradient, about twice its length."""
+    engine_seed, weighted = ON_POLICY[case]
+    gradient = expected_gradient("k2", engine_seed, use_on_policy_kl_approximation=weighted)
+    logits, policy, reference = categorical()
+    (want,) = torch.autograd.grad((policy.exp() * (policy - reference) ** 2).sum() / 2, logits, retain_graph=True)
+    (true_gradient,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)
+    torch.testing.assert_close(gradient, want, rtol=1e-10, atol=1e-12)
+    assert 1.5 < gradient.norm() / true_gradient.norm() < 3
+
+
+def test_the_estimators_alone_have_only_a_part_of_the_gradient():
+    logits, policy, reference = categorical()
+    (true_gradient,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    for kind, want in (("k1", torch.zeros_like(true_gradient)), ("k2", true_gradient)):
+        sampled = (policy.exp().detach() * calculate_kl(policy, reference, kind, output_clamp_value=None)).sum()
+        (gradient,) = torch.autograd.grad(sampled, logits, retain_graph=True)
+        torch.testing.assert_close(gradient, want, rtol=1e-10, atol=1e-12)
 
 
 def test_importance_weights_make_the_estimate_on_policy():
@@ -124,6 +184,21 @@ def test_importance_weights_make_the_estimate_on_policy():
     estimate = behaviour.exp() * calculate_kl(policy, reference, "k3", importance_sampling_weights=weights)
     true_kl = (policy.exp() * (policy - reference)).sum()
     assert estimate.sum().item() == pytest.approx(true_kl.item(), rel=1e-12)
+
+
+def test_weights_multiply_before_the_output_clamp():
+    """Beyond the output clamp nothing has a gradient; beyond the input clamp alone the weight keeps its own."""
+    policy = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([0.5, 3.0, 3.0], dtype=torch.float64) * policy.exp()
+    reference = torch.tensor([-1.5, -1.5, -9.0], dtype=torch.float64)
+    kl = calculate_kl(policy, reference, "k1", 2.0, 5.0, weights)
+    assert kl.tolist() == [0.75, 4.5, 5.0]
+    kl.sum().backward()
+    assert policy.grad.tolist() == [0.5 * (1 + 1.5), 3 * (1 + 1.5), 0]
+    policy.grad = None
+    kl = calculate_kl(policy, reference, "k1", 2.0, 10.0, weights.detach() * policy.exp())
+    kl.sum().backward()
+    assert kl.tolist()[2] == policy.grad.tolist()[2] == 6.0
 
 
 def test_kl_clamps():

@@ -23,6 +23,7 @@ from nemo_rl.models.policy.workers.base import PolicyWorker
 
 CPU = torch.device("cpu")
 K = 9
+TEMPERATURE = 0.7
 LAYOUTS = {
     "one_by_one": {"train_micro_batch_size": 1},
     "padded": {"train_micro_batch_size": 3, "logprob_batch_size": 4, "logprob_chunk_size": 7},
@@ -113,7 +114,7 @@ def test_heads_with_soft_capping_give_their_own_logits() -> None:
 def reference(model, data, zero: bool) -> tuple[float, dict[str, torch.Tensor]]:
     """The mixed divergence from full-vocabulary log-softmaxes in float64, and its gradients."""
     model = model.double()
-    log_p = torch.log_softmax(hf_logits(model, data)[:, :-1], dim=-1)
+    log_p = torch.log_softmax(hf_logits(model, data)[:, :-1] / TEMPERATURE, dim=-1)
     kept = data["teacher_topk_indices"][:, :-1]
     log_q = torch.log_softmax(data["teacher_topk_logits"][:, :-1].double(), dim=-1)
     on_kept = log_p.gather(-1, kept)
@@ -135,7 +136,7 @@ def loss_of(setting: str) -> DistillationLossFn:
 
 
 def _train(rank: int, world_size: int, name: str, values: dict, setting: str) -> dict:
-    config = policy_config(name, generation={"temperature": 0.7}, **values)
+    config = policy_config(name, generation={"temperature": TEMPERATURE, "top_k": 2, "top_p": 0.5}, **values)
     worker = PolicyWorker(DTensorBackend(config, CPU), config)
     data = teacher_batch()
     batch = shard_batch(data, world_size, training_strategy(config))

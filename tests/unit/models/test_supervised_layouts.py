@@ -1,4 +1,4 @@
-"""SFT, DPO, KTO and reward models: packed equals padded equals pair by pair, and equals Hugging Face alone."""
+"""SFT, DPO, KTO, GRPO and reward models: packed equals padded equals pair by pair, and equals Hugging Face alone."""
 
 import math
 
@@ -7,9 +7,11 @@ import torch
 from policy_helpers import policy_config, process_group, random_batch, save_tiny_model, tiny_model
 from transformers import AutoModelForSequenceClassification
 
+from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.pair_losses import CentredMargin
+from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
@@ -37,6 +39,15 @@ DPO = DPOLossConfig(
     sft_loss_weight=0.2,
     preference_average_log_probs=False,
     sft_average_log_probs=True,
+)
+GRPO = ClippedPGLossFn(
+    ClippedPGLossConfig.build(
+        reference_policy_kl_penalty=0.3,
+        reference_policy_kl_type="k1",
+        use_on_policy_kl_approximation=True,
+        sequence_level_kl_weight=True,
+        constant_sample_length=20.0,
+    )
 )
 KTO = KTOLossFn(KTOLossConfig(reference_policy_kl_penalty=0.3, desirable_weight=1.3))
 
@@ -106,6 +117,20 @@ def test_language_models_in_every_layout(loss_fn, tmp_path):
     model = tiny_model("qwen3").double().eval()
     expected = expected_gradients(model, loss_fn, data, _logprobs(model, data))
     compare({}, name, loss_fn, data, expected)
+
+
+def test_the_weighted_kl_term_in_every_layout(tmp_path):
+    """The weight of a token is made of its whole sequence, wherever that lies; engine and reference are near."""
+    name = save_tiny_model(tmp_path / "m", "qwen3")
+    data = pairs_batch()
+    model = tiny_model("qwen3").double().eval()
+    logprobs = _logprobs(model, data)
+    gen = torch.Generator().manual_seed(2)
+    for key in ("generation_logprobs", "reference_policy_logprobs"):
+        noise = 0.3 * torch.randn(logprobs.shape, generator=gen)
+        data[key] = torch.nn.functional.pad(logprobs.detach() + noise, (1, 0)).float()
+    data["advantages"] = torch.randn(8, 24, generator=gen)
+    compare({}, name, GRPO, data, expected_gradients(model, GRPO, data, logprobs))
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama"])

@@ -67,7 +67,7 @@ def call_loss(
     Args:
         loss_fn: the loss; receives `[b, T - 1]` log-probabilities, or `[b, 1]` scores of sequences; for distillation
             the student's log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`, the teacher's, normalised
-            over these k, and the student's entropy over the whole vocabulary `[b, T - 1]`.
+            over these k, and the student's negative entropy over the whole vocabulary `[b, T - 1]`.
         inputs: what the forward ran on.
         scores: `[K]`, or `[K, k]` for distillation.
         entropy_K: entropy of each distribution.
@@ -81,5 +81,5 @@ def call_loss(
         return loss(student, data=rows, global_valid_seqs=seqs, global_valid_toks=toks)
     compare = cast(TopkLossFunction, loss_fn)
     teacher = torch.log_softmax(rows["teacher_topk_logits"][:, :-1].to(student.dtype), dim=-1)
-    entropy = inputs.scatter(entropy_K)
-    return compare(student, teacher, entropy, data=rows, global_valid_seqs=seqs, global_valid_toks=toks)
+    negative_entropy = -inputs.scatter(entropy_K)
+    return compare(student, teacher, negative_entropy, data=rows, global_valid_seqs=seqs, global_valid_toks=toks)

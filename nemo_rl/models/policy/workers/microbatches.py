@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.parallel_logprobs import SamplingDensity, TopK
+from nemo_rl.distributed.parallel_logprobs import TopK
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModelInputs:
         targets_K: token ids of the successors; `[K, k]` where k ids are scored at each position.
         places_K: where the scores go in the flattened `[b, T - 1]`.
         shape: `(b, T - 1)`.
-        density: the distribution to score under; None takes the one that the policy samples from.
+        unfiltered: score under the temperature that the policy samples with, but without top-k and top-p.
         top_k: give the largest logits of each position and their ids instead of scoring targets.
     """
 
@@ -51,7 +51,7 @@ class ModelInputs:
     targets_K: Tensor
     places_K: Tensor
     shape: tuple[int, int]
-    density: SamplingDensity | None = None
+    unfiltered: bool = False
     top_k: TopK | None = None
 
     def scatter(self, values_K: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def build_training_inputs(rows: BatchedDataDict[Any], layout: InputLayout, devic
 
 
 def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """`build_training_inputs` whose targets are the teacher's top-k tokens, under the model's own softmax.
+    """`build_training_inputs` whose targets are the teacher's top-k tokens, under the softmax of all tokens.
 
     Args:
         rows: keys of a training batch, and `teacher_topk_indices [b, T, k]`, whose position t belongs to the
@@ -119,7 +119,7 @@ def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, d
     num_rows, width = inputs.shape
     indices = rows["teacher_topk_indices"][:, :width].to(device)
     targets_Kk = indices.reshape(num_rows * width, -1).index_select(0, inputs.places_K).long()
-    return replace(inputs, targets_K=targets_Kk, density=SamplingDensity())
+    return replace(inputs, targets_K=targets_Kk, unfiltered=True)
 
 
 def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
