@@ -104,15 +104,15 @@ class DeferredSignals:
 
 
 def _handlers() -> dict[signal.Signals, Any]:
-    """The handlers that may be replaced."""
+    """The handlers that Python knows; none outside the main thread, where they cannot be replaced."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    return {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+    return {number: handler for number, handler in handlers.items() if handler is not None}
 
 
 def _install(handler: Callable[[int, FrameType | None], Any]) -> None:
-    _restore(dict.fromkeys(_handlers(), handler))
+    _restore({number: handler for number, now in _handlers().items() if now != signal.SIG_IGN})
 
 
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
