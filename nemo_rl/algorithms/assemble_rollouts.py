@@ -100,7 +100,7 @@ def start_rollouts(config: RolloutMasterConfig, plan: RolloutPlan) -> RolloutPar
         checkpoints=folders.checkpoints,
         policy=workers.policy,
         data=prompts,
-        validate=_validation(config, plan, runner, refitter, trajectory_log),
+        validate=make_validation(config, plan, runner, refitter, trajectory_log),
         run_config=config,
         save_optimizer=config.checkpointing.save_optimizer,
         save_consolidated=config.checkpointing.save_consolidated,
@@ -142,7 +142,7 @@ def _source(
     )
 
 
-def _validation(
+def make_validation(
     config: RolloutMasterConfig,
     plan: RolloutPlan,
     runner: RolloutRunner,
