@@ -67,7 +67,7 @@ def evaluate(config: EvalMasterConfig) -> EvalReport:
     store = RecordStore(config, len(prompts))
     try:
         if store.num_prompts_done < len(prompts):
-            with _started(config, tokenizer) as asker, _signals(config) as signals:
+            with _started(config, tokenizer) as asker, deferred_signals(config) as signals:
                 ask_all(config, prompts, store, asker, signals)
         report = make_report(config, store.records)
         path = store.write_results(report.as_json())
@@ -153,7 +153,7 @@ def _check_environment(config: EvalMasterConfig) -> None:
 
 
 @contextmanager
-def _signals(config: EvalMasterConfig) -> Iterator[DeferredSignals]:
+def deferred_signals(config: EvalMasterConfig) -> Iterator[DeferredSignals]:
     """Signals deferred to the end of a batch, unless nothing is written."""
     signals = DeferredSignals(config.eval.signal_grace_s, "the evaluation ends when this batch is written")
     if config.eval.save_path is not None:

@@ -185,11 +185,12 @@ class Policy(PolicyInterface):
         make_portable(loss_fn)
         size = gbs or self.config.train_global_batch_size
         counted = [(batch, count_valid(batch)) for batch in global_batches(data, size, allow_partial=eval_mode)]
-        wanted = [(batch, valid) for batch, valid in counted if eval_mode or _something_counts(valid, loss_fn)]
+        wanted = [n for n, (_, valid) in enumerate(counted) if eval_mode or _something_counts(valid, loss_fn)]
         group_size = getattr(loss_fn, "rows_per_unit", 1)
         strategy = training_strategy(self.config, mbs, group_size)
-        updates = []
-        for number, (batch, valid) in enumerate(wanted):
+        updates: list[dict[str, float]] = [{} for _ in counted]
+        for number in wanted:
+            batch, valid = counted[number]
             sharded = shard_batch(batch, self.data_parallel_size, strategy, group_size)
             parts = self._run_sharded(
                 "train",
@@ -197,12 +198,12 @@ class Policy(PolicyInterface):
                 loss_fn=loss_fn,
                 global_valid=valid,
                 eval_mode=eval_mode,
-                last_update=number == len(wanted) - 1,
+                last_update=number == wanted[-1],
             )
-            updates.append(_join_ranks(parts, valid, eval_mode))
-        if updates and not eval_mode:
+            updates[number] = _join_ranks(parts, valid, eval_mode)
+        if wanted and not eval_mode:
             self.weight_version += 1
-        return _train_result(updates, len(counted) - len(wanted), loss_fn)
+        return _train_result(updates, loss_fn)
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
         """Log-probabilities of all tokens under the current weights and the sampler's temperature.
@@ -388,17 +389,20 @@ def _join_ranks(parts: list[UpdateResult], valid: tuple[float, float], eval_mode
     return joined
 
 
-def _train_result(updates: list[dict[str, float]], num_empty: int, loss_fn: AnyLossFunction) -> TrainResult:
-    names = list(dict.fromkeys(name for update in updates for name in update))
-    metrics = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0} | join_updates(updates, loss_fn)
-    if num_empty:
-        logger.warning("%d optimizer updates of this step were skipped: nothing in them counts in the loss.", num_empty)
-        metrics["skipped_updates"] = metrics.get("skipped_updates", 0.0) + num_empty
+def _train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> TrainResult:
+    """The result of all global batches; those that were skipped are empty."""
+    made = [update for update in updates if update]
+    num_skipped = len(updates) - len(made)
+    metrics = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0} | join_updates(made, loss_fn)
+    if num_skipped:
+        logger.warning("%d of %d updates were skipped: nothing in them counts in the loss.", num_skipped, len(updates))
+        metrics["skipped_updates"] = metrics.get("skipped_updates", 0.0) + num_skipped
+    names = list(dict.fromkeys(name for update in made for name in update))
     return TrainResult(
-        loss=torch.tensor([update["loss"] for update in updates]),
+        loss=torch.tensor([update.get("loss", 0.0) for update in updates]),
         grad_norm=torch.tensor([update.get("grad_norm", 0.0) for update in updates]),
         metrics=metrics,
-        all_mb_metrics={name: [u[name] for u in updates if name in u] for name in names},
+        all_mb_metrics={name: [u[name] for u in made if name in u] for name in names},
     )
 
 
