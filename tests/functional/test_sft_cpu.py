@@ -25,7 +25,7 @@ def test_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_path) -
 def test_a_signal_to_all_processes_of_the_terminal_leaves_a_checkpoint(
     start_example: StartExample, tmp_path: Path, number: signal.Signals
 ) -> None:
-    overrides = ("sft.max_num_steps=60", "sft.val_period=20", "data.num_workers=1")
+    overrides = ("sft.max_num_steps=16", "sft.val_period=8", "data.num_workers=1")
 
     def send(pid: int) -> str:
         os.killpg(pid, number)
