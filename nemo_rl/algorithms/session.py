@@ -18,9 +18,10 @@ from typing import Any, Protocol, Self
 import torch
 from pydantic import BaseModel
 
+from nemo_rl.algorithms.idle_steps import IdleSteps
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.errors import CheckpointError, NothingToLearnError, RunInterruptedError
+from nemo_rl.utils.errors import CheckpointError, RunInterruptedError
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.stop_signals import DeferredSignals
 from nemo_rl.utils.timer import TimeoutChecker, Timer
@@ -28,7 +29,6 @@ from nemo_rl.utils.timer import TimeoutChecker, Timer
 logger = logging.getLogger(__name__)
 
 _LOADER_FILE = "train_dataloader.pt"
-_IDLE_CAUSES = ("reward_error_rate", "truncation_rate", "prompt_too_long_rate", "num_masked_seqs")
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Session:
         self._extra: dict[str, dict[str, float]] = {}
         self._finished: dict[str, float] = {}
         self._validated_step: int | None = None
-        self._idle_steps = 0
+        self._idle = IdleSteps(parts.cadence.max_idle_steps)
         self._saved_step = 0
         self._stop_reason: str | None = None
         self._interrupted = False
@@ -261,7 +261,11 @@ class Session:
         self._extra[prefix] = dict(metrics)
 
     def finish_step(self, step: int, num_prompts: int) -> None:
-        """Count the step, validate and save when due, log, and decide whether to go on."""
+        """Count the step, validate and save when due, log, and decide whether to go on.
+
+        Raises:
+            NothingToLearnError: too many steps in a row made no update; what was learned before them is saved.
+        """
         self.state.total_steps = step
         self.state.current_step = step
         self.state.current_epoch = self._parts.data.epoch
@@ -276,30 +280,11 @@ class Session:
             with self.timer.time("checkpointing"):
                 self._checkpoint(step)
         self._log(step, train_seconds)
-        self._end_if_idle(step)
-
-    def _end_if_idle(self, step: int) -> None:
-        """Warn of a step that made no update because nothing in it counts, and raise after too many in a row."""
-        if self._metrics.get("global_valid_seqs") != 0:
-            self._idle_steps = 0
-            return
-        self._idle_steps += 1
-        causes = [f"{name}={self._metrics[name]:.4g}" for name in _IDLE_CAUSES if self._metrics.get(name)]
-        message = (
-            f"Step {step} trained nothing, because none of its samples counts in the loss"
-            f"{f' ({", ".join(causes)})' if causes else ''}; weights and optimizer are as they were"
-        )
-        logger.warning(
-            "%s. Such steps in a row: %d of max_idle_steps=%d.", message, self._idle_steps, self._cadence.max_idle_steps
-        )
-        if self._idle_steps < self._cadence.max_idle_steps:
-            return
-        if step - self._idle_steps > self._saved_step:
-            self._checkpoint(step)
-        raise NothingToLearnError(
-            f"{message}; it is number {self._idle_steps} in a row, as many as max_idle_steps allows. Look at the "
-            "samples of these steps, mend what keeps them out of the loss, and start the same command again."
-        )
+        error = self._idle.note(step, self._metrics)
+        if error is not None:
+            if step - self._idle.in_a_row > self._saved_step:
+                self._checkpoint(step)
+            raise error
 
     def _validation_is_due(self, step: int) -> bool:
         cadence = self._cadence

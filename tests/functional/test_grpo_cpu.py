@@ -66,7 +66,7 @@ def test_an_environment_that_always_raises_ends_the_run(start_example: StartExam
     )
     assert run.finish() == 1, run.log()[-3000:]
     assert "NothingToLearnError: Step 2 trained nothing" in run.log()
-    assert "(reward_error_rate=1); weights and optimizer are as they were" in run.log()
+    assert "(reward_error_rate=1). Weights and optimizer are as they were" in run.log()
     metrics = read_metrics(run.log_dir)
     assert [metrics["train", step, "skipped_updates"] for step in (1, 2)] == [1.0, 1.0]
     assert ("train", 1, "loss") not in metrics

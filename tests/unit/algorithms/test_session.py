@@ -225,10 +225,10 @@ def idle_run(session: Session, data: Data, idle: set[int]) -> None:
 def test_idle_steps_in_a_row_end_the_run_and_save_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = Data()
     session, _ = make_session(tmp_path, Cadence(20, save_period=100, max_idle_steps=3), data)
-    with pytest.raises(NothingToLearnError, match=r"Step 8 .*reward_error_rate=1.* number 3 in a row") as error:
+    with pytest.raises(NothingToLearnError, match=r"Step 8 .*reward_error_rate=1.* 3 of max_idle_steps=3") as error:
         idle_run(session, data, idle={2, 3, 6, 7, 8})
     assert error.value.exit_status == 1
-    assert caplog.text.count("trained nothing, because none of its samples counts") == 5
+    assert caplog.text.count("trained nothing: none of its samples counts") == 5
     assert (tmp_path / "checkpoints/step_8").exists()
 
 
