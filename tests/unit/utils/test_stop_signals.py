@@ -1,5 +1,7 @@
 """What a program does on SIGTERM, SIGINT and SIGHUP, seen from outside."""
 
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -105,6 +107,44 @@ def test_what_nohup_ignores_stays_ignored(program: list[subprocess.Popen[str]]) 
     output, errors = process.communicate(timeout=10)
     assert (process.returncode, output) == (0, "noted\nsafe\n")
     assert "SIGHUP" not in errors
+
+
+UNDER_A_TERMINAL = """
+import sys, time
+from nemo_rl.algorithms.launch import exit_status
+from nemo_rl.utils.errors import RunInterruptedError
+from nemo_rl.utils.log_backends.console import ConsoleLogger
+from nemo_rl.utils.logging_setup import configure_logging
+from nemo_rl.utils.stop_signals import DeferredSignals, leave_at_once
+
+def work():
+    configure_logging()
+    leave_at_once()
+    console = ConsoleLogger(100)
+    signals = DeferredSignals(60, "it ends soon").start()
+    print("ready", flush=True)
+    try:
+        while signals.received is None:
+            time.sleep(0.01)
+        console.log_metrics({"loss": 1.0}, 1, "train", step_finished=True)
+        raise RunInterruptedError("saved")
+    finally:
+        console.close()
+
+sys.exit(exit_status(work))
+"""
+
+
+def test_a_run_whose_terminal_is_closed_ends_in_order() -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", UNDER_A_TERMINAL])
+    shown = b""
+    while b"ready" not in shown:
+        shown += os.read(terminal, 1000)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 75
 
 
 def test_all_are_closed_in_order_whatever_fails() -> None:
