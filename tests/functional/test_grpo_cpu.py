@@ -53,14 +53,15 @@ class NoGrader(EnvironmentInterface):
 
 def test_an_environment_that_always_raises_ends_the_run(start_example: StartExample, tmp_path: Path) -> None:
     (tmp_path / "no_grader.py").write_text(ENVIRONMENT)
+    config = tmp_path / "no_grader.yaml"
+    config.write_text(f"defaults: {REPOSITORY}/examples/configs/{CONFIG}\nenv:\n  no_grader.NoGrader: {{}}\n")
     run = start_example(
         "run_grpo.py",
-        CONFIG,
+        str(config),
         "grpo.max_num_steps=9",
         "grpo.max_idle_steps=2",
         "grpo.val_at_start=false",
         f"checkpointing.checkpoint_dir={tmp_path}/checkpoints",
-        "env={no_grader.NoGrader: {}}",
         "data.default.env_name=no_grader.NoGrader",
         "policy.generation.backend=hf",
     )
