@@ -88,7 +88,9 @@ class ExampleRuns:
         self._folder = folder
         self._runs: list[ExampleRun] = []
 
-    def start(self, script: str, config: str, *overrides: str, logs: str = "logs") -> ExampleRun:
+    def start(
+        self, script: str, config: str, *overrides: str, logs: str = "logs", process_group: int | None = None
+    ) -> ExampleRun:
         log_dir = self._folder / logs
         log_path = self._folder / f"console_{len(self._runs)}.log"
         command = [sys.executable, str(REPOSITORY / "examples" / script)]
@@ -101,7 +103,7 @@ class ExampleRuns:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=run_environment() | {"PYTHONPATH": str(self._folder)},
-                process_group=0,
+                process_group=process_group,
             )
         self._runs.append(ExampleRun(process, log_path, log_dir))
         return self._runs[-1]
@@ -165,11 +167,11 @@ def interrupted_and_resumed(
         send: sends the signal to the process, and returns its name.
     """
     overrides += (f"checkpointing.checkpoint_dir={folder}/checkpoints",)
-    first = start(script, config, *overrides, logs="interrupted")
+    first = start(script, config, *overrides, logs="interrupted", process_group=0)
     first.wait_for("step 2/")
     first.processes()
     name = send(first.process.pid)
-    assert first.finish(60) == 75, first.log()[-3000:]
+    assert first.finish(120) == 75, first.log()[-3000:]
     assert f"{name}: the run ends behind this step with a checkpoint, within 600 s" in first.log()
     last = re.search(rf"RunInterruptedError: {name} was received. The checkpoint of step (\d+) is", first.log())
     assert last is not None and (folder / f"checkpoints/step_{last.group(1)}").exists()

@@ -40,7 +40,7 @@ def test_a_signal_to_all_processes_of_the_terminal_leaves_a_checkpoint(
 @pytest.mark.long
 @pytest.mark.parametrize("pattern", ["Logs of this run", "Ray started"])
 def test_a_signal_before_training_ends_the_run_at_once(start_example: StartExample, pattern: str) -> None:
-    run = start_example("run_sft.py", "sft_cpu.yaml")
+    run = start_example("run_sft.py", "sft_cpu.yaml", process_group=0)
     run.wait_for(pattern)
     run.processes()
     os.killpg(run.process.pid, signal.SIGTERM)
