@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants, services
+from ray._private import utils as ray_utils
 from ray._private.node import Node
 
 LOOPBACK = "127.0.0.1"
@@ -48,6 +49,8 @@ def start_local_ray(
         _environment({**env_vars, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}),
         _replaced(Node, dict.fromkeys(unused, _start_nothing)),
         _replaced(services, {"ConsolePopen": _OwnSession}),
+        # Ray's handler would drain the node for seconds while it starts.
+        _replaced(ray_utils, {"set_sigterm_handler": _keep_handler}),
     ):
         return ray.init(
             address="local",
@@ -82,6 +85,10 @@ def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(owner, name, original)
+
+
+def _keep_handler(handler: Any) -> None:
+    """In place of the function that makes Ray handle SIGTERM: the program has a handler."""
 
 
 def _start_nothing(node: Node, **_: Any) -> None:
