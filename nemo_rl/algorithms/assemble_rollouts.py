@@ -15,7 +15,7 @@ from nemo_rl.algorithms.refit import Refitter
 from nemo_rl.algorithms.rollout_source import FreshRollouts
 from nemo_rl.algorithms.run_folders import RunFolders
 from nemo_rl.algorithms.session import Cadence, Session, SessionParts
-from nemo_rl.algorithms.validation import Validator, limited
+from nemo_rl.algorithms.validation import Validator
 from nemo_rl.algorithms.workers import PolicyStart, Workers, make_refitter, start_environments, start_workers
 from nemo_rl.config import RolloutMasterConfig, TeacherConfig
 from nemo_rl.data.datasets.setup import ResponseData
@@ -100,11 +100,12 @@ def start_rollouts(config: RolloutMasterConfig, plan: RolloutPlan) -> RolloutPar
         checkpoints=folders.checkpoints,
         policy=workers.policy,
         data=prompts,
-        validate=_validation(config, plan, runner, refitter, trajectory_log),
+        validate=make_validation(config, plan, runner, refitter, trajectory_log),
         run_config=config,
         save_optimizer=config.checkpointing.save_optimizer,
         save_consolidated=config.checkpointing.save_consolidated,
         must_save_by=config.checkpointing.checkpoint_must_save_by,
+        signal_grace_s=config.checkpointing.signal_grace_s,
     )
     return RolloutParts(
         session=Session(parts, folders.resume_path, plan.started_at),
@@ -141,7 +142,7 @@ def _source(
     )
 
 
-def _validation(
+def make_validation(
     config: RolloutMasterConfig,
     plan: RolloutPlan,
     runner: RolloutRunner,
@@ -155,9 +156,9 @@ def _validation(
     algorithm = config.algorithm
     num_rows = min(len(data), algorithm.max_val_samples or len(data))
     batch_size = min(algorithm.val_batch_size or num_rows, num_rows)
-    loader = build_loader(data, batch_size, shuffle=False, seed=algorithm.seed, drop_last=False)
+    loader = build_loader(data, batch_size, shuffle=False, seed=algorithm.seed, drop_last=False, max_rows=num_rows)
     validator = Validator(
-        limited(loader, num_rows // batch_size),
+        loader,
         runner,
         sampling_params(config.policy, plan.tokenizer.eos_token_id, validation=True),
         algorithm.val_num_generations_per_prompt,
@@ -188,4 +189,5 @@ def _cadence(config: RolloutMasterConfig) -> Cadence:
         save_period=config.checkpointing.save_period,
         stop_metric=algorithm.stop_at_validation_metric,
         stop_threshold=algorithm.stop_at_validation_threshold,
+        max_idle_steps=algorithm.max_idle_steps,
     )

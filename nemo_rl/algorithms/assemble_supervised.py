@@ -230,6 +230,7 @@ def assemble_run(
         save_optimizer=config.checkpointing.save_optimizer,
         save_consolidated=config.checkpointing.save_consolidated,
         must_save_by=config.checkpointing.checkpoint_must_save_by,
+        signal_grace_s=config.checkpointing.signal_grace_s,
     )
     return SupervisedRun(
         session=Session(parts, folders.resume_path, started_at),
@@ -304,4 +305,5 @@ def _cadence(config: SupervisedMasterConfig, steps: int) -> Cadence:
         val_at_start=algorithm.val_at_start,
         val_at_end=algorithm.val_at_end,
         save_period=config.checkpointing.save_period,
+        max_idle_steps=algorithm.max_idle_steps,
     )

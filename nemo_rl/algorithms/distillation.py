@@ -21,6 +21,7 @@ from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.distillation import DistillationLossFn
 from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.utils.closing import close_all
 
 __all__ = ["DistillationConfig", "DistillationRun", "MasterConfig", "check_vocab_equality", "distillation_train"]
 
@@ -57,8 +58,7 @@ class DistillationRun:
 
     def close(self) -> None:
         """Stop all workers and free what they hold."""
-        for close in self.closers:
-            close()
+        close_all(self.closers)
 
 
 def distillation_train(run: DistillationRun) -> None:

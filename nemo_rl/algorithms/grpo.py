@@ -22,6 +22,7 @@ from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.utils.closing import close_all
 
 __all__ = ["GRPOConfig", "GRPORun", "MasterConfig", "grpo_train"]
 
@@ -60,8 +61,7 @@ class GRPORun:
 
     def close(self) -> None:
         """Stop all workers and free what they hold."""
-        for close in self.closers:
-            close()
+        close_all(self.closers)
 
 
 def grpo_train(run: GRPORun) -> None:

@@ -1,18 +1,21 @@
 """The command line that all example scripts share: `[--config FILE] [key=value ...]`, and their exit status.
 
 Light until the configuration is accepted: a wrong key is answered in a second, before torch is imported.
-Law: a mistake of the user is one message and exit status 2; a failure of the run is one message and 1.
+Law: a mistake of the user is one message and exit status 2; a failure of the run is one message and 1; after a signal
+the status is 75 (EX_TEMPFAIL) if the same command goes on from what was saved, else 128 + the signal's number.
 """
 
 import argparse
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from nemo_rl.config import EvalMasterConfig, MasterConfig, check_device, count_gpus, load_config
-from nemo_rl.utils.errors import ConfigError, DataError, NemoRLError
+from nemo_rl.utils.errors import NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
+from nemo_rl.utils.stop_signals import leave_at_once
 
 
 def launch[ConfigT: MasterConfig | EvalMasterConfig](
@@ -35,6 +38,7 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
         Exit status.
     """
     configure_logging()
+    leave_at_once()
     # torchdata calls it on import of every loader; nothing a user could change.
     warnings.filterwarnings("ignore", message=".*set_vital.*")
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -51,12 +55,11 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
 
 
 def exit_status(work: Callable[[], int]) -> int:
-    """Do the work of a program; its exit status, or 2 for a mistake of the user and 1 for a failure."""
+    """Do the work of a program; its exit status, or that of the error that ended it, after its message."""
     try:
         return work()
-    except (ConfigError, DataError) as mistake:
-        sys.stderr.write(f"\n{type(mistake).__name__}: {mistake}\n")
-        return 2
-    except NemoRLError as failure:
-        sys.stderr.write(f"\n{type(failure).__name__}: {failure}\n")
-        return 1
+    except NemoRLError as error:
+        # The terminal may be gone, which is why the run ended.
+        with suppress(OSError):
+            sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
+        return error.exit_status

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import NothingToLearnError
 
 logger = logging.getLogger(__name__)
 
@@ -96,20 +97,27 @@ class DynamicSampling:
         """See `RolloutSource.collect`.
 
         Raises:
-            DataError: too few groups differ after `max_rounds` collections.
+            DataExhausted: too few groups differ after `max_rounds` collections.
+            NothingToLearnError: not one sample of all these collections could be graded.
         """
         kept: list[list[Trajectory]] = []
-        num_groups_seen = 0
+        num_groups_seen, some_reward = 0, False
         for round_index in range(self._max_rounds):
             groups = _by_group(self._inner.collect(step, round_index).trajectories)
             num_groups_seen += len(groups)
+            some_reward = some_reward or any(t.has_reward for group in groups for t in group)
             kept += [group for group in groups if _rewards_differ(group)]
             if len(kept) >= self._num_groups:
                 return self._result(kept, round_index + 1, num_groups_seen)
-        raise DataError(
-            f"Dynamic sampling found {len(kept)} of {self._num_groups} prompts with differing rewards in "
+        if not some_reward:
+            raise NothingToLearnError(
+                f"Dynamic sampling got no reward for any answer to {num_groups_seen} prompts (step {step}). "
+                "The trajectories and the environment's log say why; mend it and start the same command again."
+            )
+        raise DataExhausted(
+            f"dynamic sampling found {len(kept)} of {self._num_groups} prompts with differing rewards in "
             f"{num_groups_seen} prompts (step {step}). The task is too easy or too hard for the model, or "
-            f"raise grpo.dynamic_sampling_max_gen_batches={self._max_rounds} or grpo.batch_multiplier."
+            f"raise grpo.dynamic_sampling_max_gen_batches={self._max_rounds} or grpo.batch_multiplier"
         )
 
     def _result(self, kept: list[list[Trajectory]], rounds: int, seen: int) -> Rollouts:

@@ -3,7 +3,7 @@
 Every algorithm iterates `session.steps()` and calls `record` and `finish_step`; what a step does stays in
 the algorithm. Owns the save state. Law: a checkpoint holds all that the next step depends on, so a run
 that was killed and started again repeats the metrics of one that never stopped; and a run that ends with
-fewer steps than asked says why.
+fewer steps than asked says why. A signal ends it behind the running step, with a checkpoint.
 """
 
 import logging
@@ -18,10 +18,12 @@ from typing import Any, Protocol, Self
 import torch
 from pydantic import BaseModel
 
+from nemo_rl.algorithms.idle_steps import IdleSteps
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.utils.errors import CheckpointError, RunInterruptedError
 from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.stop_signals import DeferredSignals
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Cadence:
         save_period: checkpoint every so many steps.
         stop_metric: validation metric that may end the run.
         stop_threshold: value at which it does.
+        max_idle_steps: steps in a row without an update that end the run with an error.
     """
 
     max_num_steps: int
@@ -71,6 +74,7 @@ class Cadence:
     save_period: int = 10
     stop_metric: str | None = None
     stop_threshold: float | None = None
+    max_idle_steps: int = 5
 
 
 class Resumable(Protocol):
@@ -114,6 +118,7 @@ class SessionParts:
         save_optimizer: whether checkpoints hold optimizer state.
         save_consolidated: whether they also hold the model in the precision it computes in, to hand on.
         must_save_by: "DD:HH:MM:SS" wall-clock limit, or None.
+        signal_grace_s: time from a signal to the end of the step and its checkpoint.
     """
 
     cadence: Cadence
@@ -126,6 +131,7 @@ class SessionParts:
     save_optimizer: bool = True
     save_consolidated: bool = False
     must_save_by: str | None = None
+    signal_grace_s: float = 600.0
     timer: Timer = field(default_factory=Timer)
 
 
@@ -151,10 +157,14 @@ class Session:
         self._started_at = started_at
         self._step_started = 0.0
         self._metrics: dict[str, float] = {}
-        self._validation: dict[str, float] = {}
         self._extra: dict[str, dict[str, float]] = {}
+        self._finished: dict[str, float] = {}
+        self._validated_step: int | None = None
+        self._idle = IdleSteps(parts.cadence.max_idle_steps)
         self._saved_step = 0
         self._stop_reason: str | None = None
+        self._interrupted = False
+        self._signals = DeferredSignals(parts.signal_grace_s, "the run ends behind this step with a checkpoint")
         if resume_path is not None:
             self._resume(resume_path)
 
@@ -173,6 +183,8 @@ class Session:
     def __enter__(self) -> Self:
         if self._cadence.val_at_start and self.state.total_steps == 0:
             self._validate(0)
+        if self._parts.checkpoints is not None:
+            self._signals.start()
         return self
 
     def __exit__(
@@ -181,37 +193,57 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """Say how the run ended; the end of the data is an orderly end."""
-        if isinstance(error, DataExhausted):
-            self._stop_reason = str(error)
-        if error is None or isinstance(error, DataExhausted):
+        """Say how the run ended; the end of the data is an orderly end.
+
+        Raises:
+            RunInterruptedError: a signal ended it before its last step.
+        """
+        try:
+            if isinstance(error, DataExhausted):
+                self._validate_last_step()
+                self._stop_reason = str(error)
+            elif error is not None:
+                return False
             self._end()
-            return True
-        return False
+        finally:
+            self._signals.stop()
+        return True
+
+    def _validate_last_step(self) -> None:
+        """What `val_at_end` asks for, where only the end of the data shows which step is the last."""
+        step = self.state.total_steps
+        if self._cadence.val_at_end and self._finished and self._validated_step != step:
+            self._validate(step)
+            # A checkpoint of this step lacks the validation.
+            self._saved_step = min(self._saved_step, step - 1)
 
     def _end(self) -> None:
-        step = self.state.total_steps
+        step, last_step = self.state.total_steps, self._cadence.max_num_steps
         if step > self._saved_step:
             self._checkpoint(step)
-        if step < self._cadence.max_num_steps:
-            logger.warning(
-                "Stopped after step %d of %d: %s.",
-                step,
-                self._cadence.max_num_steps,
-                self._stop_reason or "no reason was recorded",
-            )
-        else:
+        if step >= last_step:
             logger.info("Finished %d steps.", step)
+            return
+        reason = self._stop_reason or "no reason was recorded"
+        logger.warning("Stopped after step %d of %d: %s.", step, last_step, reason)
+        if self._interrupted:
+            raise RunInterruptedError(f"{reason}. The checkpoint of step {step} is complete; the same command goes on.")
 
     def steps(self) -> Iterator[int]:
         """Step numbers from 1 (or behind the checkpoint) until the run has to stop."""
         if self._deadline is not None:
             self._deadline.start_iterations()
-        while self.state.total_steps < self._cadence.max_num_steps and self._stop_reason is None:
+        while self.state.total_steps < self._cadence.max_num_steps and not self._has_to_stop():
             self.timer.reset()
             self._step_started = time.perf_counter()
-            self._metrics, self._validation, self._extra = {}, {}, {}
+            self._metrics, self._extra = {}, {}
             yield self.state.total_steps + 1
+
+    def _has_to_stop(self) -> bool:
+        if self._stop_reason is None and self._signals.received is not None:
+            self._interrupted = True
+            self._stop_reason = f"{self._signals.received.name} was received"
+        return self._stop_reason is not None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -229,12 +261,17 @@ class Session:
         self._extra[prefix] = dict(metrics)
 
     def finish_step(self, step: int, num_prompts: int) -> None:
-        """Count the step, validate and save when due, log, and decide whether to go on."""
+        """Count the step, validate and save when due, log, and decide whether to go on.
+
+        Raises:
+            NothingToLearnError: too many steps in a row made no update; what was learned before them is saved.
+        """
         self.state.total_steps = step
         self.state.current_step = step
         self.state.current_epoch = self._parts.data.epoch
         self.state.consumed_samples += num_prompts
         self.state.total_valid_tokens += int(self._metrics.get("global_valid_toks", 0))
+        self._finished = {f"train:{name}": value for name, value in self._metrics.items()}
         train_seconds = time.perf_counter() - self._step_started
         if self._validation_is_due(step):
             self._validate(step)
@@ -243,6 +280,11 @@ class Session:
             with self.timer.time("checkpointing"):
                 self._checkpoint(step)
         self._log(step, train_seconds)
+        error = self._idle.note(step, self._metrics)
+        if error is not None:
+            if step - self._idle.in_a_row > self._saved_step:
+                self._checkpoint(step)
+            raise error
 
     def _validation_is_due(self, step: int) -> bool:
         cadence = self._cadence
@@ -255,12 +297,12 @@ class Session:
             return
         started = time.perf_counter()
         metrics = self._parts.validate(step)
-        self._validation = {}
+        self._validated_step = step
         self.state.val_reward = metrics.get("accuracy", self.state.val_reward)
         for prefix, group in _by_validation_set(metrics).items():
             self._parts.logger.log_metrics(group, step, prefix=prefix)
             saved_prefix = "" if prefix == "validation" else f"{prefix}_"
-            self._validation |= {f"{saved_prefix}{name}": value for name, value in group.items()}
+            self._finished |= {f"val:{saved_prefix}{name}": value for name, value in group.items()}
         seconds = {"total_validation_time": time.perf_counter() - started}
         self._parts.logger.log_metrics(seconds, step, prefix="timing/validation")
         shown = "  ".join(f"{name}={value:.4g}" for name, value in metrics.items())
@@ -289,9 +331,7 @@ class Session:
         checkpoints = self._parts.checkpoints
         if checkpoints is None:
             return
-        info = asdict(self.state)
-        info |= {f"val:{name}": value for name, value in self._validation.items()}
-        info |= {f"train:{name}": value for name, value in self._metrics.items()}
+        info = asdict(self.state) | self._finished
         folder = Path(checkpoints.init_tmp_checkpoint(step, info, self._parts.run_config))
         policy = folder / "policy"
         self._parts.policy.save_checkpoint(

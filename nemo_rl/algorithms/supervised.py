@@ -13,8 +13,10 @@ from typing import Any
 from nemo_rl.algorithms.session import Session
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.prompt_stream import PromptStream
-from nemo_rl.losses.interfaces import LossFunction, LossType
+from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.metrics import join_updates
+from nemo_rl.utils.closing import close_all
 
 type Batch = BatchedDataDict[Any]
 type Prepare = Callable[[Batch], Batch]
@@ -48,8 +50,7 @@ class SupervisedRun:
 
     def close(self) -> None:
         """Stop all workers and free what they hold."""
-        for close in self.closers:
-            close()
+        close_all(self.closers)
 
 
 def supervised_train(run: SupervisedRun) -> None:
@@ -104,23 +105,17 @@ class LossValidator:
 
     def __call__(self, step: int) -> dict[str, float]:
         """Metrics of the whole validation; counts are summed, the rest is averaged by what counts."""
-        sums: dict[str, float] = {}
-        total = 0.0
-        weight_name = "global_valid_toks" if self.loss_fn.loss_type is LossType.TOKEN_LEVEL else "global_valid_seqs"
+        batches = []
         for batch in self.batches:
             prepared = self.prepare(batch)
             result = self.policy.train(
                 prepared, self.loss_fn, eval_mode=True, gbs=prepared.size, mbs=self.micro_batch_rows
             )
-            metrics = result["metrics"]
-            weight = metrics[weight_name]
-            total += weight
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + (value if _is_count(name) else value * weight)
-        means = {name: value if _is_count(name) else value / max(total, 1.0) for name, value in sums.items()}
+            batches.append(result["metrics"])
+        metrics = join_updates(batches, self.loss_fn)
         if self.names is None:
-            return means
-        return {reported: means[name] for name, reported in self.names}
+            return metrics
+        return {reported: metrics[name] for name, reported in self.names}
 
 
 @dataclass(frozen=True)
@@ -141,7 +136,3 @@ class SeparateValidations:
         for name, validate in self.named.items():
             metrics |= {f"validation-{name}/{metric}": value for metric, value in validate(step).items()}
         return metrics
-
-
-def _is_count(name: str) -> bool:
-    return name.startswith(("num_", "global_valid_"))

@@ -35,6 +35,7 @@ from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import engine_settings, make_engines
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
+from nemo_rl.utils.closing import close_all
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.weight_sync.interfaces import TransportName, TransportSpec
 
@@ -59,14 +60,8 @@ class Workers:
 
     def close(self) -> None:
         """Stop everything, policy first so that its files in shared memory go with it."""
-        self.policy.shutdown()
-        if self.teacher is not None:
-            self.teacher.shutdown()
-        self.generation.shutdown()
-        for environment in self.environments.values():
-            environment.shutdown()
-        for cluster in self.clusters:
-            cluster.shutdown()
+        models = [model for model in (self.policy, self.teacher, self.generation) if model is not None]
+        close_all(part.shutdown for part in (*models, *self.environments.values(), *self.clusters))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Read by `utils.checkpoint` and the session. Law: a metric is always named with i
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.availability import Only
@@ -59,6 +59,11 @@ class CheckpointingConfig(Section):
     checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")] | None = Field(
         default=None,
         description="Wall-clock limit DD:HH:MM:SS after which the run saves and ends; null: none.",
+    )
+    signal_grace_s: PositiveFloat = Field(
+        default=600.0,
+        description="Seconds from SIGTERM, SIGINT or SIGHUP in which the running step and its checkpoint have to be "
+        "done; then the run ends without one.",
     )
     save_optimizer: bool = Field(
         default=True, description="Store the optimizer state; without it a resumed run starts it anew."

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.checks import report_findings
 from nemo_rl.config.checks_eval import check_eval_data, check_eval_files, check_sampling, is_local_dataset
@@ -83,6 +83,11 @@ class EvalConfig(Section):
     )
     max_rollout_turns: PositiveInt = Field(
         default=1, description="Most turns of model and environment in one conversation."
+    )
+    signal_grace_s: PositiveFloat = Field(
+        default=600.0,
+        description="Seconds from SIGTERM, SIGINT or SIGHUP in which the prompts under way have to be answered and "
+        "written to save_path; then the evaluation ends without them.",
     )
 
 

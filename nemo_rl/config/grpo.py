@@ -130,7 +130,7 @@ class GRPOConfig(RolloutTrainingConfig):
         default=1.0, description="With dynamic sampling: prompts drawn per round over num_prompts_per_step."
     )
     dynamic_sampling_max_gen_batches: PositiveInt = Field(
-        default=10, description="With dynamic sampling: rounds of one step before the run stops with an error."
+        default=10, description="With dynamic sampling: rounds of one step after which the run saves and ends."
     )
     seq_logprob_error_threshold: PositiveFloat | None = Field(
         default=None,

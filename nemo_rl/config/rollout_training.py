@@ -23,6 +23,10 @@ class RolloutTrainingConfig(Section):
         default=1, description="Training stops after this many passes over the training data."
     )
     max_rollout_turns: PositiveInt = Field(default=1, description="Most turns of model and environment in one rollout.")
+    max_idle_steps: PositiveInt = Field(
+        default=5,
+        description="The run ends with an error after this many steps in a row in which no sample counts in the loss.",
+    )
     seed: NonNegativeInt = Field(default=42, description="Seed of data order, initialisation and sampling.")
     overlong_filtering: bool = Field(
         default=False, description="Give answers that hit the length limit no weight in the loss."

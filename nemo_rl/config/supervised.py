@@ -28,6 +28,10 @@ class SupervisedConfig(Section):
     max_num_epochs: PositiveInt = Field(
         default=1, description="Training stops after this many passes over the training data."
     )
+    max_idle_steps: PositiveInt = Field(
+        default=5,
+        description="The run ends with an error after this many steps in a row in which no sample counts in the loss.",
+    )
     seed: NonNegativeInt = Field(default=42, description="Seed of data order and initialisation.")
     val_period: NonNegativeInt = Field(
         default=10, description="Validate every this many steps; 0: only at start or end."

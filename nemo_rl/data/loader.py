@@ -6,6 +6,7 @@ and a number of batches, and a loader that loads a state goes on with the very n
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
@@ -159,6 +160,7 @@ def build_loader(
     seed: int,
     num_workers: int = 0,
     drop_last: bool = True,
+    max_rows: int | None = None,
     collate_fn: Callable[[list[Any]], Any] = rl_collate_fn,
 ) -> PromptLoader:
     """Make the loader of a data set.
@@ -174,22 +176,30 @@ def build_loader(
         seed: Of the orders.
         num_workers: Processes that prepare prompts; 0 is this one.
         drop_last: Leave out the rows of an epoch that do not fill a batch.
+        max_rows: Only the first rows of the data set; None: all.
         collate_fn: Joins data into a batch.
 
     Raises:
         DataError: An epoch would have no batch.
     """
     assert isinstance(dataset, Sized)
-    if batch_size < 1 or (drop_last and len(dataset) < batch_size) or not len(dataset):
+    num_rows = len(dataset) if max_rows is None else min(max_rows, len(dataset))
+    if batch_size < 1 or (drop_last and num_rows < batch_size) or not num_rows:
         raise DataError(
-            f"the data set has {len(dataset)} rows, fewer than one batch of {batch_size} prompts. "
+            f"the data set has {num_rows} rows, fewer than one batch of {batch_size} prompts. "
             "Use more rows, or lower the number of prompts per step."
         )
     return PromptLoader(
         dataset,
         batch_size=batch_size,
-        sampler=EpochSampler(len(dataset), shuffle, seed),
+        sampler=EpochSampler(num_rows, shuffle, seed),
         num_workers=num_workers,
+        worker_init_fn=_leave_process_group,
         drop_last=drop_last,
         collate_fn=collate_fn,
     )
+
+
+def _leave_process_group(worker_id: int) -> None:
+    """Ctrl-C and a closed terminal are the run's business; its data workers go on until it ends them."""
+    os.setpgid(0, 0)

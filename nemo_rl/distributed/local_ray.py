@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
+from ray._private import utils as ray_utils
 from ray._private.node import Node
 
 LOOPBACK = "127.0.0.1"
@@ -44,7 +45,13 @@ def start_local_ray(
     ray_constants.ENABLE_RAY_CLUSTER = False
     unused = () if include_dashboard or log_to_driver else _UNUSED_DAEMONS
     # Workers inherit the environment that Ray starts in.
-    with _environment({**env_vars, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}), _left_out(unused):
+    with (
+        _environment({**env_vars, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}),
+        _replaced(Node, dict.fromkeys(unused, _start_nothing)),
+        _replaced(services, {"ConsolePopen": _OwnSession}),
+        # Ray's handler would drain the node for seconds while it starts.
+        _replaced(ray_utils, {"set_sigterm_handler": _keep_handler}),
+    ):
         return ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -57,17 +64,31 @@ def start_local_ray(
         )
 
 
+class _OwnSession(services.ConsolePopen):
+    """A daemon of Ray's that no signal to the run's terminal or process group reaches.
+
+    Ctrl-C, a closed terminal and `kill -- -<group>` then reach the driver alone, which ends the rest in order.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, start_new_session=True, **kwargs)
+
+
 @contextmanager
-def _left_out(methods: tuple[str, ...]) -> Iterator[None]:
-    """Let Ray's head node skip some of its start; there is no public switch for these."""
-    originals = {name: getattr(Node, name) for name in methods}
-    for name in methods:
-        setattr(Node, name, _start_nothing)
+def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Change a part of Ray while it starts; there is no public switch for these."""
+    originals = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
         for name, original in originals.items():
-            setattr(Node, name, original)
+            setattr(owner, name, original)
+
+
+def _keep_handler(handler: Any) -> None:
+    """In place of the function that makes Ray handle SIGTERM: the program has a handler."""
 
 
 def _start_nothing(node: Node, **_: Any) -> None:

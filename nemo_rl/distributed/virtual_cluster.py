@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.local_ray import LOOPBACK, start_local_ray
 from nemo_rl.utils.errors import ResourceInsufficientError
+from nemo_rl.utils.stop_signals import handlers_kept
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _RAY_SETTINGS = {
 _FORWARDED_PREFIXES = ("HF_", "NRL_", "NCCL_", "VLLM_", "TORCH", "WANDB_", "MLFLOW_", "TOKENIZERS_")
 
 
+@handlers_kept()  # Ray aborts on SIGTERM, by a handler below Python's.
 def init_ray(
     log_dir: str | None = None,
     *,

@@ -27,7 +27,9 @@ from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.models.generation.factory import engine_settings, make_engines, sampling_params
 from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.closing import close_all
+from nemo_rl.utils.errors import ConfigError, RunInterruptedError
+from nemo_rl.utils.stop_signals import DeferredSignals
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ def evaluate(config: EvalMasterConfig) -> EvalReport:
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used; raised before Ray starts.
         CheckpointError: `eval.save_path` is in use or damaged.
+        RunInterruptedError: a signal ended it behind a batch that is written.
     """
     tokenizer = get_tokenizer(config.tokenizer)
     _check_environment(config)
@@ -64,8 +67,8 @@ def evaluate(config: EvalMasterConfig) -> EvalReport:
     store = RecordStore(config, len(prompts))
     try:
         if store.num_prompts_done < len(prompts):
-            with _started(config, tokenizer) as asker:
-                ask_all(config, prompts, store, asker)
+            with _started(config, tokenizer) as asker, deferred_signals(config) as signals:
+                ask_all(config, prompts, store, asker, signals)
         report = make_report(config, store.records)
         path = store.write_results(report.as_json())
     finally:
@@ -75,7 +78,13 @@ def evaluate(config: EvalMasterConfig) -> EvalReport:
     return report
 
 
-def ask_all(config: EvalMasterConfig, prompts: EvalPrompts, store: RecordStore, asker: Asker) -> None:
+def ask_all(
+    config: EvalMasterConfig,
+    prompts: EvalPrompts,
+    store: RecordStore,
+    asker: Asker,
+    signals: DeferredSignals | None = None,
+) -> None:
     """Ask the prompts that have no answers yet, batch by batch.
 
     Args:
@@ -83,6 +92,10 @@ def ask_all(config: EvalMasterConfig, prompts: EvalPrompts, store: RecordStore, 
         prompts: all prompts.
         store: what is answered already, and where answers go.
         asker: samples and grades.
+        signals: end the loop behind a batch; None for none.
+
+    Raises:
+        RunInterruptedError: a signal was received and prompts are left.
     """
     wanted = config.eval
     size = config.generation.num_prompts_per_step
@@ -103,6 +116,11 @@ def ask_all(config: EvalMasterConfig, prompts: EvalPrompts, store: RecordStore, 
             100 * num_right / len(store.records),
             time.perf_counter() - started,
         )
+        if signals is not None and signals.received is not None and stop < total:
+            raise RunInterruptedError(
+                f"{signals.received.name} was received. The answers to {stop} of {total} prompts are written; "
+                "the same command goes on."
+            )
 
 
 def _record(trajectory: Trajectory, start: int, batch: BatchedDataDict[Any], topics: list[str | None]) -> AnswerRecord:
@@ -135,6 +153,18 @@ def _check_environment(config: EvalMasterConfig) -> None:
 
 
 @contextmanager
+def deferred_signals(config: EvalMasterConfig) -> Iterator[DeferredSignals]:
+    """Signals deferred to the end of a batch, unless nothing is written."""
+    signals = DeferredSignals(config.eval.signal_grace_s, "the evaluation ends when this batch is written")
+    if config.eval.save_path is not None:
+        signals.start()
+    try:
+        yield signals
+    finally:
+        signals.stop()
+
+
+@contextmanager
 def _started(config: EvalMasterConfig, tokenizer: Any) -> Iterator[Asker]:
     """Engines and environment while the block runs; all of them are ended afterwards."""
     cluster = config.cluster
@@ -160,11 +190,10 @@ def _started(config: EvalMasterConfig, tokenizer: Any) -> Iterator[Asker]:
         runner = RolloutRunner(engines, {name: environment}, tokenizer, limits, loop)
         yield Asker(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False))
     finally:
-        loop.close()
+        ends = [loop.close, environment.shutdown, bundles.shutdown]
         if engines is not None:
-            engines.shutdown()
-        environment.shutdown()
-        bundles.shutdown()
+            ends.insert(1, engines.shutdown)
+        close_all(ends)
 
 
 def _bundles(cluster: ClusterConfig) -> RayVirtualCluster:

@@ -32,6 +32,7 @@ WITHOUT_INFLUENCE = (
     "eval.k_value",
     "eval.metric",
     "eval.save_path",
+    "eval.signal_grace_s",
     "generation.colocated",
     "generation.num_prompts_per_step",
     "generation.vllm_cfg.env_vars",

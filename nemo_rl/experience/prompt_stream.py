@@ -11,7 +11,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 
 class DataExhausted(Exception):  # noqa: N818
-    """The training data has no further batch; ends the run in an orderly way."""
+    """The training data has no further batch, or none that teaches; ends the run in an orderly way."""
 
 
 class PromptStream:

@@ -43,6 +43,9 @@ class LossFunction(Protocol):
         input_type: What the first argument has to be.
         needs_reference: Whether `data` must hold `reference_policy_logprobs [B, T]`.
         rows_per_unit: Consecutive rows that must stay in one microbatch: 2 for pairs, else 1.
+
+    A sequence-level loss whose other metrics are means over tokens names those that are not in an attribute
+    `loss_terms`.
     """
 
     loss_type: LossType

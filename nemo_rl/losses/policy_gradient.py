@@ -85,6 +85,7 @@ class ClippedPGLossFn:
             use_cispo=cfg.use_cispo,
         )
         self._penalties = _make_penalties(cfg, self.needs_reference)
+        self.loss_terms = ("loss", "kl_penalty", *self._penalties)
 
     def __call__(
         self,

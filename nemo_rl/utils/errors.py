@@ -5,17 +5,30 @@ Every error a user can meet derives from `NemoRLError` and from the matching bui
 survives pickling on its way out of a Ray worker.
 """
 
+import os
+from typing import ClassVar
+
 
 class NemoRLError(Exception):
-    """Base of every error raised on purpose by nemo_rl."""
+    """Base of every error raised on purpose by nemo_rl.
+
+    Attributes:
+        exit_status: of a program that ends with it.
+    """
+
+    exit_status: ClassVar[int] = 1
 
 
 class ConfigError(NemoRLError, ValueError):
     """A configuration value is missing, unknown, mistyped or contradicts another one."""
 
+    exit_status = 2
+
 
 class DataError(NemoRLError, ValueError):
     """A data set, a row or a batch cannot be used as asked."""
+
+    exit_status = 2
 
 
 class ResourceInsufficientError(NemoRLError, RuntimeError):
@@ -40,3 +53,13 @@ class CheckpointError(NemoRLError, RuntimeError):
 
 class GenerationError(NemoRLError, RuntimeError):
     """A generation engine refused or failed a request."""
+
+
+class NothingToLearnError(NemoRLError, RuntimeError):
+    """Nothing that was sampled or read counts in the loss, again and again."""
+
+
+class RunInterruptedError(NemoRLError, RuntimeError):
+    """A signal ended the run in order, and its state is saved: the same command goes on."""
+
+    exit_status = os.EX_TEMPFAIL

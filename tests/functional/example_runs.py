@@ -15,6 +15,7 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED_DATA = REPOSITORY / "../shared/data"
 
+SendSignal = Callable[[int], str]
 StartExample = Callable[..., "ExampleRun"]
 Metrics = dict[tuple[str, int, str], float]
 
@@ -87,7 +88,9 @@ class ExampleRuns:
         self._folder = folder
         self._runs: list[ExampleRun] = []
 
-    def start(self, script: str, config: str, *overrides: str, logs: str = "logs") -> ExampleRun:
+    def start(
+        self, script: str, config: str, *overrides: str, logs: str = "logs", process_group: int | None = None
+    ) -> ExampleRun:
         log_dir = self._folder / logs
         log_path = self._folder / f"console_{len(self._runs)}.log"
         command = [sys.executable, str(REPOSITORY / "examples" / script)]
@@ -95,7 +98,12 @@ class ExampleRuns:
         command += [f"logger.log_dir={log_dir}", *overrides]
         with log_path.open("wb") as output:
             process = subprocess.Popen(
-                command, cwd=self._folder, stdout=output, stderr=subprocess.STDOUT, env=run_environment()
+                command,
+                cwd=self._folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=run_environment() | {"PYTHONPATH": str(self._folder)},
+                process_group=process_group,
             )
         self._runs.append(ExampleRun(process, log_path, log_dir))
         return self._runs[-1]
@@ -104,11 +112,8 @@ class ExampleRuns:
         """End what still runs."""
         for run in self._runs:
             if run.process.poll() is None:
-                run.process.terminate()
-                try:
-                    run.process.wait(30)
-                except subprocess.TimeoutExpired:
-                    run.process.kill()
+                run.process.kill()
+                run.process.wait()
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,37 @@ def killed_and_resumed(
     assert first < steps - 2
     assert {key: metrics[key] for key in repeated} == repeated
     return uninterrupted | metrics
+
+
+def interrupted_and_resumed(
+    start: StartExample, script: str, config: str, overrides: tuple[str, ...], folder: Path, send: SendSignal
+) -> Metrics:
+    """Metrics of a run that got a signal after two steps, left a checkpoint, and was started again.
+
+    Args:
+        start: starts an example.
+        script: the example.
+        config: its configuration.
+        overrides: of both starts.
+        folder: for checkpoints.
+        send: sends the signal to the process, and returns its name.
+    """
+    overrides += (f"checkpointing.checkpoint_dir={folder}/checkpoints",)
+    first = start(script, config, *overrides, logs="interrupted", process_group=0)
+    first.wait_for("step 2/")
+    first.processes()
+    name = send(first.process.pid)
+    assert first.finish(120) == 75, first.log()[-3000:]
+    assert f"{name}: the run ends behind this step with a checkpoint, within 600 s" in first.log()
+    last = re.search(rf"RunInterruptedError: {name} was received. The checkpoint of step (\d+) is", first.log())
+    assert last is not None and (folder / f"checkpoints/step_{last.group(1)}").exists()
+    assert first.survivors() == []
+
+    second = start(script, config, *overrides, logs="resumed")
+    assert second.finish() == 0, second.log()[-3000:]
+    before, after = (of_training(read_metrics(run.log_dir)) for run in (first, second))
+    assert not before.keys() & after.keys()
+    return before | after
 
 
 def _title(process: psutil.Process) -> str:

@@ -1,10 +1,12 @@
 """GRPO end to end on the CPU: Ray, FSDP2 worker, vLLM, environment, weight sync, checkpoints."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import ray
-from example_runs import REPOSITORY, GRPOExample, StartExample, read_metrics
+from example_runs import REPOSITORY, GRPOExample, StartExample, interrupted_and_resumed, read_metrics
 
 from nemo_rl.algorithms.assemble import assemble_grpo
 from nemo_rl.algorithms.grpo import grpo_train
@@ -24,6 +26,52 @@ def test_learns_and_a_killed_run_repeats_its_metrics_bit_for_bit(grpo_example: G
     errors = [v for (_, _, name), v in metrics.items() if name == "token_mult_prob_error"]
     assert len(errors) == 8
     assert max(errors) < 1.01
+
+
+def test_a_run_that_got_sigterm_goes_on_as_if_nothing_had_been(
+    start_example: StartExample, grpo_example: GRPOExample, tmp_path: Path
+) -> None:
+    overrides = ("grpo.max_num_steps=8", "checkpointing.save_period=100", "grpo.val_period=2")
+
+    def terminate(pid: int) -> str:
+        os.kill(pid, signal.SIGTERM)
+        return "SIGTERM"
+
+    metrics = interrupted_and_resumed(start_example, "run_grpo.py", CONFIG, overrides, tmp_path, terminate)
+    assert metrics == grpo_example.metrics
+
+
+ENVIRONMENT = """
+from nemo_rl.environments.interfaces import EnvironmentInterface
+
+class NoGrader(EnvironmentInterface):
+    def __init__(self, cfg): pass
+    def step(self, message_log_batch, metadata): raise RuntimeError("no grader today")
+    def global_post_process_and_metrics(self, batch): return batch, {}
+"""
+
+
+def test_an_environment_that_always_raises_ends_the_run(start_example: StartExample, tmp_path: Path) -> None:
+    (tmp_path / "no_grader.py").write_text(ENVIRONMENT)
+    config = tmp_path / "no_grader.yaml"
+    config.write_text(f"defaults: {REPOSITORY}/examples/configs/{CONFIG}\nenv:\n  no_grader.NoGrader: {{}}\n")
+    run = start_example(
+        "run_grpo.py",
+        str(config),
+        "grpo.max_num_steps=9",
+        "grpo.max_idle_steps=2",
+        "grpo.val_at_start=false",
+        f"checkpointing.checkpoint_dir={tmp_path}/checkpoints",
+        "data.default.env_name=no_grader.NoGrader",
+        "policy.generation.backend=hf",
+    )
+    assert run.finish() == 1, run.log()[-3000:]
+    assert "NothingToLearnError: Step 2 trained nothing" in run.log()
+    assert "(reward_error_rate=1). Weights and optimizer are as they were" in run.log()
+    metrics = read_metrics(run.log_dir)
+    assert [metrics["train", step, "skipped_updates"] for step in (1, 2)] == [1.0, 1.0]
+    assert ("train", 1, "loss") not in metrics
+    assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
 def test_two_ranks_and_two_engines_apart_survive_an_engine(

@@ -1,7 +1,11 @@
 """SFT end to end on the CPU: the validation loss falls, a killed run goes on bit for bit."""
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
-from example_runs import StartExample
+from example_runs import StartExample, interrupted_and_resumed, of_training, read_metrics
 from supervised_runs import run_and_resume
 from transformers import AutoModelForCausalLM
 
@@ -14,3 +18,32 @@ def test_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_path) -
     assert losses[0] > losses[1] > losses[2]
     assert losses[2] < 0.5 * losses[0]
     AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints/step_20/policy/weights/model")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_to_all_processes_of_the_terminal_leaves_a_checkpoint(
+    start_example: StartExample, tmp_path: Path, number: signal.Signals
+) -> None:
+    overrides = ("sft.max_num_steps=16", "sft.val_period=8", "data.num_workers=1")
+
+    def send(pid: int) -> str:
+        os.killpg(pid, number)
+        return number.name
+
+    metrics = interrupted_and_resumed(start_example, "run_sft.py", "sft_cpu.yaml", overrides, tmp_path, send)
+    whole = start_example("run_sft.py", "sft_cpu.yaml", *overrides, "checkpointing.enabled=false", logs="whole")
+    assert whole.finish() == 0, whole.log()[-3000:]
+    assert metrics == of_training(read_metrics(whole.log_dir))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pattern", ["Logs of this run", "Ray started"])
+def test_a_signal_before_training_ends_the_run_at_once(start_example: StartExample, pattern: str) -> None:
+    run = start_example("run_sft.py", "sft_cpu.yaml", process_group=0)
+    run.wait_for(pattern)
+    run.processes()
+    os.killpg(run.process.pid, signal.SIGTERM)
+    assert run.finish(5) == 128 + signal.SIGTERM
+    assert "SIGTERM: ended at once" in run.log()
+    assert run.survivors() == []

@@ -46,11 +46,11 @@ class TopkLogitsOutputSpec(TypedDict):
 
 
 class TrainResult(TypedDict):
-    """Result of one `train` call, which made U optimizer updates."""
+    """Result of one `train` call on U global batches; a batch in which nothing counts makes no optimizer update."""
 
-    loss: Tensor  # [U] float32, loss of each update's global batch
-    grad_norm: Tensor  # [U] float32, before clipping; 0 in eval mode
-    metrics: dict[str, float]  # one value per name: mean over updates, or extreme for *_min and *_max
+    loss: Tensor  # [U] float32, loss of each global batch; 0 without an update
+    grad_norm: Tensor  # [U] float32, before clipping; 0 without an update and in eval mode
+    metrics: dict[str, float]  # one value per name, see `metrics.join_updates`; without any update counts only
     all_mb_metrics: dict[str, list[float]]  # per name, the value of each update
 
 

@@ -45,7 +45,7 @@ from nemo_rl.models.policy.interfaces import (
     TrainResult,
     UpdateResult,
 )
-from nemo_rl.models.policy.metrics import average_updates, reduce_metrics
+from nemo_rl.models.policy.metrics import join_updates, reduce_metrics
 from nemo_rl.models.policy.portable_loss import make_portable
 from nemo_rl.models.policy.workers.base import WorkerSettings
 from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
@@ -164,7 +164,9 @@ class Policy(PolicyInterface):
     ) -> TrainResult:
         """Make one optimizer update per global batch, in the order of the rows.
 
-        The learning-rate schedule advances once per call, whatever the number of updates.
+        The learning-rate schedule advances once per call, whatever the number of updates. A global batch in which no
+        token counts makes no update: an optimizer would move the weights by momentum and weight decay alone. If none
+        makes one, everything stays as it was, the schedule and `weight_version` too.
 
         Args:
             data: a training batch (`input_ids`, `input_lengths`, `token_mask`, `sample_mask` and what
@@ -182,12 +184,13 @@ class Policy(PolicyInterface):
         require_keys(data, (*TRAINING_KEYS, *extra_keys(loss_fn)), "Policy.train")
         make_portable(loss_fn)
         size = gbs or self.config.train_global_batch_size
-        batches = list(global_batches(data, size, allow_partial=eval_mode))
+        counted = [(batch, count_valid(batch)) for batch in global_batches(data, size, allow_partial=eval_mode)]
+        wanted = [n for n, (_, valid) in enumerate(counted) if eval_mode or _something_counts(valid, loss_fn)]
         group_size = getattr(loss_fn, "rows_per_unit", 1)
         strategy = training_strategy(self.config, mbs, group_size)
-        updates = []
-        for number, batch in enumerate(batches):
-            valid = count_valid(batch)
+        updates: list[dict[str, float]] = [{} for _ in counted]
+        for number in wanted:
+            batch, valid = counted[number]
             sharded = shard_batch(batch, self.data_parallel_size, strategy, group_size)
             parts = self._run_sharded(
                 "train",
@@ -195,12 +198,12 @@ class Policy(PolicyInterface):
                 loss_fn=loss_fn,
                 global_valid=valid,
                 eval_mode=eval_mode,
-                last_update=number == len(batches) - 1,
+                last_update=number == wanted[-1],
             )
-            updates.append(_join_ranks(parts, valid, eval_mode))
-        if not eval_mode:
+            updates[number] = _join_ranks(parts, valid, eval_mode)
+        if wanted and not eval_mode:
             self.weight_version += 1
-        return _train_result(updates)
+        return _train_result(updates, loss_fn)
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
         """Log-probabilities of all tokens under the current weights and the sampler's temperature.
@@ -368,6 +371,12 @@ def _check_loss(loss_fn: AnyLossFunction, config: PolicyConfig) -> None:
         )
 
 
+def _something_counts(valid: tuple[float, float], loss_fn: AnyLossFunction) -> bool:
+    """Whether a global batch has what its loss looks at: tokens, or whole sequences for a loss of scores."""
+    seqs, toks = valid
+    return seqs > 0 and (toks > 0 or input_type_of(loss_fn) is LossInputType.LOGIT)
+
+
 def _join_ranks(parts: list[UpdateResult], valid: tuple[float, float], eval_mode: bool) -> dict[str, float]:
     """The metrics of one update over all ranks."""
     joined = reduce_metrics([part.metrics for part in parts])
@@ -380,13 +389,20 @@ def _join_ranks(parts: list[UpdateResult], valid: tuple[float, float], eval_mode
     return joined
 
 
-def _train_result(updates: list[dict[str, float]]) -> TrainResult:
-    names = list(dict.fromkeys(name for update in updates for name in update))
+def _train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> TrainResult:
+    """The result of all global batches; those that were skipped are empty."""
+    made = [update for update in updates if update]
+    num_skipped = len(updates) - len(made)
+    metrics = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0} | join_updates(made, loss_fn)
+    if num_skipped:
+        logger.warning("%d of %d updates were skipped: nothing in them counts in the loss.", num_skipped, len(updates))
+        metrics["skipped_updates"] = metrics.get("skipped_updates", 0.0) + num_skipped
+    names = list(dict.fromkeys(name for update in made for name in update))
     return TrainResult(
-        loss=torch.tensor([update["loss"] for update in updates]),
+        loss=torch.tensor([update.get("loss", 0.0) for update in updates]),
         grad_norm=torch.tensor([update.get("grad_norm", 0.0) for update in updates]),
-        metrics=average_updates(updates),
-        all_mb_metrics={name: [u[name] for u in updates if name in u] for name in names},
+        metrics=metrics,
+        all_mb_metrics={name: [u[name] for u in made if name in u] for name in names},
     )
 
 

@@ -1,35 +1,74 @@
 """Reduce metrics over microbatches, ranks and optimizer updates.
 
 Shared by the workers (microbatches) and the controller (ranks, updates). Law: losses divide their
-metrics by global counts, so parts add up; only names ending in `_min` or `_max` are extremes.
+metrics by global counts, so the parts of one update add up; names say what is a count (`is_count`) and what is an
+extreme (`_min`, `_max`); everything else is a mean.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
+
+from nemo_rl.losses.interfaces import AnyLossFunction, LossType
+
+_OF_THE_OPTIMIZER = ("lr", "grad_norm")
+_EXTREMES: dict[str, Callable[[Iterable[float]], float]] = {"_min": min, "_max": max}
+
+
+def is_count(name: str) -> bool:
+    """Whether a metric counts something, so that it adds up over updates and batches."""
+    return name.startswith(("num_", "global_valid_", "skipped_"))
+
+
+def mean_weight(name: str, loss_fn: AnyLossFunction) -> str:
+    """The count that a mean is weighted by: valid tokens or valid sequences, whichever it is a mean over.
+
+    That is what the loss divides by. A loss of another kind than its diagnostics names the metrics that follow it in
+    `loss_terms`; the others are means over tokens.
+    """
+    terms = getattr(loss_fn, "loss_terms", None)
+    over_tokens = getattr(loss_fn, "loss_type", LossType.TOKEN_LEVEL) is LossType.TOKEN_LEVEL
+    return "global_valid_toks" if over_tokens or (terms is not None and name not in terms) else "global_valid_seqs"
 
 
 def reduce_metrics(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
     """Join the metrics of parts of one global batch: sums, or extremes for `_min` and `_max`."""
-    return _reduce(parts, sum)
-
-
-def average_updates(updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Join the metrics of several optimizer updates: means, or extremes for `_min` and `_max`."""
-    return _reduce(updates, lambda values: sum(values) / len(values))
-
-
-def _reduce(parts: Iterable[Mapping[str, Tensor | float]], join: Callable[[list[float]], float]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
             values.setdefault(name, []).append(float(value))
-    return {name: float(_joiner(name, join)(numbers)) for name, numbers in values.items()}
+    return {name: float(_EXTREMES.get(name[-4:], sum)(numbers)) for name, numbers in values.items()}
 
 
-def _joiner(name: str, join: Callable[[list[float]], float]) -> Callable[[list[float]], float]:
-    if name.endswith("_min"):
-        return min
-    if name.endswith("_max"):
-        return max
-    return join
+def join_updates(updates: Sequence[Mapping[str, float]], loss_fn: AnyLossFunction) -> dict[str, float]:
+    """Join the metrics of several optimizer updates, so that their cut into updates does not show.
+
+    Args:
+        updates: of each update, with `global_valid_seqs` and `global_valid_toks`, not both 0 over all of them.
+        loss_fn: says what its metrics are means over.
+
+    Returns:
+        Sums of counts, extremes, plain means of `lr` and `grad_norm`, and means over the tokens or sequences of all
+        updates.
+    """
+    joined = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        having = [update for update in updates if name in update]
+        values = [update[name] for update in having]
+        if is_count(name):
+            joined[name] = sum(values)
+        elif name[-4:] in _EXTREMES:
+            joined[name] = _EXTREMES[name[-4:]](values)
+        elif name in _OF_THE_OPTIMIZER:
+            joined[name] = statistics.fmean(values)
+        else:
+            joined[name] = _weighted_mean(values, [update[mean_weight(name, loss_fn)] for update in having])
+    return joined
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """A single value comes back bit for bit; without any weight all count alike."""
+    if len(values) == 1:
+        return values[0]
+    return statistics.fmean(values, weights if any(weights) else None)

@@ -7,6 +7,7 @@ same numbers that the trackers get.
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -92,4 +93,6 @@ class ConsoleLogger(LoggerInterface):
     def close(self) -> None:
         """Remove the progress bar."""
         if self._bar is not None:
-            self._bar.stop()
+            # A closed terminal ends runs in order too.
+            with suppress(OSError):
+                self._bar.stop()

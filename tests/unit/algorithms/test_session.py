@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from nemo_rl.algorithms.session import Cadence, Session, SessionParts
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.errors import NothingToLearnError, RunInterruptedError
 from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.stop_signals import STOP_SIGNALS
 
 
 class Data:
@@ -180,3 +184,97 @@ def test_a_folder_to_hand_on_is_written_when_it_is_asked_for(tmp_path: Path) -> 
     session._cadence = Cadence(3, save_period=1)
     train(session, data)
     assert asked == [False, False, True]
+
+
+def info_of(folder: Path, step: int) -> dict[str, Any]:
+    return json.loads((folder / f"checkpoints/step_{step}/training_info.json").read_text())
+
+
+@pytest.mark.parametrize("save_period", [2, 5, 100])
+def test_the_last_checkpoint_before_the_end_of_the_data_has_its_metrics(tmp_path: Path, save_period: int) -> None:
+    data = Data(length=5)
+    cadence = Cadence(9, val_period=2, val_at_end=True, save_period=save_period)
+    session, validated = make_session(tmp_path, cadence, data, {4: 0.4, 5: 0.5})
+    train(session, data)
+    assert validated == [2, 4, 5]
+    info = info_of(tmp_path, 5)
+    assert (info["val:accuracy"], info["val_reward"], info["train:loss"]) == (0.5, 0.5, pytest.approx(1 / 5))
+    again = Data(length=5)
+    resumed, validated = make_session(tmp_path, cadence, again)
+    assert train(resumed, again) == [] and validated == []
+    assert info_of(tmp_path, 5) == info
+
+
+def test_a_validation_at_the_end_of_the_data_is_saved_where_it_was_due_anyway(tmp_path: Path) -> None:
+    data = Data(length=4)
+    session, validated = make_session(tmp_path, Cadence(9, val_period=2, save_period=100), data, {4: 0.4})
+    train(session, data)
+    assert validated == [2, 4]
+    assert info_of(tmp_path, 4)["val:accuracy"] == 0.4
+
+
+def idle_run(session: Session, data: Data, idle: set[int]) -> None:
+    with session:
+        for step in session.steps():
+            data.next()
+            counts = {"global_valid_seqs": 0.0, "skipped_updates": 1.0} if step in idle else {"global_valid_seqs": 4.0}
+            session.record(counts, {"reward_error_rate": float(step in idle)})
+            session.finish_step(step, num_prompts=4)
+
+
+def test_idle_steps_in_a_row_end_the_run_and_save_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(20, save_period=100, max_idle_steps=3), data)
+    with pytest.raises(NothingToLearnError, match=r"Step 8 .*reward_error_rate=1.* 3 of max_idle_steps=3") as error:
+        idle_run(session, data, idle={2, 3, 6, 7, 8})
+    assert error.value.exit_status == 1
+    assert caplog.text.count("trained nothing: none of its samples counts") == 5
+    assert (tmp_path / "checkpoints/step_8").exists()
+
+
+def test_idle_steps_alone_leave_the_last_checkpoint_the_newest(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(20, save_period=2, max_idle_steps=1), data)
+    with pytest.raises(NothingToLearnError):
+        idle_run(session, data, idle={3})
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step_*")) == ["step_2"]
+
+
+def interrupted(session: Session, data: Data, at: int, number: signal.Signals) -> None:
+    with session:
+        for step in session.steps():
+            data.next()
+            if step == at:
+                os.kill(os.getpid(), number)
+            session.record({"loss": 1.0 / step})
+            session.finish_step(step, num_prompts=4)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_ends_the_run_behind_the_step_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    data = Data()
+    session, validated = make_session(tmp_path, Cadence(9, val_period=3, val_at_end=True, save_period=100), data)
+    with pytest.raises(RunInterruptedError, match=f"{number.name} was received.*step 3 is complete") as error:
+        interrupted(session, data, 3, number)
+    assert error.value.exit_status == 75
+    assert validated == [3] and "val:accuracy" in info_of(tmp_path, 3)
+    assert signal.getsignal(number) is before
+    again = Data()
+    resumed, _ = make_session(tmp_path, Cadence(9, save_period=100), again)
+    assert train(resumed, again) == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(3), data)
+    interrupted(session, data, 3, signal.SIGTERM)
+    assert (tmp_path / "checkpoints/step_3").exists()
+
+
+def test_without_checkpoints_a_signal_is_not_deferred(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(9), data)
+    session._parts.checkpoints = None
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(session, data, 3, signal.SIGINT)

@@ -10,8 +10,9 @@ from nemo_rl.algorithms.credit import CreditAssignment
 from nemo_rl.algorithms.rollout_source import DynamicSampling, Rollouts
 from nemo_rl.algorithms.training_batch import build_training_batch, mask_mismatched_sequences
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
+from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.experience.trajectory import Outcome, Trajectory
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import NothingToLearnError
 
 
 def make_trajectory(
@@ -139,7 +140,13 @@ def test_dynamic_sampling_keeps_groups_that_differ_and_asks_again() -> None:
     assert rollouts.metrics["dynamic_sampling_kept_share"] == 0.5
 
 
-def test_dynamic_sampling_gives_up_with_a_reason() -> None:
+def test_dynamic_sampling_ends_the_run_in_order_when_nothing_differs_any_more() -> None:
     rounds = Rounds([[1, 1]], [[0, 0]])
-    with pytest.raises(DataError, match=r"found 0 of 1 prompts .* 2 prompts .*max_gen_batches=2"):
+    with pytest.raises(DataExhausted, match=r"found 0 of 1 prompts .* 2 prompts .*max_gen_batches=2"):
+        DynamicSampling(rounds, num_groups=1, max_rounds=2).collect(1)  # type: ignore[arg-type]
+
+
+def test_dynamic_sampling_without_any_reward_is_an_error() -> None:
+    rounds = Rounds([[None, None]], [[None, None]])  # type: ignore[list-item]
+    with pytest.raises(NothingToLearnError, match="no reward for any answer to 2 prompts"):
         DynamicSampling(rounds, num_groups=1, max_rounds=2).collect(1)  # type: ignore[arg-type]

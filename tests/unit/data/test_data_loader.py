@@ -1,6 +1,7 @@
 """The loader goes on exactly where a saved state stopped."""
 
 import logging
+import os
 import pickle
 
 import pytest
@@ -132,3 +133,27 @@ def test_over_long_prompts_are_reported(bare_tokenizer, tmp_path, caplog, num_wo
     assert loader.num_over_long == 2
     assert f"{path}:3: longer" in caplog.text and f"{path}:6: longer" in caplog.text
     assert "2 rows of this epoch" in caplog.text
+
+
+def test_only_the_first_rows_and_all_of_them(dataset):
+    loader = make(dataset, shuffle=False, drop_last=False, max_rows=10)
+    assert [batch["idx"] for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+class Groups(torch.utils.data.Dataset):
+    """Rows that say in which process group they were read."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return os.getpgid(0)
+
+    def place(self, index):
+        return "here", index
+
+
+def test_data_workers_are_out_of_reach_of_a_terminal():
+    loader = build_loader(Groups(), 4, shuffle=False, seed=0, num_workers=1, collate_fn=lambda rows: {"groups": rows})
+    (batch,) = loader
+    assert os.getpgid(0) not in batch["groups"]

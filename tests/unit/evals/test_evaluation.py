@@ -1,6 +1,8 @@
 """The loop of an evaluation: what it stores, how it goes on, what it refuses."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from nemo_rl.evals import evaluator
 from nemo_rl.evals.evaluator import Asker, ask_all, evaluate
 from nemo_rl.evals.records import AnswerRecord, RecordStore
 from nemo_rl.experience.event_loop import EventLoopThread
-from nemo_rl.utils.errors import CheckpointError, ConfigError
+from nemo_rl.utils.errors import CheckpointError, ConfigError, RunInterruptedError
 
 SMALL = ("data.num_samples=7", "eval.num_tests_per_prompt=2", "generation.max_new_tokens=24")
 
@@ -129,3 +131,18 @@ def test_prompts_that_are_too_long_are_not_asked_and_not_right(loop) -> None:
     records = _ask(config, loop)
     assert {r.outcome for r in records} == {"prompt_too_long"}
     assert not any(r.is_correct or r.response for r in records)
+
+
+def test_a_signal_ends_an_evaluation_behind_its_batch(loop, tmp_path) -> None:
+    config = eval_config(*SMALL, f"eval.save_path={tmp_path}", "generation.num_prompts_per_step=2")
+    prompts = make_prompts(config)
+    asker, _ = make_asker(config, loop)
+    store = RecordStore(config, len(prompts))
+    with evaluator.deferred_signals(config) as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(RunInterruptedError, match="SIGTERM was received. The answers to 2 of 7 prompts") as error:
+            ask_all(config, prompts, store, asker, signals)
+    store.close()
+    assert error.value.exit_status == 75
+    assert len((tmp_path / "evaluation_data.jsonl").read_text().splitlines()) == 4
+    assert _ask(config, loop) == _ask(eval_config(*SMALL), loop)

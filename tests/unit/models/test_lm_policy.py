@@ -1,6 +1,7 @@
 """The controller with real ranks under Ray: results in order, any number of rows, resume, errors."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -167,6 +168,47 @@ def test_one_rank_and_two_ranks_train_alike_and_resume(cluster, tokenizer, model
         want = hf_logprobs(AutoModelForCausalLM.from_pretrained(model_name).eval(), probe)
     torch.testing.assert_close(reference.double(), want, rtol=0, atol=2e-4)
     assert resumed.shutdown()
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """All files but `.metadata`, in which torch notes the folder's name."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".metadata"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@ray_test
+def test_updates_without_a_valid_sample_leave_everything_as_it_was(policy, tmp_path, caplog) -> None:
+    data = random_batch(rows=12, seed=8)
+    policy.train(data, ReportsRank())  # AdamW has momentum now, and weight decay from its configuration
+    policy.save_checkpoint(tmp_path / "before/weights", tmp_path / "before/optimizer")
+    version = policy.weight_version
+    nothing = BatchedDataDict({**data, "sample_mask": torch.zeros(12)})
+    no_tokens = BatchedDataDict({**data, "token_mask": torch.zeros(12, 24)})
+    for empty in (nothing, no_tokens, nothing):
+        result = policy.train(empty, ReportsRank())
+        assert result["metrics"] == {"global_valid_seqs": 0.0, "global_valid_toks": 0.0, "skipped_updates": 2.0}
+        assert result["loss"].tolist() == result["grad_norm"].tolist() == [0.0, 0.0]
+    policy.save_checkpoint(tmp_path / "after/weights", tmp_path / "after/optimizer")
+    before, after = _files(tmp_path / "before"), _files(tmp_path / "after")
+    assert len(before) > 5 and policy.weight_version == version
+    assert [name for name in before | after if before.get(name) != after.get(name)] == []
+    assert "2 of 2 updates were skipped" in caplog.text
+
+
+@ray_test
+def test_an_update_without_a_valid_sample_is_skipped_alone(cluster, tokenizer, model_name) -> None:
+    data, probe = random_batch(rows=12, seed=9), random_batch(rows=4, seed=2)
+    half = BatchedDataDict({**data, "sample_mask": data["sample_mask"] * (torch.arange(12) < 6)})
+    outcomes = []
+    for batch in (half, data.slice(0, 6)):
+        policy = _policy(cluster, tokenizer, model_name, 1, f"half{batch.size}")
+        results = [policy.train(batch, ReportsRank()) for _ in range(2)]
+        outcomes.append((results, policy.get_logprobs(probe)["logprobs"]))
+        assert policy.shutdown()
+    (with_empty, scores), (without, expected) = outcomes
+    assert torch.equal(scores, expected)
+    for result, alone in zip(with_empty, without, strict=True):
+        assert result["metrics"] == alone["metrics"] | {"skipped_updates": 1.0}
 
 
 @ray_test

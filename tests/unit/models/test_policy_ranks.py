@@ -13,13 +13,14 @@ from policy_helpers import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from nemo_rl.losses.interfaces import LossType
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.causal_lm import build_causal_lm
 from nemo_rl.models.dtensor.optimizer import clip_gradients, total_norm
 from nemo_rl.models.dtensor.parallelize import ShardingSpec, build_mesh, shard
 from nemo_rl.models.huggingface.load import load_causal_lm
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
-from nemo_rl.models.policy.metrics import average_updates, reduce_metrics
+from nemo_rl.models.policy.metrics import join_updates, reduce_metrics
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
 
@@ -223,4 +224,27 @@ def test_a_microbatch_in_which_nothing_counts_trains_as_if_it_were_absent(tmp_pa
 def test_metrics_add_up_and_extremes_stay_extremes() -> None:
     parts = [{"loss": 1.0, "x_min": 2.0, "x_max": 5.0}, {"loss": torch.tensor(3.0), "x_min": 1.0, "x_max": 4.0}]
     assert reduce_metrics(parts) == {"loss": 4.0, "x_min": 1.0, "x_max": 5.0}
-    assert average_updates(parts) == {"loss": 2.0, "x_min": 1.0, "x_max": 5.0}
+
+
+class SequenceLoss(WeightedNLL):
+    loss_type = LossType.SEQUENCE_LEVEL
+
+
+class SequenceLossWithTokenMetrics(SequenceLoss):
+    loss_terms = ("loss",)
+
+
+def test_updates_are_joined_as_if_they_were_one_batch() -> None:
+    common = {"lr": 1e-3, "skipped_updates": 0.0}
+    small = common | {"loss": 1.0, "ratio": 1.0, "ratio_min": 0.5, "grad_norm": 2.0, "num_valid_samples": 4.0}
+    large = common | {"loss": 4.0, "ratio": 4.0, "ratio_min": 0.2, "grad_norm": 4.0, "num_valid_samples": 8.0}
+    small |= {"global_valid_toks": 30.0, "global_valid_seqs": 4.0}
+    large |= {"global_valid_toks": 10.0, "global_valid_seqs": 8.0}
+    counts = {"global_valid_toks": 40.0, "global_valid_seqs": 12.0, "num_valid_samples": 12.0, "skipped_updates": 0.0}
+    joined = join_updates([small, large], WeightedNLL())
+    of_tokens, of_sequences = (1 * 30 + 4 * 10) / 40, (1 * 4 + 4 * 8) / 12
+    assert joined == counts | {"lr": 1e-3, "ratio_min": 0.2, "grad_norm": 3.0, "loss": of_tokens, "ratio": of_tokens}
+    joined = join_updates([small, large], SequenceLoss())
+    assert (joined["loss"], joined["ratio"]) == (of_sequences, of_sequences)
+    joined = join_updates([small, large], SequenceLossWithTokenMetrics())
+    assert (joined["loss"], joined["ratio"]) == (of_sequences, of_tokens)
