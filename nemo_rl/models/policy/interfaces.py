@@ -132,7 +132,7 @@ class PolicyBackend(Protocol):
         ...
 
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(hf_name, full tensor)` for every weight and persistent buffer, tied ones once."""
+        """Yield `(name, full tensor)` for every weight and persistent buffer, tied ones once, as hub checkpoints do."""
         ...
 
     def move_optimizer_state(self, to_host: bool) -> None:
