@@ -27,8 +27,8 @@ from generation_helpers import (
 from transformers import PreTrainedModel
 
 from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
-from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
