@@ -36,6 +36,7 @@ def assemble_distillation(config: DistillationMasterConfig, started_at: float = 
     return DistillationRun(
         session=parts.session,
         refitter=parts.refitter,
+        probe=parts.probe,
         source=parts.source,
         teacher=Teacher(parts.workers.teacher, config.distillation.topk_logits_k, vocab_size),
         policy=parts.workers.policy,

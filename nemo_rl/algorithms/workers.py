@@ -20,6 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.refit import KeepBoth, MemorySharing, Refitter, TakeTurns
+from nemo_rl.algorithms.sync_probe import SyncProbe
 from nemo_rl.config import (
     ClusterConfig,
     PolicyConfig,
@@ -252,6 +253,13 @@ def make_refitter(policy: PolicyConfig, cluster: ClusterConfig, workers: Workers
     if cluster.uses_gpu and colocated:
         memory = TakeTurns(workers.policy, workers.generation, timeout_s)
     return Refitter(stream, workers.generation, spec, timeout_s, memory)
+
+
+def make_probe(policy: PolicyConfig, cluster: ClusterConfig, workers: Workers, refitter: Refitter) -> SyncProbe:
+    """The check of the first sync."""
+    assert policy.generation is not None, "engine_settings checks this"
+    max_error = policy.generation.weight_sync.max_mult_prob_error
+    return SyncProbe(workers.policy, workers.generation, refitter, max_error, cluster.timeouts.weight_sync_s)
 
 
 def choose_transport(asked: str, cluster: ClusterConfig, colocated: bool) -> TransportName:

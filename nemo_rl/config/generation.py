@@ -57,6 +57,12 @@ class WeightSyncConfig(Section):
         default=True, description="Compare version, tensor count and checksum on both sides of every sync."
     )
 
+    max_mult_prob_error: Annotated[float, Field(ge=1)] | None = Field(
+        default=1.05,
+        description="Largest mean ratio of probabilities between trainer and engine (token_mult_prob_error) in the "
+        "first batch of a run; beyond it the run stops before its first update. null: not compared.",
+    )
+
 
 class VllmConfig(Section):
     """The vLLM engine."""

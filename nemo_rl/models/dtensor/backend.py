@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -45,6 +45,7 @@ from nemo_rl.models.dtensor.parallelize import (
 )
 from nemo_rl.models.dtensor.reward_model import RewardModel, build_reward_model
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
+from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
 from nemo_rl.models.policy.interfaces import CheckpointPaths, ForwardStep
 from nemo_rl.models.policy.workers.microbatches import ModelInputs
@@ -154,6 +155,11 @@ class DTensorBackend:
             yield
         finally:
             _copy_into(self.model, current)
+
+    def decoder_layers(self) -> dict[str, nn.Module]:
+        """See `PolicyBackend.decoder_layers`."""
+        names = {id(module): name for name, module in self.model.hf.named_modules()}
+        return {names[id(layer)]: layer for layer in decoder_layers(self.model.hf)}
 
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `PolicyBackend.iterate_weights`.

@@ -25,7 +25,9 @@ from nemo_rl.models.generation.interfaces import (
     GenerationResult,
     SamplingParams,
 )
+from nemo_rl.models.generation.vllm.layers import decoder_layers, residual_sum, uncompiled
 from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
+from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.utils.errors import ConfigError, GenerationError
 
 logger = logging.getLogger(__name__)
@@ -102,6 +104,17 @@ class VllmEngine:
         self._engine.reset_prefix_cache()
         self.weight_version = version
         return sorted(unbound)
+
+    def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
+        """See `Engine.layer_outputs`."""
+        (model,) = self._engine.collective_rpc(lambda worker: worker.model_runner.get_model())
+        self._engine.reset_prefix_cache()
+        request = GenerationRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0)
+        with uncompiled(model), recorded_outputs(decoder_layers(model), residual_sum) as outputs:
+            self.add_request("layer_outputs", request)
+            while self.has_unfinished():
+                self.step()
+        return [output[: len(token_ids)] for output in outputs]
 
     def sleep(self) -> None:
         """See `Engine.sleep`; weights go to host memory, the cache is dropped."""
