@@ -26,9 +26,11 @@ from generation_helpers import (
 )
 from transformers import PreTrainedModel
 
+from nemo_rl.algorithms.sync_probe import suspect_layer
 from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
+from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
@@ -150,6 +152,24 @@ def test_logprobs_equal_hugging_face(engines, sender, name, sampling):
         expected = reference_logprobs(model, prompt, result.token_ids, SamplingParams(**sampling))
         assert all(map(math.isfinite, expected)), "a filtered token was sampled"
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_compare_with_hugging_face_and_a_tampered_one_is_named(engines, sender, name):
+    model = update(engines, sender, name, seed=21)
+    token_ids = PROMPTS[3]
+    with torch.no_grad(), recorded_outputs(decoder_layers(model)) as expected:
+        model(torch.tensor([token_ids]), use_cache=False)
+    names = [f"layer {index}" for index in range(len(expected))]
+    outputs = engines.call(name, "layer_outputs", token_ids)
+    assert [(output - right).norm() / right.norm() < 1e-4 for output, right in zip(outputs, expected, strict=True)] == [
+        True
+    ] * len(names)
+    with torch.no_grad():
+        decoder_layers(model)[1].self_attn.o_proj.weight.mul_(-1)
+    deploy(engines, sender, name, model, version=22)
+    outputs = engines.call(name, "layer_outputs", token_ids)
+    assert suspect_layer(names, expected, outputs).startswith("layer 1 is suspect")
 
 
 def test_a_seed_fixes_the_response_whatever_the_order(engines):
