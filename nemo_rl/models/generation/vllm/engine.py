@@ -25,7 +25,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationResult,
     SamplingParams,
 )
-from nemo_rl.models.generation.vllm.layers import decoder_layers, residual_sum, uncompiled
+from nemo_rl.models.generation.vllm.layers import decoder_layers, model_of, residual_sum, uncompiled
 from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
 from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.utils.errors import ConfigError, GenerationError
@@ -107,7 +107,7 @@ class VllmEngine:
 
     def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
         """See `Engine.layer_outputs`."""
-        (model,) = self._engine.collective_rpc(lambda worker: worker.model_runner.get_model())
+        (model,) = self._engine.collective_rpc(model_of)
         self._engine.reset_prefix_cache()
         request = GenerationRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0)
         with uncompiled(model), recorded_outputs(decoder_layers(model), residual_sum) as outputs:

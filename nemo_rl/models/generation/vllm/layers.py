@@ -7,10 +7,16 @@ from typing import Any
 from torch import Tensor, nn
 
 
+def model_of(worker: Any) -> nn.Module:
+    """The model of vLLM's worker, which lives in this process."""
+    model: nn.Module = worker.model_runner.get_model()
+    return model
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The model's longest list of modules."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len, default=nn.ModuleList()))
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
 
 
 def residual_sum(output: Any) -> Tensor:
