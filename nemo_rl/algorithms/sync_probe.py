@@ -25,8 +25,8 @@ from nemo_rl.utils.errors import WeightSyncError
 logger = logging.getLogger(__name__)
 
 MAX_COMPARED_TOKENS = 32
-ROUNDING = 0.01
-"""Relative difference of hidden states that rounding to bfloat16 explains in any one layer."""
+ROUNDING = {"float32": 1e-4, "float16": 0.003, "bfloat16": 0.01}
+"""Relative difference of hidden states that rounding explains in any one layer, by number format."""
 
 
 class SyncProbe:
@@ -38,6 +38,7 @@ class SyncProbe:
         refitter: wakes the engines and sends them to sleep where they share a device with the policy.
         max_error: largest mean of `exp(|log p_trainer - log p_engine|)` over the sampled tokens; None: no probe.
         timeout_s: limit for the engines to answer.
+        precision: the coarser number format of the two sides.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class SyncProbe:
         refitter: Refitter,
         max_error: float | None,
         timeout_s: float,
+        precision: str,
     ):
         self._policy = policy
         self._generation = generation
         self._refitter = refitter
         self._max_error = max_error
         self._timeout_s = timeout_s
+        self._rounding = ROUNDING[precision]
         self._num_restarts: int | None = None
 
     def check(self, batch: BatchedDataDict[TrainingBatch]) -> None:
@@ -85,9 +88,10 @@ class SyncProbe:
         token_ids = batch["input_ids"][row, :length].tolist()
         return (
             f"The engines do not sample from the policy: after the weight sync mult_prob_error is {error:.4g}, at most "
-            f"policy.generation.weight_sync.max_mult_prob_error={self._max_error} is allowed; no weight was updated. "
-            f"{self._suspects(token_ids)} Use another engine (policy.generation.backend=hf), the trainer's precision "
-            "in the engine (policy.generation.vllm_cfg.precision), or raise the limit if the difference is rounding."
+            f"policy.generation.weight_sync.max_mult_prob_error={self._max_error} is allowed; nothing was learned from "
+            f"this batch. {self._suspects(token_ids)} Use another engine (policy.generation.backend=hf), the trainer's "
+            "precision in the engine (policy.generation.vllm_cfg.precision), or raise the limit if the difference is "
+            "rounding."
         )
 
     def _suspects(self, token_ids: list[int]) -> str:
@@ -99,11 +103,12 @@ class SyncProbe:
         self._refitter.before_training()
         names, of_policy = self._policy.layer_outputs(token_ids)
         return " ".join(
-            f"Engine {index}: {suspect_layer(names, of_policy, outputs)}." for index, outputs in enumerate(of_engines)
+            f"Engine {index}: {suspect_layer(names, of_policy, outputs, self._rounding)}."
+            for index, outputs in enumerate(of_engines)
         )
 
 
-def suspect_layer(names: Sequence[str], expected: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+def suspect_layer(names: Sequence[str], expected: Sequence[Tensor], outputs: Sequence[Tensor], rounding: float) -> str:
     """Name the layer behind which two models' hidden states part.
 
     The difference grows slowly by rounding, and jumps where a layer computes something else.
@@ -112,6 +117,7 @@ def suspect_layer(names: Sequence[str], expected: Sequence[Tensor], outputs: Seq
         names: of the layers, in order.
         expected: hidden states `[T, D]` behind each of them.
         outputs: the same of the model under suspicion; empty where it cannot tell.
+        rounding: relative difference that is no sign of anything.
     """
     if [output.shape for output in outputs] != [output.shape for output in expected]:
         return "its layers cannot be compared with the policy's"
@@ -119,7 +125,7 @@ def suspect_layer(names: Sequence[str], expected: Sequence[Tensor], outputs: Seq
         float((output - right).norm() / right.norm().clamp(min=1e-30))
         for output, right in zip(outputs, expected, strict=True)
     ]
-    jumps = [now / max(before, ROUNDING) for before, now in zip([0.0, *differences], differences, strict=False)]
+    jumps = [now / max(before, rounding) for before, now in zip([0.0, *differences], differences, strict=False)]
     index = max(range(len(names)), key=lambda position: jumps[position])
     if jumps[index] <= 2:
         return "all decoder layers agree, so the final norm or the output head is suspect"

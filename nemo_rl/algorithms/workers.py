@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.refit import KeepBoth, MemorySharing, Refitter, TakeTurns
-from nemo_rl.algorithms.sync_probe import SyncProbe
+from nemo_rl.algorithms.sync_probe import ROUNDING, SyncProbe
 from nemo_rl.config import (
     ClusterConfig,
     PolicyConfig,
@@ -257,9 +257,17 @@ def make_refitter(policy: PolicyConfig, cluster: ClusterConfig, workers: Workers
 
 def make_probe(policy: PolicyConfig, cluster: ClusterConfig, workers: Workers, refitter: Refitter) -> SyncProbe:
     """The check of the first sync."""
-    assert policy.generation is not None, "engine_settings checks this"
-    max_error = policy.generation.weight_sync.max_mult_prob_error
-    return SyncProbe(workers.policy, workers.generation, refitter, max_error, cluster.timeouts.weight_sync_s)
+    generation = policy.generation
+    assert generation is not None, "engine_settings checks this"
+    formats = {policy.precision, generation.vllm_cfg.precision} - {"auto"}
+    return SyncProbe(
+        workers.policy,
+        workers.generation,
+        refitter,
+        generation.weight_sync.max_mult_prob_error,
+        cluster.timeouts.weight_sync_s,
+        max(formats, key=ROUNDING.__getitem__),
+    )
 
 
 def choose_transport(asked: str, cluster: ClusterConfig, colocated: bool) -> TransportName:

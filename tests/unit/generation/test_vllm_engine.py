@@ -169,7 +169,7 @@ def test_layers_compare_with_hugging_face_and_a_tampered_one_is_named(engines, s
         decoder_layers(model)[1].self_attn.o_proj.weight.mul_(-1)
     deploy(engines, sender, name, model, version=22)
     outputs = engines.call(name, "layer_outputs", token_ids)
-    assert suspect_layer(names, expected, outputs).startswith("layer 1 is suspect")
+    assert suspect_layer(names, expected, outputs, rounding=1e-4).startswith("layer 1 is suspect")
 
 
 def test_a_seed_fixes_the_response_whatever_the_order(engines):
