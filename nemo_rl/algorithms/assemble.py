@@ -51,6 +51,7 @@ def assemble_grpo(config: GRPOMasterConfig, started_at: float = 0.0) -> GRPORun:
     return GRPORun(
         session=parts.session,
         refitter=parts.refitter,
+        probe=parts.probe,
         source=_source(grpo, parts.source),
         scoring=PolicyScoring(policy, needs_prev, needs_reference, grpo.seq_logprob_error_threshold),
         credit=credit,

@@ -37,6 +37,7 @@ def assemble_distillation(config: DistillationMasterConfig, started_at: float = 
     return DistillationRun(
         session=parts.session,
         refitter=parts.refitter,
+        probe=parts.probe,
         source=parts.source,
         teacher=Teacher(
             parts.workers.teacher,

@@ -15,8 +15,16 @@ from nemo_rl.algorithms.refit import Refitter
 from nemo_rl.algorithms.rollout_source import FreshRollouts
 from nemo_rl.algorithms.run_folders import RunFolders
 from nemo_rl.algorithms.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.sync_probe import SyncProbe
 from nemo_rl.algorithms.validation import Validator
-from nemo_rl.algorithms.workers import PolicyStart, Workers, make_refitter, start_environments, start_workers
+from nemo_rl.algorithms.workers import (
+    PolicyStart,
+    Workers,
+    make_probe,
+    make_refitter,
+    start_environments,
+    start_workers,
+)
 from nemo_rl.config import RolloutMasterConfig, TeacherConfig
 from nemo_rl.data.datasets.setup import ResponseData
 from nemo_rl.data.loader import build_loader
@@ -59,6 +67,7 @@ class RolloutParts:
     Attributes:
         session: steps, metrics, validation, checkpoints.
         refitter: keeps engines at the policy's weights.
+        probe: proves that the engines sample from the policy.
         source: rollouts of a step.
         workers: policy, engines, environments, and the teacher if there is one.
         trajectory_log: JSONL of everything that was said.
@@ -67,6 +76,7 @@ class RolloutParts:
 
     session: Session
     refitter: Refitter
+    probe: SyncProbe
     source: FreshRollouts
     workers: Workers
     trajectory_log: TrajectoryLog
@@ -110,6 +120,7 @@ def start_rollouts(config: RolloutMasterConfig, plan: RolloutPlan) -> RolloutPar
     return RolloutParts(
         session=Session(parts, folders.resume_path, plan.started_at),
         refitter=refitter,
+        probe=make_probe(config.policy, config.cluster, workers, refitter),
         source=_source(config, plan, prompts, runner),
         workers=workers,
         trajectory_log=trajectory_log,

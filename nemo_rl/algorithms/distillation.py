@@ -13,6 +13,7 @@ from typing import Any
 from nemo_rl.algorithms.refit import Refitter
 from nemo_rl.algorithms.rollout_source import RolloutSource
 from nemo_rl.algorithms.session import Session
+from nemo_rl.algorithms.sync_probe import SyncProbe
 from nemo_rl.algorithms.teacher import Teacher, check_vocab_equality
 from nemo_rl.algorithms.training_batch import build_training_batch
 from nemo_rl.config import DistillationConfig
@@ -35,6 +36,7 @@ class DistillationRun:
     Attributes:
         session: steps, metrics, validation, checkpoints.
         refitter: keeps engines at the student's weights.
+        probe: proves that the engines sample from the student.
         source: the student's answers of a step.
         teacher: the model that is learned from.
         policy: the student.
@@ -47,6 +49,7 @@ class DistillationRun:
 
     session: Session
     refitter: Refitter
+    probe: SyncProbe
     source: RolloutSource
     teacher: Teacher
     policy: PolicyInterface
@@ -79,6 +82,7 @@ def distillation_train(run: DistillationRun) -> None:
             batch = build_training_batch(
                 trajectories, run.pad_token_id, mask_truncated=run.mask_truncated, needs_reward=False
             )
+            run.probe.check(batch)
             with session.phase("teacher_logprob_inference"):
                 run.teacher.add_topk_logits(batch)
             with session.phase("policy_training"):

@@ -15,6 +15,7 @@ from nemo_rl.algorithms.refit import Refitter
 from nemo_rl.algorithms.rollout_source import RolloutSource
 from nemo_rl.algorithms.scoring import PolicyScoring
 from nemo_rl.algorithms.session import Session
+from nemo_rl.algorithms.sync_probe import SyncProbe
 from nemo_rl.algorithms.training_batch import build_training_batch
 from nemo_rl.config import GRPOConfig
 from nemo_rl.config import GRPOMasterConfig as MasterConfig
@@ -36,6 +37,7 @@ class GRPORun:
     Attributes:
         session: steps, metrics, validation, checkpoints.
         refitter: keeps engines at the policy's weights.
+        probe: proves that the engines sample from the policy.
         source: rollouts of a step.
         scoring: log-probabilities under the current and the reference policy.
         credit: rewards to advantages.
@@ -49,6 +51,7 @@ class GRPORun:
 
     session: Session
     refitter: Refitter
+    probe: SyncProbe
     source: RolloutSource
     scoring: PolicyScoring
     credit: CreditAssignment
@@ -80,6 +83,7 @@ def grpo_train(run: GRPORun) -> None:
             run.refitter.before_training()
             trajectories = rollouts.trajectories
             batch = build_training_batch(trajectories, run.pad_token_id, mask_truncated=run.mask_truncated)
+            run.probe.check(batch)
             with session.phase("policy_and_reference_logprobs"):
                 scores = run.scoring.add_logprobs(batch)
             with session.phase("advantage_calculation"):

@@ -20,6 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.refit import KeepBoth, MemorySharing, Refitter, TakeTurns
+from nemo_rl.algorithms.sync_probe import ROUNDING, SyncProbe
 from nemo_rl.config import (
     ClusterConfig,
     PolicyConfig,
@@ -247,6 +248,21 @@ def make_refitter(policy: PolicyConfig, cluster: ClusterConfig, workers: Workers
     if cluster.uses_gpu and colocated:
         memory = TakeTurns(workers.policy, workers.generation, timeout_s)
     return Refitter(stream, workers.generation, spec, timeout_s, memory)
+
+
+def make_probe(policy: PolicyConfig, cluster: ClusterConfig, workers: Workers, refitter: Refitter) -> SyncProbe:
+    """The check of the first sync."""
+    generation = policy.generation
+    assert generation is not None, "engine_settings checks this"
+    formats = {policy.precision, generation.vllm_cfg.precision} - {"auto"}
+    return SyncProbe(
+        workers.policy,
+        workers.generation,
+        refitter,
+        generation.weight_sync.max_mult_prob_error,
+        cluster.timeouts.weight_sync_s,
+        max(formats, key=ROUNDING.__getitem__),
+    )
 
 
 def choose_transport(asked: str, cluster: ClusterConfig, colocated: bool) -> TransportName:

@@ -255,10 +255,11 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     if generation is None:
         yield "policy.generation is null, but the policy samples answers. Write a policy.generation section."
         return
-    if generation.temperature == 0:
+    greedy = generation.greedy_choice
+    if greedy is not None:
         yield (
-            "policy.generation.temperature=0 makes all answers of a group equal, so nothing can be "
-            "learned. Use 1.0, and policy.generation.val_temperature=0 for greedy validation."
+            f"policy.generation.{greedy} makes all answers of a group equal, so nothing can be learned. Use "
+            "temperature=1.0 and top_k=null, and policy.generation.val_temperature=0 for greedy validation."
         )
     resources = generation.colocated.resources
     if generation.colocated.enabled or not cluster.uses_gpu:

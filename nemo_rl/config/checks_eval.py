@@ -46,7 +46,7 @@ def check_sampling(config: "EvalMasterConfig") -> Findings:
             f"eval.k_value={k} needs at least {k} answers per prompt, but eval.num_tests_per_prompt={n}. "
             f"Set eval.num_tests_per_prompt to {k} or more."
         )
-    greedy = "temperature=0" if generation.temperature == 0 else "top_k=1" if generation.top_k == 1 else None
+    greedy = generation.greedy_choice
     if n > 1 and greedy:
         yield (
             f"generation.{greedy} gives the same answer {n} times (eval.num_tests_per_prompt={n}). "

@@ -57,6 +57,12 @@ class WeightSyncConfig(Section):
         default=True, description="Compare version, tensor count and checksum on both sides of every sync."
     )
 
+    max_mult_prob_error: Annotated[float, Field(ge=1)] | None = Field(
+        default=1.05,
+        description="Largest mean ratio of probabilities between trainer and engine (token_mult_prob_error) in the "
+        "first batch of a run; beyond it the run stops before its first update. null: not compared.",
+    )
+
 
 class VllmConfig(Section):
     """The vLLM engine."""
@@ -169,7 +175,9 @@ class GenerationConfig(Section):
     )
     stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer.")
     stop_token_ids: list[int] | None = Field(
-        default=None, description="Tokens that end an answer; null: the tokenizer's end-of-sequence token."
+        default=None,
+        description="More tokens that end an answer, beside the tokenizer's end-of-sequence token and those of the "
+        "model's generation_config.",
     )
     val_temperature: NonNegativeFloat = derived(
         "${.temperature}",
@@ -193,3 +201,10 @@ class GenerationConfig(Section):
     vllm_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="More arguments for vLLM's engine, passed on unchecked."
     )
+
+    @property
+    def greedy_choice(self) -> str | None:
+        """The setting that leaves one answer for each prompt, None where answers differ."""
+        if self.temperature == 0:
+            return "temperature=0"
+        return "top_k=1" if self.top_k == 1 else None

@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 from example_runs import REPOSITORY, GRPOExample, StartExample, interrupted_and_resumed, read_metrics
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from nemo_rl.algorithms.assemble import assemble_grpo
 from nemo_rl.algorithms.grpo import grpo_train
 from nemo_rl.config import load_config
+from nemo_rl.models.huggingface.tiny import make_char_tokenizer, save_tiny_checkpoint
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
 from nemo_rl.utils.errors import WeightSyncError
-from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.buckets import Bucket, view_of
+from nemo_rl.weight_sync.shared_memory import map_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -172,3 +176,74 @@ def test_a_corrupted_bucket_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     finally:
         run.close()
         ray.shutdown()
+
+
+def test_a_layer_that_arrives_wrong_unnoticed_stops_the_run_before_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without checksums nobody sees the bytes that are changed here; the first batch does."""
+    monkeypatch.chdir(tmp_path)
+    overrides = [
+        f"logger.log_dir={tmp_path}",
+        "checkpointing.enabled=false",
+        "grpo.val_at_start=false",
+        "policy.generation.weight_sync.verify=false",
+    ]
+    run = assemble_grpo(load_config(REPOSITORY / "examples/configs" / CONFIG, overrides))
+    pack = PolicyWeightStream.next_weight_bucket
+
+    def pack_and_negate(stream: PolicyWeightStream) -> Bucket:
+        bucket = pack(stream)
+        (handle,) = bucket.handles.values()
+        for slot in bucket.slots:
+            if slot.name == "model.layers.2.mlp.down_proj.weight":
+                view_of(map_memory(handle), slot).neg_()
+        return bucket
+
+    monkeypatch.setattr(PolicyWeightStream, "next_weight_bucket", pack_and_negate)
+    try:
+        with pytest.raises(WeightSyncError, match=r"Engine 0: model\.layers\.2 is suspect"):
+            grpo_train(run)
+        assert run.policy.weight_version == 0
+    finally:
+        run.close()
+        ray.shutdown()
+
+
+def test_a_mixture_of_experts_on_two_ranks_and_two_engines_samples_from_the_policy(
+    start_example: StartExample, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=264,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        max_position_embeddings=512,
+        initializer_range=0.25,
+        pad_token_id=256,
+        eos_token_id=258,
+        bos_token_id=None,
+    )
+    save_tiny_checkpoint(tmp_path / "mixture", AutoModelForCausalLM.from_config(config), make_char_tokenizer())
+    run = start_example(
+        "run_grpo.py",
+        CONFIG,
+        f"policy.model_name={tmp_path}/mixture",
+        "grpo.max_num_steps=3",
+        "checkpointing.enabled=false",
+        "grpo.val_at_start=false",
+        "grpo.val_period=0",
+        "cluster.ranks_per_node=2",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.ranks_per_node=2",
+        "policy.generation.weight_sync.transport=collective",
+    )
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = read_metrics(run.log_dir)
+    assert max(metrics["train", step, "token_mult_prob_error"] for step in (1, 2, 3)) < 1.001

@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER
+from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER, fill, local_part, saved_weights
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
 from nemo_rl.utils.errors import CheckpointError
 
@@ -136,13 +134,7 @@ def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
     parameters = _adapter_parameters(hf)
     _require_same_shapes(folder, saved, {_peft_key(name): tensor for name, tensor in parameters.items()})
     for name, parameter in parameters.items():
-        value = saved[_peft_key(name)]
-        if isinstance(parameter, DTensor):
-            value = value.to(parameter.device_mesh.device_type)
-            placed = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(placed.to_local())
-        else:
-            parameter.copy_(value)
+        fill(parameter, saved[_peft_key(name)])
 
 
 def refuse_adapter(weights_path: Path) -> None:
@@ -161,16 +153,17 @@ def refuse_adapter(weights_path: Path) -> None:
 @torch.no_grad()
 def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None:
     """Compare base plus adapter with the merged weights of the checkpoint, each rank its own rows."""
-    merged = {f"{name}.weight": module.merged_weight(device) for name, module in adapted_modules(hf).items()}
-    expected = {name: torch.empty_like(tensor) for name, tensor in merged.items()}
-    try:
-        dcp.load(dict(expected), storage_reader=HuggingFaceStorageReader(str(folder)))
-    except dcp.CheckpointException as error:
-        raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: {error}") from error
-    close = [torch.tensor([_close(_local(merged[name]), _local(expected[name]))], device=device) for name in merged]
-    agreed = torch.cat(close).int()
+    adapted = {f"{name}.weight": module for name, module in adapted_modules(hf).items()}
+    close: dict[str, bool] = {}
+    for name, value in saved_weights(hf, folder):
+        if name in adapted:
+            merged = adapted.pop(name).merged_weight(device)
+            close[name] = _close(_local(merged), local_part(value, merged).to(device))
+    if adapted:
+        raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: it lacks {next(iter(adapted))}.")
+    agreed = torch.tensor(list(close.values()), device=device).int()
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    wrong = [name for name, same in zip(merged, agreed.tolist(), strict=True) if not same]
+    wrong = [name for name, same in zip(close, agreed.tolist(), strict=True) if not same]
     if wrong:
         raise CheckpointError(
             f"policy.model_name plus the adapter is not what {folder} holds: {len(wrong)} weights differ, the "

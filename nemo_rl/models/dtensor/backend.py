@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -44,6 +44,8 @@ from nemo_rl.models.dtensor.parallelize import (
     shard,
 )
 from nemo_rl.models.dtensor.reward_model import RewardModel, build_reward_model
+from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
+from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
 from nemo_rl.models.policy.interfaces import CheckpointPaths, ForwardStep
 from nemo_rl.models.policy.workers.microbatches import ModelInputs
@@ -154,6 +156,11 @@ class DTensorBackend:
         finally:
             _copy_into(self.model, current)
 
+    def decoder_layers(self) -> dict[str, nn.Module]:
+        """See `PolicyBackend.decoder_layers`."""
+        names = {id(module): name for name, module in self.model.hf.named_modules()}
+        return {names[id(layer)]: layer for layer in decoder_layers(self.model.hf)}
+
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `PolicyBackend.iterate_weights`.
 
@@ -165,10 +172,16 @@ class DTensorBackend:
         """
         base = {} if self._adapters_unproven else adapted_weights(self.model.hf)
         arrives = not base
-        for name, tensor in merged_by_name(self.model.hf, self.device):
-            tensor = self._outgoing(tensor, dtype)
-            if not arrives and name in base:
-                arrives = not torch.equal(_local(tensor), _local(self._outgoing(base[name], dtype)))
+
+        def outgoing() -> Iterator[tuple[str, Tensor]]:
+            nonlocal arrives
+            for name, tensor in merged_by_name(self.model.hf, self.device):
+                tensor = self._outgoing(tensor, dtype)
+                if not arrives and name in base:
+                    arrives = not torch.equal(_local(tensor), _local(self._outgoing(base[name], dtype)))
+                yield name, tensor
+
+        for name, tensor in in_checkpoint(self.model.hf, outgoing()):
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if base:
             require_on_some_rank(arrives, self.device)
@@ -193,8 +206,7 @@ class DTensorBackend:
     def save(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.save`."""
         if self._lora.enabled:
-            merged = dict(merged_by_name(self.model.hf, self.device))
-            checkpoint_io.save_weights(self.model.hf, paths.weights, merged)
+            checkpoint_io.save_weights(self.model.hf, paths.weights, merged_by_name(self.model.hf, self.device))
             adapter_io.save_adapter(self.model.hf, self._lora, self._model_name, paths.weights)
         else:
             checkpoint_io.save_weights(self.model.hf, paths.weights)

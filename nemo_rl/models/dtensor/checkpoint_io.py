@@ -2,7 +2,7 @@
 
 Layout (W = weights folder, O = optimizer folder), written by all ranks together:
 
-    W/model/model-*.safetensors, model.safetensors.index.json, config.json   loads with from_pretrained
+    W/model/model-*.safetensors, model.safetensors.index.json, config.json   names and shapes as on the hub
     O/optim/                       torch distributed checkpoint, states under parameter names
     O/trainer.pt                   learning-rate schedule, and whether the optimizer had state
     O/rng/rank_<r>.pt              random-number generators of each rank
@@ -14,6 +14,7 @@ the same number). Folders are on storage that every rank sees; the caller makes 
 import logging
 import random
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
 from nemo_rl.models.policy.interfaces import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
 
@@ -40,7 +45,7 @@ MAX_FILE_BYTES = 5 * 1024**3
 
 
 def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under their Hugging Face names, tied ones once; no copies."""
+    """Parameters and persistent buffers by the model's own names, tied ones once; no copies."""
     persistent = hf.state_dict(keep_vars=True)
     named = {name: parameter.detach() for name, parameter in hf.named_parameters()}
     for name, buffer in hf.named_buffers():
@@ -49,23 +54,24 @@ def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def save_weights(hf: PreTrainedModel, weights_path: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Write weights and configuration as a folder that `from_pretrained` loads.
+def save_weights(hf: PreTrainedModel, weights_path: Path, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+    """Write weights and configuration as a folder that `from_pretrained` and engines load.
 
     Args:
         hf: the model, sharded or not.
         weights_path: the W of the module docstring.
-        weights: what to write under the model's names; None takes `weights_by_name`.
+        weights: what to write, by the model's names; None takes `weights_by_name`.
     """
     folder = weights_path / MODEL_FOLDER
-    weights = weights_by_name(hf) if weights is None else weights
+    weights = weights_by_name(hf).items() if weights is None else weights
+    part, num_bytes = _part_of_this_rank(in_checkpoint(hf, weights))
     writer = HuggingFaceStorageWriter(
         str(folder),
-        fqn_to_index_mapping=_file_numbers(weights),
+        fqn_to_index_mapping=_file_numbers(num_bytes),
         save_distributed=True,
         enable_consolidation=True,
     )
-    dcp.save(dict(weights), storage_writer=writer)
+    dcp.save(part, storage_writer=writer)
     if dist.get_rank() == 0:
         shutil.rmtree(folder / "sharded")
         hf.config.architectures = [type(hf).__name__]
@@ -75,6 +81,23 @@ def save_weights(hf: PreTrainedModel, weights_path: Path, weights: dict[str, Ten
     dist.barrier()
 
 
+def _part_of_this_rank(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """What this rank writes: its shards, and its turns of the tensors that all ranks hold whole.
+
+    Returns:
+        The tensors, and the bytes of every tensor of the checkpoint.
+    """
+    part, num_bytes = {}, {}
+    for index, (name, tensor) in enumerate(weights):
+        num_bytes[name] = tensor.numel() * tensor.element_size()
+        if isinstance(tensor, DTensor) or dist.get_world_size() == 1:
+            part[name] = tensor
+        elif index % dist.get_world_size() == dist.get_rank():
+            part[name] = tensor.to("cpu", copy=True)  # a copy, not a view that keeps its whole group in memory
+    return part, num_bytes
+
+
+@torch.no_grad()
 def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
     """Read weights into the model in place, each rank its own part.
 
@@ -82,12 +105,50 @@ def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
         CheckpointError: the folder has no weights, or they are not this model's.
     """
     folder = weights_path / MODEL_FOLDER
-    if not any(folder.glob("*.safetensors")):
+    missing = weights_by_name(hf)
+    for name, value in saved_weights(hf, folder):
+        parameter = missing.pop(name, None)
+        if parameter is None or parameter.shape != value.shape:
+            wanted = "it has no such weight" if parameter is None else f"of shape {tuple(parameter.shape)}"
+            raise CheckpointError(
+                f"{folder} does not fit {type(hf).__name__}: {name} has shape {tuple(value.shape)}, {wanted}."
+            )
+        fill(parameter, value)
+    if missing:
+        raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: it lacks {', '.join(sorted(missing)[:5])}.")
+
+
+def saved_weights(hf: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The whole tensors of a model folder by their names in `hf`; bytes are read when they are used.
+
+    Raises:
+        CheckpointError: there are no weights, or a file is damaged.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors files: not a policy checkpoint.")
-    try:
-        dcp.load(dict(weights_by_name(hf)), storage_reader=HuggingFaceStorageReader(str(folder)))
-    except dcp.CheckpointException as error:
-        raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: {error}") from error
+    home: dict[str, Any] = {}
+    for file in files:
+        try:
+            tensors = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is damaged: {error}.") from error
+        home |= dict.fromkeys(tensors.keys(), tensors)
+    return in_memory(hf, home, lambda name: home[name].get_tensor(name))
+
+
+def fill(parameter: Tensor, value: Tensor) -> None:
+    """Copy this rank's part of a whole tensor into a parameter."""
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    own.copy_(local_part(value, parameter))
+
+
+def local_part(value: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank holds of `like`; all of it where `like` is not sharded."""
+    if not isinstance(like, DTensor):
+        return value
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
 def save_training_state(hf: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler | None, path: Path) -> None:
@@ -163,11 +224,10 @@ def _rng_file(path: Path) -> Path:
     return path / "rng" / f"rank_{dist.get_rank():05d}.pt"
 
 
-def _file_numbers(weights: dict[str, Tensor]) -> dict[str, int]:
+def _file_numbers(num_bytes: dict[str, int]) -> dict[str, int]:
     """Number the output file of each weight, filling files in order up to MAX_FILE_BYTES."""
     numbers, number, filled = {}, 1, 0
-    for name, tensor in weights.items():
-        size = tensor.numel() * tensor.element_size()
+    for name, size in num_bytes.items():
         if filled and filled + size > MAX_FILE_BYTES:
             number, filled = number + 1, 0
         numbers[name] = number

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -112,22 +113,6 @@ def shard[ModelT: ShardableModel](model: ModelT, mesh: DeviceMesh, spec: Shardin
             module.set_force_sum_reduction_for_comms(True)
     _move_buffers(model, spec.device)
     return model
-
-
-def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of the decoder, in order: the units of sharding.
-
-    Raises:
-        ConfigError: the architecture has no list of layers.
-    """
-    layers = getattr(hf.base_model, "layers", None)
-    if isinstance(layers, nn.ModuleList):
-        return list(layers)
-    names = set(hf._no_split_modules or ())
-    blocks = [module for module in hf.modules() if type(module).__name__ in names]
-    if not blocks:
-        raise ConfigError(f"{type(hf).__name__} has no list of decoder layers to shard by.")
-    return blocks
 
 
 def reshard(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.vllm.settings import engine_environment
+from nemo_rl.models.huggingface.stop_tokens import stop_token_ids
 from nemo_rl.utils.errors import ConfigError
 
 _WORKER = "nemo_rl.models.generation.worker.GenerationWorker"
@@ -59,21 +60,23 @@ def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validatio
 
     Args:
         policy: the `policy` section.
-        eos_token_id: ends a response when `stop_token_ids` is null.
+        eos_token_id: the tokenizer's end of sequence; see `stop_token_ids` for what else ends a response.
         validation: take the `val_*` keys.
+
+    Raises:
+        ConfigError: the model cannot be found.
     """
     generation = policy.generation
     assert generation is not None, "engine_settings checks this first"
-    stop_ids = generation.stop_token_ids
-    if stop_ids is None:
-        stop_ids = [] if eos_token_id is None else [eos_token_id]
     top_k = generation.val_top_k if validation else generation.top_k
     return SamplingParams(
         temperature=generation.val_temperature if validation else generation.temperature,
         top_k=None if top_k in (None, -1, 0) else top_k,
         top_p=generation.val_top_p if validation else generation.top_p,
         max_new_tokens=generation.max_new_tokens,
-        stop_token_ids=tuple(stop_ids),
+        stop_token_ids=stop_token_ids(
+            policy.model_name, eos_token_id, generation.stop_token_ids, policy.hf_config_overrides
+        ),
         stop_strings=tuple(generation.stop_strings or ()),
     )
 

@@ -132,6 +132,12 @@ class Engine(Protocol):
     def finish_weight_update(self, version: int) -> list[str]:
         """Put the new weights in force, drop caches; returns engine parameters nothing was loaded into."""
 
+    def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
+        """Hidden states `[T, D]` float32 behind each decoder layer for a prompt, while no request is under way.
+
+        Empty, or fewer than there are layers, where the engine cannot tell.
+        """
+
     def sleep(self) -> None:
         """Give memory back until `wake_up`."""
 

@@ -14,6 +14,8 @@ import logging
 import os
 from typing import Any
 
+import torch
+
 from nemo_rl.models.generation.interfaces import (
     Engine,
     EngineSettings,
@@ -126,6 +128,10 @@ class GenerationWorker:
         unbound = self._engine.finish_weight_update(version)
         self._may_step.set()
         return self._receiver.finish(unbound)
+
+    async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
+        """Hidden states `[T, D]` behind each decoder layer for a prompt; see `algorithms.sync_probe`."""
+        return self._engine.layer_outputs(token_ids)
 
     async def sleep(self) -> None:
         """Give memory back to the trainer sharing the device."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.interfaces import AnyLossFunction
@@ -131,8 +131,12 @@ class PolicyBackend(Protocol):
         """Run a block with the reference weights in place of the current ones."""
         ...
 
+    def decoder_layers(self) -> dict[str, nn.Module]:
+        """The decoder layers by name, in the order in which a forward pass calls them."""
+        ...
+
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(hf_name, full tensor)` for every weight and persistent buffer, tied ones once."""
+        """Yield `(name, full tensor)` for every weight and persistent buffer, tied ones once, as hub checkpoints do."""
         ...
 
     def move_optimizer_state(self, to_host: bool) -> None:

@@ -216,6 +216,13 @@ class Policy(PolicyInterface):
         """
         return BatchedDataDict({"logprobs": self._score("get_logprobs", data)})
 
+    def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[torch.Tensor]]:
+        """The names of the decoder layers, and the hidden states `[T, D]` float32 behind each for one sequence."""
+        reports: list[tuple[list[str], list[torch.Tensor]]] = self._run_everywhere(
+            "layer_outputs", "comparing layers", token_ids=token_ids
+        )
+        return reports[0]
+
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:

@@ -73,6 +73,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["policy.optimizer=null"], r"policy\.optimizer is null"),
     (["policy.generation=null"], r"policy\.generation is null"),
     (["policy.generation.temperature=0"], r"temperature=0 makes all answers of a group equal"),
+    (["policy.generation.top_k=1"], r"top_k=1 makes all answers of a group equal"),
     # lengths
     (
         ["policy.dynamic_batching.enabled=true"],

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams
 from nemo_rl.models.huggingface.tiny import (
@@ -34,7 +41,70 @@ def tiny_shape(tie_embeddings: bool) -> TinyShape:
 
 def make_model(arch: TinyArch, tie_embeddings: bool, seed: int) -> PreTrainedModel:
     """A random model whose next-token distributions are far from uniform, so that errors show."""
-    model = make_tiny_model(arch, tiny_shape(tie_embeddings), seed=seed)
+    return spread_out(make_tiny_model(arch, tiny_shape(tie_embeddings), seed=seed), seed)
+
+
+def make_mixture(arch: str, seed: int) -> PreTrainedModel:
+    """A random model with four experts, two for each token: "qwen3_moe", "mixtral" or "deepseek_v3"."""
+    torch.manual_seed(seed)
+    model = spread_out(AutoModelForCausalLM.from_config(mixture_config(arch), dtype=torch.float32), seed)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.normal_(std=0.3)
+    return model
+
+
+def mixture_config(arch: str) -> PretrainedConfig:
+    """Experts of a width that vLLM pads on CPUs (48); latent attention of the one size that it has on CPUs."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 264,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 512,
+        "pad_token_id": 256,
+        "eos_token_id": 258,
+        "bos_token_id": None,
+    }
+    if arch == "mixtral":
+        return MixtralConfig(**sizes, num_key_value_heads=1, head_dim=32, num_local_experts=4, intermediate_size=48)
+    if arch == "qwen3_moe":
+        return Qwen3MoeConfig(
+            **sizes, num_key_value_heads=1, head_dim=32, num_experts=4, moe_intermediate_size=48, norm_topk_prob=True
+        )
+    return DeepseekV3Config(
+        **sizes,
+        num_key_value_heads=2,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        moe_intermediate_size=48,
+        intermediate_size=96,
+        q_lora_rank=32,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    )
+
+
+def spread_out(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Draw the weights anew, so large that next-token distributions are far from uniform."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

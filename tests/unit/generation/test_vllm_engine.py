@@ -1,11 +1,13 @@
 """The vLLM engine against Hugging Face: new weights in force, log-probabilities, seeds, stops.
 
-One process hosts both engines (a tied Qwen2 and an untied Llama); weights go there by the real transport.
+One process hosts all engines (dense, tied and untied; experts; latent attention); weights go there by the real
+transport.
 """
 
 import importlib.util
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from generation_helpers import (
     PROMPTS,
     ask,
     greedy_reference,
+    make_mixture,
     make_model,
     make_settings,
     reference_logprobs,
@@ -23,7 +26,11 @@ from generation_helpers import (
 )
 from transformers import PreTrainedModel
 
+from nemo_rl.algorithms.sync_probe import suspect_layer
+from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
 from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
+from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
@@ -36,7 +43,13 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),
 ]
 
-MODELS = {"qwen2 tied": ("qwen2", True), "llama untied": ("llama", False)}
+MODELS: dict[str, Callable[..., PreTrainedModel]] = {
+    "qwen3 experts": partial(make_mixture, "qwen3_moe"),
+    "mixtral": partial(make_mixture, "mixtral"),
+    "latent attention": partial(make_mixture, "deepseek_v3"),
+    "qwen2 tied": partial(make_model, "qwen2", True),
+    "llama untied": partial(make_model, "llama", False),
+}
 SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=10_000)
 LONG_PROMPT = [(7 * i) % 250 for i in range(150)]
 """Longer than a block of the prefix cache (128 tokens)."""
@@ -45,11 +58,13 @@ LONG_PROMPT = [(7 * i) % 250 for i in range(150)]
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     settings = {}
-    for name, (arch, tied) in MODELS.items():
+    for name, make in MODELS.items():
         folder = tmp_path_factory.mktemp("model")
-        save_model(folder, make_model(arch, tied, seed=0))
+        save_model(folder, make(seed=0))
         settings[name] = make_settings(folder, "vllm")
     with EngineProcess(settings) as process:
+        for name in MODELS:  # a mixture first: vLLM makes its groups of experts with the first engine of a process
+            process.call(name, "ready")
         yield process
 
 
@@ -58,6 +73,11 @@ def sender() -> Iterator[WeightSender]:
     sender = WeightSender(SPEC, rank=0, is_node_leader=True)
     yield sender
     sender.close()
+
+
+def streamed(model: PreTrainedModel) -> Iterable[tuple[str, torch.Tensor]]:
+    """What a trainer streams of a model."""
+    return in_checkpoint(model, weights_by_name(model).items())
 
 
 def sync(
@@ -82,14 +102,14 @@ def sync(
 
 def update(engines: EngineProcess, sender: WeightSender, name: str, seed: int) -> PreTrainedModel:
     """Give the engine the weights of a new random model; returns the model."""
-    model = make_model(*MODELS[name], seed=seed)
+    model = MODELS[name](seed=seed)
     deploy(engines, sender, name, model, version=seed)
     return model
 
 
 def deploy(engines: EngineProcess, sender: WeightSender, name: str, model: PreTrainedModel, version: int) -> None:
     """A whole sync that must succeed; its buckets cut layers and even fused projections apart."""
-    buckets, receipt = sync(engines, sender, name, model.named_parameters(), version)
+    buckets, receipt = sync(engines, sender, name, streamed(model), version)
     assert len(buckets) > 10
     assert receipt is not None
     check_receipts([receipt], buckets, version)
@@ -134,6 +154,24 @@ def test_logprobs_equal_hugging_face(engines, sender, name, sampling):
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_compare_with_hugging_face_and_a_tampered_one_is_named(engines, sender, name):
+    model = update(engines, sender, name, seed=21)
+    token_ids = PROMPTS[3]
+    with torch.no_grad(), recorded_outputs(decoder_layers(model)) as expected:
+        model(torch.tensor([token_ids]), use_cache=False)
+    names = [f"layer {index}" for index in range(len(expected))]
+    outputs = engines.call(name, "layer_outputs", token_ids)
+    assert [(output - right).norm() / right.norm() < 1e-4 for output, right in zip(outputs, expected, strict=True)] == [
+        True
+    ] * len(names)
+    with torch.no_grad():
+        decoder_layers(model)[1].self_attn.o_proj.weight.mul_(-1)
+    deploy(engines, sender, name, model, version=22)
+    outputs = engines.call(name, "layer_outputs", token_ids)
+    assert suspect_layer(names, expected, outputs, rounding=1e-4).startswith("layer 1 is suspect")
+
+
 def test_a_seed_fixes_the_response_whatever_the_order(engines):
     name = "qwen2 tied"
     requests = [ask(prompt, seed=100 + i) for i, prompt in enumerate([*PROMPTS, LONG_PROMPT] * 3)]
@@ -148,7 +186,7 @@ def test_a_seed_fixes_the_response_whatever_the_order(engines):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_broken_off_update_can_be_started_again(engines, sender, name, stop_after):
     """What happens when another engine dies in the middle of a sync."""
-    broken_off = make_model(*MODELS[name], seed=15).named_parameters()
+    broken_off = streamed(MODELS[name](seed=15))
     sync(engines, sender, name, broken_off, version=15, stop_after=stop_after)
     model = update(engines, sender, name, seed=16)
     (result,) = engines.generate(name, [ask(PROMPTS[3], temperature=0.0)])
@@ -163,11 +201,16 @@ def test_a_broken_off_update_can_be_started_again(engines, sender, name, stop_af
         ("llama untied", "lm_head.weight", "lm_head.weight"),
         ("llama untied", "model.layers.0.self_attn.k_proj.weight", "part of model.layers.0.self_attn.qkv_proj"),
         ("qwen2 tied", "model.layers.0.mlp.up_proj.weight", "part of model.layers.0.mlp.gate_up_proj"),
+        (
+            "qwen3 experts",
+            "model.layers.1.mlp.experts.3.down_proj.weight",
+            "part of model.layers.1.mlp.experts.routed_experts",
+        ),
     ],
 )
 def test_a_tensor_left_out_is_reported(engines, sender, name, left_out, unbound):
-    model = make_model(*MODELS[name], seed=17)
-    tensors = [(key, tensor) for key, tensor in model.named_parameters() if key != left_out]
+    model = MODELS[name](seed=17)
+    tensors = [(key, tensor) for key, tensor in streamed(model) if key != left_out]
     _, receipt = sync(engines, sender, name, tensors, version=17)
     assert receipt is not None
     assert receipt.unbound == [unbound]
@@ -176,7 +219,7 @@ def test_a_tensor_left_out_is_reported(engines, sender, name, left_out, unbound)
 
 def test_stop_tokens_and_stop_strings(engines, sender):
     name = "llama untied"
-    model = restrict_vocabulary(make_model(*MODELS[name], seed=19), "abcdefghijklmnopqrstuvwxyz")
+    model = restrict_vocabulary(MODELS[name](seed=19), "abcdefghijklmnopqrstuvwxyz")
     deploy(engines, sender, name, model, version=19)
     tokenizer = make_char_tokenizer()
     full = greedy_reference(model, PROMPTS[3], 12)
@@ -200,7 +243,7 @@ def test_stop_tokens_and_stop_strings(engines, sender):
 
 def test_a_special_token_can_be_a_stop_string(engines, sender):
     name = "llama untied"
-    model = restrict_vocabulary(make_model(*MODELS[name], seed=20), "a<|im_end|>")
+    model = restrict_vocabulary(MODELS[name](seed=20), "a<|im_end|>")
     deploy(engines, sender, name, model, version=20)
     requests = [ask(prompt, temperature=0.0, stop_strings=("<|im_end|>",)) for prompt in PROMPTS]
     results = engines.generate(name, requests)

@@ -17,6 +17,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
 )
+from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.utils.errors import GenerationError
 
 
@@ -155,6 +156,13 @@ class HfEngine:
         self.weight_version = version
         expected = {name for name, _ in self._model.named_parameters()}
         return sorted(expected - self._received)
+
+    @torch.inference_mode()
+    def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
+        """See `Engine.layer_outputs`."""
+        with recorded_outputs(decoder_layers(self._model)) as outputs:
+            self._model(torch.tensor([token_ids], device=self._device), use_cache=False)
+        return outputs
 
     def sleep(self) -> None:
         """See `Engine.sleep`."""

@@ -15,6 +15,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from nemo_rl.models.generation.interfaces import (
@@ -24,8 +25,10 @@ from nemo_rl.models.generation.interfaces import (
     GenerationResult,
     SamplingParams,
 )
+from nemo_rl.models.generation.vllm.layers import decoder_layers, model_of, residual_sum, uncompiled
 from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
-from nemo_rl.utils.errors import GenerationError
+from nemo_rl.models.huggingface.layers import recorded_outputs
+from nemo_rl.utils.errors import ConfigError, GenerationError
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +46,10 @@ class VllmEngine:
         self.weight_version = 0
         self._can_sleep = settings.can_sleep
         self._max_model_len = settings.max_model_len
-        self._loaded: set[str] = set()
+        self._unbound: set[str] = set()
         arguments = engine_arguments(settings)
         if settings.device == "cpu":
-            _register_without_subprocess(arguments)
+            _prepare_for_cpu(arguments)
         self._engine = LLMEngine.from_engine_args(arguments)
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
@@ -88,20 +91,30 @@ class VllmEngine:
 
     def begin_weight_update(self) -> None:
         """See `Engine.begin_weight_update`."""
-        self._loaded = set()
-        self._engine.collective_rpc(begin_reload)
+        (self._unbound,) = self._engine.collective_rpc(begin_reload)
 
     def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """See `Engine.load_tensors`."""
-        for loaded in self._engine.collective_rpc(partial(load_tensors, tensors=tensors)):
-            self._loaded |= loaded
+        (loaded,) = self._engine.collective_rpc(partial(load_tensors, tensors=tensors))
+        self._unbound -= loaded
 
     def finish_weight_update(self, version: int) -> list[str]:
         """See `Engine.finish_weight_update`."""
-        (unbound,) = self._engine.collective_rpc(partial(finish_reload, bound=self._loaded))
+        (unbound,) = self._engine.collective_rpc(partial(finish_reload, unbound=self._unbound))
         self._engine.reset_prefix_cache()
         self.weight_version = version
         return sorted(unbound)
+
+    def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
+        """See `Engine.layer_outputs`."""
+        (model,) = self._engine.collective_rpc(model_of)
+        self._engine.reset_prefix_cache()
+        request = GenerationRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0)
+        with uncompiled(model), recorded_outputs(decoder_layers(model), residual_sum) as outputs:
+            self.add_request("layer_outputs", request)
+            while self.has_unfinished():
+                self.step()
+        return [output[: len(token_ids)] for output in outputs]
 
     def sleep(self) -> None:
         """See `Engine.sleep`; weights go to host memory, the cache is dropped."""
@@ -177,13 +190,25 @@ def sampled_logprobs(token_ids: list[int], logprobs: object) -> list[float]:
     return values
 
 
-def _register_without_subprocess(arguments: EngineArgs) -> None:
-    """Let vLLM inspect the model class here instead of in a subprocess.
+def _prepare_for_cpu(arguments: EngineArgs) -> None:
+    """Adapt the arguments to the model, and let vLLM inspect its class here instead of in a subprocess.
 
     vLLM starts a Python process per new architecture to keep CUDA out of the parent; without CUDA that
-    only costs the import of everything once more (about 15 s on a fresh machine).
+    only costs the import of everything once more (about 15 s on a fresh machine). Latent attention gets the kernel
+    that knows float32 and takes new weights, also on processors that have a faster one.
+
+    Raises:
+        ConfigError: vLLM's CPU build computes this model wrongly.
     """
-    for architecture in arguments.create_model_config().architectures:
+    model = arguments.create_model_config()
+    for architecture in model.architectures:
         entry = ModelRegistry.models.get(architecture)
         if entry is not None and hasattr(entry, "load_model_cls"):
             ModelRegistry.register_model(architecture, entry.load_model_cls())
+    if model.use_mla:
+        arguments.attention_backend = AttentionBackendEnum.CPU_MLA
+        if model.hf_text_config.rope_parameters["rope_type"] == "default":
+            raise ConfigError(
+                f"policy.model_name={arguments.model!r} has latent attention (MLA) with plain rotary embeddings, which "
+                "vLLM computes wrongly on CPUs. Set policy.generation.backend=hf, or use GPUs."
+            )

@@ -1,16 +1,19 @@
 """Put new weights into a running vLLM model; functions that run inside vLLM's worker.
 
-On CPUs vLLM repacks every linear layer after loading and throws the plain weight away, so an update has to
-restore the plain layout, load, and repack; a tied output head keeps its own packed copy that this does not
-reach, so it is repacked once more. On GPUs weights are loaded in place.
+vLLM rearranges weights once they are loaded: packed matrix products and experts, absorbed attention projections. An
+update goes through vLLM's own layerwise reload on every platform: layers take the layout of a checkpoint, and each is
+rearranged anew when its last tensor has come, into the storage it had (so CUDA graphs stay valid). Two packings on
+CPUs are out of its reach and are made here: experts are packed only with a new kernel, and a tied output head has a
+packed copy of its own.
 Law: after `finish_reload` the model answers with the tensors that were loaded.
 """
 
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -19,59 +22,62 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 
-def begin_reload(worker: Any) -> None:
-    """Bring the model into a state that accepts tensors under Hugging Face names.
+def begin_reload(worker: Any) -> set[str]:
+    """Bring the model into a state that accepts tensors of a checkpoint; returns the names of its parameters.
 
     An update that was broken off is closed first, so that no layer counts its tensors for the new one.
     """
-    if current_platform.is_cpu():
-        model = worker.model_runner.get_model()
+    model = worker.model_runner.get_model()
+    with set_current_vllm_config(worker.vllm_config):
         if any(get_layerwise_info(module).can_load() for module in model.modules()):
             finalize_layerwise_reload(model, worker.model_runner.model_config)
         initialize_layerwise_reload(model)
+    if current_platform.is_cpu():
+        for module in model.modules():
+            if isinstance(module, RoutedExperts):
+                module.quant_method.moe_kernel = None
+    return {name for name, _ in model.named_parameters()}
 
 
 def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> set[str]:
     """Load some tensors; returns the names of the engine parameters they went to."""
-    with torch.no_grad():
+    with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
         return set(worker.model_runner.get_model().load_weights(iter(tensors)))
 
 
-def finish_reload(worker: Any, bound: set[str]) -> set[str]:
+def finish_reload(worker: Any, unbound: set[str]) -> set[str]:
     """Put the loaded tensors in force.
 
     Args:
         worker: vLLM's worker.
-        bound: names of the engine parameters that tensors went to.
+        unbound: names of the engine parameters that no tensor went to.
 
     Returns:
-        Names of engine parameters that got nothing, and on CPUs of linear layers that got only a part. A
-        tied output head shares the embedding's storage and needs no tensor of its own.
+        Those of them that need a tensor of their own, and the layers that got only a part of theirs. A tied
+        output head shares the embedding's storage and needs none.
     """
     model = worker.model_runner.get_model()
-    expected = {name for name, _ in model.named_parameters()}
+    heads = {name: m for name, m in model.named_modules() if isinstance(m, ParallelLMHead)}
     if getattr(worker.model_runner.model_config.hf_text_config, "tie_word_embeddings", False):
-        expected -= {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, ParallelLMHead)}
-    unbound = expected - bound
-    if current_platform.is_cpu():
-        unbound |= incomplete_layers(model)
-        with torch.no_grad():
-            finalize_layerwise_reload(model, worker.model_runner.model_config)
-            for module in model.modules():
-                if isinstance(module, ParallelLMHead):
-                    module.quant_method.process_weights_after_loading(module)
+        unbound = unbound - {f"{name}.weight" for name in heads}
+    unbound = unbound | incomplete_layers(model)
+    with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(model, worker.model_runner.model_config)
+        if current_platform.is_cpu():
+            for head in heads.values():
+                head.quant_method.process_weights_after_loading(head)
     return unbound
 
 
 def incomplete_layers(model: torch.nn.Module) -> set[str]:
-    """Fused linear layers (query, key and value in one) that lack some of their tensors.
+    """Layers of several tensors (query, key and value in one; experts) that lack some of them.
 
-    vLLM would fill the rest with whatever is in memory.
+    vLLM would fill the rest with whatever is in memory. Embeddings are one tensor, padded to a larger one.
     """
     names = set()
     for name, module in model.named_modules():
         info = get_layerwise_info(module)
         num_needed = info.load_numel_total or 0
-        if isinstance(module, LinearBase) and 0 < info.load_numel < num_needed:
+        if not isinstance(module, VocabParallelEmbedding) and 0 < info.load_numel < num_needed:
             names.add(f"part of {name}")
     return names

@@ -23,6 +23,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.losses.interfaces import AnyLossFunction, LossMetrics
+from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.models.policy.interfaces import CheckpointPaths, PolicyBackend, UpdateResult
 from nemo_rl.models.policy.metrics import reduce_metrics
 from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
@@ -152,6 +153,16 @@ class PolicyWorker:
 
         self.backend.run(inputs, forward_step, backward=False)
         return torch.cat(scores)
+
+    def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[Tensor]]:
+        """The names of the decoder layers, and the hidden states `[T, D]` float32 behind each for one sequence."""
+        rows: BatchedDataDict[Any] = BatchedDataDict(
+            {"input_ids": torch.tensor([token_ids]), "input_lengths": torch.tensor([len(token_ids)])}
+        )
+        layers = self.backend.decoder_layers()
+        with recorded_outputs(list(layers.values())) as outputs:
+            self.get_logprobs(rows, [1])
+        return list(layers), [output[: len(token_ids)] for output in outputs]
 
     def score(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
         """Score this rank's rows as wholes; only for reward models.

@@ -1,0 +1,120 @@
+"""Weights under the names and shapes of checkpoints on the Hugging Face hub.
+
+transformers renames and fuses some weights as it loads them (the experts of a mixture become one tensor) and undoes
+that in `save_pretrained`. Checkpoints and engines want the weights undone as well, but one group of tensors at a
+time, which `save_pretrained` cannot do; the rules are its own (`transformers.conversion_mapping`).
+
+Invariant: `in_memory` undoes `in_checkpoint` bit for bit; names and shapes are those that `save_pretrained` writes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tensors that are converted together.
+
+    Attributes:
+        target: the name of the result, the first of several.
+        sources: `{name: pattern of the converter that it matches}`, in the order in which the converter wants them.
+        converter: None where the one tensor only gets another name, or keeps its own.
+    """
+
+    target: str
+    sources: dict[str, str]
+    converter: WeightConverter | None
+
+    def convert(self, hf: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Named results, made from the tensors of all sources."""
+        if self.converter is None:
+            (tensor,) = tensors.values()
+            return {self.target: tensor}
+        converter: Any = deepcopy(self.converter)
+        for name, pattern in self.sources.items():
+            converter.add_tensor(self.target, name, pattern, tensors[name])
+        results = converter.convert(self.target, model=hf, config=hf.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+
+
+def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Give each weight its name, and its shape, in checkpoints.
+
+    Tensors that only change their name pass as they are, sharded or not; those that change their shape are gathered
+    first if they are sharded, which is collective. At most the tensors of unfinished groups are held.
+
+    Args:
+        hf: the model.
+        weights: every weight once, by its name in `hf`, tied ones under one name; the same order on all ranks.
+    """
+    names = [name for name, _ in (*hf.named_parameters(), *hf.named_buffers())]
+    undo = [transform.reverse_transform() for transform in reversed(_transforms(hf))]
+    home = {name: group for group in _groups(names, undo, reverse=True) for name in group.sources}
+    held: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        group = home[name]
+        if group.converter is not None and isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        arrived = held.setdefault(group.target, {})
+        arrived[name] = tensor
+        if len(arrived) == len(group.sources):
+            yield from group.convert(hf, held.pop(group.target)).items()
+    assert not held, f"weights that are stored together did not all come: {sorted(held)}"
+
+
+def in_memory(hf: PreTrainedModel, names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Give the tensors of a checkpoint their names and shapes in the model.
+
+    Args:
+        hf: the model.
+        names: all names of the checkpoint.
+        read: the tensor of a name; called once for each.
+    """
+    for group in _groups(names, _transforms(hf), reverse=False):
+        yield from group.convert(hf, {name: read(name) for name in group.sources}).items()
+
+
+def _transforms(hf: PreTrainedModel) -> list[WeightTransform]:
+    """The rules that the model was loaded by; those of its architecture if it was not, or by none.
+
+    Whether a prefix was dropped shows only in a load, so without one no prefix is added.
+    """
+    used: list[WeightTransform] | None = getattr(hf, "_weight_conversions", None)
+    rules = used or [
+        rule for rule in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(rule, PrefixChange)
+    ]
+    return deepcopy(rules)
+
+
+def _groups(names: Iterable[str], transforms: list[WeightTransform], *, reverse: bool) -> list[_Group]:
+    """Sort names into groups by the result they belong to.
+
+    Args:
+        names: what is converted.
+        transforms: the rules, in order.
+        reverse: whether they undo a load, which applies converters before renamings.
+    """
+    renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    groups: dict[str, _Group] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, reverse=reverse)
+        converter = by_pattern[pattern] if pattern is not None else None
+        groups.setdefault(target, _Group(target, {}, converter)).sources[name] = pattern or name
+    return list(groups.values())

@@ -1,0 +1,58 @@
+"""The decoder layers of a model, and what they give out in a forward pass."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nemo_rl.utils.errors import ConfigError
+
+
+def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks of the decoder, in order: the units of sharding.
+
+    Raises:
+        ConfigError: the architecture has no list of layers.
+    """
+    layers = getattr(hf.base_model, "layers", None)
+    if isinstance(layers, nn.ModuleList):
+        return list(layers)
+    names = set(hf._no_split_modules or ())
+    blocks = [module for module in hf.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ConfigError(f"{type(hf).__name__} has no list of decoder layers to shard by.")
+    return blocks
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The hidden states in what a decoder layer of `transformers` returns."""
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+@contextmanager
+def recorded_outputs(
+    layers: Sequence[nn.Module], hidden_of: Callable[[Any], Tensor] = first_tensor
+) -> Iterator[list[Tensor]]:
+    """Collect the hidden states behind each layer while the block runs.
+
+    Args:
+        layers: modules called in this order by a forward pass.
+        hidden_of: picks `[..., T, D]` out of what a layer returns.
+
+    Yields:
+        A list that grows with every call of a layer: `[T, D]` float32 on the CPU, all rows end to end.
+    """
+    outputs: list[Tensor] = []
+
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs.append(hidden_of(output).detach().flatten(0, -2).float().cpu())
+
+    handles = [layer.register_forward_hook(record) for layer in layers]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
