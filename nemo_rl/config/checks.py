@@ -73,6 +73,16 @@ def check_batches(
             f"Nearest values of policy.train_global_batch_size: {', '.join(map(str, sorted(near)))}."
         )
     yield from check_shards(policy, data_parallel_ranks(cluster, policy))
+    yield from check_precision(policy)
+
+
+def check_precision(policy: PolicyConfig) -> Findings:
+    """A model that is trained computes in a format that holds small gradients."""
+    if policy.precision == "float16":
+        yield (
+            "policy.precision=float16 loses gradients below 6e-8, and there is no loss scaling that would save them. "
+            "Use bfloat16, which has the range of float32, or float32."
+        )
 
 
 def check_shards(policy: PolicyConfig, ranks: int) -> Findings:

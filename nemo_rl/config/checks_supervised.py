@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from nemo_rl.config.checkpointing import CheckpointingConfig
-from nemo_rl.config.checks import check_lengths, check_shards, check_validation
+from nemo_rl.config.checks import check_lengths, check_precision, check_shards, check_validation
 from nemo_rl.config.checks_data import check_dataset, check_files, named_entries
 from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.data import DataConfig
@@ -39,6 +39,7 @@ def check_supervised(
         yield "policy.optimizer is null, but the policy is trained. Name an optimizer."
     yield from chain(
         check_shards(policy, data_parallel_ranks(cluster, policy)),
+        check_precision(policy),
         check_lengths(policy, data),
         check_validation(section, algorithm, data),
         check_files(policy, data),

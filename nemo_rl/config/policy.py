@@ -103,7 +103,10 @@ class PolicyConfig(Section):
     precision: Annotated[
         Literal["bfloat16", "float16", "float32", "fp8"],
         Only(("bfloat16", "float16", "float32"), "fp8 training"),
-    ] = Field(default="bfloat16", description="Number format of the forward and backward pass.")
+    ] = Field(
+        default="bfloat16",
+        description="Number format of the forward and backward pass; float16 only for models that are not trained.",
+    )
     max_total_sequence_length: PositiveInt = Field(
         default=512, description="Most tokens of a prompt and its answer together."
     )

@@ -24,12 +24,14 @@ from transformers.modeling_utils import PreTrainedModel
 from nemo_rl.config import LoraConfig
 from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER, fill, local_part, saved_weights
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
+from nemo_rl.models.huggingface.checkpoint_names import converts
 from nemo_rl.utils.errors import CheckpointError
 
 ADAPTER_FOLDER = "adapter"
 CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 _NOT_MERGED = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+_EXPERT_LAYERS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _MERGE_TOLERANCE = 1e-5
 
 
@@ -47,7 +49,7 @@ def save_adapter(hf: PreTrainedModel, config: LoraConfig, base_name: str, weight
         folder = weights_path / ADAPTER_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
-        described = _peft_config(config, base_name, list(adapted_modules(hf)))
+        described = _peft_config(config, base_name, hf)
         (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     dist.barrier()
 
@@ -189,7 +191,15 @@ def _peft_key(name: str) -> str:
     return f"{_PEFT_PREFIX}{name}.weight"
 
 
-def _peft_config(config: LoraConfig, base_name: str, names: list[str]) -> dict[str, object]:
+def _peft_config(config: LoraConfig, base_name: str, hf: PreTrainedModel) -> dict[str, object]:
+    """What PEFT reads of an adapter.
+
+    In a model with fused experts PEFT takes the names of an expert's layers for the experts, wherever they are: the
+    adapters of dense and shared layers would be lost. Named by their weights they are found; without dropout, which
+    PEFT allows for none of those and which is off when an adapter is used.
+    """
+    names = list(adapted_modules(hf))
+    taken = [name for name in names if converts(hf) and name.rpartition(".")[2] in _EXPERT_LAYERS]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -197,8 +207,9 @@ def _peft_config(config: LoraConfig, base_name: str, names: list[str]) -> dict[s
         "inference_mode": True,
         "r": config.dim,
         "lora_alpha": config.alpha,
-        "lora_dropout": config.dropout,
-        "target_modules": names,
+        "lora_dropout": 0.0 if taken else config.dropout,
+        "target_modules": [name for name in names if name not in taken],
+        "target_parameters": [f"{name}.weight" for name in taken] or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

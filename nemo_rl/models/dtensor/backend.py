@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.config import PolicyConfig
+from nemo_rl.config.checks import check_precision, report_findings
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
@@ -47,6 +48,7 @@ from nemo_rl.models.dtensor.reward_model import RewardModel, build_reward_model
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
+from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.models.policy.interfaces import CheckpointPaths, ForwardStep
 from nemo_rl.models.policy.workers.microbatches import ModelInputs
 from nemo_rl.utils.device import device_for
@@ -75,6 +77,8 @@ class DTensorBackend:
         init_reference_model: bool = True,
         seed: int = 0,
     ) -> None:
+        if init_optimizer:
+            report_findings(check_precision(config))
         self.device = device
         self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
         self._max_grad_norm = config.max_grad_norm
@@ -252,6 +256,8 @@ def _build_model(config: PolicyConfig, device: torch.device, seed: int) -> Causa
         config_overrides=config.hf_config_overrides,
         attn_implementation=register_varlen_attention() if packed else None,
     )
+    engine = config.generation.vllm_cfg if config.generation is not None else None
+    fix_rotary_frequencies(hf, engine.max_model_len if engine is not None else config.max_total_sequence_length)
     if packed:
         verify_packing(hf)
     model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)

@@ -18,6 +18,7 @@ from nemo_rl.distributed.parallel_logprobs import SamplingDensity, TopK
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.parallelize import ShardableModel
 from nemo_rl.models.huggingface.load import load_scoring_model
+from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -76,6 +77,7 @@ def build_reward_model(config: PolicyConfig) -> RewardModel:
             f"{type(hf).__name__} does not score a sequence by a linear head `score` on its last token, "
             "so it cannot be trained as a reward model here."
         )
+    fix_rotary_frequencies(hf, config.max_total_sequence_length)
     if packed:
         verify_packing(hf, hidden_states)
     return RewardModel(hf)

@@ -89,6 +89,11 @@ def in_memory(hf: PreTrainedModel, names: Iterable[str], read: Callable[[str], T
         yield from group.convert(hf, {name: read(name) for name in group.sources}).items()
 
 
+def converts(hf: PreTrainedModel) -> bool:
+    """Whether any weight may have another name or shape in checkpoints than in memory."""
+    return bool(_transforms(hf))
+
+
 def _transforms(hf: PreTrainedModel) -> list[WeightTransform]:
     """The rules that the model was loaded by; those of its architecture if it was not, or by none.
 

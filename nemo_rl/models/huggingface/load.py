@@ -14,6 +14,7 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from nemo_rl.utils.errors import ConfigError
 
@@ -22,6 +23,11 @@ PRECISIONS: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+
+WITHOUT_PACKING = (
+    "Set policy.sequence_packing.enabled=false for this model "
+    "(policy.dynamic_batching.enabled=true saves most of the padding instead)."
+)
 
 
 def torch_dtype(precision: str) -> torch.dtype:
@@ -55,10 +61,11 @@ def load_causal_lm(
         The model in eval mode.
 
     Raises:
-        ConfigError: the model cannot be found or an override names no field of its configuration.
+        ConfigError: the model cannot be found, takes no attention function, or an override names no field of its
+            configuration.
     """
     config = load_model_config(model_name, config_overrides)
-    attention = _attention_choice(config, attn_implementation)
+    attention = _attention_choice(config, attn_implementation, AutoModelForCausalLM)
     model = AutoModelForCausalLM.from_pretrained(model_name, config=config, dtype=dtype, **attention)
     return model.eval()
 
@@ -79,11 +86,12 @@ def load_scoring_model(
         attn_implementation: as in `load_causal_lm`.
 
     Raises:
-        ConfigError: the model cannot be found, has no such form, or an override names no field.
+        ConfigError: the model cannot be found, has no such form, takes no attention function, or an override names
+            no field.
     """
     config = load_model_config(model_name, config_overrides)
     config.num_labels = 1
-    attention = _attention_choice(config, attn_implementation)
+    attention = _attention_choice(config, attn_implementation, AutoModelForSequenceClassification)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -95,10 +103,19 @@ def load_scoring_model(
     return model.eval()
 
 
-def _attention_choice(config: PretrainedConfig, attn_implementation: str | None) -> dict[str, str]:
-    if attn_implementation is None and _softcaps_attention(config):
-        attn_implementation = "eager"
-    return {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+def _attention_choice(
+    config: PretrainedConfig, attn_implementation: str | None, kind: type[_BaseAutoModelClass]
+) -> dict[str, str]:
+    if attn_implementation is None:
+        return {"attn_implementation": "eager"} if _softcaps_attention(config) else {}
+    classes: Any = kind._model_mapping
+    model_class = classes.get(type(config), None)
+    if model_class is not None and not model_class._can_set_attn_implementation():
+        raise ConfigError(
+            f"{model_class.__name__} computes its attention in code of its own, which knows no packed sequences. "
+            f"{WITHOUT_PACKING}"
+        )
+    return {"attn_implementation": attn_implementation}
 
 
 def load_model_config(

@@ -88,6 +88,7 @@ REFUSED: list[tuple[list[str], str]] = [
         [NO_PACKING, "policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=5"],
         r"dynamic_batching\.train_mb_tokens=5 cannot hold",
     ),
+    (["policy.precision=float16"], r"policy.precision=float16 loses gradients .*Use bfloat16"),
     (["data.max_input_seq_length=513"], r"max_input_seq_length=513 is longer .*=512"),
     (["policy.generation.max_new_tokens=513"], r"max_new_tokens=513 is more than .*=512"),
     (["policy.generation.vllm_cfg.max_model_len=600"], r"max_model_len=600 lets the engine write .*=512"),

@@ -7,6 +7,7 @@ from nemo_rl.utils.errors import ConfigError
 
 KTO = "dpo.preference_loss=kto"
 REFUSED: list[tuple[list[str], str]] = [
+    (["policy.precision=float16"], "policy.precision=float16 loses gradients"),
     (["dpo.preference_loss=robust"], "robust needs dpo.label_smoothing"),
     (["dpo.preference_loss=rpo"], "set dpo.sft_loss_weight, for example 1.0"),
     (["dpo.preference_loss=ipo", "dpo.label_smoothing=0.1"], "no meaning with dpo.preference_loss=ipo"),

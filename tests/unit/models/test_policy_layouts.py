@@ -211,3 +211,16 @@ def test_heads_that_cap_logits_use_the_models_own_forward(tmp_path) -> None:
         logprobs_K, _ = wrapped(inputs.model_inputs, inputs.positions_K, inputs.targets_K)
         want = hf_logprobs(model, data)
     torch.testing.assert_close(inputs.scatter(logprobs_K).double(), want[:, 1:], rtol=0, atol=1e-4)
+
+
+def test_float16_is_for_models_that_are_not_trained(tmp_path) -> None:
+    config = policy_config(save_tiny_model(tmp_path, initializer_range=0.05), precision="float16")
+    data = random_batch(rows=2, width=8)
+    with process_group():
+        with pytest.raises(ConfigError, match="precision=float16 loses gradients"):
+            DTensorBackend(config, CPU)
+        frozen = PolicyWorker(DTensorBackend(config, CPU, init_optimizer=False), config)
+        scores = frozen.get_logprobs(data, [2])
+    with torch.no_grad():
+        want = hf_logprobs(tiny_model("qwen2", initializer_range=0.05).eval(), data)
+    torch.testing.assert_close(scores.double(), want, rtol=0, atol=2e-2)

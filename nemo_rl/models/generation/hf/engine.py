@@ -4,6 +4,7 @@ Requests waiting when the engine is idle form one left-padded batch that decodes
 until all its rows are done; later requests wait for the next batch. Simple and slow, exact and small.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,9 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
 )
+from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
+from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.utils.errors import GenerationError
 
 
@@ -45,6 +48,7 @@ class HfEngine:
         model: Any = AutoModelForCausalLM.from_pretrained(
             settings.model_name, dtype=getattr(torch, settings.precision), **settings.hf_overrides
         )
+        fix_rotary_frequencies(model, settings.max_model_len)
         self._model = model.to(self._device).eval()
         self._vocab_size = self._model.get_input_embeddings().weight.shape[0]
         self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_name)
@@ -53,6 +57,7 @@ class HfEngine:
         self._cache: DynamicCache | None = None
         self._inputs: dict[str, torch.Tensor] = {}
         self._received: set[str] = set()
+        self._held: dict[str, torch.Tensor] = {}
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
         """See `Engine.add_request`."""
@@ -139,11 +144,17 @@ class HfEngine:
 
     def begin_weight_update(self) -> None:
         """See `Engine.begin_weight_update`."""
-        self._received = set()
+        self._received, self._held = set(), {}
+
+    def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """See `Engine.load_tensors`; tensors that take another shape in the model wait for the last one."""
+        if converts(self._model):
+            self._held |= {name: tensor.clone() for name, tensor in tensors}
+        else:
+            self._copy(tensors)
 
     @torch.no_grad()
-    def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`."""
+    def _copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         own = self._model.state_dict()
         for name, tensor in tensors:
             if name not in own:
@@ -153,6 +164,7 @@ class HfEngine:
 
     def finish_weight_update(self, version: int) -> list[str]:
         """See `Engine.finish_weight_update`; tied parameters count once."""
+        self._copy(in_memory(self._model, list(self._held), self._held.pop))
         self.weight_version = version
         expected = {name for name, _ in self._model.named_parameters()}
         return sorted(expected - self._received)

@@ -1,0 +1,77 @@
+"""Tiny random models of many architectures, with what is special to each of them switched on."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 97
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,  # large weights, so that a token seen wrongly shows in the numbers
+    "tie_word_embeddings": False,
+}
+_WINDOW = {"sliding_window": 5}
+_HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 16}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+_GEMMA = _HYBRID | {"query_pre_attn_scalar": 16, "initializer_range": 0.1}
+_EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_GROUPED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16},
+    "mistral": _WINDOW,
+    "phi3": _WINDOW,
+    "qwen2_moe": _EXPERTS
+    | {"shared_expert_intermediate_size": 48, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5},
+    "qwen3_moe": _EXPERTS | {"head_dim": 16},
+    "mixtral": _LOCAL_EXPERTS | _WINDOW,
+    "phimoe": _LOCAL_EXPERTS | _WINDOW,
+    "deepseek_v3": _MLA
+    | _GROUPED
+    | {"num_key_value_heads": 4, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 48},
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "gpt_oss": _HYBRID | _LOCAL_EXPERTS,
+    "llama4_text": _LOCAL_EXPERTS | {"attention_chunk_size": 5, "head_dim": 16, "intermediate_size_mlp": 96},
+    "cohere2": _HYBRID,
+    "olmo3": _HYBRID,
+    "starcoder2": _WINDOW,
+    "exaone4": _HYBRID | {"sliding_window_pattern": 2},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "ministral": _HYBRID,
+    "minimax": _LOCAL_EXPERTS | _LINEAR,
+    "gptj": {"n_layer": 2, "n_head": 4, "n_embd": 64, "rotary_dim": 8},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 5},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2},
+}
+
+
+def random_model(model_type: str, **overrides: Any) -> PreTrainedModel:
+    """A model in float32 and eval mode.
+
+    Args:
+        model_type: name of the architecture in transformers.
+        **overrides: fields of its configuration.
+    """
+    config = AutoConfig.for_model(model_type, **_COMMON | SPECIAL.get(model_type, {}) | overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()

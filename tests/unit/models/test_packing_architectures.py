@@ -1,0 +1,78 @@
+"""An architecture packs as it pads, or is refused by name."""
+
+import pytest
+import torch
+from architectures import VOCAB, random_model
+from torch import Tensor
+from transformers import AttentionMaskInterface, PreTrainedModel
+
+from nemo_rl.models.dtensor.attention import VARLEN_ATTENTION, register_varlen_attention, verify_packing
+from nemo_rl.models.huggingface.load import load_causal_lm
+from nemo_rl.models.policy.workers.microbatches import packed_model_inputs
+from nemo_rl.utils.errors import ConfigError
+
+PACKS = (
+    *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "ministral", "mixtral", "phi", "phi3", "phimoe"),
+    *("deepseek_v3", "gemma3_text", "gpt_neox", "gpt2", "cohere2", "olmo2", "olmo3", "starcoder2", "exaone4"),
+    *("smollm3", "glm4", "granite"),
+)
+REFUSED_AT_LOAD = {
+    "falcon": "FalconForCausalLM computes its attention in code of its own",
+    "gptj": "GPTJForCausalLM computes its attention in code of its own",
+    "gpt_neo": "GPTNeoForCausalLM computes its attention in code of its own",
+    "mpt": "MptForCausalLM computes its attention in code of its own",
+    "bloom": "BloomForCausalLM computes its attention in code of its own",
+}
+REFUSED_BY_PROBE = {
+    "gemma2": "Gemma2Attention asks its attention for softcap",
+    "gpt_oss": "GptOssAttention asks its attention for s_aux",
+    "llama4_text": "Llama4ForCausalLM uses chunked attention",
+    "doge": "DogeAttention asks its attention for a mask of its own",
+    "minimax": "MiniMaxForCausalLM: outputs for packed sequences differ .* padded",
+    "stablelm": "StableLmForCausalLM: outputs for packed sequences differ .* padded",
+}
+WAY_OUT = r"policy\.sequence_packing\.enabled=false"
+
+
+def _packing(model: PreTrainedModel) -> PreTrainedModel:
+    model.set_attn_implementation(register_varlen_attention())
+    return model
+
+
+def _logprobs(model: PreTrainedModel, inputs: dict) -> Tensor:
+    with torch.no_grad():
+        return model(**inputs, use_cache=False).logits.double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("model_type", PACKS)
+def test_packed_is_the_models_own_attention_padded(model_type) -> None:
+    model = random_model(model_type)
+    segments = list(((torch.arange(40) * 7 + 3) % VOCAB).split([23, 17]))
+    padded = _logprobs(model, {"input_ids": torch.nn.utils.rnn.pad_sequence(segments, batch_first=True)})
+    want = torch.cat([row[: len(segment)] for row, segment in zip(padded, segments, strict=True)])
+    verify_packing(_packing(model))
+    torch.testing.assert_close(_logprobs(model, packed_model_inputs(segments))[0], want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", REFUSED_AT_LOAD)
+def test_attention_that_cannot_be_replaced_is_refused_before_the_weights_are_read(model_type, tmp_path) -> None:
+    random_model(model_type).config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"(?s){REFUSED_AT_LOAD[model_type]}.*{WAY_OUT}"):
+        load_causal_lm(str(tmp_path), attn_implementation=register_varlen_attention())
+
+
+@pytest.mark.parametrize("model_type", REFUSED_BY_PROBE)
+def test_what_packing_would_lose_is_refused(model_type) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){REFUSED_BY_PROBE[model_type]}.*{WAY_OUT}"):
+        verify_packing(_packing(random_model(model_type)))
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2_moe"])
+def test_a_window_that_gets_lost_is_noticed_however_long_it_is(model_type, monkeypatch) -> None:
+    model = _packing(random_model(model_type, sliding_window=4096))
+    verify_packing(model)
+    assert model.config.sliding_window == 4096, "the check leaves the model as it was"
+    assert model.config._attn_implementation == VARLEN_ATTENTION
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, VARLEN_ATTENTION, lambda **_: None)
+    with pytest.raises(ConfigError, match="differ from those of the same sequences padded"):
+        verify_packing(model)
