@@ -18,15 +18,16 @@ from typing import Any, Protocol, Self
 import torch
 from pydantic import BaseModel
 
+from nemo_rl.algorithms.resume_check import DATA_POSITION_FILE
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.checkpoint_write import CheckpointWrite
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.plain_load import load_plain
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 logger = logging.getLogger(__name__)
-
-_LOADER_FILE = "train_dataloader.pt"
 
 
 @dataclass
@@ -154,6 +155,7 @@ class Session:
         self._validation: dict[str, float] = {}
         self._extra: dict[str, dict[str, float]] = {}
         self._saved_step = 0
+        self._resumed_step: int | None = None
         self._stop_reason: str | None = None
         if resume_path is not None:
             self._resume(resume_path)
@@ -164,10 +166,8 @@ class Session:
         known = {name: info[name] for name in asdict(self.state) if name in info}
         self.state = SaveState(**known)
         self._saved_step = self.state.total_steps
-        loader_state = path / _LOADER_FILE
-        if not loader_state.exists():
-            raise CheckpointError(f"{path} has no {_LOADER_FILE}: the data position is unknown.")
-        self._parts.data.load_state_dict(torch.load(loader_state, weights_only=False))
+        self._resumed_step = self.state.total_steps
+        self._parts.data.load_state_dict(load_plain(path / DATA_POSITION_FILE))
         logger.info("Resuming from %s after step %d.", path, self.state.total_steps)
 
     def __enter__(self) -> Self:
@@ -191,6 +191,14 @@ class Session:
 
     def _end(self) -> None:
         step = self.state.total_steps
+        if step == self._resumed_step:
+            logger.warning(
+                "Nothing was trained: %s. Raise max_num_steps or max_num_epochs, or start a new run in another "
+                "checkpointing.checkpoint_dir.",
+                self._stop_reason
+                or f"the checkpoint is at step {step} already, and the run ends at step {self._cadence.max_num_steps}",
+            )
+            return
         if step > self._saved_step:
             self._checkpoint(step)
         if step < self._cadence.max_num_steps:
@@ -241,7 +249,7 @@ class Session:
         self._check_deadline()
         if step % self._cadence.save_period == 0 or self._stop_reason is not None:
             with self.timer.time("checkpointing"):
-                self._checkpoint(step)
+                self._checkpoint_or_go_on(step)
         self._log(step, train_seconds)
 
     def _validation_is_due(self, step: int) -> bool:
@@ -285,10 +293,25 @@ class Session:
         if self._deadline.check_save():
             self._stop_reason = f"checkpointing.checkpoint_must_save_by={self._parts.must_save_by} is due"
 
+    def _checkpoint_or_go_on(self, step: int) -> None:
+        """Save now; a failed save does not end a run, whose newest weights are nowhere but in memory."""
+        try:
+            self._checkpoint(step)
+        except CheckpointError as error:
+            logger.error("%s Training goes on; the next save, or the one at the end, is another attempt.", error)
+
     def _checkpoint(self, step: int) -> None:
-        checkpoints = self._parts.checkpoints
-        if checkpoints is None:
-            return
+        """Save.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+        """
+        if self._parts.checkpoints is not None:
+            with CheckpointWrite(self._parts.checkpoints, step):
+                self._write_checkpoint(self._parts.checkpoints, step)
+            self._saved_step = step
+
+    def _write_checkpoint(self, checkpoints: CheckpointManager, step: int) -> None:
         info = asdict(self.state)
         info |= {f"val:{name}": value for name, value in self._validation.items()}
         info |= {f"train:{name}": value for name, value in self._metrics.items()}
@@ -300,9 +323,8 @@ class Session:
             str(policy / "tokenizer"),
             self._parts.save_consolidated,
         )
-        torch.save(self._parts.data.state_dict(), folder / _LOADER_FILE)
+        torch.save(self._parts.data.state_dict(), folder / DATA_POSITION_FILE)
         checkpoints.finalize_checkpoint(folder)
-        self._saved_step = step
 
     def _log(self, step: int, train_seconds: float) -> None:
         timings = {k: float(v) for k, v in self.timer.get_timing_metrics("sum").items()}
