@@ -57,7 +57,7 @@ def _check_config(config: MasterConfig, path: Path, stored: Mapping[str, Any]) -
     if refused:
         keys = ",".join(change.key for change in refused)
         raise ConfigError(
-            f"the run would go on from {path} with other values of keys that are not changed in mid-run:\n"
+            f"the run would go on from {path} with other values of keys that a run keeps to its end:\n"
             f"{_listed(refused)}\n"
             "Set them back, give this run a checkpointing.checkpoint_dir of its own, or accept the change with\n"
             f"  checkpointing.allow_changed=[{keys}]"
@@ -76,7 +76,8 @@ def _check_data(config: MasterConfig, path: Path, num_rows: int) -> None:
         before = int(position["loader"]["num_rows"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path / DATA_POSITION_FILE} holds no position in training data.") from error
-    if before != num_rows and not config.checkpointing.allows("data.train"):
+    accepted = any(key.split(".")[0] == "data" for key in config.checkpointing.allow_changed)
+    if before != num_rows and not accepted:
         raise ConfigError(
             f"the training data has {num_rows} rows now; it had {before} when {path} was written. Use the same data, "
             "give this run a checkpointing.checkpoint_dir of its own, or go on at the same number of rows of the "

@@ -4,7 +4,10 @@ Around the calls of `utils.checkpoint` that write one checkpoint. Invariant: wha
 complete before are still there.
 """
 
+import os
 import shutil
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -48,7 +51,7 @@ class CheckpointWrite:
 
     def _explained(self, reason: str) -> CheckpointError:
         folder, expected = self._checkpoints.checkpoint_dir, self._checkpoints.expected_bytes
-        shutil.rmtree(folder / f"tmp_step_{self._step}", ignore_errors=True)
+        _remove(folder / f"tmp_step_{self._step}")
         free = f"{readable_bytes(free_bytes(folder))} are free"
         bytes_ = free if expected is None else f"a checkpoint takes {readable_bytes(expected)}, {free}"
         steps = self._checkpoints.steps()
@@ -57,3 +60,12 @@ class CheckpointWrite:
             f"step_{self._step} could not be written to {folder}: {reason} ({bytes_}). The partial folder is removed; "
             f"{kept}."
         )
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder and free its bytes, also those of files that whoever failed still holds open."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with suppress(OSError):
+                os.truncate(file, 0)
+    shutil.rmtree(folder, ignore_errors=True)
