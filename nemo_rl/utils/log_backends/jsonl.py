@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class JsonlLogger(LoggerInterface):
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
         except OSError:
-            self._file.truncate(end)
+            with suppress(OSError):
+                self._file.truncate(end)
             raise
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
