@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = tuple(os.strerror(code) for code in _FULL)
 _NOTHING_BYTES = 1 << 20
 """Less than this is not enough for any file of a checkpoint but the smallest."""

@@ -35,10 +35,14 @@ def manifest_bytes(folder: Path) -> int | None:
     return None if files is None else sum(entry["bytes"] for entry in files.values())
 
 
-def find_damage(folder: Path) -> list[str] | None:
+def find_damage(folder: Path, below: str = "") -> list[str] | None:
     """Files that are not what the manifest says, each with the difference; None without a manifest.
 
     Files that the manifest does not name are none of its business.
+
+    Args:
+        folder: what `write_manifest` described.
+        below: look only at files whose names begin so.
 
     Raises:
         CheckpointError: the manifest cannot be read.
@@ -46,6 +50,7 @@ def find_damage(folder: Path) -> list[str] | None:
     expected = _read(folder)
     if expected is None:
         return None
+    expected = {name: entry for name, entry in expected.items() if name.startswith(below)}
     present = [name for name in expected if (folder / name).is_file()]
     found = _describe(folder, [name for name in present if _size(folder / name) == expected[name]["bytes"]])
     damage = []
