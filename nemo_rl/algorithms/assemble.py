@@ -41,7 +41,7 @@ def assemble_grpo(config: GRPOMasterConfig, started_at: float = 0.0) -> GRPORun:
     plan = RolloutPlan(
         tokenizer,
         data,
-        open_folders(config),
+        open_folders(config, len(data.train)),
         needs_reference=needs_reference,
         prompt_factor=grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0,
         started_at=started_at,

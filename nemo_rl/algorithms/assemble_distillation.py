@@ -30,7 +30,8 @@ def assemble_distillation(config: DistillationMasterConfig, started_at: float = 
     tokenizer = get_tokenizer(config.policy.tokenizer)
     vocab_size = check_teacher_fits(config, tokenizer)
     data = setup_response_data(tokenizer, config.data, list(config.env))
-    plan = RolloutPlan(tokenizer, data, open_folders(config), teacher=config.teacher, started_at=started_at)
+    folders = open_folders(config, len(data.train))
+    plan = RolloutPlan(tokenizer, data, folders, teacher=config.teacher, started_at=started_at)
     parts = start_rollouts(config, plan)
     assert parts.workers.teacher is not None, "the plan asks for it"
     assert config.policy.generation is not None, "the configuration was checked"

@@ -137,6 +137,7 @@ def make_prompts(config: RolloutMasterConfig, plan: RolloutPlan) -> PromptStream
         shuffle=config.data.shuffle,
         seed=algorithm.seed,
         num_workers=config.data.num_workers,
+        accept_changes=bool(config.checkpointing.allow_changed),
     )
     return PromptStream(loader, algorithm.max_num_epochs)
 

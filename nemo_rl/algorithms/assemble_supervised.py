@@ -212,7 +212,7 @@ def assemble_run(
     loader = _train_loader(config, data, recipe)
     steps = num_steps(config, len(loader))
     batches = PromptStream(loader, config.algorithm.max_num_epochs)
-    folders = open_folders(config)
+    folders = open_folders(config, len(data.train))
     init_ray(str(folders.log_dir))
     clusters = make_clusters(config.cluster, config.policy)
     start = PolicyStart(config.algorithm.seed, folders.resume_path, recipe.needs_reference)
@@ -270,6 +270,7 @@ def _train_loader(config: SupervisedMasterConfig, data: SupervisedData, recipe: 
         seed=config.algorithm.seed,
         num_workers=config.data.num_workers,
         collate_fn=recipe.collate,
+        accept_changes=bool(config.checkpointing.allow_changed),
     )
 
 

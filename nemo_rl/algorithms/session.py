@@ -19,16 +19,17 @@ import torch
 from pydantic import BaseModel
 
 from nemo_rl.algorithms.idle_steps import IdleSteps
+from nemo_rl.algorithms.resume_check import DATA_POSITION_FILE
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.checkpoint_write import CheckpointWrite
 from nemo_rl.utils.errors import CheckpointError, RunInterruptedError
 from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.plain_load import load_plain
 from nemo_rl.utils.stop_signals import DeferredSignals
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 logger = logging.getLogger(__name__)
-
-_LOADER_FILE = "train_dataloader.pt"
 
 
 @dataclass
@@ -162,6 +163,7 @@ class Session:
         self._validated_step: int | None = None
         self._idle = IdleSteps(parts.cadence.max_idle_steps)
         self._saved_step = 0
+        self._resumed_step: int | None = None
         self._stop_reason: str | None = None
         self._interrupted = False
         self._signals = DeferredSignals(parts.signal_grace_s, "the run ends behind this step with a checkpoint")
@@ -174,10 +176,8 @@ class Session:
         known = {name: info[name] for name in asdict(self.state) if name in info}
         self.state = SaveState(**known)
         self._saved_step = self.state.total_steps
-        loader_state = path / _LOADER_FILE
-        if not loader_state.exists():
-            raise CheckpointError(f"{path} has no {_LOADER_FILE}: the data position is unknown.")
-        self._parts.data.load_state_dict(torch.load(loader_state, weights_only=False))
+        self._resumed_step = self.state.total_steps
+        self._parts.data.load_state_dict(load_plain(path / DATA_POSITION_FILE))
         logger.info("Resuming from %s after step %d.", path, self.state.total_steps)
 
     def __enter__(self) -> Self:
@@ -219,6 +219,14 @@ class Session:
 
     def _end(self) -> None:
         step, last_step = self.state.total_steps, self._cadence.max_num_steps
+        if step == self._resumed_step and not self._interrupted:
+            logger.warning(
+                "Nothing was trained: %s. Raise max_num_steps or max_num_epochs, or start a new run in another "
+                "checkpointing.checkpoint_dir.",
+                self._stop_reason
+                or f"the checkpoint is at step {step} already, and the run ends at step {self._cadence.max_num_steps}",
+            )
+            return
         if step > self._saved_step:
             self._checkpoint(step)
         if step >= last_step:
@@ -278,7 +286,7 @@ class Session:
         self._check_deadline()
         if step % self._cadence.save_period == 0 or self._stop_reason is not None:
             with self.timer.time("checkpointing"):
-                self._checkpoint(step)
+                self._checkpoint_or_go_on(step)
         self._log(step, train_seconds)
         error = self._idle.note(step, self._metrics)
         if error is not None:
@@ -327,10 +335,25 @@ class Session:
         if self._deadline.check_save():
             self._stop_reason = f"checkpointing.checkpoint_must_save_by={self._parts.must_save_by} is due"
 
+    def _checkpoint_or_go_on(self, step: int) -> None:
+        """Save now; a failed save does not end a run, whose newest weights are nowhere but in memory."""
+        try:
+            self._checkpoint(step)
+        except CheckpointError as error:
+            logger.error("%s Training goes on; the next save, or the one at the end, is another attempt.", error)
+
     def _checkpoint(self, step: int) -> None:
-        checkpoints = self._parts.checkpoints
-        if checkpoints is None:
-            return
+        """Save.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+        """
+        if self._parts.checkpoints is not None:
+            with CheckpointWrite(self._parts.checkpoints, step):
+                self._write_checkpoint(self._parts.checkpoints, step)
+            self._saved_step = step
+
+    def _write_checkpoint(self, checkpoints: CheckpointManager, step: int) -> None:
         info = asdict(self.state) | self._finished
         folder = Path(checkpoints.init_tmp_checkpoint(step, info, self._parts.run_config))
         policy = folder / "policy"
@@ -340,9 +363,8 @@ class Session:
             str(policy / "tokenizer"),
             self._parts.save_consolidated,
         )
-        torch.save(self._parts.data.state_dict(), folder / _LOADER_FILE)
+        torch.save(self._parts.data.state_dict(), folder / DATA_POSITION_FILE)
         checkpoints.finalize_checkpoint(folder)
-        self._saved_step = step
 
     def _log(self, step: int, train_seconds: float) -> None:
         timings = {k: float(v) for k, v in self.timer.get_timing_metrics("sum").items()}

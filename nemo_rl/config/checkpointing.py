@@ -68,6 +68,11 @@ class CheckpointingConfig(Section):
     save_optimizer: bool = Field(
         default=True, description="Store the optimizer state; without it a resumed run starts it anew."
     )
+    allow_changed: list[str] = Field(
+        default_factory=list,
+        description="Keys or sections that may differ from the configuration of the checkpoint a run resumes from, "
+        "for example [data.train, grpo.seed]; policy.optimizer also lets a lost optimizer state start anew.",
+    )
     save_consolidated: bool = Field(
         default=False,
         description="Also write policy/weights/model/consolidated: the model in policy.precision and its tokenizer, "
@@ -76,3 +81,7 @@ class CheckpointingConfig(Section):
     model_save_format: Annotated[Literal["safetensors", "torch_save"], Only(("safetensors",), "torch_save")] | None = (
         Field(default="safetensors", description="File format of the weights; null means safetensors.")
     )
+
+    def allows(self, key: str) -> bool:
+        """Whether `allow_changed` names a key or a section it is in."""
+        return any(key == allowed or key.startswith(f"{allowed}.") for allowed in self.allow_changed)

@@ -64,13 +64,22 @@ class PromptLoader(StatefulDataLoader):
     state depends on the number of workers and counts epochs by calls of `iter()`; this one does
     neither. Prompts that are too long are reported by file and line.
 
+    Args:
+        dataset: The rows.
+        sampler: Their order.
+        accept_changes: Load positions that belong to other data, batch sizes or orders too.
+        **kwargs: For `StatefulDataLoader`.
+
     Attributes:
         num_over_long: Too long prompts met so far.
     """
 
-    def __init__(self, dataset: Dataset[Any], sampler: EpochSampler, **kwargs: Any) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], sampler: EpochSampler, *, accept_changes: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(dataset, sampler=sampler, **kwargs)
         self.num_over_long = 0
+        self._accept_changes = accept_changes
         self._order = sampler
         self._epoch = 0
         self._num_batches_done = 0
@@ -108,6 +117,9 @@ class PromptLoader(StatefulDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next `iter()` go on after the batches that were done.
 
+        With `accept_changes`, a position in other data becomes the same epoch and, rounded down to whole batches, the
+        same number of rows.
+
         Raises:
             DataError: The state belongs to other data, another seed, batch size or `shuffle`.
         """
@@ -117,7 +129,7 @@ class PromptLoader(StatefulDataLoader):
             for key, now in conditions.items()
             if state_dict.get(key) != now
         ]
-        if changed:
+        if changed and not self._accept_changes:
             raise DataError(
                 f"the saved data position does not fit this run: {', '.join(changed)}. Resume "
                 "with the same data and keys, or start a new run in another checkpoint_dir."
@@ -125,6 +137,25 @@ class PromptLoader(StatefulDataLoader):
         self._epoch = state_dict["epoch"]
         self._num_batches_done = state_dict["num_batches_done"]
         self._in_progress = False
+        if changed:
+            self._move(state_dict, changed)
+
+    def _move(self, state_dict: dict[str, Any], changed: list[str]) -> None:
+        """Go to the same number of rows of changed data."""
+        assert self.batch_size is not None
+        rows_done = state_dict["num_batches_done"] * state_dict["batch_size"]
+        self._num_batches_done = min(rows_done // self.batch_size, len(self))
+        logger.warning(
+            "The data position is moved: %s. Epoch %d goes on behind %d of its %d rows. %s",
+            ", ".join(changed),
+            self._epoch + 1,
+            self._num_batches_done * self.batch_size,
+            self._order.num_rows,
+            "The rows have a new order, so in the rest of this epoch some come again and others not at all; from the "
+            "next epoch on each comes once."
+            if self._order.shuffle
+            else "Rows that were added or removed before this position shift it by as many.",
+        )
 
     def _conditions(self) -> dict[str, Any]:
         order = self._order
@@ -162,6 +193,7 @@ def build_loader(
     drop_last: bool = True,
     max_rows: int | None = None,
     collate_fn: Callable[[list[Any]], Any] = rl_collate_fn,
+    accept_changes: bool = False,
 ) -> PromptLoader:
     """Make the loader of a data set.
 
@@ -178,6 +210,7 @@ def build_loader(
         drop_last: Leave out the rows of an epoch that do not fill a batch.
         max_rows: Only the first rows of the data set; None: all.
         collate_fn: Joins data into a batch.
+        accept_changes: Go on from a position in other data too, see `PromptLoader.load_state_dict`.
 
     Raises:
         DataError: An epoch would have no batch.
@@ -197,6 +230,7 @@ def build_loader(
         worker_init_fn=_leave_process_group,
         drop_last=drop_last,
         collate_fn=collate_fn,
+        accept_changes=accept_changes,
     )
 
 

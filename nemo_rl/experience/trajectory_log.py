@@ -1,18 +1,19 @@
 """JSONL files of everything that was said and what it earned.
 
 `train_data_step<N>.jsonl` has one line per sample with texts, tokens, log-probabilities and advantages;
-`val_data_step<N>.jsonl` one per validation sample. Law: a step's file is written whole or not at all, so a
-resumed run overwrites what a killed one left.
+`val_data_step<N>.jsonl` one per validation sample. Invariant: a step's file is written whole or not at all, so a
+resumed run overwrites what a killed one left; a full disk does not end the run.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.utils.log_backends.jsonl import write_whole
+from nemo_rl.utils.optional_output import OptionalOutput
 
 _DECIMALS = 6
 _PER_TOKEN = ("generation_logprobs", "prev_logprobs", "advantages", "reference_policy_logprobs")
@@ -29,6 +30,7 @@ class TrajectoryLog:
     def __init__(self, folder: Path, enabled: bool):
         self._folder = folder
         self._enabled = enabled
+        self._output = OptionalOutput(f"Conversations in {folder}")
 
     def write_training(self, step: int, trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> None:
         """Write a training step's samples; row i of `batch` belongs to trajectory i."""
@@ -43,11 +45,8 @@ class TrajectoryLog:
             self._write(f"val_data_step{step}.jsonl", [_describe(t) for t in trajectories])
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
-        path = self._folder / name
-        partial = path.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        os.replace(partial, path)
+        with self._output.attempt():
+            write_whole(self._folder / name, (json.dumps(line, ensure_ascii=False) for line in lines))
 
 
 def _describe(trajectory: Trajectory) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Checkpoint folders: written aside, renamed when whole, the best kept.
 
     init_tmp_checkpoint ─► tmp_step_N/ (the caller fills it) ─► finalize_checkpoint ─► step_N/
+                                    └─ a write fails: `checkpoint_write` removes it
 
 A crash at any point leaves a complete checkpoint to resume from; leftovers are cleared at the next start.
-Law: a folder named `step_N` is always complete, and the newest one is never removed.
+Invariant: a folder named `step_N` was complete when it got its name, with the checksums of its files in
+`manifest.json`; and the newest one is never removed.
 """
 
 import json
@@ -22,12 +24,15 @@ from pydantic import BaseModel
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.folder_lock import FolderLock
+from nemo_rl.utils.manifest import find_damage, manifest_bytes, write_manifest
 
 logger = logging.getLogger(__name__)
 
 _INFO_FILE = "training_info.json"
 _CONFIG_FILE = "config.yaml"
 _STATUS_FILE = "latest_checkpoint_status.json"
+_OPTIMIZER = "policy/optimizer"
+_DAMAGE_SHOWN = 3
 _STEP = re.compile(r"^step_(\d+)$")
 
 type PathLike = str | os.PathLike[str]
@@ -37,10 +42,13 @@ class CheckpointManager:
     """The checkpoints of a run below `checkpoint_dir`.
 
     Making a manager clears what a crash left half done, unless another process writes there at the moment.
-    The first `init_tmp_checkpoint` makes this process the only writer of the folder until it ends.
+    `claim`, or the first `init_tmp_checkpoint`, makes this process the only writer of the folder until it ends.
 
     Args:
         config: the `checkpointing` section.
+
+    Attributes:
+        expected_bytes: size of a checkpoint as far as it is known, for messages.
     """
 
     def __init__(self, config: CheckpointingConfig):
@@ -50,9 +58,87 @@ class CheckpointManager:
         self._keep_top_k = config.keep_top_k
         self._lock = FolderLock(self.checkpoint_dir)
         self._warned_of_metric = False
+        self._unreadable: set[int] = set()
+        self.expected_bytes: int | None = None
         if self._lock.acquire():
             self._recover()
             self._lock.release()
+
+    def claim(self) -> None:
+        """Make the folder if it is missing, and become its only writer.
+
+        Raises:
+            CheckpointError: the folder cannot be made or written, or another process writes into it.
+        """
+        try:
+            self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+            held = self._lock.acquire()
+        except OSError as error:
+            raise CheckpointError(self._not_writable(error.strerror or str(error))) from error
+        if held:
+            return
+        if not os.access(self.checkpoint_dir, os.W_OK):
+            raise CheckpointError(self._not_writable("it is read-only"))
+        raise CheckpointError(
+            f"{self.checkpoint_dir} is in use by another run. Give each run its own checkpointing.checkpoint_dir, "
+            "or end the other run."
+        )
+
+    def _not_writable(self, reason: str) -> str:
+        return (
+            f"checkpointing.checkpoint_dir={self.checkpoint_dir} cannot be written: {reason}. Choose another folder, "
+            "or set checkpointing.enabled=false to train without checkpoints."
+        )
+
+    def find_resumable(self) -> Path | None:
+        """The newest checkpoint whose files are what was written; None where there is no checkpoint at all.
+
+        Damaged ones that are newer are named and set aside as `damaged_step_N`; the folder must be claimed. Files of
+        `policy/optimizer` count only while that folder exists, so that it can be removed on purpose.
+
+        Raises:
+            CheckpointError: there are checkpoints, but all of them are damaged.
+        """
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            damage = self._damage_of(self.checkpoint_dir / f"step_{step}")
+            if damage is None:
+                self._set_aside(damaged, step)
+                return self.checkpoint_dir / f"step_{step}"
+            damaged[step] = damage
+        if damaged:
+            found = "\n".join(f"  step_{step}: {damage}" for step, damage in damaged.items())
+            raise CheckpointError(
+                f"every checkpoint in {self.checkpoint_dir} is damaged:\n{found}\nRestore the files, or start afresh "
+                "with another checkpointing.checkpoint_dir or after moving these folders away."
+            )
+        return None
+
+    def _damage_of(self, folder: Path) -> str | None:
+        """What is wrong with a checkpoint, None where nothing is."""
+        try:
+            self.load_training_info(folder)
+            damage = find_damage(folder)
+        except CheckpointError as error:
+            return str(error)
+        if damage is None:
+            logger.warning("%s has no checksums (manifest.json), so its files are used unchecked.", folder)
+            return None
+        if not (folder / _OPTIMIZER).exists():
+            damage = [text for text in damage if not text.startswith(f"{_OPTIMIZER}/")]
+        if not damage:
+            return None
+        return "; ".join(damage[:_DAMAGE_SHOWN]) + ("; ..." if len(damage) > _DAMAGE_SHOWN else "")
+
+    def _set_aside(self, damaged: Mapping[int, str], good_step: int) -> None:
+        for step, damage in damaged.items():
+            aside = self.checkpoint_dir / f"damaged_step_{step}"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(self.checkpoint_dir / f"step_{step}", aside)
+            logger.warning(
+                "step_%d is damaged: %s. It is set aside as %s; the run goes on from step_%d.",
+                *(step, damage, aside, good_step),
+            )
 
     def _recover(self) -> None:
         """Undo what a crash left half done."""
@@ -90,14 +176,9 @@ class CheckpointManager:
             run_config: stored beside it.
 
         Raises:
-            CheckpointError: another process writes checkpoints into the same folder.
+            CheckpointError: see `claim`.
         """
-        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        if not self._lock.acquire():
-            raise CheckpointError(
-                f"{self.checkpoint_dir} is in use by another run, or is read-only. "
-                "Give each run its own checkpointing.checkpoint_dir."
-            )
+        self.claim()
         folder = self.checkpoint_dir / f"tmp_step_{step}"
         if folder.exists():
             shutil.rmtree(folder)
@@ -112,23 +193,30 @@ class CheckpointManager:
     def finalize_checkpoint(self, checkpoint_path: PathLike) -> None:
         """Make a filled folder the checkpoint of its step, durably, and drop what is no longer kept.
 
+        What fails behind the renaming is a warning: the checkpoint is complete by then.
+
         Raises:
             CheckpointError: the folder was not made by `init_tmp_checkpoint`.
         """
         folder = Path(checkpoint_path)
         if not folder.name.startswith("tmp_step_") or not (folder / _INFO_FILE).exists():
             raise CheckpointError(f"{folder} is not a folder made by init_tmp_checkpoint.")
+        write_manifest(folder)
         _flush_tree(folder)
         final = folder.with_name(folder.name.removeprefix("tmp_"))
         old = folder.with_name(f"old_{final.name}")
         if final.exists():
             os.replace(final, old)
         os.replace(folder, final)
-        _flush_folder(self.checkpoint_dir)
-        if old.exists():
-            shutil.rmtree(old)
-        self._write_status(int(final.name.removeprefix("step_")))
-        self.remove_old_checkpoints()
+        try:
+            _flush_folder(self.checkpoint_dir)
+            if old.exists():
+                shutil.rmtree(old)
+            self.remove_old_checkpoints()
+            self._write_status(int(final.name.removeprefix("step_")))
+        except OSError as error:
+            logger.warning("%s is complete, but tidying up behind it failed: %s.", final, error)
+        self.expected_bytes = manifest_bytes(final)
 
     def _write_status(self, step: int) -> None:
         path = self.checkpoint_dir / _STATUS_FILE
@@ -165,18 +253,24 @@ class CheckpointManager:
         if path is None:
             return None
         try:
-            return json.loads((Path(path) / _INFO_FILE).read_text())
-        except (OSError, json.JSONDecodeError) as error:
+            info = json.loads((Path(path) / _INFO_FILE).read_text())
+            if not isinstance(info, dict):
+                raise ValueError(f"holds a {type(info).__name__}")
+            return info
+        except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path} has no readable {_INFO_FILE} ({error}), so it is not a checkpoint of this library. "
                 "Move it away or choose another checkpointing.checkpoint_dir."
             ) from error
 
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
-        """Keep the `keep_top_k` best and, with `exclude_latest`, the newest one."""
+        """Keep the `keep_top_k` best and, with `exclude_latest`, the newest one.
+
+        A checkpoint whose save state cannot be read takes no part: it counts for nothing and is left alone.
+        """
         if self._keep_top_k is None:
             return
-        kept = set(self._ranking()[: self._keep_top_k])
+        kept = set(self._ranking()[: self._keep_top_k]) | self._unreadable
         steps = self.steps()
         if exclude_latest and steps:
             kept.add(steps[-1])
@@ -192,7 +286,8 @@ class CheckpointManager:
         if self._metric_name is None:
             return steps[::-1]
         values = {step: self._metric_of(step) for step in steps}
-        if steps and all(value is None for value in values.values()) and not self._warned_of_metric:
+        steps = [step for step in steps if step not in self._unreadable]
+        if steps and all(values[step] is None for step in steps) and not self._warned_of_metric:
             self._warned_of_metric = True
             logger.warning(
                 "No checkpoint has the metric %s of checkpointing.metric_name; keeping the newest ones.",
@@ -207,10 +302,17 @@ class CheckpointManager:
         return sorted(steps, key=key, reverse=True)
 
     def _metric_of(self, step: int) -> float | None:
-        """The ranking metric of a checkpoint; None when it is absent or not a finite number."""
-        info = self.load_training_info(self.checkpoint_dir / f"step_{step}") or {}
+        """The ranking metric of a checkpoint; None when it is absent, unreadable or not a finite number."""
+        try:
+            info = self.load_training_info(self.checkpoint_dir / f"step_{step}") or {}
+        except CheckpointError as error:
+            if step not in self._unreadable:
+                logger.warning("step_%d takes no part in keep_top_k and is left alone: %s", step, error)
+            self._unreadable.add(step)
+            return None
+        self._unreadable.discard(step)
         value = info.get(str(self._metric_name))
-        return float(value) if value is not None and math.isfinite(value) else None
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _flush_tree(folder: Path) -> None:

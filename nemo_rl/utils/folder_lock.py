@@ -43,7 +43,7 @@ class FolderLock:
             return True
         try:
             descriptor = os.open(self._folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-        except (FileNotFoundError, PermissionError):
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
             return False
         except OSError as error:
             if error.errno == errno.EROFS:

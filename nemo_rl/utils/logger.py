@@ -9,7 +9,7 @@ import importlib.util
 import io
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ from nemo_rl.config import LoggerConfig
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
 from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict
-from nemo_rl.utils.log_backends.jsonl import JsonlLogger, write_rows
+from nemo_rl.utils.log_backends.jsonl import JsonlLogger, write_rows, write_whole
+from nemo_rl.utils.optional_output import OptionalOutput
 
 if TYPE_CHECKING:
     from nemo_rl.utils.log_backends.mlflow import MLflowLogger
@@ -68,7 +69,7 @@ def get_next_experiment_dir(base_log_dir: str | Path) -> str:
 
 
 class Logger(LoggerInterface):
-    """Fans out to all backends.
+    """Fans out to all backends; one that cannot be written costs a warning, not the run.
 
     Args:
         cfg: the `logger` section.
@@ -83,6 +84,8 @@ class Logger(LoggerInterface):
         self.log_dir = Path(cfg.log_dir if log_dir is None else log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._backends = make_backends(cfg, self.log_dir, total_steps)
+        self._outputs = [OptionalOutput(type(b).__name__, b.failures) for b in self._backends]
+        self._files = OptionalOutput(f"Samples in {self.log_dir}")
 
     def log_metrics(
         self,
@@ -93,23 +96,19 @@ class Logger(LoggerInterface):
         step_finished: bool = False,
     ) -> None:
         """See `LoggerInterface.log_metrics`."""
-        for backend in self._backends:
-            backend.log_metrics(metrics, step, prefix, step_metric, step_finished)
+        self._on_all(lambda backend: backend.log_metrics(metrics, step, prefix, step_metric, step_finished))
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `LoggerInterface.log_hyperparams`."""
-        for backend in self._backends:
-            backend.log_hyperparams(params)
+        self._on_all(lambda backend: backend.log_hyperparams(params))
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """See `LoggerInterface.log_histogram`."""
-        for backend in self._backends:
-            backend.log_histogram(histogram, step, name)
+        self._on_all(lambda backend: backend.log_histogram(histogram, step, name))
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:
         """See `LoggerInterface.log_plot`."""
-        for backend in self._backends:
-            backend.log_plot(figure, step, name)
+        self._on_all(lambda backend: backend.log_plot(figure, step, name))
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> None:
         """Write a batch as `<log_dir>/<filename>`, one line for each sample.
@@ -127,20 +126,26 @@ class Logger(LoggerInterface):
             raise ValueError(f"The columns of {filename} differ in length: {sizes}.")
         num_rows = next(iter(sizes.values()), 0)
         rows = ({name: column[row] for name, column in columns.items()} for row in range(num_rows))
-        write_rows(self.log_dir / filename, rows)
+        with self._files.attempt():
+            write_rows(self.log_dir / filename, rows)
 
     def log_string_list_as_jsonl(self, to_log: Sequence[str], filename: str) -> None:
         """Write texts that are JSON already as `<log_dir>/<filename>`, one a line."""
-        (self.log_dir / filename).write_text("".join(line + "\n" for line in to_log), encoding="utf-8")
+        with self._files.attempt():
+            write_whole(self.log_dir / filename, to_log)
 
     def close(self) -> None:
         """Close all backends."""
-        for backend in self._backends:
-            backend.close()
+        self._on_all(lambda backend: backend.close())
 
     def finish(self) -> None:
         """The same as `close`."""
         self.close()
+
+    def _on_all(self, log: Callable[[LoggerInterface], None]) -> None:
+        for backend, output in zip(self._backends, self._outputs, strict=True):
+            with output.attempt():
+                log(backend)
 
 
 def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> list[LoggerInterface]:

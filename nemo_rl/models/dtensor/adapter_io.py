@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER, fill, local_part, saved_weights
+from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER, failing_together, fill, local_part, saved_weights
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
 from nemo_rl.models.huggingface.checkpoint_names import converts
 from nemo_rl.utils.errors import CheckpointError
@@ -45,13 +45,13 @@ def save_adapter(hf: PreTrainedModel, config: LoraConfig, base_name: str, weight
         weights_path: the W of the module docstring.
     """
     tensors = {_peft_key(name): _full(parameter) for name, parameter in _adapter_parameters(hf).items()}
-    if dist.get_rank() == 0:
-        folder = weights_path / ADAPTER_FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
-        described = _peft_config(config, base_name, hf)
-        (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    dist.barrier()
+    with failing_together():
+        if dist.get_rank() == 0:
+            folder = weights_path / ADAPTER_FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
+            described = _peft_config(config, base_name, hf)
+            (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
 def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) -> None:

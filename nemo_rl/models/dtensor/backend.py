@@ -36,7 +36,7 @@ from nemo_rl.models.dtensor.lora import (
     merged_by_name,
     require_on_some_rank,
 )
-from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients
+from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients, optimizer_settings
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
     build_mesh,
@@ -90,6 +90,7 @@ class DTensorBackend:
         self._reference = _local_copies(self.model) if init_reference_model and not self._lora.enabled else None
         self.optimizer: Optimizer | None = None
         self.scheduler: LRScheduler | None = None
+        self._settings = optimizer_settings(config)
         if init_optimizer:
             if config.optimizer is None:
                 raise ConfigError("policy.optimizer is null: training needs one, e.g. torch.optim.AdamW.")
@@ -216,9 +217,11 @@ class DTensorBackend:
             checkpoint_io.save_weights(self.model.hf, paths.weights)
         if paths.optimizer is None:
             return
-        if self.optimizer is None:
+        if self.optimizer is None or self.scheduler is None:
             raise CheckpointError("This policy has no optimizer to save; leave optimizer_path out.")
-        checkpoint_io.save_training_state(self.model.hf, self.optimizer, self.scheduler, paths.optimizer)
+        checkpoint_io.save_training_state(
+            self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer
+        )
 
     def load(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.load`."""
@@ -228,8 +231,10 @@ class DTensorBackend:
         else:
             adapter_io.refuse_adapter(paths.weights)
             checkpoint_io.load_weights(self.model.hf, paths.weights)
-        if paths.optimizer is not None and self.optimizer is not None:
-            checkpoint_io.load_training_state(self.model.hf, self.optimizer, self.scheduler, paths.optimizer)
+        if paths.optimizer is not None and self.optimizer is not None and self.scheduler is not None:
+            checkpoint_io.load_training_state(
+                self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer
+            )
 
     def close(self) -> None:
         """See `PolicyBackend.close`."""

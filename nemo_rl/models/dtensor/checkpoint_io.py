@@ -4,17 +4,19 @@ Layout (W = weights folder, O = optimizer folder), written by all ranks together
 
     W/model/model-*.safetensors, model.safetensors.index.json, config.json   names and shapes as on the hub
     O/optim/                       torch distributed checkpoint, states under parameter names
-    O/trainer.pt                   learning-rate schedule, and whether the optimizer had state
+    O/trainer.pt                   schedule, settings of optimizer and schedule, whether the optimizer had state
     O/rng/rank_<r>.pt              random-number generators of each rank
 
-Law: a load restores every bit that a save wrote, on any number of ranks (random-number state only on
-the same number). Folders are on storage that every rank sees; the caller makes writing atomic.
+Invariant: a load restores every bit that a save wrote, on any number of ranks (random-number state only on
+the same number), unless the settings of optimizer or schedule are others. Where one rank cannot write, all ranks raise,
+so that training can go on. Folders are on storage that every rank sees; the caller makes writing atomic.
 """
 
 import logging
 import random
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.dtensor.optimizer import OptimizerSettings, hyperparameters_now
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
 from nemo_rl.models.policy.interfaces import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.utils.plain_load import load_plain
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +65,9 @@ def save_weights(hf: PreTrainedModel, weights_path: Path, weights: Iterable[tupl
         hf: the model, sharded or not.
         weights_path: the W of the module docstring.
         weights: what to write, by the model's names; None takes `weights_by_name`.
+
+    Raises:
+        CheckpointError: a rank could not write its files; raised on all ranks.
     """
     folder = weights_path / MODEL_FOLDER
     weights = weights_by_name(hf).items() if weights is None else weights
@@ -71,14 +78,15 @@ def save_weights(hf: PreTrainedModel, weights_path: Path, weights: Iterable[tupl
         save_distributed=True,
         enable_consolidation=True,
     )
-    dcp.save(part, storage_writer=writer)
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder / "sharded")
-        hf.config.architectures = [type(hf).__name__]
-        hf.config.save_pretrained(folder)
-        if hf.can_generate() and hf.generation_config is not None:
-            hf.generation_config.save_pretrained(folder)
-    dist.barrier()
+    with failing_together():
+        dcp.save(part, storage_writer=writer)
+    with failing_together():
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "sharded")
+            hf.config.architectures = [type(hf).__name__]
+            hf.config.save_pretrained(folder)
+            if hf.can_generate() and hf.generation_config is not None:
+                hf.generation_config.save_pretrained(folder)
 
 
 def _part_of_this_rank(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -151,41 +159,94 @@ def local_part(value: Tensor, like: Tensor) -> Tensor:
     return value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
-def save_training_state(hf: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler | None, path: Path) -> None:
-    """Write optimizer, schedule and each rank's random-number state; `path` is the O above."""
-    path.mkdir(parents=True, exist_ok=True)
-    has_state = bool(optimizer.state)
-    if has_state:
-        dcp.save({"optim": _optimizer_state(hf, optimizer)}, checkpoint_id=str(path / "optim"))
-    if dist.get_rank() == 0:
-        schedule = scheduler.state_dict() if scheduler is not None else None
-        torch.save({"scheduler": schedule, "has_optimizer_state": has_state}, path / "trainer.pt")
-    rng_file = _rng_file(path)
-    rng_file.parent.mkdir(exist_ok=True)
-    torch.save(rng_state(), rng_file)
-    dist.barrier()
-
-
-def load_training_state(hf: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler | None, path: Path) -> None:
-    """Restore what `save_training_state` wrote.
+def save_training_state(
+    hf: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler, settings: OptimizerSettings, path: Path
+) -> None:
+    """Write optimizer, schedule and each rank's random-number state; `path` is the O above.
 
     Raises:
-        CheckpointError: the folder is no optimizer checkpoint.
+        CheckpointError: a rank could not write its files; raised on all ranks.
+    """
+    has_state = bool(optimizer.state)
+    if has_state:
+        with failing_together():
+            dcp.save({"optim": _optimizer_state(hf, optimizer)}, checkpoint_id=str(path / "optim"))
+    with failing_together():
+        rng_file = _rng_file(path)
+        rng_file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(rng_state(), rng_file)
+        if dist.get_rank() == 0:
+            trainer = {"scheduler": scheduler.state_dict(), "has_optimizer_state": has_state, "settings": settings}
+            torch.save(trainer, path / "trainer.pt")
+
+
+def load_training_state(
+    hf: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler, settings: OptimizerSettings, path: Path
+) -> None:
+    """Restore what `save_training_state` wrote.
+
+    With other settings than those it was written with, the optimizer keeps its moments and gets the new
+    hyperparameters; the schedule stands where it would stand had it been the new one from the first step.
+
+    Raises:
+        CheckpointError: the folder is no optimizer checkpoint, or one of another optimizer.
     """
     trainer_file = path / "trainer.pt"
     if not trainer_file.exists():
         raise CheckpointError(f"{path} holds no trainer.pt: not an optimizer checkpoint.")
-    trainer = torch.load(trainer_file, weights_only=True)
-    if trainer["has_optimizer_state"]:
-        state = {"optim": _optimizer_state(hf, optimizer)}
-        dcp.load(state, checkpoint_id=str(path / "optim"))
-        set_optimizer_state_dict(hf, optimizer, state["optim"])
-    if scheduler is not None and trainer["scheduler"] is not None:
+    trainer = load_plain(trainer_file)
+    saved = trainer.get("settings")
+    new_values = None if settings == saved else hyperparameters_now(optimizer, scheduler, settings, trainer)
+    if saved is not None and saved["optimizer"]["name"] != settings["optimizer"]["name"]:
+        logger.warning("policy.optimizer.name has changed: the optimizer starts without moments.")
+    elif trainer["has_optimizer_state"]:
+        _load_moments(hf, optimizer, path / "optim")
+    if new_values is None:
         scheduler.load_state_dict(trainer["scheduler"])
+    else:
+        for group, values in zip(optimizer.param_groups, new_values, strict=True):
+            group.update(values)
     if _rng_file(path).exists():
-        restore_rng_state(torch.load(_rng_file(path), weights_only=True))
+        restore_rng_state(load_plain(_rng_file(path)))
     else:
         logger.warning("%s is missing: this rank keeps its own random-number state.", _rng_file(path))
+
+
+def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path) -> None:
+    state = {"optim": _optimizer_state(hf, optimizer)}
+    try:
+        dcp.load(state, checkpoint_id=str(path))
+    except dcp.CheckpointException as error:
+        raise CheckpointError(
+            f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {_reasons(error)}"
+        ) from error
+    set_optimizer_state_dict(hf, optimizer, state["optim"])
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Wait for all ranks; where one of them could not write, raise on all of them.
+
+    Raises:
+        CheckpointError: says what each rank met.
+    """
+    mine: str | None = None
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        mine = f"{type(error).__name__}: {error}"
+    except dcp.CheckpointException as error:
+        mine = _reasons(error)
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
+    if reasons:
+        raise CheckpointError("; ".join(reasons))
+
+
+def _reasons(error: dcp.CheckpointException) -> str:
+    """What the ranks met, without their stacks; the whole error is the cause of what is raised from it."""
+    return "; ".join(dict.fromkeys(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values()))
 
 
 def rng_state() -> dict[str, Any]:

@@ -5,8 +5,9 @@ model's gradient, whichever meshes its parameters live on.
 """
 
 import importlib
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, SequentialLR
 
-from nemo_rl.config import OptimizerConfig
+from nemo_rl.config import OptimizerConfig, PolicyConfig
 from nemo_rl.utils.errors import ConfigError
+
+type OptimizerSettings = dict[str, Any]
+"""`policy.optimizer` and `policy.scheduler` as plain values."""
+
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base_momentum", "max_momentum")
+"""What schedules of torch keep in an optimizer's parameter groups."""
 
 
 def resolve_class(dotted_name: str, key: str) -> type:
@@ -54,10 +61,10 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
         raise ConfigError(f"policy.optimizer.kwargs do not fit {config.name}: {error}") from error
 
 
-def build_scheduler(optimizer: Optimizer, config: Any) -> LRScheduler | None:
+def build_scheduler(optimizer: Optimizer, config: Any) -> LRScheduler:
     """The learning-rate schedule of `policy.scheduler`; it advances once per training step.
 
-    Three shapes are allowed: null; one `{name, kwargs}`; a list of `{name, kwargs}` closed by one
+    Three shapes are allowed: null, a constant rate; one `{name, kwargs}`; a list of `{name, kwargs}` closed by one
     `{milestones: [...]}`, with one milestone fewer than schedules, which runs them one after another.
 
     Args:
@@ -68,12 +75,10 @@ def build_scheduler(optimizer: Optimizer, config: Any) -> LRScheduler | None:
         ConfigError: the list has no milestones, or not one fewer than schedules.
     """
     if config is None:
-        return None
+        return ConstantLR(optimizer, factor=1.0, total_iters=0)
     entries = list(config) if isinstance(config, Sequence) else [config]
     milestones = [list(entry.milestones) for entry in entries if hasattr(entry, "milestones")]
     stages = [_single_scheduler(optimizer, entry) for entry in entries if hasattr(entry, "name")]
-    if not stages:
-        return None
     if len(stages) == 1 and not milestones:
         return stages[0]
     if len(milestones) != 1 or len(milestones[0]) != len(stages) - 1:
@@ -90,6 +95,42 @@ def _single_scheduler(optimizer: Optimizer, entry: Any) -> LRScheduler:
         return cls(optimizer, **entry.kwargs)
     except TypeError as error:
         raise ConfigError(f"policy.scheduler.kwargs do not fit {entry.name}: {error}") from error
+
+
+def optimizer_settings(config: PolicyConfig) -> OptimizerSettings:
+    """What optimizer and schedule of a policy are made from."""
+    return config.model_dump(mode="json", include={"optimizer", "scheduler"})
+
+
+def hyperparameters_now(
+    optimizer: Optimizer, scheduler: LRScheduler, settings: OptimizerSettings, saved: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Hyperparameters of each parameter group as if these settings had been those of the whole run.
+
+    Moves a fresh schedule to the step of a saved one; it depends on nothing but the number of steps. What an optimizer
+    keeps in its groups beside its arguments is not touched.
+
+    Args:
+        optimizer: as it was made from the settings, before it loads anything.
+        scheduler: of that optimizer.
+        settings: of this run.
+        saved: `scheduler` state and `settings` of the run that goes on; None where there were none.
+
+    Returns:
+        For each group the arguments that have changed, and what the schedule drives.
+    """
+    schedule, before = saved["scheduler"] or {}, saved.get("settings") or {"optimizer": {"kwargs": {}}}
+    with warnings.catch_warnings():
+        # No update comes between these steps, and SequentialLR calls its stages in a way it warns of itself.
+        warnings.simplefilter("ignore")
+        for _ in range(schedule.get("last_epoch", 0) - scheduler.last_epoch):
+            scheduler.step()
+    old, new = before["optimizer"]["kwargs"], settings["optimizer"]["kwargs"]
+    changed = {name for name in (*old, *new) if old.get(name) != new.get(name)}
+    return [
+        {name: value for name, value in group.items() if name in changed or name in _SCHEDULED}
+        for group in optimizer.param_groups
+    ]
 
 
 @torch.no_grad()

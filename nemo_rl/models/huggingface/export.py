@@ -27,6 +27,7 @@ from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER, load_weights
 from nemo_rl.models.huggingface.folders import TENSOR_FILES, TOKENIZER_FILES, copy_model_folder
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.utils.manifest import find_damage
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def export_checkpoint(weights: Path, target: Path, tokenizer_name: str | None = 
         dtype: number format of floating-point weights, for example "bfloat16"; None keeps that of the checkpoint.
 
     Raises:
-        CheckpointError: the target holds files already, or there is no tokenizer.
+        CheckpointError: the target holds files already, there is no tokenizer, or a file of the weights is damaged.
         ConfigError: the dtype is unknown.
     """
     source = weights / MODEL_FOLDER
@@ -99,6 +100,9 @@ def export_checkpoint(weights: Path, target: Path, tokenizer_name: str | None = 
     tokenizer_files = [source / name for name in TOKENIZER_FILES if (source / name).exists()]
     if not tokenizer_files and tokenizer_name is None:
         raise CheckpointError(f"{source} has no tokenizer. Name one: policy.tokenizer.name in the file of --config.")
+    damage = find_damage(weights.absolute().parents[1], "policy/weights/")
+    if damage:
+        raise CheckpointError(f"{weights} is damaged: {'; '.join(damage)}. Export another checkpoint.")
     wanted = None if dtype is None else torch_dtype(dtype)
     copy_model_folder(source, target, wanted)
     if not tokenizer_files:

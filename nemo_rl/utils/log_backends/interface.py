@@ -6,11 +6,17 @@ Implemented by the other files of this folder and by `utils.logger`. Law: a metr
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 
 class LoggerInterface(ABC):
-    """A place where metrics go."""
+    """A place where metrics go.
+
+    Attributes:
+        failures: errors that mean that it cannot be reached or written, besides programming mistakes.
+    """
+
+    failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
 
     @abstractmethod
     def log_metrics(

@@ -4,10 +4,12 @@
 precision, and every line is strict JSON (null stands for a number that is not finite).
 """
 
+import errno
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,14 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlLogger(LoggerInterface):
-    """Appends metrics to `metrics.jsonl`; a line is on its way to the disk as soon as it is logged.
+    """Appends metrics to `metrics.jsonl`; a line is there whole as soon as it is logged, or not at all.
 
     Args:
         log_dir: this run's folder.
     """
 
     def __init__(self, log_dir: str | Path):
-        self._file = (Path(log_dir) / METRICS_FILE).open("a", encoding="utf-8", buffering=1)
+        self._file = (Path(log_dir) / METRICS_FILE).open("ab", buffering=0)
 
     def log_metrics(
         self,
@@ -36,7 +38,15 @@ class JsonlLogger(LoggerInterface):
     ) -> None:
         """See `LoggerInterface.log_metrics`."""
         numbers = to_scalars(metrics)
-        self._file.write(to_line({"step": step, "prefix": prefix, "metrics": numbers}) + "\n")
+        line = (to_line({"step": step, "prefix": prefix, "metrics": numbers}) + "\n").encode()
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """The configuration has its own file beside the run."""
@@ -51,10 +61,18 @@ class JsonlLogger(LoggerInterface):
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object a line, the whole file or nothing."""
+    write_whole(path, (to_line(row) for row in rows))
+
+
+def write_whole(path: Path, lines: Iterable[str]) -> None:
+    """Write a file of lines under its name when it is whole; a failure leaves nothing behind."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(to_line(row) + "\n" for row in rows)
-    os.replace(partial, path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def to_line(row: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+from mlflow.exceptions import MlflowException
 
 from nemo_rl.config import MlflowConfig
 from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict, full_name, to_scalars
@@ -23,6 +24,8 @@ class MLflowLogger(LoggerInterface):
         cfg: the `logger.mlflow` section.
         log_dir: unused; MLflow keeps its files where `tracking_uri` says.
     """
+
+    failures = (OSError, MlflowException)
 
     def __init__(self, cfg: MlflowConfig, log_dir: str | Path | None = None):
         if cfg.tracking_uri:

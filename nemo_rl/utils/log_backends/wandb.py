@@ -23,6 +23,8 @@ class WandbLogger(LoggerInterface):
         log_dir: folder for its files.
     """
 
+    failures = (OSError, wandb.Error)
+
     def __init__(self, cfg: WandbConfig, log_dir: str | Path):
         self._run = wandb.init(project=cfg.project, name=cfg.name, entity=cfg.entity, dir=str(log_dir))
         for prefix in _PREFIXES:

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from nemo_rl.algorithms.session import Cadence, Session, SessionParts
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.errors import NothingToLearnError, RunInterruptedError
+from nemo_rl.utils.errors import CheckpointError, NothingToLearnError, RunInterruptedError, WorkerDiedError
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.stop_signals import STOP_SIGNALS
 
@@ -150,6 +152,133 @@ def test_the_data_position_of_a_checkpoint_is_that_of_its_step(tmp_path: Path) -
     for step in (1, 2, 3):
         state = torch.load(tmp_path / f"checkpoints/step_{step}/train_dataloader.pt")
         assert state == {"position": step}
+
+
+class FailingPolicy(Policy):
+    """Cannot be written at some steps."""
+
+    def __init__(self, *failing: int, error: Exception):
+        self.failing = failing
+        self.error = error
+
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, consolidated: bool
+    ) -> None:
+        super().save_checkpoint(weights_path, optimizer_path, tokenizer_path, consolidated)
+        (Path(weights_path) / "part").write_text("x")
+        if int(Path(weights_path).parents[1].name.removeprefix("tmp_step_")) in self.failing:
+            raise self.error
+
+
+FULL = [
+    OSError(28, "No space left on device"),
+    CheckpointError("RuntimeError: [enforce fail] write failed; OSError: [Errno 28] No space left on device"),
+]
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_a_full_disk_does_not_end_a_run_that_saves_later(tmp_path: Path, caplog, error: Exception) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(6, save_period=2), data)
+    session._parts.policy = FailingPolicy(4, error=error)
+    assert train(session, data) == [1, 2, 3, 4, 5, 6]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("*step_*")) == ["step_2", "step_6"]
+    (said,) = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert f"step_4 could not be written to {tmp_path / 'checkpoints'}: no space left on device (a check" in said
+    assert "step_2 is complete and stays. Training goes on" in said
+
+
+def test_a_run_whose_last_save_fails_ends_with_an_error(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(4, save_period=2), data)
+    session._parts.policy = FailingPolicy(4, error=FULL[0])
+    with pytest.raises(CheckpointError, match="step_4 could not be written .* step_2 is complete and stays"):
+        train(session, data)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("*step_*")) == ["step_2"]
+
+
+def test_what_is_no_failed_write_ends_the_run(tmp_path: Path) -> None:
+    for number, error in enumerate((ZeroDivisionError("bug"), WorkerDiedError("rank 0"))):
+        data = Data()
+        session, _ = make_session(tmp_path / str(number), Cadence(4, save_period=2), data)
+        session._parts.policy = FailingPolicy(2, error=error)
+        with pytest.raises(type(error)):
+            train(session, data)
+
+
+def test_a_disk_that_is_full_in_truth(tmp_path: Path, ram_disk, caplog) -> None:
+    """Half a megabyte a checkpoint on a disk of one: the second does not fit, until the first is moved away."""
+
+    class LargePolicy(Policy):
+        def save_checkpoint(self, weights_path: str, *others: object) -> None:
+            super().save_checkpoint(weights_path, None, None, False)
+            torch.save(torch.zeros(600 << 8), Path(weights_path) / "model.pt")
+
+    with ram_disk("size=1m") as folder:
+        data = Data()
+        session, _ = make_session(folder, Cadence(3, save_period=1), data)
+        session._parts.policy = LargePolicy()
+        session._parts.logger = Logger(LoggerConfig.build(), tmp_path / "exp")
+        with session:
+            for step in session.steps():
+                data.next()
+                if step == 3:
+                    shutil.rmtree(folder / "checkpoints/step_1")
+                session.finish_step(step, num_prompts=4)
+        assert [p.name for p in (folder / "checkpoints").glob("*step_*")] == ["step_3"]
+    (said,) = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert re.search(r"no space left on device \(a checkpoint takes 61\d kB, 4\d\d kB are free\)", said)
+
+
+def test_a_resume_without_anything_to_do_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for length, asked, reason in (
+        (1000, 4, "the checkpoint is at step 4 already, and the run ends at step 4"),
+        (4, 9, "the data ended after 4 batches"),
+    ):
+        folder = tmp_path / str(length)
+        data = Data(length)
+        session, _ = make_session(folder, Cadence(asked, save_period=4), data)
+        train_to_the_end(session, data)
+        again = Data(length)
+        session, _ = make_session(folder, Cadence(asked, save_period=4), again)
+        caplog.clear()
+        train_to_the_end(session, again)
+        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert len(said) == 1 and said[0].startswith(f"Nothing was trained: {reason}. Raise max_num_steps")
+
+
+def train_to_the_end(session: Session, data: Data) -> None:
+    with session:
+        for step in session.steps():
+            data.next()
+            session.finish_step(step, num_prompts=4)
+
+
+def test_a_data_position_that_would_execute_code_is_refused(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(2, save_period=2), data)
+    train(session, data)
+    trace = tmp_path / "executed"
+    position = tmp_path / "checkpoints/step_2/train_dataloader.pt"
+    torch.save(Executes(trace), position)
+    with pytest.raises(CheckpointError, match=r"train_dataloader\.pt cannot be read"):
+        make_session(tmp_path, Cadence(4, save_period=2), Data())
+    assert not trace.exists()
+    torch.load(position, weights_only=False)
+    assert trace.exists(), "the file does execute code where it may"
+    position.write_bytes(b"garbage")
+    with pytest.raises(CheckpointError, match=r"train_dataloader\.pt cannot be read"):
+        make_session(tmp_path, Cadence(4, save_period=2), Data())
+
+
+class Executes:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
 
 
 def test_named_validation_sets_have_a_prefix_of_their_own(tmp_path: Path) -> None:

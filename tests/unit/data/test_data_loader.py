@@ -103,6 +103,34 @@ def test_state_of_other_data_is_refused(dataset):
         make(dataset, seed=8).load_state_dict(loader.state_dict())
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_position_in_changed_data_keeps_epoch_and_number_of_rows(dataset, caplog, shuffle):
+    old = make(dataset, shuffle=shuffle)
+    epochs(old, 1)
+    batches = iter(old)
+    for _ in range(3):
+        next(batches)
+    shorter = torch.utils.data.Subset(dataset, [i for i in range(NUM_ROWS) if i != 5])
+    new = build_loader(shorter, 5, shuffle=shuffle, seed=8, accept_changes=True)
+    new.load_state_dict(old.state_dict())
+    whole = epochs(build_loader(shorter, 5, shuffle=shuffle, seed=8), 3)
+    assert epochs(new, 2) == [whole[1][2:], whole[2]]
+    assert "num_rows was 23 and is 22, batch_size was 4 and is 5, seed was 7 and is 8" in caplog.text
+    assert "Epoch 2 goes on behind 10 of its 22 rows" in caplog.text
+    assert ("new order" in caplog.text) is shuffle
+
+
+def test_a_position_behind_the_end_of_changed_data_begins_the_next_epoch(dataset):
+    old = make(dataset)
+    batches = iter(old)
+    for _ in range(5):
+        next(batches)
+    fewer = torch.utils.data.Subset(dataset, list(range(8)))
+    new = build_loader(fewer, BATCH, shuffle=True, seed=7, accept_changes=True)
+    new.load_state_dict(old.state_dict())
+    assert epochs(new, 2) == [[], epochs(build_loader(fewer, BATCH, shuffle=True, seed=7), 2)[1]]
+
+
 def test_leaving_an_epoch_early_begins_the_next(dataset):
     whole = epochs(make(dataset), 2)
     loader = make(dataset)

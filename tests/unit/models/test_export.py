@@ -16,6 +16,7 @@ from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.huggingface.export import export_checkpoint, find_weights, verify_export
 from nemo_rl.models.policy.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.utils.manifest import write_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY_CHAT = ROOT / "examples/assets/tiny-chat"
@@ -88,6 +89,22 @@ def test_a_damaged_export_is_noticed(trained, tmp_path) -> None:
     tensors[name] = tensors[name] * 1.1
     save_file(tensors, file, metadata={"format": "pt"})
     assert verify_export(weights, tmp_path / "hf").max_difference > 1e-3
+
+
+def test_damaged_weights_are_not_exported(trained, tmp_path) -> None:
+    step = tmp_path / "step_3"
+    shutil.copytree(trained[0], step)
+    (step / "policy/optimizer").mkdir()
+    (step / "policy/optimizer/trainer.pt").write_text("x")
+    write_manifest(step)
+    (step / "policy/optimizer/trainer.pt").unlink()
+    export_checkpoint(find_weights(step), tmp_path / "hf")
+    (file,) = (step / "policy/weights/model").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"policy/weights/model/{file.name} has other content than was written"):
+        export_checkpoint(find_weights(step), tmp_path / "other")
 
 
 def test_weights_in_half_the_bytes(trained, tmp_path) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.models.dtensor import checkpoint_io
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler
+from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, hyperparameters_now
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.interfaces import CheckpointPaths
 from nemo_rl.models.policy.workers.base import PolicyWorker
@@ -187,6 +187,113 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path) -> None:
             bigger.load_checkpoint(str(tmp_path / "w"))
 
 
+NEW_SCHEDULE = [
+    {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 4}},
+    {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 8}},
+    {"milestones": [4]},
+]
+
+
+@pytest.mark.parametrize("scheduler", [None, SCHEDULE, NEW_SCHEDULE])
+def test_new_settings_count_from_the_resumed_step_on(tmp_path, scheduler) -> None:
+    """Moments go on; rate, decay and schedule are those of a run that had the new settings from its first step."""
+    name = save_tiny_model(tmp_path / "m")
+    new = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-5, "weight_decay": 0.3, "betas": [0.8, 0.99]}}
+    with process_group():
+        worker, config = _worker(name)
+        for seed in (1, 2, 3):
+            _update(worker, config, seed)
+        worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+        saved = _state(worker)
+
+        config = policy_config(name, scheduler=scheduler, optimizer=new)
+        resumed = PolicyWorker(DTensorBackend(config, CPU), config)
+        resumed.load_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+        loaded = _state(resumed)
+        want = _rates(scheduler, base=1e-5, steps=6)
+        rates = []
+        for seed in (4, 5, 6):
+            rates.append(resumed.backend.learning_rate())
+            _update(resumed, config, seed)
+    assert rates == want[3:6]
+    group = resumed.backend.optimizer.param_groups[0]
+    assert (group["weight_decay"], list(group["betas"])) == (0.3, [0.8, 0.99])
+    moments = {key: tensor for key, tensor in saved.items() if key != "lr"}
+    _assert_equal(moments, {key: loaded[key] for key in moments})
+
+
+def _rates(scheduler, base: float, steps: int) -> list[float]:
+    """Learning rates of a run of these steps that never stopped."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    config = policy_config("m", scheduler=scheduler, optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": base}})
+    optimizer = build_optimizer([parameter], config.optimizer)
+    built = build_scheduler(optimizer, config.scheduler)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        built.step()
+    return rates
+
+
+def test_what_an_optimizer_keeps_of_its_own_survives_new_settings() -> None:
+    """Optimizers such as Prodigy adapt values in their groups that are no arguments."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, weight_decay=0.1)
+    optimizer.param_groups[0]["d"] = 3.0
+    settings = {"optimizer": {"kwargs": {"lr": 0.5, "weight_decay": 0.1}}}
+    saved = {"scheduler": {"last_epoch": 2}, "settings": {"optimizer": {"kwargs": {"lr": 0.9}}}}
+    (values,) = hyperparameters_now(optimizer, build_scheduler(optimizer, None), settings, saved)
+    assert values == {"lr": 0.5, "initial_lr": 0.5, "weight_decay": 0.1, "momentum": 0}
+
+
+def test_another_optimizer_starts_without_moments(tmp_path, caplog) -> None:
+    name = save_tiny_model(tmp_path / "m")
+    with process_group():
+        worker, config = _worker(name)
+        _update(worker, config, 1)
+        worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+        sgd = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}}
+        config = policy_config(name, scheduler=SCHEDULE, optimizer=sgd)
+        other = PolicyWorker(DTensorBackend(config, CPU), config)
+        other.load_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+        assert not other.backend.optimizer.state
+        assert other.backend.learning_rate() == _rates(SCHEDULE, base=0.5, steps=2)[1]
+    assert "starts without moments" in caplog.text
+
+
+@pytest.mark.parametrize("file", ["trainer.pt", "rng/rank_00000.pt", "optim/.metadata", "optim/__0_0.distcp"])
+def test_a_damaged_training_state_is_named(tmp_path, file) -> None:
+    name = save_tiny_model(tmp_path / "m")
+    with process_group():
+        worker, config = _worker(name)
+        _update(worker, config, 1)
+        worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+        damaged = tmp_path / "o" / file
+        damaged.write_bytes(damaged.read_bytes()[:50])
+        with pytest.raises(CheckpointError, match=str(damaged.parent)):
+            worker.load_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+
+
+def _fail_on_one_rank(rank: int, world_size: int, name: str, step: str) -> str:
+    """Saving where the last rank cannot write; then a training step, which needs all ranks."""
+    worker, config = _worker(name)
+    _update(worker, config, 1, rank, world_size)
+    if rank == world_size - 1:
+        Path(step).mkdir()
+        (Path(step) / "rng").write_text("a file where a folder has to be")
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError) as failure:
+        worker.save_checkpoint(f"{step}_weights", step)
+    _update(worker, config, 2, rank, world_size)
+    return str(failure.value)
+
+
+def test_a_rank_that_cannot_write_lets_all_ranks_fail_and_train_on(tmp_path) -> None:
+    said = run_ranks(_fail_on_one_rank, 2, save_tiny_model(tmp_path / "m"), str(tmp_path / "o"))
+    assert said[0] == said[1] and "File exists" in said[0]
+
+
 def _schedule_of(scheduler, steps: int = 4) -> list[float]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     config = policy_config("m", scheduler=scheduler, optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}})
@@ -196,9 +303,8 @@ def _schedule_of(scheduler, steps: int = 4) -> list[float]:
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        if built is not None:
-            built.step()
-    assert built is None or isinstance(built, SequentialLR) is isinstance(scheduler, list) or len(scheduler) == 1
+        built.step()
+    assert isinstance(built, SequentialLR) is isinstance(scheduler, list) or len(scheduler) == 1
     return rates
 
 

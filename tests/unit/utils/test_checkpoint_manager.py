@@ -226,6 +226,8 @@ def test_a_living_writer_is_not_disturbed(tmp_path):
         assert (tmp_path / "tmp_step_5").exists()
         with pytest.raises(CheckpointError, match="in use by another run"):
             manager.init_tmp_checkpoint(6, {})
+        with pytest.raises(CheckpointError, match="in use by another run"):
+            manager.claim()
     finally:
         writer.kill()
         writer.join()
@@ -240,6 +242,93 @@ def test_reading_needs_no_write_permission(tmp_path):
     assert reader.get_latest_checkpoint_path() == str(tmp_path / "step_1")
     assert make_manager(tmp_path / "missing").get_latest_checkpoint_path() is None
     assert not (tmp_path / "missing").exists()
+
+
+def damage(folder: Path, how: str) -> str:
+    """Damage a checkpoint; returns what its manager should say."""
+    payload = folder / PAYLOAD
+    if how == "truncated":
+        payload.write_text("wei")
+        return f"{PAYLOAD} has 3 of 7 bytes"
+    if how == "flipped bit":
+        payload.write_bytes(bytes([payload.read_bytes()[0] ^ 1]) + payload.read_bytes()[1:])
+        return f"{PAYLOAD} has other content than was written"
+    if how == "missing":
+        payload.unlink()
+        return f"{PAYLOAD} is missing"
+    if how == "empty save state":
+        (folder / "training_info.json").write_text("")
+        return "no readable training_info.json"
+    (folder / "manifest.json").write_text("{]")
+    return "manifest.json cannot be read"
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped bit", "missing", "empty save state", "manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path, caplog, how):
+    save_with(make_manager(tmp_path), {1: None, 2: None, 3: None})
+    assert make_manager(tmp_path).find_resumable() == tmp_path / "step_3"
+    told = damage(tmp_path / "step_3", how)
+    manager = make_manager(tmp_path)
+    manager.claim()
+    assert manager.find_resumable() == tmp_path / "step_2"
+    assert told in caplog.text and "the run goes on from step_2" in caplog.text
+    assert manager.steps() == [1, 2] and (tmp_path / "damaged_step_3").exists()
+    save(manager, 3)
+    assert manager.find_resumable() == tmp_path / "step_3"
+
+
+def test_with_nothing_but_damage_every_folder_is_named_and_left(tmp_path):
+    save_with(make_manager(tmp_path), {1: None, 2: None})
+    for step in (1, 2):
+        damage(tmp_path / f"step_{step}", "truncated")
+    with pytest.raises(CheckpointError, match=r"(?s)step_2: .*step_1: .*start afresh with another checkpoint"):
+        make_manager(tmp_path).find_resumable()
+    assert make_manager(tmp_path).steps() == [1, 2]
+
+
+def test_a_removed_optimizer_folder_is_no_damage_but_a_removed_part_of_it_is(tmp_path):
+    manager = make_manager(tmp_path)
+    for step in (1, 2):
+        folder = Path(manager.init_tmp_checkpoint(step, {"total_steps": step}))
+        (folder / "policy/optimizer").mkdir(parents=True)
+        (folder / "policy/optimizer/trainer.pt").write_text("x")
+        (folder / "policy/optimizer/rng").write_text("x")
+        manager.finalize_checkpoint(folder)
+    shutil.rmtree(tmp_path / "step_2/policy/optimizer")
+    assert manager.find_resumable() == tmp_path / "step_2"
+    (tmp_path / "step_1/policy/optimizer/rng").unlink()
+    shutil.rmtree(tmp_path / "step_2")
+    with pytest.raises(CheckpointError, match="policy/optimizer/rng is missing"):
+        manager.find_resumable()
+
+
+def test_a_checkpoint_without_checksums_is_used_and_said_to_be_unchecked(tmp_path, caplog):
+    save(make_manager(tmp_path), 1)
+    (tmp_path / "step_1/manifest.json").unlink()
+    assert make_manager(tmp_path).find_resumable() == tmp_path / "step_1"
+    assert "used unchecked" in caplog.text
+
+
+def test_a_damaged_old_checkpoint_takes_no_part_in_what_is_kept(tmp_path, caplog):
+    manager = make_manager(tmp_path, metric_name="val:accuracy", keep_top_k=2)
+    save_with(manager, {2: 0.9, 4: 0.5})
+    for content in ("", "[]"):
+        (tmp_path / "step_2/training_info.json").write_text(content)
+        save_with(manager, {6: 0.4, 8: 0.1, 10: 0.2})
+        assert manager.steps() == [2, 4, 6, 10]
+        assert manager.get_best_checkpoint_path() == str(tmp_path / "step_4")
+    assert sum("step_2 takes no part" in record.message for record in caplog.records) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_it_is_needed(tmp_path, ram_disk):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written: (Not a directory|File exists)"):
+        make_manager(tmp_path / "file").claim()
+    with ram_disk("ro") as folder:
+        with pytest.raises(CheckpointError, match="cannot be written: it is read-only"):
+            make_manager(folder).claim()
+        with pytest.raises(CheckpointError, match="cannot be written: Read-only file system"):
+            make_manager(folder / "new").claim()
 
 
 def test_imports_are_real():

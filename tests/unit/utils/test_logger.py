@@ -21,6 +21,7 @@ from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict, to_scalars
 from nemo_rl.utils.logger import Logger, get_next_experiment_dir, print_message_log_samples
 from nemo_rl.utils.logging_setup import configure_logging
+from nemo_rl.utils.optional_output import OptionalOutput
 
 
 def read_lines(path) -> list[dict]:
@@ -270,3 +271,51 @@ def test_mlflow_file_store(tmp_path):
     [run] = mlflow.search_runs(experiment_names=["e"], output_format="list")
     assert run.data.metrics["train/loss"] == 0.25
     assert run.data.params["grpo.seed"] == "1"
+
+
+def test_a_full_log_disk_costs_numbers_and_one_warning_for_each_file(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    logger = Logger(LoggerConfig(), tmp_path)
+    caplog.set_level(logging.INFO, logger="nemo_rl")
+    for step in (1, 2, 3):
+        logger.log_metrics({"loss": 0.25}, step, prefix="train", step_finished=True)
+    logger.close()
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [
+        "JsonlLogger cannot be written: [Errno 28] No space left on device. Training goes on; what is lost stays lost."
+    ]
+    assert sum("loss=0.25" in record.message for record in caplog.records) == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer thread
+def test_a_log_disk_that_fills_up_keeps_whole_lines_and_goes_on_when_there_is_room(tmp_path, ram_disk, caplog):
+    with ram_disk("size=64k") as folder:
+        logger = Logger(LoggerConfig(tensorboard_enabled=True), folder)
+        for step in range(400):
+            logger.log_metrics({"loss": step}, step, prefix="train" * 20)
+            logger.log_batched_dict_as_jsonl({"text": ["long" * 500]}, f"rows_{step}.jsonl")
+        whole = read_lines(folder / "metrics.jsonl")
+        assert 10 < len(whole) < 400
+        for file in folder.glob("rows_*"):
+            file.unlink()
+        logger.log_metrics({"loss": 0.5}, 401, prefix="train")
+        assert read_lines(folder / "metrics.jsonl") == [
+            *whole,
+            {"step": 401, "prefix": "train", "metrics": {"loss": 0.5}},
+        ]
+        assert not list(folder.glob("*.partial"))
+        logger.close()
+    said = [record.message.split(":")[0] for record in caplog.records if record.levelname == "WARNING"]
+    assert sorted(said) == [
+        "JsonlLogger cannot be written",
+        f"Samples in {folder} cannot be written",
+        "TensorboardLogger cannot be written",
+    ]
+
+
+def test_only_what_cannot_be_written_is_forgiven():
+    output = OptionalOutput("numbers", (OSError, TimeoutError))
+    with output.attempt():
+        raise TimeoutError("the tracker does not answer")
+    with pytest.raises(KeyError), output.attempt():
+        raise KeyError("a mistake")

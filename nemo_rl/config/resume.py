@@ -1,0 +1,113 @@
+"""Which keys may differ between a checkpoint's configuration and that of the run that goes on from it.
+
+A changed key is either applied from the next step on, or refused because the checkpoint holds a state that belongs to
+the old value, or because the numbers before and after it would not be those of one experiment. Invariant: a key that
+`APPLIED` does not name is refused unless `checkpointing.allow_changed` names it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
+APPLIED: dict[str, tuple[str, ...]] = {
+    "length, validation and early stop": (
+        "*.max_num_steps",
+        "*.max_num_epochs",
+        "*.val_*",
+        "*.max_val_samples",
+        "*.stop_at_validation_*",
+        "data.validation",
+    ),
+    "optimizer settings and schedule": ("policy.optimizer.kwargs", "policy.scheduler", "policy.max_grad_norm"),
+    "saving and logging": ("checkpointing", "logger"),
+    "machines, deadlines and processes": (
+        "cluster",
+        "data.num_workers",
+        "env.*.num_workers",
+        "env.*.timeout_s",
+        "policy.generation.colocated",
+    ),
+    "engines and weight sync": (
+        "policy.generation.backend",
+        "policy.generation.vllm_cfg",
+        "policy.generation.vllm_kwargs",
+        "policy.generation.weight_sync",
+    ),
+    "layout of passes and memory": (
+        "policy.train_micro_batch_size",
+        "policy.logprob_batch_size",
+        "policy.logprob_chunk_size",
+        "policy.make_sequence_length_divisible_by",
+        "policy.dynamic_batching",
+        "policy.sequence_packing",
+        "policy.dtensor_cfg.*_size",
+        "policy.dtensor_cfg.cpu_offload",
+        "policy.dtensor_cfg.activation_checkpointing",
+        "policy.dtensor_cfg.sequence_parallel",
+        "policy.dtensor_cfg.env_vars",
+        "teacher.colocated",
+    ),
+    "limits and defaults of data sets": ("data.max_bad_row_share", "data.default"),
+}
+"""Patterns of keys that a resumed run takes over, by what they are about; a section stands for all its keys, and
+`policy.` also for `teacher.`. `data.default` reaches the entries of `data.train`, which are compared themselves."""
+
+_ABSENT = "(absent)"
+
+
+@dataclass(frozen=True)
+class ChangedKey:
+    """A key whose value is not the checkpoint's.
+
+    Attributes:
+        key: dotted path.
+        before: value in the checkpoint's configuration.
+        now: value of this run.
+    """
+
+    key: str
+    before: Any
+    now: Any
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether a resumed run takes the new value over without being asked to."""
+        section, _, rest = self.key.partition(".")
+        names = {self.key, f"policy.{rest}"} if section == "teacher" else {self.key}
+        patterns = [pattern for group in APPLIED.values() for pattern in group]
+        patterns += [f"{pattern}.*" for pattern in patterns]
+        return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.now}"
+
+
+def changed_keys(config: BaseModel, stored: Mapping[str, Any]) -> list[ChangedKey]:
+    """Keys that differ from a stored configuration.
+
+    A key of the schema that one side does not have belongs to another version of the library and is left out.
+
+    Args:
+        config: the configuration of this run.
+        stored: what `config.model_dump(mode="json")` was when the checkpoint was written.
+    """
+    return list(_walk(config, stored, ""))
+
+
+def _walk(now: Any, before: Any, path: str) -> Iterator[ChangedKey]:
+    if isinstance(now, BaseModel) and isinstance(before, Mapping):
+        for name in type(now).model_fields:
+            if name in before:
+                yield from _walk(getattr(now, name), before[name], f"{path}.{name}" if path else name)
+    elif isinstance(now, Mapping) and isinstance(before, Mapping):
+        for name in dict.fromkeys((*before, *now)):
+            yield from _walk(now.get(name, _ABSENT), before.get(name, _ABSENT), f"{path}.{name}")
+    elif isinstance(now, list) and isinstance(before, list) and len(now) == len(before):
+        for index, (new, old) in enumerate(zip(now, before, strict=True)):
+            yield from _walk(new, old, f"{path}.{index}")
+    elif to_jsonable_python(now) != before:
+        yield ChangedKey(path, before, to_jsonable_python(now))

@@ -1,0 +1,33 @@
+"""The number of parameters of a model, from the headers of its files; no weight is read."""
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from nemo_rl.models.huggingface.folders import TENSOR_FILES
+
+
+def count_parameters(model_name: str) -> int | None:
+    """Elements of all tensors of a model folder, or of a hub model that is in the cache; None where unknown."""
+    folder = Path(model_name)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(model_name, "config.json")
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+    try:
+        counts = [_elements(path) for path in folder.glob(TENSOR_FILES)]
+    except (OSError, ValueError, KeyError, struct.error):
+        return None
+    return sum(counts) or None
+
+
+def _elements(path: Path) -> int:
+    """Elements of the tensors of a safetensors file: 8 bytes of length, then a JSON header."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

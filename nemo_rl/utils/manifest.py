@@ -1,0 +1,96 @@
+"""Checksums of the files of a folder, and what has changed since they were taken.
+
+CRC-32 finds what disks and interrupted copies do to a file (1.4 GiB/s a thread, several files at a time); it is no
+protection against a person. Invariant: the manifest is the last file that is written into a folder.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.utils.errors import CheckpointError
+
+MANIFEST_FILE = "manifest.json"
+_CHUNK_BYTES = 8 << 20
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+def write_manifest(folder: Path) -> None:
+    """Store size and checksum of every file below a folder as `manifest.json` in it."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    described = _describe(folder, [name for name in names if name != MANIFEST_FILE])
+    (folder / MANIFEST_FILE).write_text(json.dumps({"checksum": "crc32", "files": described}, indent=1))
+
+
+def manifest_bytes(folder: Path) -> int | None:
+    """Bytes of the files in a folder's manifest; None without a readable one."""
+    try:
+        files = _read(folder)
+    except CheckpointError:
+        return None
+    return None if files is None else sum(entry["bytes"] for entry in files.values())
+
+
+def find_damage(folder: Path, below: str = "") -> list[str] | None:
+    """Files that are not what the manifest says, each with the difference; None without a manifest.
+
+    Files that the manifest does not name are none of its business.
+
+    Args:
+        folder: what `write_manifest` described.
+        below: look only at files whose names begin so.
+
+    Raises:
+        CheckpointError: the manifest cannot be read.
+    """
+    expected = _read(folder)
+    if expected is None:
+        return None
+    expected = {name: entry for name, entry in expected.items() if name.startswith(below)}
+    present = [name for name in expected if (folder / name).is_file()]
+    found = _describe(folder, [name for name in present if _size(folder / name) == expected[name]["bytes"]])
+    damage = []
+    for name, entry in expected.items():
+        if name not in present:
+            damage.append(f"{name} is missing")
+        elif name not in found:
+            damage.append(f"{name} has {_size(folder / name)} of {entry['bytes']} bytes")
+        elif found[name]["crc32"] != entry["crc32"]:
+            damage.append(f"{name} has other content than was written (checksum)")
+    return damage
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    path = folder / MANIFEST_FILE
+    if not path.exists():
+        return None
+    try:
+        files = json.loads(path.read_text())["files"]
+        return {name: {"bytes": int(entry["bytes"]), "crc32": str(entry["crc32"])} for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}).") from error
+
+
+def _describe(folder: Path, names: list[str]) -> Mapping[str, dict[str, Any]]:
+    """Size and checksum of files; the largest are begun first."""
+    order = sorted(names, key=lambda name: -_size(folder / name))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sums = dict(zip(order, pool.map(lambda name: _crc32(folder / name), order), strict=True))
+    return {name: {"bytes": _size(folder / name), "crc32": sums[name]} for name in names}
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _crc32(path: Path) -> str:
+    value = 0
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            value = zlib.crc32(buffer[:count], value)
+    return f"{value:08x}"
