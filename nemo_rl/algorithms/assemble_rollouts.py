@@ -125,6 +125,7 @@ def make_prompts(config: RolloutMasterConfig, plan: RolloutPlan) -> PromptStream
         shuffle=config.data.shuffle,
         seed=algorithm.seed,
         num_workers=config.data.num_workers,
+        max_bad_row_share=config.data.max_bad_row_share,
     )
     return PromptStream(loader, algorithm.max_num_epochs)
 

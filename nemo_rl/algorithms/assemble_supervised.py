@@ -269,6 +269,7 @@ def _train_loader(config: SupervisedMasterConfig, data: SupervisedData, recipe: 
         seed=config.algorithm.seed,
         num_workers=config.data.num_workers,
         collate_fn=recipe.collate,
+        max_bad_row_share=config.data.max_bad_row_share,
     )
 
 
