@@ -138,6 +138,7 @@ def make_prompts(config: RolloutMasterConfig, plan: RolloutPlan) -> PromptStream
         seed=algorithm.seed,
         num_workers=config.data.num_workers,
         accept_changes=bool(config.checkpointing.allow_changed),
+        max_bad_row_share=config.data.max_bad_row_share,
     )
     return PromptStream(loader, algorithm.max_num_epochs)
 

@@ -271,6 +271,7 @@ def _train_loader(config: SupervisedMasterConfig, data: SupervisedData, recipe: 
         num_workers=config.data.num_workers,
         collate_fn=recipe.collate,
         accept_changes=bool(config.checkpointing.allow_changed),
+        max_bad_row_share=config.data.max_bad_row_share,
     )
 
 

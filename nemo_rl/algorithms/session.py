@@ -235,7 +235,8 @@ class Session:
         reason = self._stop_reason or "no reason was recorded"
         logger.warning("Stopped after step %d of %d: %s.", step, last_step, reason)
         if self._interrupted:
-            raise RunInterruptedError(f"{reason}. The checkpoint of step {step} is complete; the same command goes on.")
+            saved = f"The checkpoint of step {step} is complete" if step else "No step was finished"
+            raise RunInterruptedError(f"{reason}. {saved}; the same command goes on.")
 
     def steps(self) -> Iterator[int]:
         """Step numbers from 1 (or behind the checkpoint) until the run has to stop."""

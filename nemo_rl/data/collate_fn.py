@@ -3,6 +3,7 @@
 Between `datasets` and the algorithms' loops. Law: row i of every value belongs to datum i.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
         [B] int64 (the largest length, B times), `stop_strings` (list, None where absent).
     """
     length = torch.tensor([datum["length"] for datum in data_batch], dtype=torch.int64)
-    return BatchedDataDict(
+    batch: BatchedDataDict[Any] = BatchedDataDict(
         message_log=[datum["message_log"] for datum in data_batch],
         length=length,
         loss_multiplier=torch.tensor([datum["loss_multiplier"] for datum in data_batch], dtype=torch.float32),
@@ -34,6 +35,7 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
         batch_max_length=length.max().expand(len(data_batch)).clone(),
         stop_strings=[datum.get("stop_strings") for datum in data_batch],
     )
+    return _with_faults(batch, data_batch)
 
 
 def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
@@ -69,7 +71,7 @@ def sft_collate_fn(
         logs, {"token_ids": tokenizer.pad_token_id}, make_sequence_length_divisible_by
     )
     multipliers = torch.tensor([datum["loss_multiplier"] for datum in data_batch], dtype=torch.float32)
-    return BatchedDataDict(
+    batch: BatchedDataDict[Any] = BatchedDataDict(
         input_ids=flat["token_ids"],
         input_lengths=lengths,
         token_mask=flat["token_loss_mask"].float(),
@@ -77,6 +79,7 @@ def sft_collate_fn(
         loss_multiplier=multipliers.clone(),
         idx=[datum["idx"] for datum in data_batch],
     )
+    return _with_faults(batch, data_batch)
 
 
 def feedback_collate_fn(
@@ -128,4 +131,11 @@ def preference_collate_fn(
         batch["token_mask"] = flat["token_loss_mask"].float()
     if any("margin" in datum for datum in data_batch):
         batch["margin"] = torch.tensor([datum.get("margin", 0.0) for datum in data_batch]).repeat_interleave(2)
+    return _with_faults(batch, [datum for datum in data_batch for _ in range(2)])
+
+
+def _with_faults(batch: BatchedDataDict[Any], data: Sequence[Mapping[str, Any]]) -> BatchedDataDict[Any]:
+    """Add `fault` (list, None for most) if there is one; the loader reports it and takes it out."""
+    if any("fault" in datum for datum in data):
+        batch["fault"] = [datum.get("fault") for datum in data]
     return batch

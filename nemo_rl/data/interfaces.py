@@ -42,6 +42,8 @@ class DatumSpec(TypedDict):
     task_name: NotRequired[str]
     """Environment that grades the sample."""
     stop_strings: NotRequired[list[str] | None]
+    fault: NotRequired[str]
+    """Why the row cannot be used, of a datum that stands in for it."""
 
 
 class PreferenceDatumSpec(TypedDict):
@@ -55,6 +57,8 @@ class PreferenceDatumSpec(TypedDict):
     idx: int
     margin: NotRequired[float]
     """Reward by which the chosen conversation should lead."""
+    fault: NotRequired[str]
+    """As in `DatumSpec`."""
 
 
 class FeedbackDatumSpec(DatumSpec):

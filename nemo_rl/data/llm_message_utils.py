@@ -159,6 +159,7 @@ def get_formatted_message_log(
     add_eos_token: bool = True,
     add_generation_prompt: bool = False,
     tools: list[dict[str, Any]] | None = None,
+    longest: int | None = None,
 ) -> LLMMessageLogType:
     """Render a whole conversation for supervised training, message by message.
 
@@ -176,6 +177,7 @@ def get_formatted_message_log(
         add_generation_prompt: Give the header of an assistant turn to the message before it, as
             when generating.
         tools: Tool descriptions for the chat template.
+        longest: Of a message with more tokens than this only the beginning may be encoded (see `encode_text`).
 
     Raises:
         DataError: The chat template rewrites earlier messages when later ones follow, so the
@@ -190,7 +192,7 @@ def get_formatted_message_log(
         formatted.append({"role": message["role"], "content": full_text[start:end]})
     _add_ends(formatted, tokenizer, add_bos_token, add_eos_token)
     for message in formatted:
-        message[TOKEN_KEY] = encode_text(message["content"], tokenizer)
+        message[TOKEN_KEY] = encode_text(message["content"], tokenizer, longest)
     return formatted
 
 

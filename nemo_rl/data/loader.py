@@ -62,24 +62,34 @@ class PromptLoader(StatefulDataLoader):
     Each `iter()` begins the next epoch, except the first one after `load_state_dict`, which yields
     the rest of the saved epoch (nothing, if it was saved after the last batch). torchdata's own
     state depends on the number of workers and counts epochs by calls of `iter()`; this one does
-    neither. Prompts that are too long are reported by file and line.
+    neither. Rows that are too long or cannot be used are reported by file and line.
 
     Args:
         dataset: The rows.
         sampler: Their order.
         accept_changes: Load positions that belong to other data, batch sizes or orders too.
+        max_bad_row_share: Share of rows that one epoch may find unusable.
         **kwargs: For `StatefulDataLoader`.
 
     Attributes:
         num_over_long: Too long prompts met so far.
+        num_unusable: Rows met so far that could not be rendered or encoded.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], sampler: EpochSampler, *, accept_changes: bool = False, **kwargs: Any
+        self,
+        dataset: Dataset[Any],
+        sampler: EpochSampler,
+        *,
+        accept_changes: bool = False,
+        max_bad_row_share: float = 1.0,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dataset, sampler=sampler, **kwargs)
         self.num_over_long = 0
+        self.num_unusable = 0
         self._accept_changes = accept_changes
+        self._max_bad_row_share = max_bad_row_share
         self._order = sampler
         self._epoch = 0
         self._num_batches_done = 0
@@ -92,10 +102,11 @@ class PromptLoader(StatefulDataLoader):
         self._in_progress = True
         assert self.batch_size is not None
         self._order.begin(self._epoch, self._num_batches_done * self.batch_size)
-        before = self.num_over_long
+        before, unusable_before = self.num_over_long, self.num_unusable
         for batch in super().__iter__():
             self._num_batches_done += 1
-            self._note_over_long(batch)
+            self._note_weightless(batch)
+            self._check_share(self.num_unusable - unusable_before)
             yield batch
         self._epoch, self._num_batches_done = self._epoch + 1, 0
         self._in_progress = False
@@ -105,6 +116,8 @@ class PromptLoader(StatefulDataLoader):
                 "cut to a stub and did not train the model.",
                 self.num_over_long - before,
             )
+        if self.num_unusable > unusable_before:
+            logger.warning("%d rows of this epoch could not be used.", self.num_unusable - unusable_before)
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch and batches done in it, with what their meaning depends on."""
@@ -166,21 +179,31 @@ class PromptLoader(StatefulDataLoader):
             "seed": order.seed,
         }
 
-    def _note_over_long(self, batch: Any) -> None:
+    def _note_weightless(self, batch: Any) -> None:
+        """Report the rows of a batch that do not train, and take their faults out of it."""
         if "loss_multiplier" not in batch:
             return
         multipliers = dict(zip(batch["idx"], batch["loss_multiplier"].tolist(), strict=True))
+        faults = dict(zip(batch["idx"], batch.pop("fault", ()), strict=False))
         for idx, multiplier in multipliers.items():
             if multiplier:
                 continue
-            self.num_over_long += 1
-            if self.num_over_long <= PLACES_SHOWN:
+            fault = faults.get(idx)
+            self.num_over_long += fault is None
+            self.num_unusable += fault is not None
+            if (self.num_over_long if fault is None else self.num_unusable) <= PLACES_SHOWN:
                 file, line = self.dataset.place(idx)
-                logger.warning(
-                    "%s:%s: longer than data.max_input_seq_length; kept with loss_multiplier 0.",
-                    file,
-                    line,
-                )
+                reason = fault or "longer than data.max_input_seq_length"
+                logger.warning("%s:%s: %s; kept with loss_multiplier 0.", file, line, reason)
+
+    def _check_share(self, num_unusable: int) -> None:
+        num_rows = self._order.num_rows
+        if num_unusable > self._max_bad_row_share * num_rows:
+            raise DataError(
+                f"{num_unusable} of {num_rows} training rows could not be used, more than "
+                f"data.max_bad_row_share={self._max_bad_row_share:g} allows; the log names the first ones. "
+                "Repair them, or raise that key to train on the rest."
+            )
 
 
 def build_loader(
@@ -194,6 +217,7 @@ def build_loader(
     max_rows: int | None = None,
     collate_fn: Callable[[list[Any]], Any] = rl_collate_fn,
     accept_changes: bool = False,
+    max_bad_row_share: float = 1.0,
 ) -> PromptLoader:
     """Make the loader of a data set.
 
@@ -211,6 +235,7 @@ def build_loader(
         max_rows: Only the first rows of the data set; None: all.
         collate_fn: Joins data into a batch.
         accept_changes: Go on from a position in other data too, see `PromptLoader.load_state_dict`.
+        max_bad_row_share: Share of rows that one epoch may find unusable; above it iterating raises `DataError`.
 
     Raises:
         DataError: An epoch would have no batch.
@@ -226,6 +251,7 @@ def build_loader(
         dataset,
         batch_size=batch_size,
         sampler=EpochSampler(num_rows, shuffle, seed),
+        max_bad_row_share=max_bad_row_share,
         num_workers=num_workers,
         worker_init_fn=_leave_process_group,
         drop_last=drop_last,

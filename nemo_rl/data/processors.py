@@ -26,7 +26,7 @@ from nemo_rl.data.rendering import encode_text, render_chat
 from nemo_rl.utils.errors import DataError
 
 STUB_TOKENS = 4
-"""Most tokens kept of each message of a prompt that is too long."""
+"""Most tokens, and characters of text, kept of each message of a prompt that is too long."""
 
 
 def math_hf_data_processor(
@@ -118,6 +118,7 @@ def sft_processor(
         add_eos_token=add_eos,
         add_generation_prompt=add_generation_prompt,
         tools=datum_dict.get("tools"),
+        longest=max_seq_length,
     )
     return _finish(message_log, None, datum_dict.get("task_name"), max_seq_length, idx)
 
@@ -241,7 +242,7 @@ class _Rendering:
 def _prompt_datum(prompt: list[Message], info: dict[str, Any], task_name: str | None, how: _Rendering) -> DatumSpec:
     messages = with_task_prompts(prompt, how.spec)
     text = render_chat(messages, how.tokenizer, add_generation_prompt=True)
-    entry = {"role": "user", "content": text, "token_ids": encode_text(text, how.tokenizer)}
+    entry = {"role": "user", "content": text, "token_ids": encode_text(text, how.tokenizer, how.max_seq_length)}
     return _finish([entry], info, task_name, how.max_seq_length, how.idx)
 
 
@@ -252,30 +253,40 @@ def _finish(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    length = sum(len(message["token_ids"]) for message in message_log)
-    loss_multiplier = 1.0
-    if max_seq_length is not None and length > max_seq_length:
-        _cut_to_stub(message_log, max_seq_length)
-        length = sum(len(message["token_ids"]) for message in message_log)
-        loss_multiplier = 0.0
     datum = DatumSpec(
         message_log=message_log,
-        length=length,
+        length=sum(len(message["token_ids"]) for message in message_log),
         extra_env_info=info,
-        loss_multiplier=loss_multiplier,
+        loss_multiplier=1.0,
         idx=idx,
     )
     if task_name is not None:
         datum["task_name"] = task_name
+    if max_seq_length is not None and datum["length"] > max_seq_length:
+        cut_to_stub(datum, max_seq_length)
     return datum
 
 
-def _cut_to_stub(message_log: LLMMessageLogType, max_seq_length: int) -> None:
-    keep = max(1, min(STUB_TOKENS, max_seq_length // len(message_log)))
-    for message in message_log:
-        for key, value in message.items():
-            if isinstance(value, torch.Tensor):
-                message[key] = value[:keep].clone()
+def cut_to_stub(datum: Any, max_seq_length: int | None) -> None:
+    """Leave a few tokens of each message and no weight in the loss, in place.
+
+    Args:
+        datum: of any processor: its logs are under `message_log`, or under `message_log_chosen` and `_rejected`.
+        max_seq_length: longest prompt in tokens; None is no limit.
+    """
+    for side in ("", "_chosen", "_rejected"):
+        message_log: LLMMessageLogType = datum.get(f"message_log{side}", ())
+        if not message_log:
+            continue
+        room = STUB_TOKENS if max_seq_length is None else max_seq_length // len(message_log)
+        keep = max(1, min(STUB_TOKENS, room))
+        for message in message_log:
+            for key, value in message.items():
+                if isinstance(value, torch.Tensor):
+                    message[key] = value[:keep].clone()
+            message["content"] = str(message["content"])[:keep]
+        datum[f"length{side}"] = sum(len(message["token_ids"]) for message in message_log)
+    datum["loss_multiplier"] = 0.0
 
 
 def _take(datum_dict: dict[str, Any], processor: str, *keys: str) -> list[Any]:

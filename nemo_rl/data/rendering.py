@@ -13,6 +13,10 @@ import torch
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.utils.errors import DataError
 
+_CHARACTERS_PER_TOKEN = 8
+_CUT_MARGIN = 512
+"""More than the bytes of the longest token of any vocabulary."""
+
 
 def render_chat(
     messages: Sequence[Message],
@@ -49,7 +53,26 @@ def render_chat(
     return str(rendered)
 
 
-def encode_text(text: str, tokenizer: TokenizerType) -> torch.Tensor:
-    """Token ids [T] int64 of rendered text; adds no special tokens."""
+def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None) -> torch.Tensor:
+    """Token ids [T] int64 of rendered text; adds no special tokens.
+
+    Args:
+        text: Rendered text.
+        tokenizer: Encodes it.
+        longest: The caller has no use for a text of more tokens, so of such a text a beginning with more tokens
+            than that may do; None encodes all of it. Megabytes would take seconds and gigabytes.
+    """
+    if longest is not None:
+        # A cut in the middle of a token adds fewer tokens than the margin: with that many more, so has the whole text.
+        end = _CHARACTERS_PER_TOKEN * (longest + _CUT_MARGIN)
+        while end < len(text):
+            beginning = _encode(text[:end], tokenizer)
+            if len(beginning) > longest + _CUT_MARGIN:
+                return beginning
+            end *= _CHARACTERS_PER_TOKEN
+    return _encode(text, tokenizer)
+
+
+def _encode(text: str, tokenizer: TokenizerType) -> torch.Tensor:
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.int64)

@@ -42,36 +42,31 @@ class EvalPrompts:
         problems = load_eval_dataset(config)
         raw = problems.raw
         name = config.data_path or str(config.dataset_name)
-        report_bad_rows(name, raw.bad_rows, raw.num_rows, config.max_bad_row_share, raw.first_columns)
-        self.num_bad_rows = len(raw.bad_rows)
         self._topic_key = problems.topic_key
-        self._rows = _some(raw.dataset, config)
         self._data = AllTaskProcessedDataset(
-            self._rows,
+            _some(raw.dataset, config),
             tokenizer,
             spec,
             processor or get_processor(problems.processor),
             _unfold_choice,
             config.max_input_seq_length,
         )
-        self._data[0]
+        bad = raw.bad_rows + self._data.leave_out_unusable(len(self._data), over_long=False)
+        report_bad_rows(name, bad, raw.num_rows, config.max_bad_row_share, raw.first_columns)
+        self.num_bad_rows = len(bad)
         logger.info("Data: %d problems of %s.", len(self), name)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._data)
 
     def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
-        """Prompts `start` to `stop - 1`, collated for a rollout.
-
-        Raises:
-            DataError: a prompt cannot be rendered.
-        """
+        """Prompts `start` to `stop - 1`, collated for a rollout."""
         data: list[DatumSpec] = [self._data[index] for index in range(start, stop)]
         return rl_collate_fn(data)
 
     def topic(self, index: int) -> str | None:
         """Field of knowledge of a prompt, where the data set names one."""
-        row = _unfold_choice(self._rows[index])
+        row = _unfold_choice(self._data.dataset[index])
         topic = row.get(self._topic_key or "subject")
         return None if topic is None else str(topic)
 

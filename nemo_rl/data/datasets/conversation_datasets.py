@@ -5,6 +5,7 @@ tool calls and tool descriptions reach the chat template as the mappings it expe
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from nemo_rl.data.datasets.arithmetic import TRAIN
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.readers import RowTable
-from nemo_rl.data.datasets.row_values import kind_of, text_of, value_of
+from nemo_rl.data.datasets.row_values import kind_of, plain_text, text_of, value_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "environment")
 ASSISTANT = "assistant"
@@ -121,8 +122,10 @@ class OpenAssistantDataset(MessagesDataset):
             if role is None:
                 raise RowError(f"unknown role {node.get('role')!r}")
             messages.append({"role": role, "content": text_of(node, "text")})
-            replies = [reply for reply in node.get("replies") or [] if not reply.get("deleted")]
-            node = min(replies, key=_rank, default=None)
+            replies = node.get("replies") or []
+            if not isinstance(replies, list) or not all(isinstance(reply, Mapping) for reply in replies):
+                raise RowError("'replies' is not a list of messages")
+            node = min((reply for reply in replies if not reply.get("deleted")), key=_rank, default=None)
         if messages and messages[-1]["role"] != ASSISTANT:
             messages.pop()
         return checked_messages(messages, "prompt")
@@ -130,7 +133,11 @@ class OpenAssistantDataset(MessagesDataset):
 
 def _rank(reply: Mapping[str, Any]) -> float:
     rank = reply.get("rank")
-    return float("inf") if rank is None else float(rank)
+    if rank is None:
+        return math.inf
+    if not isinstance(rank, int | float):
+        raise RowError(f"'rank' is {kind_of(rank)}, not a number")
+    return rank
 
 
 def checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
@@ -139,12 +146,21 @@ def checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
     Raises:
         RowError: They are no conversation that ends with an assistant message which says something.
     """
-    if not isinstance(messages, list):
-        raise RowError(f"{key!r} is {kind_of(messages)}, not a list of messages")
-    checked = [_message(message, number) for number, message in enumerate(messages)]
+    checked = message_list(messages, key)
     if not checked or checked[-1]["role"] != ASSISTANT:
         raise RowError("the last message is not an assistant's")
     return checked
+
+
+def message_list(messages: Any, key: str) -> list[dict[str, Any]]:
+    """Messages with a known role and text as content, whoever speaks last.
+
+    Raises:
+        RowError: One of them has not, or they are no list.
+    """
+    if not isinstance(messages, list):
+        raise RowError(f"{key!r} is {kind_of(messages)}, not a list of messages")
+    return [_message(message, number) for number, message in enumerate(messages)]
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
@@ -153,34 +169,43 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise RowError(f"message {number} has the unknown role {role!r}")
-    calls = [_tool_call(call, number) for call in message.get("tool_calls") or []]
     kept = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    listed = message.get("tool_calls") or []
+    if not isinstance(listed, list):
+        raise RowError(f"the tool calls of message {number} are {kind_of(listed)}, not a list")
+    calls = [_tool_call(call, number) for call in listed]
     if calls:
         kept["tool_calls"] = calls
-        kept["content"] = message.get("content") or ""
-    if isinstance(kept.get("content"), list):
-        kept["content"] = _joined(kept["content"], number)
+        kept.setdefault("content", "")
+    kept["content"] = _content(kept.get("content"), number)
     if not calls and role == ASSISTANT:
         text_of(kept, "content")
     return kept
 
 
-def _joined(parts: list[Any], number: int) -> str:
-    """The text of a content that is a list of typed parts."""
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise RowError(f"message {number} has content that is not text")
-    return "".join(texts)  # type: ignore[arg-type]
+def _content(content: Any, number: int) -> str:
+    """The text of a message, which may stand in a list of typed parts."""
+    what = f"the content of message {number}"
+    if content is None:
+        raise RowError(f"message {number} has no content")
+    if not isinstance(content, list):
+        return plain_text(content, what)
+    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+        kinds = {str(part.get("type")) if isinstance(part, Mapping) else kind_of(part) for part in content}
+        raise RowError(f"{what} has parts that are not text: {', '.join(sorted(kinds))}")
+    return plain_text("".join(map(str, texts)), what)
 
 
 def _tool_call(call: Any, number: int) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not function.get("name"):
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if function is None or not isinstance(name, str) or not name:
         raise RowError(f"message {number} has a tool call without a name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"the tool arguments of message {number}")
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tools_of(row: Row, key: str) -> list[dict[str, Any]] | None:
@@ -202,5 +227,5 @@ def tools_of(row: Row, key: str) -> list[dict[str, Any]] | None:
 def _parsed(text: str, what: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # `int` refuses thousands of digits by a ValueError
         raise RowError(f"{what} is not valid JSON") from None

@@ -16,7 +16,7 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.arithmetic import TRAIN
 from nemo_rl.data.datasets.arithmetic_worked import WorkedPairsDataset
-from nemo_rl.data.datasets.conversation_datasets import ASSISTANT, checked_messages
+from nemo_rl.data.datasets.conversation_datasets import ASSISTANT, checked_messages, message_list
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.response_datasets import ExternalDataset, resolve_external_dataset_class
@@ -148,7 +148,7 @@ class HelpSteer3Dataset(PairDataset):
     def to_pair(self, row: Row) -> Pair:
         """The response that the sign prefers, and the other one."""
         preference = value_of(row, _PREFERENCE)
-        if not isinstance(preference, int | float) or preference == 0:
+        if not _is_number(preference) or preference == 0:
             raise RowError("'overall_preference' prefers neither response")
         keys = ("response1", "response2") if preference < 0 else ("response2", "response1")
         return make_pair(
@@ -169,7 +169,7 @@ def ranked_pair(row: Row) -> Pair:
     completions = value_of(row, "completions")
     if not isinstance(completions, list) or not all(isinstance(c, Mapping) for c in completions):
         raise RowError(f"'completions' is {kind_of(completions)}, not a list of objects")
-    if not all(isinstance(c.get("rank"), int | float) for c in completions):
+    if not all(_is_number(c.get("rank")) for c in completions):
         raise RowError("a completion has no 'rank'")
     ranked = sorted(completions, key=lambda c: c["rank"])
     if len(ranked) < 2 or ranked[0]["rank"] == ranked[-1]["rank"]:
@@ -177,6 +177,10 @@ def ranked_pair(row: Row) -> Pair:
     context = prompt_messages(value_of(row, "context"), "context")
     best, worst = (checked_messages(c.get("completion"), "completion") for c in (ranked[0], ranked[-1]))
     return make_pair(context, best, worst)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not math.isnan(value)
 
 
 def make_pair(context: Messages, chosen: Messages, rejected: Messages) -> Pair:
@@ -234,9 +238,9 @@ def prompt_messages(value: Any, key: str) -> Messages:
     """
     if isinstance(value, str):
         return [{"role": "user", "content": text_of({key: value}, key)}]
-    if not isinstance(value, list) or not all(isinstance(m, Mapping) and "role" in m for m in value):
+    if not isinstance(value, list):
         raise RowError(f"{key!r} is {kind_of(value)}, neither text nor a list of messages")
-    return [{name: below for name, below in message.items() if below is not None} for message in value]
+    return message_list(value, key)
 
 
 def answer_messages(row: Row, key: str) -> Messages:

@@ -1,16 +1,19 @@
 """Formatted rows as data with token ids, processed when they are asked for.
 
-Between raw data sets and the loader. Law: `dataset[i]` depends on row i only, so any worker
+Between raw data sets and the loader. Law: `dataset[i]` depends on the rows only, so any worker
 process and any resumed run gives the same datum.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 
-from nemo_rl.data.datasets.raw_dataset import row_place
+from nemo_rl.data.bad_rows import BadRow, summarize_bad_rows
+from nemo_rl.data.datasets.raw_dataset import RowView, row_place
 from nemo_rl.data.interfaces import (
     DatumSpec,
     TaskDataPreProcessFnCallable,
@@ -18,6 +21,7 @@ from nemo_rl.data.interfaces import (
     TaskDataSpec,
     TokenizerType,
 )
+from nemo_rl.data.processors import cut_to_stub
 from nemo_rl.utils.errors import DataError
 
 TaskProcessors = TaskDataProcessFnCallable | Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
@@ -34,6 +38,10 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         task_data_processors: One processor for all rows, or (spec, processor) by task name.
         task_data_preprocessors: Applied to a row before its processor: one, or by task name.
         max_seq_length: Longest prompt in tokens; None is no limit.
+
+    Attributes:
+        stand_in: Datum without weight that is given, with the reason as `fault`, in place of a row that cannot be
+            processed; None lets the error of such a row through. `leave_out_unusable` makes it.
     """
 
     def __init__(
@@ -51,6 +59,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         self.task_data_processors = task_data_processors
         self.task_data_preprocessors = task_data_preprocessors
         self.max_seq_length = max_seq_length
+        self.stand_in: DatumSpec | None = None
         if isinstance(task_data_processors, Mapping):
             for spec, _ in task_data_processors.values():
                 spec.copy_defaults(default_task_data_spec)
@@ -59,11 +68,56 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         return len(self.dataset)
 
     def __getitem__(self, idx: int) -> DatumSpec:
-        """Process row `idx`.
+        """Process row `idx`; with a `stand_in` no row raises.
 
         Raises:
             DataError: The row's task has no processor, or the row cannot be rendered.
         """
+        if self.stand_in is None:
+            return self._process(idx)
+        try:
+            return self._process(idx)
+        except Exception as error:  # of the chat template, the tokenizer or the user's own processor
+            datum = copy.deepcopy(self.stand_in)
+            datum["idx"], datum["fault"] = idx, _reason(error)
+            return datum
+
+    def leave_out_unusable(self, num_tried: int, *, over_long: bool) -> list[BadRow]:
+        """Process the first rows now and leave out those that cannot be used; later ones get the `stand_in`.
+
+        Args:
+            num_tried: How many rows.
+            over_long: Whether a row above `max_seq_length` is one of them.
+
+        Returns:
+            The rows left out.
+
+        Raises:
+            DataError: None of the rows tried can be used.
+        """
+        bad: dict[int, BadRow] = {}
+        num_tried = min(num_tried, len(self))
+        for idx in range(num_tried):
+            try:
+                datum = self._process(idx)
+            except Exception as error:  # of the chat template, the tokenizer or the user's own processor
+                bad[idx] = BadRow(*self.place(idx), _reason(error))
+                continue
+            self.stand_in = self.stand_in or datum
+            if over_long and not datum["loss_multiplier"]:
+                reason = f"longer than data.max_input_seq_length={self.max_seq_length} tokens"
+                bad[idx] = BadRow(*self.place(idx), reason)
+        if not num_tried:
+            return []
+        if self.stand_in is None or len(bad) == num_tried:
+            raise DataError(f"no row can be used: {summarize_bad_rows([*bad.values()], num_tried)}")
+        cut_to_stub(self.stand_in, self.max_seq_length)
+        if bad:
+            kept = np.array([idx for idx in range(len(self)) if idx not in bad], dtype=np.int64)
+            self.dataset = RowView(self.dataset, kept)
+        return list(bad.values())
+
+    def _process(self, idx: int) -> DatumSpec:
         row = self.dataset[idx]
         preprocess = self.task_data_preprocessors
         if isinstance(preprocess, Mapping):
@@ -83,6 +137,12 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
     def place(self, idx: int) -> tuple[str, int]:
         """File (or data set) and line of a row."""
         return row_place(self.dataset, idx)
+
+
+def _reason(error: Exception) -> str:
+    """Why a row cannot be processed, in one line."""
+    text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())
 
 
 class MixedDataset(Dataset[DatumSpec]):

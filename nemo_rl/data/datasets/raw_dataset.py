@@ -19,6 +19,8 @@ Row = Mapping[str, Any]
 FormattedRow = dict[str, Any]
 
 _SCAN_ROWS = 1000
+_ODD_VALUE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a value that no check foresaw makes Python raise."""
 
 
 class RawDataset:
@@ -95,10 +97,15 @@ class FormattedRows(Sequence[FormattedRow]):
             try:
                 if row is None:
                     raise RowError(NOT_UTF8)
+                if not isinstance(row, Mapping):
+                    raise RowError(f"a {type(row).__name__}, not a row with columns")
                 format_row(row)
                 usable.append(index)
             except RowError as error:
                 self.bad_rows.append(BadRow(table.name, table.lines[index], str(error)))
+            except _ODD_VALUE as error:
+                reason = f"cannot be read ({type(error).__name__}: {error})"
+                self.bad_rows.append(BadRow(table.name, table.lines[index], reason))
         self._indices = np.array(usable, dtype=np.int64)
 
     def __len__(self) -> int:

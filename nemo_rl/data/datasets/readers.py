@@ -21,11 +21,12 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 
-from nemo_rl.data.bad_rows import BadRow
+from nemo_rl.data.bad_rows import BadRow, RowError
 from nemo_rl.utils.errors import DataError
 
 NOT_UTF8 = "not valid UTF-8"
 NOT_AN_OBJECT = "not a JSON object"
+TOO_LONG_NUMBER = "a number has more digits than Python reads"
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv")
 TABLE_SUFFIXES = (".parquet", ".arrow")
 ALLOWED_FILES = "*.jsonl, *.ndjson, *.json, *.csv (each also with .gz), *.parquet, *.arrow"
@@ -149,6 +150,8 @@ def _parse_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
         return None, NOT_UTF8
     except (json.JSONDecodeError, RecursionError):
         return None, "not valid JSON"
+    except ValueError:  # of `int`
+        return None, TOO_LONG_NUMBER
     return (value, "") if isinstance(value, dict) else (None, NOT_AN_OBJECT)
 
 
@@ -159,7 +162,9 @@ def _read_json_array(name: str, content: bytes) -> RowTable:
     lines: list[int] = []
     bad: list[BadRow] = []
     for line, value in _array_items(name, text):
-        if not isinstance(value, dict):
+        if isinstance(value, RowError):
+            bad.append(BadRow(name, line, str(value)))
+        elif not isinstance(value, dict):
             bad.append(BadRow(name, line, NOT_AN_OBJECT))
         elif _has_undecodable(json.dumps(value, ensure_ascii=False)):
             bad.append(BadRow(name, line, NOT_UTF8))
@@ -170,7 +175,17 @@ def _read_json_array(name: str, content: bytes) -> RowTable:
 
 
 def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
-    decoder = json.JSONDecoder()
+    """Line where each item begins, and the item, or what is wrong with it."""
+    faults: list[RowError] = []
+
+    def read_int(digits: str) -> int:
+        try:
+            return int(digits)
+        except ValueError:
+            faults.append(RowError(TOO_LONG_NUMBER))
+            return 0
+
+    decoder = json.JSONDecoder(parse_int=read_int)
     space = re.compile(r"[ \t\r\n]*")
     position = space.match(text).end() + 1  # type: ignore[union-attr]
     line = 1 + text.count("\n", 0, position)
@@ -181,11 +196,14 @@ def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
             return
         try:
             value, end = decoder.raw_decode(text, begin)
-            yield line, value
+            yield line, faults.pop() if faults else value
+            faults.clear()
             position = space.match(text, end).end()  # type: ignore[union-attr]
             line += text.count("\n", begin, position)
             if text[position : position + 1] not in ("]", ","):
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
+        except RecursionError as error:
+            raise DataError(f"data_path {name!r} is nested too deeply at line {line}.") from error
         except json.JSONDecodeError as error:
             raise DataError(
                 f"data_path {name!r} is not a valid JSON array: {error.msg} at line {error.lineno}, "

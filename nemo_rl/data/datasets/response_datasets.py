@@ -7,14 +7,14 @@ a file. A new data set is one line of `DATASET_REGISTRY`, or a class with one ho
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.arithmetic import TRAIN, ArithmeticDataset
+from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION, ArithmeticDataset
 from nemo_rl.data.datasets.arithmetic_worked import WorkedSumsDataset
 from nemo_rl.data.datasets.conversation_datasets import (
     MessagesDataset,
@@ -131,7 +131,8 @@ class ExternalDataset(RawDataset):
     """A user's class, named by its dotted path.
 
     It is called with the keys of the entry that are set (`data_path`, `split`, `seed` ...) and must
-    have `dataset`, a sequence of rows with `messages`; `val_dataset` is optional.
+    have `dataset`, a sequence of rows with `messages`; `val_dataset` is optional: rows that validate, whether
+    the class is named in `data.train`, in `data.validation` or in both.
     """
 
     def __init__(
@@ -152,18 +153,20 @@ class ExternalDataset(RawDataset):
                 f"data set class {config.dataset_name!r} has no rows: its objects need an "
                 "attribute `dataset` with [i] and len()."
             )
+        held_out: Any = getattr(made, "val_dataset", None)
+        self.brings_validation = held_out is not None
+        if self.brings_validation and role == VALIDATION:
+            rows, held_out = held_out, None
         self.dataset, self.bad_rows = self._checked(rows, config)
         self.num_rows = len(rows)
-        held_out = getattr(made, "val_dataset", None)
         if held_out is not None:
             self.val_dataset, bad = self._checked(held_out, config)
             self.bad_rows = self.bad_rows + bad
             self.num_rows += len(held_out)
-        self._already_split = held_out is not None
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
         """Split, unless the class did it already."""
-        if not self._already_split:
+        if not self.brings_validation:
             super().split_train_validation(test_size, seed)
 
     def _checked(self, rows: Any, config: DatasetConfig) -> tuple[FormattedRows, list[Any]]:
@@ -172,9 +175,19 @@ class ExternalDataset(RawDataset):
         return checked, checked.bad_rows
 
 
+def held_out_rows(raw: RawDataset, config: DatasetConfig, validation: Iterable[DatasetConfig]) -> Any:
+    """The rows of an entry that validate beside those of `data.validation`, or None.
+
+    A class that brings such rows and is named in `data.validation` too gives them there, once.
+    """
+    brings = isinstance(raw, ExternalDataset) and raw.brings_validation
+    named = brings and any(entry.dataset_name == config.dataset_name for entry in validation)
+    return None if named else raw.val_dataset
+
+
 def _own_messages(row: Row) -> list[dict[str, str]]:
     messages = value_of(row, "messages")
-    if not isinstance(messages, list) or len(messages) < 2:
+    if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, Mapping) for m in messages):
         raise RowError("'messages' is not a list of at least two messages")
     return [{"role": text_of(m, "role"), "content": text_of(m, "content")} for m in messages]
 

@@ -16,21 +16,37 @@ def text_of(row: Row, key: str) -> str:
     Raises:
         RowError: The key is missing, or its value is empty, not text, or not valid Unicode.
     """
-    value = value_of(row, key)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise RowError(f"{key!r} is {kind_of(value)}, not text or a number")
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise RowError(f"{key!r} is not a finite number")
-        value = int(value) if value.is_integer() and abs(value) < 2**53 else value
-    text = str(value)
+    text = plain_text(value_of(row, key), repr(key))
     if not text.strip():
         raise RowError(f"empty {key!r}")
+    return text
+
+
+def plain_text(value: Any, what: str) -> str:
+    """A text, which may be empty; numbers are written out (43.0 as "43").
+
+    Args:
+        value: From a row.
+        what: The value's name in messages.
+
+    Raises:
+        RowError: The value is not text, or not valid Unicode.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise RowError(f"{what} is {kind_of(value)}, not text or a number")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RowError(f"{what} is not a finite number")
+        value = int(value) if value.is_integer() and abs(value) < 2**53 else value
+    try:
+        text = str(value)
+    except ValueError:  # an integer with more digits than Python writes
+        raise RowError(f"{what} is a number of too many digits") from None
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise RowError(f"{key!r} is not valid Unicode (lone surrogate)") from None
+            raise RowError(f"{what} is not valid Unicode (lone surrogate)") from None
     return text
 
 

@@ -15,12 +15,15 @@ from nemo_rl.data.bad_rows import BadRow, report_bad_rows
 from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRow
-from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.datasets.response_datasets import held_out_rows, load_response_dataset
 from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec, TokenizerType
 from nemo_rl.data.processors import get_processor
 from nemo_rl.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+TRIED_ROWS = 100
+"""Rows of each data set that are rendered at the start; later ones are reported when they are drawn."""
 
 
 @dataclass(frozen=True)
@@ -108,26 +111,29 @@ class _Plan:
         self.tokenizer = tokenizer
         self.max_seq_length = data_config.max_input_seq_length
         self.max_bad_row_share = data_config.max_bad_row_share
+        self.validation_entries = data_config.validation_entries
         _check_env(config, role, env_names)
         self.processor: TaskDataProcessFnCallable = get_processor(config.processor)
         self.spec = TaskDataSpec(config.env_name, config.prompt_file, config.system_prompt_file)
 
     def load(self) -> _Loaded:
-        """Read the rows, refuse them if too many are bad, and try the first one."""
+        """Read the rows, try the first ones, and refuse them if too many are bad."""
         raw = load_response_dataset(self.config, self.role)
         name = self.config.data_path or str(self.config.dataset_name)
-        report_bad_rows(name, raw.bad_rows, raw.num_rows, self.max_bad_row_share, raw.first_columns)
         rows = self._process(raw.dataset)
-        held_out = None if raw.val_dataset is None else self._process(raw.val_dataset)
-        return _Loaded(rows, held_out, raw.bad_rows)
+        validating = held_out_rows(raw, self.config, self.validation_entries)
+        held_out = None if validating is None else self._process(validating)
+        bad = list(raw.bad_rows)
+        for part in (rows, held_out):
+            bad += [] if part is None else part.leave_out_unusable(TRIED_ROWS, over_long=False)
+        bad = list(dict.fromkeys(bad))
+        report_bad_rows(name, bad, raw.num_rows, self.max_bad_row_share, raw.first_columns)
+        return _Loaded(rows, held_out, bad)
 
     def _process(self, rows: Sequence[FormattedRow]) -> AllTaskProcessedDataset:
-        processed = AllTaskProcessedDataset(
+        return AllTaskProcessedDataset(
             rows, self.tokenizer, self.spec, self.processor, max_seq_length=self.max_seq_length
         )
-        if len(processed):
-            processed[0]
-        return processed
 
 
 def _check_env(config: DatasetConfig, role: str, env_names: Collection[str] | None) -> None:

@@ -3,16 +3,14 @@
 Called by `algorithms.assemble_supervised`, before Ray starts; `setup` does the same for prompts. Law: every
 row is either usable or reported with its place; what can be known without a model is known before training.
 Rows are rendered at the start as well (the first `CHECKED_ROWS` of each data set), because a row may be too
-long, or be one that the chat template refuses; later ones are reported when they are drawn.
+long, or be one that the chat template refuses; later ones are reported when they are drawn and do not train.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from nemo_rl.config import DatasetConfig, SupervisedDataConfig
 from nemo_rl.data.bad_rows import BadRow, report_bad_rows
@@ -20,8 +18,8 @@ from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
 from nemo_rl.data.datasets.feedback_datasets import load_feedback_dataset
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
-from nemo_rl.data.datasets.raw_dataset import FormattedRow, RawDataset, RowView
-from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.datasets.raw_dataset import RawDataset
+from nemo_rl.data.datasets.response_datasets import held_out_rows, load_response_dataset
 from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
 from nemo_rl.data.processors import feedback_processor, get_processor, preference_preprocessor, sft_processor
 from nemo_rl.utils.errors import DataError
@@ -118,13 +116,15 @@ def _setup(
             task_data_processors=processor(entry, data_config),
             max_seq_length=data_config.max_input_seq_length,
         )
-        usable, bad = _without_unusable(process(raw.dataset))
-        (train if role == TRAIN else validation.setdefault(entry.name, [])).append(usable)
-        if raw.val_dataset is not None:
-            held_out, unusable = _without_unusable(process(raw.val_dataset))
-            validation.setdefault(entry.name, []).append(held_out)
-            bad += unusable
-        bad = list(dict.fromkeys(raw.bad_rows + bad))
+        parts = [(process(raw.dataset), role)]
+        held_out = held_out_rows(raw, entry, data_config.validation_entries)
+        if held_out is not None:
+            parts.append((process(held_out), VALIDATION))
+        bad = raw.bad_rows
+        for rows, use in parts:
+            bad = bad + rows.leave_out_unusable(CHECKED_ROWS, over_long=True)
+            (train if use == TRAIN else validation.setdefault(entry.name, [])).append(rows)
+        bad = list(dict.fromkeys(bad))
         name = entry.data_path or str(entry.dataset_name)
         report_bad_rows(name, bad, raw.num_rows, data_config.max_bad_row_share, raw.first_columns)
         bad_rows += bad
@@ -135,28 +135,3 @@ def _setup(
     num_validation = sum(len(part) for parts in validation.values() for part in parts)
     logger.info("Data: %d training and %d validation rows.", len(data.train), num_validation)
     return data
-
-
-def _without_unusable(rows: AllTaskProcessedDataset) -> tuple[AllTaskProcessedDataset, list[BadRow]]:
-    """Render the first rows; leave out the ones that cannot be rendered or are too long."""
-    bad: dict[int, BadRow] = {}
-    for index in range(min(len(rows), CHECKED_ROWS)):
-        reason = _fault(rows, index)
-        if reason is not None:
-            file, line = rows.place(index)
-            bad[index] = BadRow(file, line, reason)
-    if bad:
-        kept = np.array([index for index in range(len(rows)) if index not in bad], dtype=np.int64)
-        raw: Sequence[FormattedRow] = rows.dataset
-        rows.dataset = RowView(raw, kept)
-    return rows, list(bad.values())
-
-
-def _fault(rows: AllTaskProcessedDataset, index: int) -> str | None:
-    try:
-        datum = rows[index]
-    except DataError as error:
-        return str(error)
-    if datum["loss_multiplier"] == 0:
-        return f"longer than data.max_input_seq_length={rows.max_seq_length} tokens"
-    return None
