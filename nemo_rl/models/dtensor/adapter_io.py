@@ -199,7 +199,7 @@ def _peft_config(config: LoraConfig, base_name: str, hf: PreTrainedModel) -> dic
     PEFT allows for none of those and which is off when an adapter is used.
     """
     names = list(adapted_modules(hf))
-    taken = [name for name in names if converts(hf) and name.rpartition(".")[2] in _EXPERT_LAYERS]
+    taken = [name for name in names if name.rpartition(".")[2] in _EXPERT_LAYERS] if converts(hf) else []
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

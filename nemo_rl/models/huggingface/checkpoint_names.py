@@ -64,12 +64,13 @@ def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) ->
     """
     names = [name for name, _ in (*hf.named_parameters(), *hf.named_buffers())]
     undo = [transform.reverse_transform() for transform in reversed(_transforms(hf))]
-    home = {name: group for group in _groups(names, undo, reverse=True) for name in group.sources}
+    group_of = {name: group for group in _groups(names, undo, reverse=True) for name in group.sources}
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
-        group = home[name]
+        group = group_of[name]
         if group.converter is not None and isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+            home: Any = tensor.to(tensor.device_mesh.device_type)  # gathering wants offloaded parts on the device
+            tensor = home.full_tensor()
         arrived = held.setdefault(group.target, {})
         arrived[name] = tensor
         if len(arrived) == len(group.sources):

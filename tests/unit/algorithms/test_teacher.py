@@ -87,9 +87,9 @@ def test_the_teacher_writes_its_logits_into_the_batch() -> None:
 
 
 def test_the_teacher_has_the_students_temperature(tmp_path, monkeypatch) -> None:
-    parts = SimpleNamespace(**dict.fromkeys(("session", "refitter", "source", "trajectory_log", "closers")))
+    parts = SimpleNamespace(**dict.fromkeys(("session", "refitter", "probe", "source", "trajectory_log", "closers")))
     parts.workers = SimpleNamespace(policy=None, teacher=object())
     monkeypatch.setattr(assemble_module, "start_rollouts", lambda config, plan: parts)
-    monkeypatch.setattr(assemble_module, "open_folders", lambda config: None)
+    monkeypatch.setattr(assemble_module, "open_folders", lambda *_: None)
     run = assemble_distillation(config_with("policy.generation.temperature=0.7"))
     assert run.teacher.temperature == 0.7

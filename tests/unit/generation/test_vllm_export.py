@@ -1,15 +1,20 @@
-"""An exported folder in vLLM: its greedy answers are those of Hugging Face."""
+"""An exported checkpoint in vLLM: its log-probabilities are those of training."""
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_process import EngineProcess
-from generation_helpers import PROMPTS, ask, greedy_reference, make_model, make_settings, save_model
-from transformers import AutoModelForCausalLM
+from generation_helpers import MAX_MODEL_LEN, PROMPTS, ask, make_settings, reference_logprobs
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from nemo_rl.models.dtensor.checkpoint_io import save_weights
 from nemo_rl.models.huggingface.export import export_checkpoint
+from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
+from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 
 pytestmark = [
     pytest.mark.vllm,
@@ -17,14 +22,45 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),
 ]
 
+COMMON = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+COMMON |= {"vocab_size": 264, "pad_token_id": 256, "eos_token_id": 258, "initializer_range": 0.15}
+EXPERTS = {"num_experts_per_tok": 2, "num_key_value_heads": 1, "head_dim": 32}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16, "long_factor": [3.0] * 16}
+# Experts first: the process's first vLLM engine decides whether there are groups for them.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "mixtral": EXPERTS | {"num_local_experts": 4},
+    "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "gpt_neox": {"max_position_embeddings": 512, "tie_word_embeddings": False},
+    "phi3": {"num_key_value_heads": 1, "original_max_position_embeddings": 16, "max_position_embeddings": 512}
+    | {"rope_parameters": LONG_ROPE | {"original_max_position_embeddings": 16}, "bos_token_id": None},
+}
 
-def test_greedy_answers_of_an_exported_folder_equal_hugging_face(tmp_path: Path) -> None:
-    save_model(tmp_path / "weights/model", make_model("qwen2", True, seed=21))
-    export_checkpoint(tmp_path / "weights", tmp_path / "hf", dtype="float32")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    assert model.dtype == torch.float32
-    expected = [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
-    with EngineProcess({"exported": make_settings(tmp_path / "hf", "vllm", load_weights=True)}) as engine:
-        results = engine.generate("exported", [ask(prompt, temperature=0.0) for prompt in PROMPTS])
-    assert [result.token_ids for result in results] == expected
-    assert len({tuple(result.token_ids) for result in results}) == len(PROMPTS), "the prompts matter"
+
+def _exported(model_type: str, folder: Path) -> PreTrainedModel:
+    """A random model in float32, written as a checkpoint and exported to `folder/hf`."""
+    torch.manual_seed(21)
+    config = AutoConfig.for_model(model_type, **COMMON | ARCHITECTURES[model_type])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    save_weights(model, folder / "weights")
+    make_char_tokenizer().save_pretrained(folder / "weights/model")
+    export_checkpoint(folder / "weights", folder / "hf")
+    fix_rotary_frequencies(model, MAX_MODEL_LEN)
+    return model
+
+
+def test_log_probabilities_of_exported_checkpoints(tmp_path: Path) -> None:
+    """Weights that have other names in memory included: fused experts, output heads."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        models = {name: _exported(name, tmp_path / name) for name in ARCHITECTURES}
+    finally:
+        dist.destroy_process_group()
+    settings = {name: make_settings(tmp_path / name / "hf", "vllm", load_weights=True) for name in models}
+    requests = [ask(prompt, temperature=0.0) for prompt in PROMPTS]
+    with EngineProcess(settings) as engine:
+        for name, model in models.items():
+            results = engine.generate(name, requests)
+            for request, result in zip(requests, results, strict=True):
+                want = reference_logprobs(model, request.prompt_token_ids, result.token_ids, request.sampling)
+                torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(want).float(), rtol=0, atol=2e-4)
+            assert len({tuple(result.token_ids) for result in results}) == len(PROMPTS), "the prompts matter"

@@ -17,7 +17,8 @@ from nemo_rl.utils.errors import ConfigError
 ORIGINAL = 16
 SHORT, LONG = [1.0] * 8, [3.0] * 8
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "padded": {"logprob_batch_size": 6},
+    "one_by_one": {"logprob_batch_size": 1},
+    "padded_beyond_the_original_context": {"logprob_batch_size": 6, "make_sequence_length_divisible_by": 24},
     "packed": {"sequence_packing": {"enabled": True, "logprob_mb_tokens": 256}},
 }
 
