@@ -280,8 +280,7 @@ def _fail_on_one_rank(rank: int, world_size: int, name: str, step: str) -> str:
     worker, config = _worker(name)
     _update(worker, config, 1, rank, world_size)
     if rank == world_size - 1:
-        Path(step).mkdir()
-        (Path(step) / "rng").write_text("a file where a folder has to be")
+        (Path(step) / f"rng/rank_{rank:05d}.pt").mkdir(parents=True)  # a folder where a file has to be
     torch.distributed.barrier()
     with pytest.raises(CheckpointError) as failure:
         worker.save_checkpoint(f"{step}_weights", step)
@@ -291,7 +290,7 @@ def _fail_on_one_rank(rank: int, world_size: int, name: str, step: str) -> str:
 
 def test_a_rank_that_cannot_write_lets_all_ranks_fail_and_train_on(tmp_path) -> None:
     said = run_ranks(_fail_on_one_rank, 2, save_tiny_model(tmp_path / "m"), str(tmp_path / "o"))
-    assert said[0] == said[1] and "File exists" in said[0]
+    assert said[0] == said[1] and "Is a directory" in said[0]
 
 
 def _schedule_of(scheduler, steps: int = 4) -> list[float]:
