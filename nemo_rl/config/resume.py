@@ -20,6 +20,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "*.val_*",
         "*.max_val_samples",
         "*.stop_at_validation_*",
+        "*.max_idle_steps",
         "data.validation",
     ),
     "optimizer settings and schedule": ("policy.optimizer.kwargs", "policy.scheduler", "policy.max_grad_norm"),
