@@ -42,8 +42,8 @@ class WeightSource(Protocol):
     def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
         """Push a bucket through a sending transport; returns the calls to wait for."""
 
-    def free_rendezvous_address(self) -> tuple[str, int]:
-        """A host and free port on the node of rank 0."""
+    def meeting_point(self) -> tuple[str, int]:
+        """Address of rank 0 and a port that it holds for one group."""
 
 
 class MemorySharing(Protocol):
@@ -168,7 +168,7 @@ class Refitter:
         restarts = self._generation.num_restarts
         if self._spec.name != "collective" or self._spec.extra.get("epoch") == restarts:
             return
-        address, port = self._policy.free_rendezvous_address()
+        address, port = self._policy.meeting_point()
         self._spec = dataclasses.replace(
             self._spec,
             master_address=address,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_rl.distributed.process_group import open_store
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.interfaces import TransportSpec
@@ -64,7 +65,7 @@ class GroupMember:
 def _join(spec: TransportSpec, rank: int) -> Any:
     """Meet the other members at the spec's address: a backend with `broadcast`, gloo on CPU, NCCL on CUDA."""
     timeout = timedelta(seconds=min(spec.timeout_s, JOIN_TIMEOUT_S))
-    store = dist.TCPStore(spec.master_address, spec.master_port, spec.world_size, is_master=rank == 0, timeout=timeout)
+    store = open_store(spec.master_address, spec.master_port, rank, spec.world_size, timeout)
     named = dist.PrefixStore(f"nemo_rl-{spec.run_id}-{spec.extra.get('epoch', 0)}", store)
     if spec.device == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
