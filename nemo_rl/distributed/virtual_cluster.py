@@ -25,7 +25,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl.distributed.local_ray import LOOPBACK, start_local_ray
+from nemo_rl.distributed.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
 from nemo_rl.distributed.rendezvous import bind_free_port
 from nemo_rl.utils.errors import ResourceInsufficientError
 
@@ -222,7 +222,7 @@ class RayVirtualCluster:
             Whether there was anything to give back.
         """
         groups, self._placement_groups = self._placement_groups, None
-        if groups is None or not ray.is_initialized():
+        if groups is None or not ray.is_initialized() or local_ray_has_died():
             return False
         for group in groups:
             remove_placement_group(group)

@@ -34,7 +34,7 @@ from nemo_rl.distributed.worker_calls import (
 )
 from nemo_rl.distributed.worker_logs import wait_until_gone
 from nemo_rl.distributed.worker_results import PendingCall, WorkerSeat, explain_failure, gather
-from nemo_rl.utils.errors import WorkerDiedError
+from nemo_rl.utils.errors import RayDiedError, WorkerDiedError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
@@ -406,7 +406,7 @@ class RayWorkerGroup:
     def _one_dies_all_die(self) -> Iterator[None]:
         try:
             yield
-        except WorkerDiedError as error:
+        except (WorkerDiedError, RayDiedError) as error:
             if not self._independent:
                 self._cause_of_death = str(error).partition("\n")[0]
                 self._kill(self._seats)

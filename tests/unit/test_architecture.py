@@ -41,6 +41,7 @@ CUDA_ROOMS = ("utils/device.py", "weight_sync/", "models/generation/vllm/", "mod
 CUDA_EXCEPTIONS = {"config/cluster.py": "declares the key cluster.device, whose values are cuda and cpu"}
 
 BROAD_EXCEPT_BOUNDARIES = {
+    "distributed/local_ray.py": "Ray raises a plain Exception when its parts do not start in time",
     "distributed/worker_groups.py": "clean-up goes on whatever part of it fails",
     "environments/client.py": "a batch's failure is relayed to each waiting coroutine",
     "environments/grading/worker_main.py": "the verifier may be the user's own code",
