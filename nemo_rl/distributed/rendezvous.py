@@ -1,23 +1,22 @@
 """Where the members of a process group meet: a port that is kept from its choice until a store listens there.
 
-Torch-free, because `worker_process` imports it; `process_group.open_store` takes the port over.
+Free of torch, because `worker_process` imports it, and of Ray; `process_group.open_store` takes the port over.
 Invariant: a held port is given to nobody else on its machine, so equal runs that start at once do not collide.
 """
 
 import random
 import socket
 
-import ray
-
 from nemo_rl.utils.errors import ResourceInsufficientError
 
 _held: dict[int, socket.socket] = {}
 
 
-def bind_free_port(low: int | None, high: int | None) -> socket.socket:
-    """Bind a free port of this node's address.
+def bind_free_port(address: str, low: int | None, high: int | None) -> socket.socket:
+    """Bind a free port.
 
     Args:
+        address: an address of this node.
         low: lowest port to try; None leaves the choice to the operating system.
         high: highest such port.
 
@@ -27,7 +26,6 @@ def bind_free_port(low: int | None, high: int | None) -> socket.socket:
     Raises:
         ResourceInsufficientError: no port of the range is free.
     """
-    address = ray.util.get_node_ip_address()
     candidates = [0]
     if low is not None and high is not None:
         # Not Python's global generator: a run seeds it, and equal runs would try equal ports.
@@ -46,12 +44,12 @@ def bind_free_port(low: int | None, high: int | None) -> socket.socket:
     )
 
 
-def hold_port(low: int | None, high: int | None) -> tuple[str, int]:
+def hold_port(address: str, low: int | None, high: int | None) -> tuple[str, int]:
     """Bind a free port and keep it until this process takes it with `take_port`; returns address and port."""
-    bound = bind_free_port(low, high)
+    bound = bind_free_port(address, low, high)
     # On Linux a store that binds the port by itself (torch's `env://`) may still have it: both sides allow reuse.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    address, port = bound.getsockname()
+    port = bound.getsockname()[1]
     _held[port] = bound
     return address, port
 

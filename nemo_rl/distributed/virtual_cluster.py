@@ -290,7 +290,7 @@ def _node_resources() -> list[tuple[str, float, float]]:
 
 
 def _address_and_free_port(low: int | None, high: int | None) -> tuple[str, int]:
-    with bind_free_port(low, high) as bound:
+    with bind_free_port(ray.util.get_node_ip_address(), low, high) as bound:
         return bound.getsockname()
 
 

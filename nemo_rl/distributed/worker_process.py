@@ -92,7 +92,7 @@ class WorkerHost:
 
     def hold_port(self, low: int | None, high: int | None) -> tuple[str, int]:
         """Keep a free port for a group that will meet in this process; see `rendezvous.hold_port`."""
-        return hold_port(low, high)
+        return hold_port(self._identity.node_ip, low, high)
 
     def build(
         self, class_fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any], meeting_point: tuple[str, int] | None

@@ -10,7 +10,6 @@ from multiprocessing.synchronize import Barrier
 import pytest
 import torch.distributed as dist
 
-from nemo_rl.distributed import rendezvous
 from nemo_rl.distributed.process_group import open_store
 from nemo_rl.distributed.rendezvous import bind_free_port, hold_port, take_port
 from nemo_rl.utils.errors import ResourceInsufficientError
@@ -19,12 +18,8 @@ from nemo_rl.utils.seed import set_seed
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 NUM_RUNS = 12
+HERE = "127.0.0.1"
 TIMEOUT = timedelta(seconds=20)
-
-
-@pytest.fixture(autouse=True)
-def on_loopback(monkeypatch):
-    monkeypatch.setattr(rendezvous.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
 
 
 def play_run(answer: Connection, together: Barrier, low: int | None, high: int | None) -> None:
@@ -32,7 +27,7 @@ def play_run(answer: Connection, together: Barrier, low: int | None, high: int |
     try:
         set_seed(42)
         together.wait(20)
-        address, port = hold_port(low, high)
+        address, port = hold_port(HERE, low, high)
         together.wait(20)
         store = open_store(address, port, rank=0, world_size=1, timeout=TIMEOUT)
         store.set("port", str(port))
@@ -59,7 +54,7 @@ def test_equal_runs_that_start_at_once_meet_at_ports_of_their_own(low, high):
 
 
 def test_a_held_port_is_kept_from_others_until_a_store_of_this_process_listens_there():
-    address, port = hold_port(None, None)
+    address, port = hold_port(HERE, None, None)
     with socket.socket() as stranger, pytest.raises(OSError, match="already in use"):
         stranger.bind((address, port))
     server = open_store(address, port, rank=0, world_size=1, timeout=TIMEOUT)
@@ -72,14 +67,14 @@ def test_a_held_port_is_kept_from_others_until_a_store_of_this_process_listens_t
 @pytest.mark.skipif(sys.platform != "linux", reason="two sockets share a port in this way on Linux only")
 def test_a_store_that_knows_nothing_of_held_ports_may_listen_there():
     """What `torch.distributed` does for a worker class that joins its group by `env://`."""
-    address, port = hold_port(None, None)
+    address, port = hold_port(HERE, None, None)
     store = dist.TCPStore(address, port, 1, is_master=True, timeout=TIMEOUT)
     store.set("key", "value")
     assert store.get("key") == b"value"
 
 
 def test_a_range_without_a_free_port_says_what_to_change():
-    with bind_free_port(None, None) as taken:
+    with bind_free_port(HERE, None, None) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ResourceInsufficientError, match=rf"{port}\.\.{port} is free.*master_port_range_low"):
-            hold_port(port, port)
+            hold_port(HERE, port, port)
