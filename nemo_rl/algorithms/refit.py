@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 from nemo_rl.distributed.worker_results import PendingCall, gather
 from nemo_rl.models.generation.engine_group import EngineGroup
-from nemo_rl.utils.errors import WorkerDiedError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.interfaces import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
@@ -42,8 +41,8 @@ class WeightSource(Protocol):
     def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
         """Push a bucket through a sending transport; returns the calls to wait for."""
 
-    def free_rendezvous_address(self) -> tuple[str, int]:
-        """A host and free port on the node of rank 0."""
+    def meeting_point(self) -> tuple[str, int]:
+        """Address of rank 0 and a port that it holds for one group."""
 
 
 class MemorySharing(Protocol):
@@ -92,12 +91,16 @@ class TakeTurns:
 
     def _on_engines(self, method: str) -> None:
         workers = self._generation.workers
-        calls = workers.run_all_workers_single_data(method)
-        workers.get_all_worker_results(calls, self._timeout_s, f"engines: {method}")
+
+        def call_all() -> None:
+            calls = workers.run_all_workers_single_data(method)
+            workers.get_all_worker_results(calls, self._timeout_s, f"engines: {method}")
+
+        self._generation.with_replacements(call_all)
 
 
 class Refitter:
-    """Keeps the engines' weights equal to the policy's.
+    """Keeps the engines' weights equal to the policy's; for any thread.
 
     Args:
         policy: where weights come from.
@@ -120,20 +123,21 @@ class Refitter:
         self._spec = spec
         self._timeout_s = timeout_s
         self._memory = memory or KeepBoth()
-        self._synced_version: int | None = None
+        self._synced: tuple[int, int] | None = None
         self.last_sync: dict[str, float] = {}
         generation.bring_up = self.sync
 
     def ensure_fresh(self) -> None:
-        """Wake the engines and sync if their weights are older than the policy's.
+        """Wake the engines, and sync if their weights are older than the policy's or one of them is new.
 
         Raises:
             WeightSyncError: the weights did not arrive, or not as they were sent.
             DeadlineExceededError: a side did not answer in time.
         """
-        self._memory.before_generation()
-        if self._synced_version != self._policy.weight_version:
-            self.sync()
+        with self._generation.exclusively():
+            self._memory.before_generation()
+            if self._synced != (self._policy.weight_version, self._generation.num_restarts):
+                self.sync()
 
     def before_training(self) -> None:
         """Hand device memory to the policy."""
@@ -141,18 +145,14 @@ class Refitter:
 
     def sync(self) -> None:
         """Move the policy's current weights to all engines, replacing engines that died."""
-        started = time.perf_counter()
-        while True:
-            self._renew_rendezvous()
-            try:
-                receipts = self._sync_once()
-                break
-            except WorkerDiedError:
-                if self._generation.revive_dead() == 0:
-                    raise
-        seconds = time.perf_counter() - started
+        with self._generation.exclusively():
+            started = time.perf_counter()
+            receipts = self._generation.with_replacements(self._sync_once)
+            self._note_sync(receipts, time.perf_counter() - started)
+
+    def _note_sync(self, receipts: list[SyncReceipt], seconds: float) -> None:
         version = self._policy.weight_version
-        self._synced_version = version
+        self._synced = (version, self._generation.num_restarts)
         self._generation.weight_version = version
         num_bytes = receipts[0].num_bytes
         self.last_sync = {
@@ -168,7 +168,7 @@ class Refitter:
         restarts = self._generation.num_restarts
         if self._spec.name != "collective" or self._spec.extra.get("epoch") == restarts:
             return
-        address, port = self._policy.free_rendezvous_address()
+        address, port = self._policy.meeting_point()
         self._spec = dataclasses.replace(
             self._spec,
             master_address=address,
@@ -178,6 +178,7 @@ class Refitter:
         )
 
     def _sync_once(self) -> list[SyncReceipt]:
+        self._renew_rendezvous()
         version = self._policy.weight_version
         opening = self._on_engines("begin_weight_update", self._spec, version)
         self._wait(opening + self._policy.begin_weight_stream(self._spec), "opening")

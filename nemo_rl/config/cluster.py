@@ -18,7 +18,11 @@ class TimeoutsConfig(Section):
     rollout_s: PositiveFloat = Field(default=3600.0, description="Seconds for the rollouts of one step.")
     train_s: PositiveFloat = Field(default=3600.0, description="Seconds for one training or logprob call.")
     weight_sync_s: PositiveFloat = Field(default=600.0, description="Seconds to move weights to the engines.")
-    environment_s: PositiveFloat = Field(default=600.0, description="Seconds for one environment step.")
+    environment_s: PositiveFloat = Field(
+        default=600.0,
+        description="Seconds for an environment to answer one sample. A batch that takes longer is stepped again "
+        "sample by sample, so that only a sample that alone takes longer gets an error.",
+    )
     checkpoint_s: PositiveFloat = Field(default=1800.0, description="Seconds to write or read a checkpoint.")
     shutdown_s: PositiveFloat = Field(default=30.0, description="Seconds for workers to end by themselves.")
 
@@ -42,7 +46,9 @@ class ClusterConfig(Section):
         description="CPU threads of a policy process; null: cores divided by ranks_per_node, at least 1.",
     )
     max_actor_restarts: NonNegativeInt = Field(
-        default=10, description="Generation and environment actors restarted in one run before it stops."
+        default=10,
+        description="Restarts before a run stops: of generation engines in all, of an environment in a row without an "
+        "answer in between.",
     )
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig, description="Deadlines of the phases.")
     master_port_range_low: int | None = Field(

@@ -6,10 +6,16 @@ look at a cluster from outside or machines that come and go; actors, tasks and o
     gcs_server, raylet, two agents of the raylet     started by Ray, needed
     autoscaler monitor, log monitor, dashboard       left out: 300 MB and seconds of a laptop's start
     an idle worker for each core                     left out: a run knows which workers it wants
+
+Ray does not survive the death of its gcs_server or raylet, but says so late (after a minute) or as the death of
+some worker. Every long wait of the controller therefore calls `check_local_ray` once a second.
 """
 
 import logging
 import os
+import signal
+import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +26,22 @@ from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private.node import Node
 
+from nemo_rl.utils.errors import RayDiedError, ResourceInsufficientError
+
+logger = logging.getLogger(__name__)
+
+LIVENESS_PERIOD_S = 1.0
+"""How long a wait may go on without `check_local_ray`."""
+
 LOOPBACK = "127.0.0.1"
 _CPU_OBJECT_STORE_BYTES = 1 << 30
 _UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server")
 _SYSTEM_CONFIG = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
+_START_ATTEMPTS = 3
+_ROLES = {"gcs_server": "control service", "raylet": "node manager"}
+
+_checking = threading.Lock()
+_death: RayDiedError | None = None
 
 
 def start_local_ray(
@@ -39,7 +57,12 @@ def start_local_ray(
 
     Returns:
         What `ray.init` returns.
+
+    Raises:
+        ResourceInsufficientError: Ray did not start, several times over.
     """
+    global _death
+    _death = None
     # Without this Ray replaces 127.0.0.1 by an address that the network can reach, and all of its processes
     # listen there. The variable tells its other processes the same.
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -52,7 +75,7 @@ def start_local_ray(
         # Ray's handler would drain the node for seconds while it starts.
         _replaced(ray_utils, {"set_sigterm_handler": _keep_handler}),
     ):
-        return ray.init(
+        return _init_patiently(
             address="local",
             num_cpus=num_cpus,
             include_dashboard=include_dashboard,
@@ -72,6 +95,68 @@ class _OwnSession(services.ConsolePopen):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, start_new_session=True, **kwargs)
+
+
+def check_local_ray() -> None:
+    """See that the Ray which this process started is whole; a joined cluster is not looked at.
+
+    Raises:
+        RayDiedError: its gcs_server or raylet has ended. What is left of it is ended too, and with it all workers,
+            so that no other wait lasts and nothing is left behind.
+    """
+    global _death
+    with _checking:
+        node = ray._private.worker._global_node
+        if _death is None and node is not None:
+            ended = [
+                name for name in _ROLES for info in node.all_processes.get(name, ()) if info.process.poll() is not None
+            ]
+            if ended:
+                _death = RayDiedError(_obituary(node, ended[0]))
+                node.kill_all_processes(check_alive=False, allow_graceful=False)
+        if _death is not None:
+            raise _death
+
+
+def local_ray_has_died() -> bool:
+    """Whether `check_local_ray` has found it dead; calls that ask its gcs_server would block until Ray gives up."""
+    return _death is not None
+
+
+def _obituary(node: Node, name: str) -> str:
+    process = node.all_processes[name][0].process
+    status = process.returncode
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    return (
+        f"The {_ROLES[name]} of this run's Ray ({name}, pid {process.pid}) {how}; without it the run cannot go on, and "
+        "all of its workers were ended. If nobody killed it, look for the kernel's out-of-memory killer in the "
+        f"machine's log and at the end of {node.get_logs_dir_path()}/{name}.out. Start the run again; with "
+        "checkpointing.enabled=true it goes on from its last checkpoint."
+    )
+
+
+def _init_patiently(**arguments: Any) -> Any:
+    """`ray.init`, again when it fails: on a crowded machine Ray's own deadlines for its parts (15 s) are too short."""
+    for attempt in range(1, _START_ATTEMPTS + 1):
+        try:
+            return ray.init(**arguments)
+        except Exception as failure:  # boundary: Ray raises a plain Exception
+            _end_half_started(failure)
+            reason = failure
+        logger.warning("Ray did not start (attempt %d of %d): %s", attempt, _START_ATTEMPTS, reason)
+    raise ResourceInsufficientError(
+        f"Ray did not start on this machine in {_START_ATTEMPTS} attempts: {reason} Its logs are below /tmp/ray. A "
+        "machine with too little free memory or too many busy processes is a usual reason."
+    ) from reason
+
+
+def _end_half_started(failure: Exception) -> None:
+    """End what a failed `ray.init` started; only its frames know the processes."""
+    for frame, _ in traceback.walk_tb(failure.__traceback__):
+        node = frame.f_locals.get("self")
+        if isinstance(node, Node):
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+            return
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Join the `torch.distributed` world that a worker group's environment describes.
 
 Policy workers and weight receivers call it first. Law: rank, world size and address come from the
-environment that `worker_groups` sets, backend and timeout from the caller.
+environment that `worker_groups` sets, backend and timeout from the caller; rank 0 listens on the port it holds.
 """
 
 import ipaddress
@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from nemo_rl.distributed.rendezvous import take_port
 from nemo_rl.utils.device import Device
 from nemo_rl.utils.errors import ConfigError
 
@@ -37,11 +38,25 @@ def init_process_group(device: Device, timeout_s: float, local_rank: int = 0) ->
     if not device.is_gpu and _is_loopback(os.environ["MASTER_ADDR"]):
         # gloo would look up the host name, which may resolve to an address no peer can reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    rank, world_size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
     dist.init_process_group(
         device.collective_backend,
-        timeout=timedelta(seconds=timeout_s),
+        store=open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world_size, timeout),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
         device_id=device.torch_device(local_rank) if device.is_gpu else None,
     )
+
+
+def open_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """The store where the members of a group meet; rank 0 serves it, on the port it holds if it holds it.
+
+    Raises:
+        DistNetworkError: rank 0 does not hold the port and it is taken, or cannot be reached in time.
+    """
+    listening = take_port(port) if rank == 0 else None
+    return dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening)
 
 
 def destroy_process_group() -> None:

@@ -8,8 +8,6 @@ RAY_ADDRESS says so.
 
 import logging
 import os
-import random
-import socket
 import threading
 import time
 import uuid
@@ -27,7 +25,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl.distributed.local_ray import LOOPBACK, start_local_ray
+from nemo_rl.distributed.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
+from nemo_rl.distributed.rendezvous import bind_free_port
 from nemo_rl.utils.errors import ResourceInsufficientError
 from nemo_rl.utils.stop_signals import handlers_kept
 
@@ -110,8 +109,8 @@ class RayVirtualCluster:
         name: shows in Ray's tools.
         placement_group_strategy: `SPREAD` or `PACK` leave it to Ray which nodes the entries share;
             `STRICT_SPREAD` insists on a node of its own for each entry.
-        port_range_low: first port that `get_available_address_and_port` may give; None leaves it to
-            the operating system.
+        port_range_low: first port at which a group's processes may meet; None leaves it to the
+            operating system.
         port_range_high: last such port.
         cpus_per_bundle: logical CPUs of a bundle; None takes 1, or less so that the bundles leave
             three quarters of their node's CPUs to environments and other clusters. Ray only counts
@@ -151,7 +150,7 @@ class RayVirtualCluster:
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
         self._strategy = placement_group_strategy
-        self._ports = (port_range_low, port_range_high)
+        self.port_range = (port_range_low, port_range_high)
         self._cpus_per_bundle = cpus_per_bundle
         self._placement_groups: list[PlacementGroup] | None = None
         # Colocated groups may be started from two threads.
@@ -199,7 +198,9 @@ class RayVirtualCluster:
             return self._placement_groups
 
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
-        """Address of a bundle's node and a port that is free there now.
+        """Address of a bundle's node and a port that is free there now, and perhaps not for long.
+
+        A `RayWorkerGroup` does not ask: its rank 0 holds the port of its meeting point (`rendezvous`).
 
         Raises:
             ResourceInsufficientError: no port of the range is free.
@@ -207,10 +208,10 @@ class RayVirtualCluster:
         group = self.get_placement_groups()[pg_idx]
         node_id = placement_group_table(group)["bundles_to_node_id"][bundle_idx]
         if node_id == ray.get_runtime_context().get_node_id():
-            return _address_and_free_port(*self._ports)
+            return _address_and_free_port(*self.port_range)
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_idx)
         probe = ray.remote(num_cpus=0)(_address_and_free_port)
-        return ray.get(probe.options(scheduling_strategy=where).remote(*self._ports), timeout=60.0)
+        return ray.get(probe.options(scheduling_strategy=where).remote(*self.port_range), timeout=60.0)
 
     def get_master_address_and_port(self) -> tuple[str, int]:
         """Address of rank 0's node and a port that is free there now; a fresh port each time."""
@@ -223,7 +224,7 @@ class RayVirtualCluster:
             Whether there was anything to give back.
         """
         groups, self._placement_groups = self._placement_groups, None
-        if groups is None or not ray.is_initialized():
+        if groups is None or not ray.is_initialized() or local_ray_has_died():
             return False
         for group in groups:
             remove_placement_group(group)
@@ -291,18 +292,8 @@ def _node_resources() -> list[tuple[str, float, float]]:
 
 
 def _address_and_free_port(low: int | None, high: int | None) -> tuple[str, int]:
-    address = ray.util.get_node_ip_address()
-    candidates = [0]
-    if low is not None and high is not None:
-        candidates = random.sample(range(low, high + 1), high + 1 - low)
-    for port in candidates:
-        with socket.socket() as probe:
-            try:
-                probe.bind((address, port))
-            except OSError:
-                continue
-            return address, probe.getsockname()[1]
-    raise ResourceInsufficientError(f"no port of {low}..{high} is free on {address}.")
+    with bind_free_port(ray.util.get_node_ip_address(), low, high) as bound:
+        return bound.getsockname()
 
 
 def _link_session(log_dir: Path, session_dir: Path) -> None:

@@ -86,9 +86,9 @@ class RayWorkerBuilder:
         )
         return WorkerSeat(name, rank, handle, is_async=self.max_concurrency is not None)
 
-    def build_in(self, seat: WorkerSeat) -> ray.ObjectRef:
-        """Start constructing the worker object in a process."""
-        return seat.handle.build.remote(self.ray_actor_class_fqn, self.args, self.kwargs)
+    def build_in(self, seat: WorkerSeat, meeting_point: ray.ObjectRef | None) -> ray.ObjectRef:
+        """Start constructing the worker object in a process, once the group's meeting point is known."""
+        return seat.handle.build.remote(self.ray_actor_class_fqn, self.args, self.kwargs, meeting_point)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from nemo_rl.distributed.worker_calls import (
 )
 from nemo_rl.distributed.worker_logs import wait_until_gone
 from nemo_rl.distributed.worker_results import PendingCall, WorkerSeat, explain_failure, gather
-from nemo_rl.utils.errors import WorkerDiedError
+from nemo_rl.utils.errors import RayDiedError, WorkerDiedError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
@@ -46,8 +46,9 @@ _SMALL_TYPES = (type(None), bool, int, float, str)
 class RayWorkerGroup:
     """Workers on the bundles of a cluster, numbered node by node.
 
-    Each worker process finds RANK, LOCAL_RANK, WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in
-    its environment. All processes start at the same time.
+    Each worker process finds RANK, LOCAL_RANK, WORLD_SIZE and NODE_RANK in its environment, and, unless
+    the workers are independent, MASTER_ADDR and MASTER_PORT: a port that rank 0's process holds for
+    `process_group.init_process_group`. All processes start at the same time.
 
     Args:
         cluster: where the workers sit.
@@ -100,7 +101,6 @@ class RayWorkerGroup:
             )
         self._seats: list[WorkerSeat] = []
         self._cause_of_death: str | None = None
-        self._master = cluster.get_master_address_and_port()
         try:
             for rank in range(world_size):
                 self._seats.append(self._create_seat(rank))
@@ -315,6 +315,13 @@ class RayWorkerGroup:
         """The error to show for what an awaited reference of a worker raised."""
         return explain_failure(error, self._seats[worker_idx], phase)
 
+    def meeting_point(self) -> tuple[str, int]:
+        """Address of rank 0 and a port that its process holds for one `process_group.open_store`."""
+        return self.get_worker_result(self._hold_port(), 0, phase="choosing a port")
+
+    def _hold_port(self) -> ray.ObjectRef:
+        return self._seats[0].handle.hold_port.remote(*self.cluster.port_range)
+
     def restart_worker(self, worker_idx: int, timeout_s: float = 900.0) -> None:
         """Put a new process and a new worker object in a worker's place.
 
@@ -368,8 +375,6 @@ class RayWorkerGroup:
             "LOCAL_RANK": str(place.local_rank),
             "WORLD_SIZE": str(len(self._places)),
             "NODE_RANK": str(place.node_idx),
-            "MASTER_ADDR": self._master[0],
-            "MASTER_PORT": str(self._master[1]),
         }
         return self._builder.create_seat(
             f"{self.name_prefix}-{place.node_idx}-{place.local_rank}",
@@ -385,7 +390,8 @@ class RayWorkerGroup:
         end = time.monotonic() + timeout_s
         seats = [self._seats[idx] for idx in indices]
         reports = [PendingCall(s.handle.report_identity.remote(), s) for s in seats]
-        builds = [self._builder.build_in(seat) for seat in seats]
+        meeting_point = None if self._independent else self._hold_port()
+        builds = [self._builder.build_in(seat, meeting_point) for seat in seats]
         phase = f"{self.name_prefix} setup"
         for idx, who in zip(indices, gather(reports, seats, timeout_s, phase), strict=True):
             self._seats[idx] = replace(self._seats[idx], identity=who)
@@ -400,7 +406,7 @@ class RayWorkerGroup:
     def _one_dies_all_die(self) -> Iterator[None]:
         try:
             yield
-        except WorkerDiedError as error:
+        except (WorkerDiedError, RayDiedError) as error:
             if not self._independent:
                 self._cause_of_death = str(error).partition("\n")[0]
                 self._kill(self._seats)

@@ -22,6 +22,8 @@ from typing import Any
 
 import ray
 
+from nemo_rl.distributed.rendezvous import hold_port
+
 STACK_SIGNAL = signal.SIGUSR1
 
 
@@ -88,8 +90,16 @@ class WorkerHost:
         """Who and where this worker is; answers before the worker object is built."""
         return self._identity
 
-    def build(self, class_fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Import `pkg.module.Class` and construct the worker object."""
+    def hold_port(self, low: int | None, high: int | None) -> tuple[str, int]:
+        """Keep a free port for a group that will meet in this process; see `rendezvous.hold_port`."""
+        return hold_port(self._identity.node_ip, low, high)
+
+    def build(
+        self, class_fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any], meeting_point: tuple[str, int] | None
+    ) -> None:
+        """Import `pkg.module.Class` and construct the worker object, which finds its peers at `meeting_point`."""
+        if meeting_point is not None:
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting_point[0], str(meeting_point[1])
         self._worker = resolve_class(class_fqn)(*args, **kwargs)
 
     def call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from nemo_rl.distributed.local_ray import LIVENESS_PERIOD_S, check_local_ray
 from nemo_rl.distributed.worker_logs import stacks_of, tail_of_logs
 from nemo_rl.distributed.worker_process import WorkerIdentity
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
@@ -62,6 +63,7 @@ def gather(calls: Sequence[PendingCall], crew: Sequence[WorkerSeat], timeout_s: 
     Raises:
         DeadlineExceededError: some worker did not answer in time.
         WorkerDiedError: some worker's process ended.
+        RayDiedError: the local Ray ended.
         Exception: what a worker raised, with a note that names it and the remote traceback as
             its cause.
     """
@@ -102,11 +104,18 @@ def _take_ready(
 
     Returns:
         The calls that failed, or None when nothing came before `end`.
+
+    Raises:
+        RayDiedError: all of them will fail, for a reason that none of them tells.
     """
     refs = list(waiting)
-    ready, _ = ray.wait(refs, num_returns=1, timeout=max(end - time.monotonic(), 0.0))
-    if not ready:
-        return None
+    ready: list[Any] = []
+    while not ready:
+        check_local_ray()
+        left = end - time.monotonic()
+        ready, _ = ray.wait(refs, num_returns=1, timeout=min(max(left, 0.0), LIVENESS_PERIOD_S))
+        if not ready and left <= 0:
+            return None
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
     failures = []
     for ref in ready:
@@ -115,6 +124,8 @@ def _take_ready(
             answers[ref] = ray.get(ref)
         except RayError as error:
             failures.append((call, error))
+    if failures:
+        check_local_ray()
     return failures
 
 

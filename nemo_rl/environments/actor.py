@@ -51,14 +51,20 @@ def launch_environment_actor(env_class: "str | EnvironmentClass", cfg: dict[str,
     """
     loaded = load_env_class(env_class) if isinstance(env_class, str) else plain_env_class(env_class)
     plain_class, options = loaded
-    concurrency = plain_class.max_concurrent_steps
-    if inspect.iscoroutinefunction(plain_class.step) and concurrency == 1:
-        concurrency = _COROUTINE_STEPS
     hosted = env_class if isinstance(env_class, str) else class_path(plain_class) or plain_class
     import_path = [entry for entry in sys.path if entry]
-    options = {"num_cpus": 0, **options, "max_concurrency": concurrency, "max_restarts": 0}
+    options = {"num_cpus": 0, **options, "max_concurrency": step_concurrency(env_class), "max_restarts": 0}
     remote_class: Any = ray.remote(EnvironmentActor)
     return remote_class.options(**options).remote(hosted, cfg, import_path)
+
+
+def step_concurrency(env_class: "str | EnvironmentClass") -> int:
+    """How many calls of `step` the actor of a class, or of its dotted path, runs at the same time."""
+    plain_class, _ = load_env_class(env_class) if isinstance(env_class, str) else plain_env_class(env_class)
+    concurrency = plain_class.max_concurrent_steps
+    if inspect.iscoroutinefunction(plain_class.step) and concurrency == 1:
+        return _COROUTINE_STEPS
+    return concurrency
 
 
 class EnvironmentActor:

@@ -5,14 +5,17 @@ Lives in the driver, on the event loop of the rollouts; the environment lives in
 that cannot be kept alive stops the run.
 
     rollout coroutines ── step() ──► queue of this tick ── flush ──► task: one Ray call
-           ▲                                                        │ waits: start_timeout_s,
+           ▲                                                        │ waits: its turn, start_timeout_s,
            └────── StepResult for each sample ◄─────────────────────┘ then step_timeout_s
 
-    no answer in time   the batch gets errors, the actor is killed, another is started
+    its turn            the actor has as many calls as it runs at the same time, so that no deadline counts the
+                        time of others
+    no answer in time   the actor is killed, another is started and the samples are issued one by one; a sample
+                        that alone is too slow gets an error
     actor died          another is started and the batch is issued again; a batch that was there
                         twice when an actor died is issued one by one, a sample three times
                         (twice in company) gets an error: it may well be the killer
-    too many deaths     WorkerDiedError for all, now and later
+    too many deaths     without an answer in between: WorkerDiedError for all, now and later
 """
 
 import asyncio
@@ -24,7 +27,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from nemo_rl.environments.actor import launch_environment_actor
+from nemo_rl.environments.actor import launch_environment_actor, step_concurrency
 from nemo_rl.environments.interfaces import StepResult
 from nemo_rl.environments.loading import EnvironmentClass
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
@@ -66,9 +69,10 @@ class EnvironmentClient:
         name: For logs and errors, usually the task name.
         env_class: A class or its dotted path.
         cfg: What the class is constructed with.
-        step_timeout_s: Deadline of one step, from issue to answer (`cluster.timeouts.environment_s`).
+        step_timeout_s: Deadline of one sample's step (`cluster.timeouts.environment_s`).
         start_timeout_s: Deadline of the actor's start.
-        max_restarts: How often the actor may be replaced (`cluster.max_actor_restarts`).
+        max_restarts: How often in a row the actor may be replaced without an answer in between
+            (`cluster.max_actor_restarts`).
 
     Raises:
         ConfigError: There is no such class.
@@ -92,7 +96,9 @@ class EnvironmentClient:
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
         self._max_restarts = max_restarts
+        self._restarts_in_a_row = 0
         self._failure: WorkerDiedError | None = None
+        self._turns = asyncio.Semaphore()
         self._queue: list[_Waiting] = []
         self._queue_loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,6 +123,7 @@ class EnvironmentClient:
         loop = asyncio.get_running_loop()
         if self._queue_loop is not loop:
             self._queue, self._queue_loop = [], loop
+            self._turns = asyncio.Semaphore(step_concurrency(self._env_class))
         texts = [{"role": turn["role"], "content": turn["content"]} for turn in message_log]
         waiting = _Waiting(texts, metadata, loop.create_future())
         self._queue.append(waiting)
@@ -187,31 +194,52 @@ class EnvironmentClient:
                 waiting.future.set_result(result)
 
     async def _step_together(self, batch: list[_Waiting], num_deaths: int = 0) -> list[StepResult]:
-        """Step samples in one Ray call, again after each death of the actor."""
+        """Step samples in one Ray call, again after each death of the actor, apart when they took too long together."""
         while True:
-            incarnation = self._living()
             try:
-                await self._until_ready(incarnation)
-                return await self._call_step(incarnation, batch)
+                results = await self._call_step(batch)
+                if results is not None:
+                    return results
             except TimeoutError:
-                self._end_hung(incarnation)
+                if len(batch) > 1:
+                    apart = await asyncio.gather(*(self._step_together([one], num_deaths) for one in batch))
+                    return [result for (result,) in apart]
                 reason = f"environment {self.name!r} gave no answer in {self._step_timeout_s:g} s"
-                return [StepResult.failed(reason, waiting.metadata) for waiting in batch]
-            except RayActorError as error:
-                num_deaths += not incarnation.ended_by_us
-                self._replace(incarnation, _death_in_short(error))
+                return [StepResult.failed(reason, batch[0].metadata)]
+            except RayActorError:
+                num_deaths += 1
             if len(batch) > 1 and num_deaths >= _DEATHS_BEFORE_SPLIT:
                 return [(await self._step_together([one], num_deaths))[0] for one in batch]
             if num_deaths >= _DEATHS_BEFORE_BLAME:
                 reason = f"environment {self.name!r} died {num_deaths} times over this sample"
                 return [StepResult.failed(reason, batch[0].metadata)]
 
-    async def _call_step(self, incarnation: _Incarnation, batch: list[_Waiting]) -> list[StepResult]:
-        self.num_calls += 1
-        logs = [waiting.message_log for waiting in batch]
-        metadata = [waiting.metadata for waiting in batch]
-        call: ray.ObjectRef[Any] = incarnation.handle.step.remote(logs, metadata)
-        return await _answer(call, self._step_timeout_s)
+    async def _call_step(self, batch: list[_Waiting]) -> list[StepResult] | None:
+        """Step samples in one Ray call; None when its actor was ended for the sake of another call.
+
+        Raises:
+            TimeoutError: No answer in time; the actor is replaced.
+            RayActorError: The actor died; it is replaced.
+        """
+        async with self._turns:
+            incarnation = self._living()
+            try:
+                await self._until_ready(incarnation)
+                self.num_calls += 1
+                logs = [waiting.message_log for waiting in batch]
+                metadata = [waiting.metadata for waiting in batch]
+                call: ray.ObjectRef[Any] = incarnation.handle.step.remote(logs, metadata)
+                results = await _answer(call, self._step_timeout_s)
+            except TimeoutError:
+                self._end_hung(incarnation)
+                raise
+            except RayActorError as error:
+                if incarnation.ended_by_us:
+                    return None
+                self._replace(incarnation, _death_in_short(error))
+                raise
+        self._restarts_in_a_row = 0
+        return results
 
     async def _until_ready(self, incarnation: _Incarnation) -> None:
         """Wait until the environment is constructed.
@@ -254,14 +282,18 @@ class EnvironmentClient:
         ray.kill(incarnation.handle)
         self._incarnation = None
         self.num_restarts += 1
-        if self.num_restarts > self._max_restarts:
-            self._fail(f"died once more after {self._max_restarts} restarts; last: {reason}")
+        self._restarts_in_a_row += 1
+        if self._restarts_in_a_row > self._max_restarts:
+            self._fail(
+                f"died once more after {self._max_restarts} restarts without an answer in between "
+                f"(cluster.max_actor_restarts); last: {reason}"
+            )
             return
         logger.warning(
-            "The actor of environment %r is gone (%s); starting it again (%d of at most %d)",
+            "The actor of environment %r is gone (%s); starting it again (%d of at most %d in a row)",
             self.name,
             reason,
-            self.num_restarts,
+            self._restarts_in_a_row,
             self._max_restarts,
         )
 

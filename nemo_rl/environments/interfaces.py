@@ -24,7 +24,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
     Attributes:
         observations: B messages with `role` (usually "environment") and `content`.
         metadata: B items, passed to the next `step` of the same sample; None ends its memory.
-        next_stop_strings: B lists of stop strings for the next turn, or None to keep the usual.
+        next_stop_strings: B lists of stop strings for the next turn alone, in place of the prompt's own and
+            beside `policy.generation.stop_strings`; None keeps the prompt's own.
         rewards: [B] float, or one such tensor for each named reward component.
         terminateds: [B] bool, True where the episode is over.
         answers: B extracted answers (None where none was found), or None altogether.
@@ -47,8 +48,8 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
 
     A plain class, constructed with its section of the configuration (a dict) inside a Ray actor.
     `step` may also be a coroutine function. It need not be safe to repeat, but it should keep the
-    state of an episode in `metadata`: when `step` raises for a batch, it is called again for
-    each sample alone, with untouched copies, to find the one to blame.
+    state of an episode in `metadata`: when `step` raises for a batch, is too slow or ends its process, it is
+    called again for each sample alone, with untouched copies, to find the one to blame.
 
     Attributes:
         max_concurrent_steps: How many calls of `step` may run at the same time. With 1 they run
@@ -93,7 +94,7 @@ class StepResult:
         metadata: For the next `step` of this sample.
         reward: A number, one for each named component, or None: it could not be computed.
         terminated: Whether the episode is over; always True with an error.
-        next_stop_strings: Stop strings for the next turn; None keeps the usual ones.
+        next_stop_strings: Stop strings for the next turn alone, in place of the prompt's own; None keeps those.
         answer: The answer the environment extracted, if it does so.
         error: Why `reward` is None: the environment raised, hung or died; else None.
     """

@@ -7,9 +7,11 @@ Law: the thread is a daemon and ends with `close`.
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any
 
+from nemo_rl.distributed.local_ray import LIVENESS_PERIOD_S, check_local_ray
 from nemo_rl.utils.errors import DeadlineExceededError
 
 
@@ -26,15 +28,20 @@ class EventLoopThread:
 
         Raises:
             DeadlineExceededError: it takes longer than `timeout_s`; it is cancelled.
+            RayDiedError: the local Ray ended; what the coroutine made of it is dropped.
         """
+        end = time.monotonic() + timeout_s
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError as late:
-            if future.done():
-                raise
+            while not future.done():
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceededError(f"{phase} did not finish within {timeout_s:g} s.")
+                concurrent.futures.wait([future], timeout=min(left, LIVENESS_PERIOD_S))
+                check_local_ray()
+            return future.result()
+        finally:
             future.cancel()
-            raise DeadlineExceededError(f"{phase} did not finish within {timeout_s:g} s.") from late
 
     def close(self) -> None:
         """Stop the loop; what still runs on it is dropped."""

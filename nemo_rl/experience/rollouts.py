@@ -146,7 +146,7 @@ class RolloutRunner:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._run_sample(start, _with_stops(sampling, stops[start.group_index]), key))
+                    tasks.create_task(self._run_sample(start, sampling, stops[start.group_index], key))
                     for start in starts
                 ]
         except ExceptionGroup as failures:
@@ -154,14 +154,17 @@ class RolloutRunner:
             raise failures.exceptions[0] from failures
         return [task.result() for task in running]
 
-    async def _run_sample(self, sample: Trajectory, sampling: SamplingParams, key: RolloutKey) -> Trajectory:
+    async def _run_sample(
+        self, sample: Trajectory, sampling: SamplingParams, prompt_stops: list[str] | None, key: RolloutKey
+    ) -> Trajectory:
         """Play one sample to its end; fills in and returns the trajectory."""
+        stops = prompt_stops
         room = self._limits.max_sequence_length - sample.prompt_length
         if sample.loss_multiplier == 0 or room < 1:
             sample.outcome = Outcome.PROMPT_TOO_LONG
             return sample
         while True:
-            result = await self._take_turn(sample, sampling, key)
+            result = await self._take_turn(sample, _with_stops(sampling, stops), key)
             step = await self._ask_environment(sample)
             if not _absorb(sample, step):
                 return sample
@@ -175,7 +178,7 @@ class RolloutRunner:
                 sample.outcome = Outcome.TRUNCATED
                 return sample
             sample.message_log.append(observation)
-            sampling = _with_stops(sampling, step.next_stop_strings)
+            stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
 
     async def _take_turn(self, sample: Trajectory, sampling: SamplingParams, key: RolloutKey) -> GenerationResult:
         prefix = [t for message in sample.message_log for t in message["token_ids"].tolist()]
@@ -234,7 +237,7 @@ def _start(prompts: BatchedDataDict[Any], group: int, sample: int) -> Trajectory
 
 
 def _with_stops(sampling: SamplingParams, stop_strings: list[str] | None) -> SamplingParams:
-    """Sampling that also stops at an environment's strings."""
+    """Sampling that also stops at the strings of one turn."""
     if not stop_strings:
         return sampling
     merged = tuple(dict.fromkeys((*sampling.stop_strings, *stop_strings)))

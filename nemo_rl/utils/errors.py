@@ -43,6 +43,10 @@ class WorkerDiedError(NemoRLError, RuntimeError):
     """A worker process ended unexpectedly; the message holds its rank and last log lines."""
 
 
+class RayDiedError(NemoRLError, RuntimeError):
+    """The Ray that a run started for itself has lost one of its own processes; nothing can go on."""
+
+
 class WeightSyncError(NemoRLError, RuntimeError):
     """Weights did not arrive, or not as they were sent."""
 

@@ -5,18 +5,23 @@ touch the default groups of either side. Law: trainer rank 0 is rank 0 of the gr
 member whose broadcast fails leaves at once, so that a peer's death ends every wait and not only its neighbours'.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nemo_rl.distributed.process_group import open_store
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.interfaces import TransportSpec
 
 # All members are called together, so a member that is not there within a minute will not come.
 JOIN_TIMEOUT_S = 60.0
+_ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class GroupMember:
@@ -64,18 +69,37 @@ class GroupMember:
 def _join(spec: TransportSpec, rank: int) -> Any:
     """Meet the other members at the spec's address: a backend with `broadcast`, gloo on CPU, NCCL on CUDA."""
     timeout = timedelta(seconds=min(spec.timeout_s, JOIN_TIMEOUT_S))
-    store = dist.TCPStore(spec.master_address, spec.master_port, spec.world_size, is_master=rank == 0, timeout=timeout)
+    store = open_store(spec.master_address, spec.master_port, rank, spec.world_size, timeout)
     named = dist.PrefixStore(f"nemo_rl-{spec.run_id}-{spec.extra.get('epoch', 0)}", store)
     if spec.device == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timedelta(seconds=spec.timeout_s)
-        return dist.ProcessGroupNCCL(named, rank, spec.world_size, nccl)
+        with _errors_stay_errors():
+            return dist.ProcessGroupNCCL(named, rank, spec.world_size, nccl)
     if spec.master_address.startswith("127."):
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = timeout
         gloo._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         return dist.ProcessGroupGloo(named, rank, spec.world_size, gloo)
     return dist.ProcessGroupGloo(named, rank, spec.world_size, timeout)
+
+
+@contextmanager
+def _errors_stay_errors() -> Iterator[None]:
+    """Make an NCCL group that reports a failed broadcast to its caller alone.
+
+    By default (3) its watchdog thread ends the whole process, and a dead engine would take the trainer along. The
+    group reads the variable when it is constructed; groups of others keep what they have.
+    """
+    before = os.environ.get(_ASYNC_ERROR_HANDLING)
+    os.environ[_ASYNC_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ASYNC_ERROR_HANDLING]
+        else:
+            os.environ[_ASYNC_ERROR_HANDLING] = before
 
 
 class CollectiveSender:

@@ -1,7 +1,9 @@
 """GRPO end to end on the CPU: Ray, FSDP2 worker, vLLM, environment, weight sync, checkpoints."""
 
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,22 @@ def test_the_environment_dies_and_returns_then_a_policy_rank_dies(
     pid = run.kill("ray::DTensorPolicyWorker")
     assert run.finish(timeout_s=60) == 1
     assert f"WorkerDiedError: Worker lm_policy-0-0 (rank 0, node 127.0.0.1, pid {pid}) died" in run.log()
+    assert run.survivors() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+def test_a_death_within_ray_ends_the_run_by_name(start_example: StartExample, victim: str) -> None:
+    run = start_example(
+        "run_grpo.py", CONFIG, "grpo.max_num_steps=500", "checkpointing.enabled=false", "grpo.val_at_start=false"
+    )
+    run.wait_for("step 3/500")
+    daemon = next(process for process in run.processes() if process.name() == victim)
+    daemon.kill()
+    killed_at = time.monotonic()
+    assert run.finish(timeout_s=60) == 1
+    print(f"{victim}: {time.monotonic() - killed_at:.1f} s from its death to the end of the run")
+    assert re.search(rf"RayDiedError: The .* of this run's Ray \({victim}, pid {daemon.pid}\) was killed", run.log())
     assert run.survivors() == []
 
 

@@ -42,6 +42,7 @@ CUDA_EXCEPTIONS = {"config/cluster.py": "declares the key cluster.device, whose 
 
 BROAD_EXCEPT_BOUNDARIES = {
     "data/datasets/processed_dataset.py": "chat template and processor may be the user's own code",
+    "distributed/local_ray.py": "Ray raises a plain Exception when its parts do not start in time",
     "distributed/worker_groups.py": "clean-up goes on whatever part of it fails",
     "environments/client.py": "a batch's failure is relayed to each waiting coroutine",
     "environments/grading/worker_main.py": "the verifier may be the user's own code",

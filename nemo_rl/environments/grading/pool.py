@@ -1,15 +1,17 @@
 """A pool of killable grading processes with a deadline on each answer.
 
 Used by `math_environment` inside the environment actor. Law: `grade` returns one `Grade` for each
-answer, in order; an answer whose grading raised, hung or died carries the reason, never a 0.
+answer, in order; an answer whose grading raised, hung or kept killing its process carries the reason, never a 0.
 
     grade() ──jobs──► queue ──► thread 1 ─pipe─► grading process 1
        ▲                   └──► thread n ─pipe─► grading process n      n <= num_workers
        └──futures──────────────────┘
 
 A thread owns its process, waits for each reply with the deadline, and on a miss kills the process
-and starts another. `grade` waits on futures and adds one thread at a time while jobs are queued.
-Every wait is bounded: by the answer deadline, the start deadline, or (idle threads) by `close`.
+and starts another. An answer whose process died goes back to the end of the queue, until three have died over
+it: the answer may be what kills, or the kernel may have been short of memory. `grade` waits on futures and adds
+one thread at a time while jobs are queued. Every wait is bounded: by the answer deadline, the start deadline, or
+(idle threads) by `close`.
 """
 
 import logging
@@ -26,6 +28,7 @@ from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
 logger = logging.getLogger(__name__)
 
+_DEATHS_BEFORE_BLAME = 3
 _BACKLOG_INTERVAL_S = 0.05
 """How long `grade` waits for an answer before it considers another worker."""
 
@@ -34,6 +37,7 @@ _BACKLOG_INTERVAL_S = 0.05
 class _Job:
     response: str
     ground_truth: str
+    num_deaths: int = 0
     future: Future[Grade] = field(default_factory=Future)
 
 
@@ -140,21 +144,29 @@ class GradingPool:
                 job.future.set_result(Grade(error=problem))
                 continue
             grade, healthy = self._grade_one(process, job)
-            job.future.set_result(grade)
+            if grade is None:
+                self._jobs.put(job)
+            else:
+                job.future.set_result(grade)
             if not healthy:
                 self._end_process(process)
                 process, problem = self._start_process()
         if process is not None:
             self._end_process(process)
 
-    def _grade_one(self, process: GradingProcess, job: _Job) -> tuple[Grade, bool]:
-        """Return the outcome and whether the process may be asked again."""
+    def _grade_one(self, process: GradingProcess, job: _Job) -> tuple[Grade | None, bool]:
+        """Return the outcome, None to try again, and whether the process may be asked again."""
         try:
             reply = process.ask(job.response, job.ground_truth, self.timeout_s)
         except (DeadlineExceededError, WorkerDiedError) as error:
-            if not self._closed:
-                logger.warning("%s (verifier %s); starting another", error, self.verifier)
-            return Grade(error=f"{error} (verifier {self.verifier})"), False
+            if self._closed:
+                return Grade(error="the grading pool was closed"), False
+            logger.warning("%s (verifier %s); starting another", error, self.verifier)
+            job.num_deaths += isinstance(error, WorkerDiedError)
+            if isinstance(error, WorkerDiedError) and job.num_deaths < _DEATHS_BEFORE_BLAME:
+                return None, False
+            tries = f", the {job.num_deaths}. over this answer" if job.num_deaths else ""
+            return Grade(error=f"{error}{tries} (verifier {self.verifier})"), False
         return _as_grade(reply, self.verifier), True
 
     def _start_process(self) -> tuple[GradingProcess | None, str]:

@@ -6,14 +6,19 @@ Map (everything below runs on the rollout event loop, see `experience.event_loop
     _watch task per submission ─► a submission that fails ends the engine's requests
     _collect task per engine ─► worker.collect (long poll) ─► resolves the futures of generate()
     engine dies ─► _revive: new actor, current weights (`bring_up`), unfinished requests submitted again
+    the training thread meets a dead engine (`with_replacements`) ─► revive_dead, then the call again
 
-Law: a request is answered exactly once, and with the same tokens whichever engine serves it.
+Both threads hold `exclusively` while they replace engines or move weights, so that an engine that both of them
+meet dead is replaced once. Law: a request is answered exactly once, and with the same tokens whichever engine
+serves it.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +30,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
 )
-from nemo_rl.utils.errors import GenerationError, WorkerDiedError
+from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, WorkerDiedError
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +43,13 @@ class _Pending:
 
 @dataclass
 class _Slot:
-    """What one engine owes an answer to; a slot that is down keeps its requests until its engine is back."""
+    """What one engine owes an answer to; a slot that is down keeps its requests until its engine is back.
+
+    `num_engines` counts the engines that have sat here: who saw one die knows by it whether that one was replaced.
+    """
 
     index: int
+    num_engines: int = 1
     is_down: bool = False
     unfinished: dict[str, _Pending] = field(default_factory=dict)
     outbox: list[tuple[str, GenerationRequest]] = field(default_factory=list)
@@ -71,7 +80,7 @@ class EngineGroup(GenerationInterface):
         self._ids = itertools.count()
         self._flush_is_due = False
         self._watchers: set[asyncio.Task[None]] = set()
-        self._revival = asyncio.Lock()
+        self._replacing = threading.RLock()
         self._slots = [_Slot(index) for index in range(len(workers.workers))]
 
     @property
@@ -125,10 +134,11 @@ class EngineGroup(GenerationInterface):
     async def _collect(self, slot: _Slot) -> None:
         """Take results from one engine until it owes none."""
         while slot.unfinished:
+            called = slot.num_engines
             try:
                 results = await self._call(slot, "collect")
             except RayActorError as death:
-                await self._try_revive(slot, death)
+                await self._try_revive(slot, called, death)
                 continue
             except Exception as failure:  # boundary: whatever broke the engine ends its requests
                 self._fail(slot, failure)
@@ -138,23 +148,56 @@ class EngineGroup(GenerationInterface):
                 if pending is not None and not pending.future.done():
                     pending.future.set_result(result)
 
-    async def _try_revive(self, slot: _Slot, death: RayActorError) -> None:
+    async def _try_revive(self, slot: _Slot, called: int, death: RayActorError) -> None:
         slot.is_down = True
         try:
-            async with self._revival:
-                await asyncio.to_thread(self._revive, slot, death)
+            await asyncio.to_thread(self._revive, slot, called, death)
             slot.is_down, slot.outbox = False, []
             self._submit(slot, [(id_, p.request) for id_, p in slot.unfinished.items()])
         except Exception as failure:  # boundary: a revival that fails ends the slot's requests
             self._fail(slot, failure)
 
-    def _revive(self, slot: _Slot, death: RayActorError) -> None:
-        reason = str(self.workers.explain_failure(death, slot.index, "generation"))
-        self._count_restart(slot, reason)
-        self.workers.restart_worker(slot.index, self._setup_timeout_s)
-        if self.bring_up is not None:
-            self.bring_up()
+    def _revive(self, slot: _Slot, called: int, death: RayActorError) -> None:
+        """Replace the engine that sat in a slot when it was the `called`-th, unless that has happened meanwhile."""
+        with self.exclusively():
+            if slot.num_engines == called:
+                self._replace(slot, str(self.workers.explain_failure(death, slot.index, "generation")))
+                if self.bring_up is not None:
+                    self.bring_up()
         logger.warning("Generation engine %d is back at version %d.", slot.index, self.weight_version)
+
+    @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Keep other threads from replacing engines and moving weights; one thread may nest it.
+
+        Raises:
+            DeadlineExceededError: another thread did not finish in `cluster.timeouts.setup_s`.
+        """
+        if not self._replacing.acquire(timeout=self._setup_timeout_s):
+            raise DeadlineExceededError(
+                f"Another thread replaced engines or moved weights for more than {self._setup_timeout_s:g} s "
+                "(cluster.timeouts.setup_s)."
+            )
+        try:
+            yield
+        finally:
+            self._replacing.release()
+
+    def with_replacements[T](self, work: Callable[[], T]) -> T:
+        """Do what needs every engine; when one of them is dead, replace it and do all of it again.
+
+        A replacement is awake and has no weights yet.
+
+        Raises:
+            WorkerDiedError: the run's restarts are used up, or it was no engine that died.
+        """
+        with self.exclusively():
+            while True:
+                try:
+                    return work()
+                except WorkerDiedError:
+                    if self.revive_dead() == 0:
+                        raise
 
     def revive_dead(self) -> int:
         """Replace engines that died while nothing was in flight; returns how many.
@@ -168,12 +211,12 @@ class EngineGroup(GenerationInterface):
                 ref = self._call(slot, "ready")
                 self.workers.get_worker_result(ref, slot.index, self._setup_timeout_s, "engine check")
             except WorkerDiedError as death:
-                self._count_restart(slot, str(death))
-                self.workers.restart_worker(slot.index, self._setup_timeout_s)
+                self._replace(slot, str(death))
                 num_revived += 1
         return num_revived
 
-    def _count_restart(self, slot: _Slot, reason: str) -> None:
+    def _replace(self, slot: _Slot, reason: str) -> None:
+        """Put a new engine into a slot, if the run has a restart left."""
         self.num_restarts += 1
         if self.num_restarts > self._max_restarts:
             raise WorkerDiedError(
@@ -188,6 +231,8 @@ class EngineGroup(GenerationInterface):
             len(slot.unfinished),
             reason.splitlines()[0],
         )
+        self.workers.restart_worker(slot.index, self._setup_timeout_s)
+        slot.num_engines += 1
 
     def _fail(self, slot: _Slot, failure: Exception) -> None:
         """Pass a failure on to everyone who waits for the slot."""

@@ -139,10 +139,10 @@ class Engine(Protocol):
         """
 
     def sleep(self) -> None:
-        """Give memory back until `wake_up`."""
+        """Give memory back until `wake_up`; nothing to do when it is asleep."""
 
     def wake_up(self) -> None:
-        """Take memory again."""
+        """Take memory again; nothing to do when it is awake."""
 
 
 class GenerationInterface(ABC):

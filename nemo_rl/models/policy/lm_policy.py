@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import DistNetworkError
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import PolicyConfig, TimeoutsConfig
@@ -57,7 +56,6 @@ DTENSOR_WORKER = "nemo_rl.models.policy.workers.dtensor_worker.DTensorPolicyWork
 # By default OpenMP threads spin for so long at a barrier that one busy core stalls a step for seconds;
 # a short spin costs nothing on an idle machine.
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
-_PORT_ATTEMPTS = 3
 TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 SCORING_KEYS = ("input_ids", "input_lengths")
 
@@ -119,35 +117,17 @@ class Policy(PolicyInterface):
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
         )
-        self.worker_group = self._start_ranks(cluster, settings, workers_per_node, name_prefix)
+        self.worker_group = RayWorkerGroup(
+            cluster,
+            RayWorkerBuilder(DTENSOR_WORKER, config, settings),
+            workers_per_node=workers_per_node,
+            name_prefix=name_prefix,
+            env_vars=_WORKER_ENVIRONMENT | (config.dtensor_cfg.env_vars or {}),
+            setup_timeout_s=self._timeouts.setup_s,
+            call_timeout_s=self._timeouts.train_s,
+        )
         if weights_path is not None:
             self._load_checkpoint(weights_path, optimizer_path)
-
-    def _start_ranks(
-        self,
-        cluster: RayVirtualCluster,
-        settings: WorkerSettings,
-        workers_per_node: int | list[int] | None,
-        name_prefix: str,
-    ) -> RayWorkerGroup:
-        """Start the ranks; once more with another port when someone took the meeting point meanwhile."""
-        attempt = 1
-        while True:
-            try:
-                return RayWorkerGroup(
-                    cluster,
-                    RayWorkerBuilder(DTENSOR_WORKER, self.config, settings),
-                    workers_per_node=workers_per_node,
-                    name_prefix=name_prefix,
-                    env_vars=_WORKER_ENVIRONMENT | (self.config.dtensor_cfg.env_vars or {}),
-                    setup_timeout_s=self._timeouts.setup_s,
-                    call_timeout_s=self._timeouts.train_s,
-                )
-            except DistNetworkError as taken:
-                if "EADDRINUSE" not in str(taken) or attempt == _PORT_ATTEMPTS:
-                    raise
-                attempt += 1
-                logger.warning("The ranks' meeting port was taken meanwhile; trying another one.")
 
     @property
     def data_parallel_size(self) -> int:

@@ -58,6 +58,6 @@ class PolicyWeightStream:
             )
         ]
 
-    def free_rendezvous_address(self) -> tuple[str, int]:
-        """A host and free port on the node of rank 0."""
-        return self._workers.cluster.get_available_address_and_port(0, 0)
+    def meeting_point(self) -> tuple[str, int]:
+        """Address of rank 0 and a port that it holds for one group."""
+        return self._workers.meeting_point()

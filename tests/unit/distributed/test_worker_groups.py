@@ -90,6 +90,10 @@ def test_environment_names_and_log_link(shared_group, local_ray):
         ["0", "0", "2", "0", "127.0.0.1", "1"],
         ["1", "1", "2", "0", "127.0.0.1", "1"],
     ]
+    ports = shared_group.get_all_worker_results(shared_group.run_all_workers_single_data("environment", "MASTER_PORT"))
+    with socket.socket() as stranger, pytest.raises(OSError, match="already in use"):
+        stranger.bind(("127.0.0.1", int(ports[0]["MASTER_PORT"])))
+    assert ports[0] == ports[1]
     assert [m["name"] for m in shared_group.worker_metadata] == ["shared-0-0", "shared-0-1"]
     assert (local_ray / "ray_session" / "logs").is_dir()
 

@@ -135,17 +135,18 @@ def test_an_actor_killed_mid_step_is_replaced_and_its_samples_are_issued_again(m
     assert "environment 'game' is gone" in caplog.text and f"pid: {first}" in caplog.text
 
 
-def test_a_sample_that_kills_every_actor_is_found_and_the_others_are_graded(make):
-    client = make(GuessTheNumber)
-    results = step_all(client, ["5", "die", "4"])
-    assert [result.reward for result in results] == [1.0, None, 0.0]
-    assert "died 3 times over this sample" in results[1].error
-    assert client.num_restarts == 3
+def test_samples_that_kill_every_actor_are_found_and_the_others_are_graded_again_and_again(make):
+    client = make(GuessTheNumber, max_restarts=3)
+    for num_restarts in (3, 6):
+        results = step_all(client, ["5", "die", "4"])
+        assert [result.reward for result in results] == [1.0, None, 0.0]
+        assert "died 3 times over this sample" in results[1].error
+        assert client.num_restarts == num_restarts
 
 
 def test_too_many_deaths_stop_the_run_with_the_name(make):
     client = make(GuessTheNumber, max_restarts=1)
-    with pytest.raises(WorkerDiedError, match="'game' died once more after 1 restarts"):
+    with pytest.raises(WorkerDiedError, match="'game' died once more after 1 restarts without an answer"):
         step_all(client, ["die"])
     with pytest.raises(WorkerDiedError, match="'game' died"):
         step_all(client, ["5"])
@@ -156,10 +157,27 @@ def test_a_hung_step_is_an_error_and_the_environment_goes_on(make):
     step_all(client, ["5"])
     first = pid_of(client)
     results = step_all(client, ["hang", "5"])
-    assert [result.reward for result in results] == [None, None]
+    assert [result.reward for result in results] == [None, 1.0]
     assert "no answer in 1 s" in results[0].error
-    assert step_all(client, ["5"])[0].reward == 1.0
     assert not is_alive(first)
+
+
+def test_the_deadline_is_that_of_a_sample_not_of_its_batch_or_of_those_before_it(make):
+    client = make(GuessTheNumber, step_timeout_s=1.0)
+    step_all(client, ["5"])
+    results = step_all(client, ["sleep 0.4"] * 4, secret=0)
+    assert [result.reward for result in results] == [1.0] * 4
+    assert client.num_restarts == 1
+
+    async def in_four_ticks():
+        steps = []
+        for _ in range(4):
+            steps.append(asyncio.ensure_future(client.step(say("sleep 0.5"), {"secret": 0, "turns": 0})))
+            await asyncio.sleep(0.01)
+        return await asyncio.gather(*steps)
+
+    assert [result.reward for result in asyncio.run(in_four_ticks())] == [1.0] * 4
+    assert client.num_restarts == 1
 
 
 def test_a_constructor_that_raises_is_reported_at_once(make):

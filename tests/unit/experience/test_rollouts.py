@@ -129,6 +129,32 @@ def test_reward_components_are_kept_and_summed(loop: EventLoopThread) -> None:
     assert (t.reward, t.reward_components) == (1.5, {"right": 1.0, "format": 0.5})
 
 
+def test_stop_strings_of_a_turn_end_with_the_turn(loop: EventLoopThread) -> None:
+    answers = [["</tool>"], None, [], ["</end>", "</cfg>"]]
+
+    def judge(log: list[dict[str, Any]], turn: Any) -> Any:
+        number = turn.get("turn", 0)
+        return graded(
+            0.0,
+            terminated=number == len(answers),
+            metadata={"turn": number + 1},
+            observation={"role": "environment", "content": "go"},
+            next_stop_strings=answers[number] if number < len(answers) else None,
+        )
+
+    engine = ScriptedEngine(lambda r: [ord("x")])
+    runner = make_runner(loop, engine, ScriptedEnvironment(judge), max_turns=9)
+    sampling = SamplingParams(max_new_tokens=8, stop_strings=("</cfg>",))
+    runner.collect(prompts("a", stop_strings=[["</row>"]]), 1, sampling, KEY)
+    assert [request.sampling.stop_strings for request in engine.requests] == [
+        ("</cfg>", "</row>"),
+        ("</cfg>", "</tool>"),
+        ("</cfg>", "</row>"),
+        ("</cfg>",),
+        ("</cfg>", "</end>"),
+    ]
+
+
 def test_stop_strings_of_the_data_reach_the_engine(loop: EventLoopThread) -> None:
     engine = ScriptedEngine(lambda r: [0])
     environment = ScriptedEnvironment(lambda log, meta: graded(1.0))

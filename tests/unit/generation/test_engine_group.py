@@ -5,6 +5,7 @@ The fakes answer like Ray: a call returns an awaitable, a dead actor's awaitable
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
-from nemo_rl.utils.errors import GenerationError, WorkerDiedError
+from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, WorkerDiedError
 
 pytestmark = pytest.mark.asyncio
 
@@ -86,7 +87,16 @@ class FakeGroup:
         self._loop = asyncio.get_running_loop()
 
     def run_single_worker_single_data(self, method: str, index: int, *args: Any) -> Any:
-        return asyncio.ensure_future(getattr(self.workers[index], method)(*args))
+        call = getattr(self.workers[index], method)(*args)
+        if threading.current_thread() is threading.main_thread():
+            return asyncio.ensure_future(call)
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def get_worker_result(self, ref: Any, index: int, timeout_s: float, phase: str) -> Any:
+        try:
+            return ref.result(timeout_s)
+        except RayActorError as death:
+            raise self.explain_failure(death, index, phase) from death
 
     def explain_failure(self, error: Exception, index: int, phase: str) -> Exception:
         return WorkerDiedError(f"worker {index} died during {phase}: {error}")
@@ -205,6 +215,70 @@ async def test_a_dead_engine_is_replaced_and_its_requests_are_issued_again():
     assert [result.token_ids for result in results] == [[1001], [1002], [1003], [1004]]
     assert (fake.restarted, brought_up, group.num_restarts) == ([0], [1], 1)
     assert [len(call) for call in fake.workers[0].submissions] == [1], "only what was unfinished"
+
+
+def moves_weights(group: EngineGroup, fake: FakeGroup, took_part: list[int]) -> None:
+    """Like a sync: needs all engines, and replaces those that it meets dead."""
+
+    def sync() -> None:
+        for index, worker in enumerate(fake.workers):
+            if worker.is_dead:
+                raise WorkerDiedError(f"engine {index} died")
+        took_part.append(len(fake.workers))
+
+    group.with_replacements(sync)
+
+
+async def test_engines_that_die_together_are_each_replaced_once():
+    group, fake = make_group(3, max_restarts=3)
+    syncs: list[int] = []
+    group.bring_up = lambda: moves_weights(group, fake, syncs)
+    tasks = start(group, [1, 2, 3, 4, 5, 6])
+    await settle()
+    for worker in list(fake.workers):
+        worker.die()
+    results = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+    assert [result.token_ids for result in results] == [[1000 + token] for token in (1, 2, 3, 4, 5, 6)]
+    assert (sorted(fake.restarted), group.num_restarts, syncs) == ([0, 1, 2], 3, [3])
+
+
+async def test_the_training_thread_and_a_revival_do_not_replace_the_same_engine():
+    group, fake = make_group(2)
+    syncs: list[int] = []
+    group.bring_up = lambda: moves_weights(group, fake, syncs)
+    (task,) = start(group, [1])
+    await settle()
+    fake.restart_gate.clear()
+    fake.workers[0].die()
+    await wait_for(lambda: group.num_restarts == 1)
+    training = asyncio.create_task(asyncio.to_thread(moves_weights, group, fake, syncs))
+    await asyncio.sleep(0.2)
+    assert not training.done(), "a sync may not begin while an engine is being replaced"
+    fake.restart_gate.set()
+    await asyncio.wait_for(training, 5)
+    assert (await asyncio.wait_for(task, 5)).token_ids == [1001]
+    assert (fake.restarted, group.num_restarts, syncs) == ([0], 1, [2, 2])
+
+
+async def test_a_wait_for_another_threads_replacement_has_a_deadline():
+    group, _ = make_group(1)
+    group._setup_timeout_s = 0.1
+    with group.exclusively(), group.exclusively():
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match="more than 0.1 s"):
+            await asyncio.to_thread(group.with_replacements, lambda: None)
+        assert time.monotonic() - started < 5
+
+
+async def test_a_death_that_is_no_engines_is_passed_on():
+    group, _ = make_group(2)
+
+    def policy_died() -> None:
+        raise WorkerDiedError("rank 0 died")
+
+    with pytest.raises(WorkerDiedError, match="rank 0 died"):
+        await asyncio.to_thread(group.with_replacements, policy_died)
+    assert group.num_restarts == 0
 
 
 async def test_requests_that_come_while_an_engine_is_down_are_issued_once():

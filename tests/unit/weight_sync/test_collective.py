@@ -1,13 +1,18 @@
 """Broadcast over gloo on loopback: one trainer, two engines, three processes."""
 
+import dataclasses
+import os
 import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from sync_processes import Child, ReceivingEngine, RemoteFailure, equal_to_sent
 
 from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.interfaces import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
@@ -151,6 +156,28 @@ def test_a_new_meeting_point_replaces_a_dead_engine(parties):
             each.answer()
         buckets = sync(new_trainer, [first, second], 5)
         check_receipts([engine.call("finish") for engine in (first, second)], buckets, 5)
+
+
+@pytest.mark.parametrize("before", [None, "2"])
+def test_the_nccl_group_of_a_sync_may_not_end_its_process(monkeypatch, before):
+    """Played by a recorder: the group reads the variable while it is constructed, and nobody else shall see it."""
+    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    seen = []
+
+    class Recorder:
+        class Options:
+            pass
+
+        def __init__(self, store: dist.Store, rank: int, world_size: int, options: Options):
+            seen.append((os.environ.get(variable), rank, world_size, options._timeout))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Recorder, raising=False)
+    monkeypatch.delenv(variable, raising=False)
+    if before is not None:
+        monkeypatch.setenv(variable, before)
+    GroupMember(dataclasses.replace(make_spec(), device="cuda", world_size=1), rank=0)
+    assert seen == [("0", 0, 1, timedelta(seconds=20))]
+    assert os.environ.get(variable) == before
 
 
 def test_closing_twice_is_harmless(parties):

@@ -118,7 +118,7 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """See `Engine.sleep`; weights go to host memory, the cache is dropped."""
-        if self._can_sleep:
+        if self._can_sleep and not self._engine.is_sleeping():
             self._engine.reset_prefix_cache()
             self._engine.sleep(level=1)
 

@@ -1,0 +1,60 @@
+"""Where the members of a process group meet: a port that is kept from its choice until a store listens there.
+
+Free of torch, because `worker_process` imports it, and of Ray; `process_group.open_store` takes the port over.
+Invariant: a held port is given to nobody else on its machine, so equal runs that start at once do not collide.
+"""
+
+import random
+import socket
+
+from nemo_rl.utils.errors import ResourceInsufficientError
+
+_held: dict[int, socket.socket] = {}
+
+
+def bind_free_port(address: str, low: int | None, high: int | None) -> socket.socket:
+    """Bind a free port.
+
+    Args:
+        address: an address of this node.
+        low: lowest port to try; None leaves the choice to the operating system.
+        high: highest such port.
+
+    Returns:
+        The bound socket. It does not listen yet.
+
+    Raises:
+        ResourceInsufficientError: no port of the range is free.
+    """
+    candidates = [0]
+    if low is not None and high is not None:
+        # Not Python's global generator: a run seeds it, and equal runs would try equal ports.
+        candidates = random.SystemRandom().sample(range(low, high + 1), high + 1 - low)
+    for port in candidates:
+        bound = socket.socket()
+        try:
+            bound.bind((address, port))
+        except OSError:
+            bound.close()
+            continue
+        return bound
+    raise ResourceInsufficientError(
+        f"No port of {low}..{high} is free on {address} (cluster.master_port_range_low and _high). Widen the range, "
+        "or set both to null to let the operating system choose."
+    )
+
+
+def hold_port(address: str, low: int | None, high: int | None) -> tuple[str, int]:
+    """Bind a free port and keep it until this process takes it with `take_port`; returns address and port."""
+    bound = bind_free_port(address, low, high)
+    # On Linux a store that binds the port by itself (torch's `env://`) may still have it: both sides allow reuse.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port = bound.getsockname()[1]
+    _held[port] = bound
+    return address, port
+
+
+def take_port(port: int) -> int | None:
+    """The file descriptor of a held port, now the caller's; None when this process does not hold it."""
+    bound = _held.pop(port, None)
+    return None if bound is None else bound.detach()

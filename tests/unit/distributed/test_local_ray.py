@@ -1,0 +1,99 @@
+"""The Ray of a run: what happens when it does not start, or loses one of its own processes."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.distributed.worker_process import process_start_ticks
+
+pytestmark = pytest.mark.ray
+
+SETUP = """
+    import os, signal, sys, threading, time
+    import ray
+    from nemo_rl.algorithms.launch import exit_status
+    from nemo_rl.distributed import local_ray
+    from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+    from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+    from nemo_rl.experience.event_loop import EventLoopThread
+"""
+
+
+def run_script(body: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(Path(__file__).parent), str(Path.cwd())]
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"PYTHONPATH": os.pathsep.join(paths)}
+    script = textwrap.dedent(SETUP) + textwrap.dedent(body)
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=150)
+
+
+@pytest.mark.parametrize(("victim", "waits_for"), [("gcs_server", "a call"), ("raylet", "a rollout")])
+def test_a_death_within_ray_is_named_and_ends_the_run_in_order(victim: str, waits_for: str) -> None:
+    done = run_script(f"""
+        async def rollout(group):
+            return await group.run_single_worker_single_data("stuck_in_c", 0)
+
+        def work():
+            init_ray(num_cpus=1)
+            cluster = RayVirtualCluster([1], use_gpus=False)
+            group = RayWorkerGroup(cluster, RayWorkerBuilder("sample_workers.Plain"))
+            daemons = {{n: i[0].process.pid for n, i in ray._private.worker._global_node.all_processes.items()}}
+            print("PIDS", group.worker_metadata[0]["pid"], *daemons.values(), flush=True)
+            threading.Timer(0.5, os.kill, (daemons["{victim}"], signal.SIGKILL)).start()
+            killed_at = time.monotonic() + 0.5
+            loop = EventLoopThread()
+            try:
+                if "{waits_for}" == "a rollout":
+                    loop.run(rollout(group), 100, "rollouts")
+                group.get_all_worker_results(group.run_all_workers_single_data("stuck_in_c"), 100)
+            finally:
+                loop.close()
+                group.shutdown("cleanup")
+                cluster.shutdown()
+                print("CLOSED", time.monotonic() - killed_at, flush=True)
+
+        sys.exit(exit_status(work))
+    """)
+    assert done.returncode == 1, done.stderr
+    role = {"gcs_server": "control service", "raylet": "node manager"}[victim]
+    pids = [int(word) for word in done.stdout.split("PIDS")[1].splitlines()[0].split()]
+    message = f"RayDiedError: The {role} of this run's Ray ({victim}, pid {pids[1 if victim == 'gcs_server' else 2]})"
+    assert f"{message} was killed by SIGKILL; without it the run cannot go on" in done.stderr
+    assert float(done.stdout.split("CLOSED")[1].split()[0]) < 10
+    end = time.monotonic() + 10
+    while (left := [pid for pid in pids if process_start_ticks(pid) is not None]) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert left == []
+
+
+def test_ray_is_started_again_when_its_parts_were_too_slow() -> None:
+    done = run_script("""
+        import logging
+        logging.basicConfig(level=logging.WARNING)
+        get_node, attempts = ray._private.services.get_node, []
+
+        def slow_at_first(*args):
+            attempts.append(args)
+            if len(attempts) == 1:
+                raise Exception("The current node timed out during startup.")
+            return get_node(*args)
+
+        ray._private.services.get_node = slow_at_first
+        init_ray(num_cpus=1)
+        print("ANSWER", ray.get(ray.remote(lambda: 7).remote()))
+        ray.shutdown()
+
+        def never(*args):
+            raise Exception("The current node timed out during startup.")
+
+        ray._private.services.get_node = never
+        sys.exit(exit_status(lambda: init_ray(num_cpus=1) or 0))
+    """)
+    assert "ANSWER 7" in done.stdout, done.stderr
+    assert "Ray did not start (attempt 1 of 3): The current node timed out" in done.stderr
+    assert done.returncode == 1
+    assert "ResourceInsufficientError: Ray did not start on this machine in 3 attempts" in done.stderr

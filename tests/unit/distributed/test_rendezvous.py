@@ -1,0 +1,80 @@
+"""Meeting points of equal runs that start at the same time; each run is played by a process."""
+
+import multiprocessing
+import socket
+import sys
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+
+import pytest
+import torch.distributed as dist
+
+from nemo_rl.distributed.process_group import open_store
+from nemo_rl.distributed.rendezvous import bind_free_port, hold_port, take_port
+from nemo_rl.utils.errors import ResourceInsufficientError
+from nemo_rl.utils.seed import set_seed
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+NUM_RUNS = 12
+HERE = "127.0.0.1"
+TIMEOUT = timedelta(seconds=20)
+
+
+def play_run(answer: Connection, together: Barrier, low: int | None, high: int | None) -> None:
+    """What rank 0 of a run does: seed, choose a port, be slow, and serve its own group there."""
+    try:
+        set_seed(42)
+        together.wait(20)
+        address, port = hold_port(HERE, low, high)
+        together.wait(20)
+        store = open_store(address, port, rank=0, world_size=1, timeout=TIMEOUT)
+        store.set("port", str(port))
+        together.wait(20)
+        answer.send((port, store.get("port").decode()))
+    except Exception as failure:
+        answer.send(failure)
+
+
+@pytest.mark.parametrize(("low", "high"), [(21000, 21063), (None, None)])
+def test_equal_runs_that_start_at_once_meet_at_ports_of_their_own(low, high):
+    context = multiprocessing.get_context("fork")
+    together = context.Barrier(NUM_RUNS)
+    pipes = [context.Pipe() for _ in range(NUM_RUNS)]
+    runs = [context.Process(target=play_run, args=(theirs, together, low, high), daemon=True) for _, theirs in pipes]
+    for run in runs:
+        run.start()
+    answers = [ours.recv() for ours, _ in pipes if ours.poll(60)]
+    for run in runs:
+        run.join(10)
+    assert len({port for port, _ in answers}) == NUM_RUNS
+    assert all(own == str(port) for port, own in answers)
+    assert low is None or all(low <= port <= high for port, _ in answers)
+
+
+def test_a_held_port_is_kept_from_others_until_a_store_of_this_process_listens_there():
+    address, port = hold_port(HERE, None, None)
+    with socket.socket() as stranger, pytest.raises(OSError, match="already in use"):
+        stranger.bind((address, port))
+    server = open_store(address, port, rank=0, world_size=1, timeout=TIMEOUT)
+    server.set("key", "value")
+    assert take_port(port) is None
+    peer = dist.TCPStore(address, port, 1, is_master=False, timeout=TIMEOUT)
+    assert peer.get("key") == b"value"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="two sockets share a port in this way on Linux only")
+def test_a_store_that_knows_nothing_of_held_ports_may_listen_there():
+    """What `torch.distributed` does for a worker class that joins its group by `env://`."""
+    address, port = hold_port(HERE, None, None)
+    store = dist.TCPStore(address, port, 1, is_master=True, timeout=TIMEOUT)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_range_without_a_free_port_says_what_to_change():
+    with bind_free_port(HERE, None, None) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ResourceInsufficientError, match=rf"{port}\.\.{port} is free.*master_port_range_low"):
+            hold_port(HERE, port, port)
