@@ -5,12 +5,14 @@ Law: a mistake of the user is one message and exit status 2; a failure of the ru
 """
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from nemo_rl.config import EvalMasterConfig, MasterConfig, check_device, count_gpus, load_config
+from nemo_rl.algorithms.preflight import check_machine
+from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config
 from nemo_rl.utils.errors import ConfigError, DataError, NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
 
@@ -39,11 +41,13 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
     warnings.filterwarnings("ignore", message=".*set_vital.*")
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file of the run")
+    # Python looks beside the script; a class of the user's own may lie in the folder the run was started from.
+    sys.path += [folder for folder in (os.getcwd(),) if folder not in sys.path]
     known, overrides = parser.parse_known_args(arguments)
 
     def work() -> int:
         config = load_config(known.config, overrides, schema=schema)
-        check_device(config, count_gpus())
+        check_machine(config)
         run(config)
         return 0
 
