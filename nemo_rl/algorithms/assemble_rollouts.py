@@ -6,6 +6,7 @@ makes the algorithm. Law: nothing here knows a loss or an advantage.
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +88,21 @@ def start_rollouts(config: RolloutMasterConfig, plan: RolloutPlan) -> RolloutPar
     """Start Ray and all workers, and connect them.
 
     Raises:
+        ConfigError, DataError: a tracker cannot report, or the data has no batch; before Ray starts.
         ResourceInsufficientError: the cluster lacks what is asked for.
     """
+    prompts = make_prompts(config, plan)
+    backends = Logger(config.logger, plan.folders.log_dir, config.algorithm.max_num_steps)
+    backends.log_hyperparams(config.model_dump())
+    with ExitStack() as undo:
+        undo.callback(backends.close)
+        parts = _connect(config, plan, prompts, backends)
+        undo.pop_all()
+    return parts
+
+
+def _connect(config: RolloutMasterConfig, plan: RolloutPlan, prompts: PromptStream, backends: Logger) -> RolloutParts:
+    """Everything behind the start of Ray."""
     folders, tokenizer, algorithm = plan.folders, plan.tokenizer, config.algorithm
     init_ray(str(folders.log_dir))
     environments = start_environments(plan.data.task_env.values(), config.env, config.cluster)
@@ -100,10 +114,7 @@ def start_rollouts(config: RolloutMasterConfig, plan: RolloutPlan) -> RolloutPar
     )
     runner = RolloutRunner(workers.generation, environments, tokenizer, limits, loop)
     refitter = make_refitter(config.policy, config.cluster, workers)
-    prompts = make_prompts(config, plan)
     trajectory_log = TrajectoryLog(folders.log_dir, config.logger.save_trajectories)
-    backends = Logger(config.logger, folders.log_dir, algorithm.max_num_steps)
-    backends.log_hyperparams(config.model_dump())
     parts = SessionParts(
         cadence=_cadence(config),
         logger=backends,

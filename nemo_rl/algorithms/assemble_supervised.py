@@ -6,6 +6,7 @@ As `assemble` does for GRPO, and with the same order: everything that can be ref
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -213,34 +214,38 @@ def assemble_run(
     steps = num_steps(config, len(loader))
     batches = PromptStream(loader, config.algorithm.max_num_epochs)
     folders = open_folders(config, len(data.train))
-    init_ray(str(folders.log_dir))
-    clusters = make_clusters(config.cluster, config.policy)
-    start = PolicyStart(config.algorithm.seed, folders.resume_path, recipe.needs_reference)
-    policy = start_policy(clusters[0], config.policy, config.cluster, tokenizer, start)
     backends = Logger(config.logger, folders.log_dir, steps)
     backends.log_hyperparams(config.model_dump())
-    parts = SessionParts(
-        cadence=_cadence(config, steps),
-        logger=backends,
-        checkpoints=folders.checkpoints,
-        policy=policy,
-        data=batches,
-        validate=_validation(config, data, recipe, policy),
-        run_config=config,
-        save_optimizer=config.checkpointing.save_optimizer,
-        save_consolidated=config.checkpointing.save_consolidated,
-        must_save_by=config.checkpointing.checkpoint_must_save_by,
-        signal_grace_s=config.checkpointing.signal_grace_s,
-    )
-    return SupervisedRun(
-        session=Session(parts, folders.resume_path, started_at),
-        batches=batches,
-        prepare=recipe.prepare(policy),
-        policy=policy,
-        loss_fn=recipe.loss_fn,
-        rows_per_sample=recipe.rows_per_sample,
-        closers=(backends.close, policy.shutdown, *(cluster.shutdown for cluster in clusters)),
-    )
+    with ExitStack() as undo:
+        undo.callback(backends.close)
+        init_ray(str(folders.log_dir))
+        clusters = make_clusters(config.cluster, config.policy)
+        start = PolicyStart(config.algorithm.seed, folders.resume_path, recipe.needs_reference)
+        policy = start_policy(clusters[0], config.policy, config.cluster, tokenizer, start)
+        parts = SessionParts(
+            cadence=_cadence(config, steps),
+            logger=backends,
+            checkpoints=folders.checkpoints,
+            policy=policy,
+            data=batches,
+            validate=_validation(config, data, recipe, policy),
+            run_config=config,
+            save_optimizer=config.checkpointing.save_optimizer,
+            save_consolidated=config.checkpointing.save_consolidated,
+            must_save_by=config.checkpointing.checkpoint_must_save_by,
+            signal_grace_s=config.checkpointing.signal_grace_s,
+        )
+        run = SupervisedRun(
+            session=Session(parts, folders.resume_path, started_at),
+            batches=batches,
+            prepare=recipe.prepare(policy),
+            policy=policy,
+            loss_fn=recipe.loss_fn,
+            rows_per_sample=recipe.rows_per_sample,
+            closers=(backends.close, policy.shutdown, *(cluster.shutdown for cluster in clusters)),
+        )
+        undo.pop_all()
+    return run
 
 
 def num_steps(config: SupervisedMasterConfig, steps_per_epoch: int) -> int:

@@ -6,13 +6,15 @@ the status is 75 (EX_TEMPFAIL) if the same command goes on from what was saved, 
 """
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from nemo_rl.config import EvalMasterConfig, MasterConfig, check_device, count_gpus, load_config
+from nemo_rl.algorithms.preflight import check_machine
+from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config
 from nemo_rl.utils.errors import NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
 from nemo_rl.utils.stop_signals import leave_at_once
@@ -43,11 +45,13 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
     warnings.filterwarnings("ignore", message=".*set_vital.*")
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file of the run")
+    # Python looks beside the script; a class of the user's own may lie in the folder the run was started from.
+    sys.path += [folder for folder in (os.getcwd(),) if folder not in sys.path]
     known, overrides = parser.parse_known_args(arguments)
 
     def work() -> int:
         config = load_config(known.config, overrides, schema=schema)
-        check_device(config, count_gpus())
+        check_machine(config)
         run(config)
         return 0
 

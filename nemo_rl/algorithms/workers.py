@@ -266,23 +266,9 @@ def make_probe(policy: PolicyConfig, cluster: ClusterConfig, workers: Workers, r
 
 
 def choose_transport(asked: str, cluster: ClusterConfig, colocated: bool) -> TransportName:
-    """What `weight_sync.transport=auto` means here.
-
-    Raises:
-        ConfigError: the transport that was asked for cannot work on these devices.
-    """
-    if asked == "auto":
-        if cluster.uses_gpu:
-            return "cuda_ipc" if colocated else "collective"
-        return "shared_memory" if cluster.num_nodes == 1 else "collective"
-    if asked == "cuda_ipc" and not (cluster.uses_gpu and colocated):
-        raise ConfigError(
-            "policy.generation.weight_sync.transport=cuda_ipc needs GPUs and "
-            "policy.generation.colocated.enabled=true. Use auto."
-        )
-    if asked == "shared_memory" and cluster.num_nodes > 1 and not colocated:
-        raise ConfigError(
-            "policy.generation.weight_sync.transport=shared_memory needs trainers and engines on the "
-            "same machine. Use auto or collective."
-        )
-    return asked  # type: ignore[return-value]
+    """What `weight_sync.transport=auto` means here; `config.checks` refuses what cannot work."""
+    if asked != "auto":
+        return asked  # type: ignore[return-value]
+    if cluster.uses_gpu:
+        return "cuda_ipc" if colocated else "collective"
+    return "shared_memory" if cluster.num_nodes == 1 else "collective"

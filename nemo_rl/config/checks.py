@@ -5,6 +5,7 @@ checks_loss.py.
 Law: a check yields one text for each finding, with the values given, the rule and a way out.
 """
 
+import difflib
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from nemo_rl.config.data import DataConfig
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.grpo import GRPOConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.config.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.names import PASS_K, VALIDATION_METRICS
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.topology import data_parallel_ranks, plan_topology
@@ -72,7 +74,7 @@ def check_batches(
             f"  ({prompts} x {answers}) / {batch} = {samples / batch:g}. "
             f"Nearest values of policy.train_global_batch_size: {', '.join(map(str, sorted(near)))}."
         )
-    yield from check_shards(policy, data_parallel_ranks(cluster, policy))
+    yield from check_shards(policy, cluster)
     yield from check_precision(policy)
 
 
@@ -85,8 +87,11 @@ def check_precision(policy: PolicyConfig) -> Findings:
         )
 
 
-def check_shards(policy: PolicyConfig, ranks: int) -> Findings:
+def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     """An optimizer update divides into ranks and microbatches."""
+    ranks, topology = data_parallel_ranks(cluster, policy), plan_topology(cluster, policy)
+    nodes, each = topology.policy_nodes, topology.policy_ranks_per_node
+    which = f" (cluster.num_nodes={nodes} x {each} on each)" if nodes > 1 else ""
     batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
     flexible = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
     step = ranks if flexible else ranks * micro
@@ -95,12 +100,12 @@ def check_shards(policy: PolicyConfig, ranks: int) -> Findings:
     name = f"policy.train_global_batch_size={batch}"
     if flexible:
         yield (
-            f"{name} does not divide into {ranks} data-parallel ranks.\n"
+            f"{name} does not divide into {ranks} data-parallel ranks{which}.\n"
             f"  {batch} / {ranks} = {batch / ranks:g}. {nearest_multiples(batch, step)}"
         )
     else:
         yield (
-            f"{name} does not divide into {ranks} data-parallel rank{'s' * (ranks > 1)} x {micro} "
+            f"{name} does not divide into {ranks} data-parallel rank{'s' * (ranks > 1)}{which} x {micro} "
             "samples per microbatch (policy.train_micro_batch_size).\n"
             f"  {batch} / ({ranks} x {micro}) = {batch / step:g}. {nearest_multiples(batch, step)}"
         )
@@ -161,9 +166,10 @@ def check_grpo(grpo: GRPOConfig) -> Findings:
     if grpo.num_generations_per_prompt == 1:
         leave_one_out = estimator.name == "grpo" and estimator.use_leave_one_out_baseline
         if leave_one_out or estimator.name == "rloo":
+            other = "set grpo.use_leave_one_out_baseline=false" if leave_one_out else "choose another estimator"
             yield (
-                f"{group} leaves no other answer for a baseline without the sample's own reward. Sample "
-                "at least 2 answers per prompt or set grpo.use_leave_one_out_baseline=false."
+                f"{group} leaves no other answer for a baseline without the sample's own reward "
+                f"(grpo.adv_estimator.name={estimator.name}). Sample at least 2 answers per prompt, or {other}."
             )
         if grpo.use_dynamic_sampling:
             yield (
@@ -213,8 +219,19 @@ def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
 
 
 def check_early_stop(section: str, algorithm: RolloutTrainingConfig) -> Findings:
-    """A metric that ends the run has a threshold."""
+    """A metric that ends the run exists and has a threshold."""
     metric, threshold = algorithm.stop_at_validation_metric, algorithm.stop_at_validation_threshold
+    several = algorithm.val_num_generations_per_prompt > 1
+    known = [name for name in VALIDATION_METRICS if several or name != PASS_K]
+    if metric is not None and metric not in known:
+        near = difflib.get_close_matches(metric, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        if metric == PASS_K:
+            hint = f" {PASS_K} needs {section}.val_num_generations_per_prompt of at least 2."
+        yield (
+            f"{section}.stop_at_validation_metric={metric} is not a validation metric.{hint} There are "
+            f"{', '.join(known)}."
+        )
     if (metric is None) != (threshold is None):
         yield (
             f"early stop needs both {section}.stop_at_validation_metric and {section}.stop_at_validation_threshold; "
@@ -271,6 +288,7 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
             f"policy.generation.{greedy} makes all answers of a group equal, so nothing can be learned. Use "
             "temperature=1.0 and top_k=null, and policy.generation.val_temperature=0 for greedy validation."
         )
+    yield from _check_transport(generation, cluster)
     resources = generation.colocated.resources
     if generation.colocated.enabled or not cluster.uses_gpu:
         return
@@ -279,6 +297,21 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
         yield (
             "policy.generation.colocated.enabled=false needs "
             f"policy.generation.colocated.resources.{key}: how many of the cluster's devices generate."
+        )
+
+
+def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Findings:
+    """Weights can go from trainers to engines in the way that was asked for."""
+    asked, colocated = generation.weight_sync.transport, generation.colocated.enabled
+    if asked == "cuda_ipc" and not (cluster.uses_gpu and colocated):
+        yield (
+            "policy.generation.weight_sync.transport=cuda_ipc needs GPUs and "
+            "policy.generation.colocated.enabled=true. Use auto."
+        )
+    if asked == "shared_memory" and cluster.num_nodes > 1 and not colocated:
+        yield (
+            f"policy.generation.weight_sync.transport=shared_memory needs trainers and engines on the same machine, "
+            f"and cluster.num_nodes={cluster.num_nodes}. Use auto or collective."
         )
 
 

@@ -16,7 +16,6 @@ from nemo_rl.config.dpo import DPOConfig
 from nemo_rl.config.names import FEEDBACK_DATASET_NAMES
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.supervised import SupervisedConfig
-from nemo_rl.config.topology import data_parallel_ranks
 
 Findings = Iterator[str]
 
@@ -38,7 +37,7 @@ def check_supervised(
     if policy.optimizer is None:
         yield "policy.optimizer is null, but the policy is trained. Name an optimizer."
     yield from chain(
-        check_shards(policy, data_parallel_ranks(cluster, policy)),
+        check_shards(policy, cluster),
         check_precision(policy),
         check_lengths(policy, data),
         check_validation(section, algorithm, data),

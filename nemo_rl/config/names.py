@@ -46,3 +46,15 @@ PREFERENCE_DATASET_NAMES: tuple[str, ...] = (
 
 FEEDBACK_DATASET_NAMES: tuple[str, ...] = ("BinaryFeedbackDataset",)
 """Built-in data sets of single labelled answers, for KTO."""
+
+PASS_K = "pass_k"
+
+VALIDATION_METRICS: tuple[str, ...] = (
+    "accuracy",
+    "avg_length",
+    "num_samples",
+    "num_reward_errors",
+    "truncation_rate",
+    PASS_K,
+)
+"""Metrics of a validation that samples answers; pass_k with several answers per prompt."""

@@ -5,10 +5,10 @@ numbers under the same names.
 """
 
 import importlib
-import importlib.util
 import io
 import logging
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from nemo_rl.config import LoggerConfig
+from nemo_rl.config.tracker_check import check_trackers
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
 from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict
@@ -45,17 +46,34 @@ logger = logging.getLogger(__name__)
 _EXPERIMENT = re.compile(r"^exp_(\d+)$")
 _PANEL_WIDTH = 100
 _TRACKERS = {"tensorboard": "TensorboardLogger", "wandb": "WandbLogger", "mlflow": "MLflowLogger"}
-_INSTALL = {
-    "tensorboard": "it comes with nemo_rl",
-    "wandb": "it comes with nemo_rl",
-    "mlflow": "the extra: uv sync --extra mlflow",
-}
+
+
+def make_log_dir(path: str | Path) -> Path:
+    """Make the folder of all runs' logs, and return it.
+
+    Raises:
+        ConfigError: it cannot be made, or not be written.
+    """
+    folder = Path(path).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"logger.log_dir={str(path)!r} cannot be written ({error.strerror}: {error.filename or folder}). "
+            "Choose a folder that this user may write."
+        ) from error
+    return folder
 
 
 def get_next_experiment_dir(base_log_dir: str | Path) -> str:
-    """Make and return `<base_log_dir>/exp_NNN`, one after the highest there is."""
-    base = Path(base_log_dir).absolute()
-    base.mkdir(parents=True, exist_ok=True)
+    """Make and return `<base_log_dir>/exp_NNN`, one after the highest there is.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    base = make_log_dir(base_log_dir)
     numbers = [int(m.group(1)) for m in (_EXPERIMENT.match(e.name) for e in base.iterdir()) if m]
     number = max(numbers, default=0)
     while True:
@@ -152,17 +170,13 @@ def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> 
     """The console, the metrics file, and every tracker that is on.
 
     Raises:
-        ConfigError: a tracker is on and its library is not installed.
+        ConfigError: a tracker is on and its library or login is missing.
     """
+    check_trackers(cfg)
     backends: list[LoggerInterface] = [ConsoleLogger(total_steps), JsonlLogger(log_dir)]
     for name, class_name in _TRACKERS.items():
         if not getattr(cfg, f"{name}_enabled"):
             continue
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"logger.{name}_enabled=true needs the package {name}, which is not installed. "
-                f"Install it ({_INSTALL[name]}) or set logger.{name}_enabled=false."
-            )
         folder = log_dir / name
         folder.mkdir(exist_ok=True)
         backends.append(_tracker_class(name, class_name)(getattr(cfg, name), folder))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, SequentialLR
 
@@ -57,7 +56,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     try:
         return cls(trainable, **config.kwargs)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"policy.optimizer.kwargs do not fit {config.name}: {error}") from error
 
 
@@ -93,7 +92,7 @@ def _single_scheduler(optimizer: Optimizer, entry: Any) -> LRScheduler:
     cls = resolve_class(entry.name, "policy.scheduler.name")
     try:
         return cls(optimizer, **entry.kwargs)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"policy.scheduler.kwargs do not fit {entry.name}: {error}") from error
 
 
@@ -164,6 +163,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     Each rank squares its own shards; the sums are reduced over the mesh axes that shard them. So
     gradients may be plain tensors or DTensors, on any meshes, in host or device memory.
     """
+    from torch.distributed.tensor import DTensor  # slow to import, and whoever only checks a class has no gradient
+
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
@@ -174,6 +175,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 def _square_sum(group: list[Tensor]) -> Tensor:
     """Sum of squares over all ranks, of gradients that share mesh and placements."""
+    from torch.distributed.tensor import DTensor
+
     first = group[0]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in group]
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in local]

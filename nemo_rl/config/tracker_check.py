@@ -1,0 +1,65 @@
+"""Checks that the trackers of `logger` can report, without importing them.
+
+Called before Ray starts, and by `utils.logger` when it makes the trackers. Invariant: nothing is sent anywhere.
+"""
+
+import importlib.util
+import netrc
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nemo_rl.config.logger import LoggerConfig
+from nemo_rl.utils.errors import ConfigError
+
+_INSTALL = {
+    "tensorboard": "it comes with nemo_rl",
+    "wandb": "it comes with nemo_rl",
+    "mlflow": "the extra: uv sync --extra mlflow",
+}
+_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+
+
+def check_trackers(config: LoggerConfig) -> None:
+    """Refuse a tracker without its library or login.
+
+    Raises:
+        ConfigError: a tracker is on and cannot report.
+    """
+    for name, how in _INSTALL.items():
+        if getattr(config, f"{name}_enabled") and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"logger.{name}_enabled=true needs the package {name}, which is not installed. "
+                f"Install it ({how}) or set logger.{name}_enabled=false."
+            )
+    if config.wandb_enabled and not _has_wandb_login():
+        raise ConfigError(
+            f"logger.wandb_enabled=true needs a login: there is no API key in WANDB_API_KEY or {_netrc_path()}. "
+            "Run `wandb login`, set WANDB_MODE=offline, or set logger.wandb_enabled=false."
+        )
+    address = config.mlflow.tracking_uri or ""
+    if config.mlflow_enabled and (address.startswith(("file:", "/", ".", "~"))):
+        raise ConfigError(
+            f"logger.mlflow.tracking_uri={address!r} is a folder, and MLflow 3 keeps no runs in folders. Give the "
+            "address of a server, or a database such as sqlite:///mlflow.db."
+        )
+
+
+def _has_wandb_login() -> bool:
+    """Whether W&B finds a key where it looks for one, or needs none."""
+    if os.environ.get("WANDB_MODE") in _WITHOUT_LOGIN:
+        return True
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    settings = [Path("wandb/settings"), Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")]
+    if any("mode" in path.expanduser().read_text() for path in settings if path.expanduser().is_file()):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(_netrc_path()).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _netrc_path() -> str:
+    return os.environ.get("NETRC") or str(Path("~/.netrc").expanduser())

@@ -1,0 +1,77 @@
+"""Whether a model can be had from here, asked in seconds and before anything heavy is imported.
+
+Called before Ray starts. The loaders behind it retry for a minute and write a page of warnings on a machine without
+a network. Invariant: a folder or a file in the hub's cache is believed without a question to the hub.
+"""
+
+import os
+import threading
+from pathlib import Path
+
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from nemo_rl.utils.errors import ConfigError
+
+TIMEOUT_VARIABLE = "NRL_HUB_PROBE_S"
+"""Environment variable: seconds that the hub may take to answer."""
+_TIMEOUT_S = 3.0
+
+MODEL_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer_config.json"
+
+
+def check_reachable(key: str, name: str, file: str = MODEL_FILE) -> None:
+    """Refuse a model that is neither a folder nor to be had from the hub.
+
+    Args:
+        key: of the configuration, for messages.
+        name: folder or hub id.
+        file: a model has `MODEL_FILE`; a tokenizer may do without `TOKENIZER_FILE`.
+
+    Raises:
+        ConfigError: nothing can be loaded under this name.
+    """
+    given = f"{key}={name!r}"
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if file == MODEL_FILE and not (folder / file).is_file():
+            raise ConfigError(f"{given} is a folder without {file}, so it holds no model.")
+        return
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise ConfigError(f"{given} is neither an existing folder nor a hub id such as owner/name.") from None
+    if try_to_load_from_cache(name, file) is not None:
+        return
+    trouble = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _ask_hub(name, file)
+    if trouble is not None:
+        raise ConfigError(f"{given} is not a folder and not in the cache of the hub, and {trouble}.")
+
+
+def _ask_hub(name: str, file: str) -> str | None:
+    """What keeps a file of a repository away from here; None if nothing does."""
+    seconds = float(os.environ.get(TIMEOUT_VARIABLE, _TIMEOUT_S))
+    answer = [f"the hub at {constants.ENDPOINT} gave no answer in {seconds:g} s ({TIMEOUT_VARIABLE})"]
+    found = threading.Event()
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, file), timeout=seconds)
+        except EntryNotFoundError:
+            answer[:] = [f"its repository has no {file}"] if file == MODEL_FILE else []
+        except GatedRepoError:
+            answer[:] = ["its repository is gated: accept its terms on the hub and run `hf auth login`"]
+        except RepositoryNotFoundError:
+            answer[:] = [f"the hub at {constants.ENDPOINT} has no such model, or only for who runs `hf auth login`"]
+        except Exception as error:  # the hub's HTTP library differs from version to version
+            answer[:] = [f"the hub at {constants.ENDPOINT} could not be reached ({error})"]
+        else:
+            answer.clear()
+        found.set()
+
+    # The timeout of a request does not cover the look-up of the host's name, which may hang for longer.
+    threading.Thread(target=ask, daemon=True).start()
+    found.wait(seconds + 0.5)
+    return answer[0] if answer else None
