@@ -45,11 +45,11 @@ class _Pending:
 class _Slot:
     """What one engine owes an answer to; a slot that is down keeps its requests until its engine is back.
 
-    `num_engines` counts the engines that have sat here: who saw one die knows by it whether that one was replaced.
+    `num_starts` counts the engines that have sat here: who saw one die knows by it whether that one was replaced.
     """
 
     index: int
-    num_engines: int = 1
+    num_starts: int = 1
     is_down: bool = False
     unfinished: dict[str, _Pending] = field(default_factory=dict)
     outbox: list[tuple[str, GenerationRequest]] = field(default_factory=list)
@@ -134,7 +134,7 @@ class EngineGroup(GenerationInterface):
     async def _collect(self, slot: _Slot) -> None:
         """Take results from one engine until it owes none."""
         while slot.unfinished:
-            called = slot.num_engines
+            called = slot.num_starts
             try:
                 results = await self._call(slot, "collect")
             except RayActorError as death:
@@ -160,7 +160,7 @@ class EngineGroup(GenerationInterface):
     def _revive(self, slot: _Slot, called: int, death: RayActorError) -> None:
         """Replace the engine that sat in a slot when it was the `called`-th, unless that has happened meanwhile."""
         with self.exclusively():
-            if slot.num_engines == called:
+            if slot.num_starts == called:
                 self._replace(slot, str(self.workers.explain_failure(death, slot.index, "generation")))
                 if self.bring_up is not None:
                     self.bring_up()
@@ -232,7 +232,7 @@ class EngineGroup(GenerationInterface):
             reason.splitlines()[0],
         )
         self.workers.restart_worker(slot.index, self._setup_timeout_s)
-        slot.num_engines += 1
+        slot.num_starts += 1
 
     def _fail(self, slot: _Slot, failure: Exception) -> None:
         """Pass a failure on to everyone who waits for the slot."""
