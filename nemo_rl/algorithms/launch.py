@@ -46,7 +46,8 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file of the run")
     # Python looks beside the script; a class of the user's own may lie in the folder the run was started from.
-    sys.path += [folder for folder in (os.getcwd(),) if folder not in sys.path]
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     known, overrides = parser.parse_known_args(arguments)
 
     def work() -> int:

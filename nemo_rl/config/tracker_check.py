@@ -3,6 +3,7 @@
 Called before Ray starts, and by `utils.logger` when it makes the trackers. Invariant: nothing is sent anywhere.
 """
 
+import configparser
 import importlib.util
 import netrc
 import os
@@ -51,13 +52,15 @@ def _has_wandb_login() -> bool:
         return True
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    settings = [Path("wandb/settings"), Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")]
-    if any("mode" in path.expanduser().read_text() for path in settings if path.expanduser().is_file()):
-        return True
+    folders = (Path("wandb"), Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser())
+    settings = configparser.ConfigParser(interpolation=None)
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
+        settings.read(folder / "settings" for folder in folders)
+        if settings.get("default", "mode", fallback=None) in _WITHOUT_LOGIN:
+            return True
         return netrc.netrc(_netrc_path()).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
+    except (OSError, configparser.Error, netrc.NetrcParseError):
         return False
 
 

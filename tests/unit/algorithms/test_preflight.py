@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from nemo_rl.algorithms import assemble_rollouts, assemble_supervised
+from nemo_rl.algorithms.assemble import assemble_grpo
 from nemo_rl.algorithms.launch import launch
 from nemo_rl.algorithms.preflight import check_machine
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, SFTMasterConfig, load_config
 from nemo_rl.environments.loading import load_env_class
 from nemo_rl.models.huggingface.reachable import TIMEOUT_VARIABLE, TOKENIZER_FILE, check_reachable
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, DataError
 
 SFT = REPOSITORY_ROOT / "examples/configs/sft_cpu.yaml"
 GRPO = REPOSITORY_ROOT / "examples/configs/grpo_math_cpu.yaml"
@@ -109,3 +111,26 @@ def test_models_in_the_cache_of_the_hub_need_no_network(tmp_path, monkeypatch):
     check_reachable("policy.model_name", "nobody/something")
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         check_reachable("policy.model_name", "nobody/else")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train.num_samples=4", "the data set has 4 rows, fewer than one batch"),
+        ("logger.wandb_enabled=true", "login"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("module", "assemble", "path", "schema"),
+    [
+        (assemble_rollouts, assemble_grpo, GRPO, GRPOMasterConfig),
+        (assemble_supervised, assemble_supervised.assemble_sft, SFT, SFTMasterConfig),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_ray(monkeypatch, module, assemble, path, schema, override, message):
+    monkeypatch.setattr(module, "init_ray", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", "absent")
+    with pytest.raises((ConfigError, DataError), match=message):
+        assemble(load_config(path, [override], schema=schema))

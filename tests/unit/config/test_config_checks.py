@@ -103,7 +103,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (
         ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=8", "grpo.adv_estimator.name=rloo",
          "grpo.use_leave_one_out_baseline=false"],
-        "leaves no other answer",
+        r"name=rloo\)\. Sample at least 2 answers per prompt, or choose another estimator",
     ),
     (
         ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=8", "grpo.use_dynamic_sampling=true",
@@ -358,6 +358,9 @@ def test_trackers(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.my-company.org")
     with pytest.raises(ConfigError, match="needs a login"):
         check_trackers(wandb)
+    (tmp_path / "settings").write_text("[default]\nmode = offline\n")
+    check_trackers(wandb)
+    (tmp_path / "settings").unlink()
     monkeypatch.setenv("WANDB_MODE", "offline")
     check_trackers(wandb)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
