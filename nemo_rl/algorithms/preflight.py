@@ -23,10 +23,10 @@ def check_machine(config: MasterConfig | EvalMasterConfig) -> None:
         check_trackers(config.logger)
         make_log_dir(config.logger.log_dir)
     _check_models(config)
-    if isinstance(config, MasterConfig):
-        _check_optimizer(config.policy)
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _check_environments(config)
+    if isinstance(config, MasterConfig):
+        _check_optimizer(config.policy)
 
 
 def _check_models(config: MasterConfig | EvalMasterConfig) -> None:
