@@ -1,7 +1,7 @@
 """The parts that GRPO and distillation have in common: workers, rollouts, weight sync, validation, session.
 
 `assemble` and `assemble_distillation` decide what can be decided without a worker, call `start_rollouts`, and add what
-makes the algorithm. Law: nothing here knows a loss or an advantage.
+makes the algorithm. Invariant: nothing here knows a loss or an advantage.
 """
 
 import math

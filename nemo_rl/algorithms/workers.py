@@ -1,13 +1,13 @@
 """Start the processes of a run: clusters, policy ranks, engines, environments, and the way between them.
 
-Used by `assemble` for every algorithm. Slowest parts start side by side:
+Slowest parts start side by side:
 
     Ray ─┬► engines (import vLLM, build) ─┐
          ├► policy ranks ─────────────────┤─► Workers
          ├► teacher ranks (distillation) ─┤
          └► environments (in background) ─┘
 
-Law: sizes and placement follow from `cluster` and `policy` alone (`config.topology`).
+Invariant: sizes and placement follow from `cluster` and `policy` alone (`config.topology`).
 """
 
 import uuid

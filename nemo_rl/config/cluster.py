@@ -1,7 +1,6 @@
 """Keys of `cluster`: devices, processes, deadlines.
 
-Read by the distributed room and by `assemble`. Law: the choice of device is made here once; every other
-room asks `uses_gpu` or `utils.device`.
+Invariant: the choice of device is made here once; every other package asks `uses_gpu` or `utils.device`.
 """
 
 from typing import ClassVar, Literal

@@ -1,7 +1,6 @@
 """The whole configuration of an SFT, DPO or reward-model run.
 
-Read by `algorithms.assemble_supervised` and the examples. Law: as in master.py, `check` looks at several
-keys at once and runs before Ray starts.
+As in master.py, `check` looks at several keys at once and runs before Ray starts.
 """
 
 from itertools import chain

@@ -1,6 +1,6 @@
 """Remembers which file or override gave each value, for error messages.
 
-Made by loading.py. Law: the last writer of a key is its source.
+Invariant: the last writer of a key is its source.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Keys that SFT, DPO and reward-model training share: cadence, the policy and the data.
 
-Read by sft.py, dpo.py, rm.py and by `algorithms.assemble_supervised`. Law: nothing here generates, so
-`policy.generation` is null, and a training step is one optimizer update.
+Invariant: nothing here generates, so `policy.generation` is null, and a training step is one optimizer update.
 """
 
 from typing import Annotated

@@ -1,7 +1,7 @@
 """Rows that cannot be used: where they are, why, and whether there are too many.
 
-Filled by the readers and data sets, checked by `datasets.setup`, and by the loader for prompts
-that turn out too long. Law: a row is either used or reported with its place; none just vanishes.
+Filled by the readers and data sets, checked by `datasets.setup`, and by the loader for prompts that turn out too long.
+Invariant: a row is either used or reported with its place; none just vanishes.
 """
 
 import logging

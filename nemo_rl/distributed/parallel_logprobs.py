@@ -5,7 +5,7 @@ peak memory grows with `chunk_size x V`, never with `N x V`. `models.dtensor.cau
 the hidden states of the tokens that matter. Legend: `N` tokens, `D` hidden size, `V` vocabulary, `k`
 vocabulary entries that are asked for at a token (distillation).
 
-Law: every reduction over the vocabulary runs in float32 or wider, whatever the weights are.
+Invariant: every reduction over the vocabulary runs in float32 or wider, whatever the weights are.
 
 The mathematics is split in three steps (`_chunk_logits`, `_filtered`, `_statistics`) so that a
 vocabulary-parallel version replaces only the reductions in `_statistics`.

@@ -7,8 +7,8 @@
         ^  `- run_all_workers_*: returns at once with a MultiWorkerFuture
         `--- get_all_worker_results: waits with a deadline (`worker_results.gather`)
 
-Law: every wait has a deadline, a death is reported with its last log lines, and after `shutdown` no
-worker process is left.
+Invariant: every wait has a deadline, a death is reported with its last log lines, and after `shutdown` no worker
+process is left.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Ask any node for a worker's last log lines and for the stacks of its threads.
 
-`worker_results` puts what is found into its errors. Law: nothing here needs the worker to cooperate;
-it may be dead, or stuck in C code.
+`worker_results` puts what is found into its errors. Invariant: nothing here needs the worker to cooperate; it may be
+dead, or stuck in C code.
 """
 
 import os

@@ -1,11 +1,10 @@
 """What runs inside a worker process: a host actor that owns one worker object.
 
-`worker_groups` creates hosts by name of the worker's class; `worker_logs` finds a worker's logs and
-stacks through the identity reported here. Law: the class is imported in the worker process only, after
-its environment is set, so the controller needs no backend library and threads settings take effect.
-When the controller or the raylet is killed, a thread of Ray's ends the process and its children, even
-one that is stuck in C code.
-This file stays free of torch: a worker without tensors starts in a second instead of five.
+`worker_groups` creates hosts by name of the worker's class; `worker_logs` finds a worker's logs and stacks through the
+identity reported here. Invariant: the class is imported in the worker process only, after its environment is set, so
+the controller needs no backend library and threads settings take effect. When the controller or the raylet is killed, a
+thread of Ray's ends the process and its children, even one that is stuck in C code. This file stays free of torch: a
+worker without tensors starts in a second instead of five.
 """
 
 import faulthandler

@@ -6,7 +6,7 @@
                      |-> first failure --> short grace for its root cause --> raise, others left
                      `-> deadline -------> stacks of all workers ----------> raise
 
-Law: no wait is endless, and one rank's failure surfaces while the others still hang.
+Invariant: no wait is endless, and one rank's failure surfaces while the others still hang.
 """
 
 import time

@@ -1,8 +1,8 @@
 """What an environment is, what it returns, and what one sample of it looks like to a rollout.
 
-A user implements `EnvironmentInterface`; `actor` hosts it and turns its `EnvironmentReturn` into one
-`StepResult` for each sample, which `client` hands to the rollouts. Law: a sample whose reward could
-not be computed carries the reason in `errors`; a number is always a real reward.
+A user implements `EnvironmentInterface`; `actor` hosts it and turns its `EnvironmentReturn` into one `StepResult` for
+each sample, which `client` hands to the rollouts. Invariant: a sample whose reward could not be computed carries the
+reason in `errors`; a number is always a real reward.
 """
 
 import abc

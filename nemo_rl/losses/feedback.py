@@ -1,8 +1,7 @@
 """Loss on single answers that were found good or bad: Kahneman-Tversky optimisation.
 
-Called by policy workers through `LossFunction`; `algorithms.kto` prepares its batches. Law: what all rows of
-the global batch share (the baseline, the number of desirable rows) comes with the batch as constant columns, so
-the loss does not depend on how the batch was cut.
+`algorithms.kto` prepares its batches. Invariant: what all rows of the global batch share (the baseline, the number of
+desirable rows) comes with the batch as constant columns, so the loss does not depend on how the batch was cut.
 
 Legend: `B` rows, `T` predicted positions.
 """

@@ -1,8 +1,8 @@
 """Losses on pairs of answers: reward models and direct preference optimisation.
 
-Called by policy workers through `LossFunction`. Rows are interleaved: row 2i is the chosen answer of
-pair i, row 2i + 1 the rejected one. Law: a pair counts only if both of its rows count (in NeMo RL the
-chosen row decides), and the number of pairs in the global batch is `global_valid_seqs / 2`.
+Rows are interleaved: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one. Invariant: a pair counts only
+if both of its rows count (in NeMo RL the chosen row decides), and the number of pairs in the global batch is
+`global_valid_seqs / 2`.
 
 Legend: `B` = 2P rows, `P` pairs here, `T` predicted positions.
 """

@@ -1,8 +1,8 @@
 """A loss from a function of single tokens, for people who want to try one.
 
-Neighbours: `interfaces.LossFunction`, which it implements, and `likelihood` and `policy_gradient`, which are
-written out. Law: mask and denominator are applied here, so whatever the function computes, the result does not
-depend on microbatches, ranks, packing or padding.
+For losses that need more than one token, `likelihood` and `policy_gradient` are examples written out. Invariant: mask
+and denominator are applied here, so whatever the function computes, the result does not depend on microbatches, ranks,
+packing or padding.
 """
 
 import functools

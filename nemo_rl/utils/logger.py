@@ -1,7 +1,6 @@
 """One logger for a run, fanning out to the console, a file and the trackers that are switched on.
 
-The session logs through it; the backends are in `utils.log_backends`. Law: every backend gets the same
-numbers under the same names.
+The backends are in `utils.log_backends`. Invariant: every backend gets the same numbers under the same names.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""The layout of the library: floors, rooms for backends, public doors, sizes.
+"""The layout of the library: layers, places of backends, public re-exports, sizes.
 
-Read with `ast`, so nothing needs to be importable for the layout itself. Law: the exception lists here
-may only shrink; a stale exception fails too.
+Read with `ast`, so nothing needs to be importable for the layout itself. Invariant: the exception lists here may only
+shrink; a stale exception fails too.
 """
 
 import ast

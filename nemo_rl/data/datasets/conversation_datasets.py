@@ -1,7 +1,7 @@
 """Data sets of whole conversations, for supervised training.
 
-Beside `response_datasets`, which registers them. Law: a usable conversation ends with an assistant message;
-tool calls and tool descriptions reach the chat template as the mappings it expects.
+`response_datasets` registers them. Invariant: a usable conversation ends with an assistant message; tool calls and tool
+descriptions reach the chat template as the mappings it expects.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Where a named data set lives, and its raw rows: from the hub, a mirror or a file.
 
-Used by the data sets by name. Law: a name means the same columns wherever the rows come from.
+Invariant: a name means the same columns wherever the rows come from.
 """
 
 from dataclasses import dataclass

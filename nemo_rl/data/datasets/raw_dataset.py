@@ -1,8 +1,7 @@
 """Formatted rows of one data set, before tokenisation.
 
-Made by `response_datasets` and `arithmetic` (or a user's class), consumed by `setup`.
-Law: a formatted row has `messages` (the last one is the answer) and `task_name`; rows are checked
-when the object is made and formatted when they are read.
+Invariant: a formatted row has `messages` (the last one is the answer) and `task_name`; rows are checked when the object
+is made and formatted when they are read.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

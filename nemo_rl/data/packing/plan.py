@@ -1,8 +1,7 @@
 """Decide which rows of a batch go to which data-parallel shard and in which microbatch.
 
-The policy follows the plan; it never decides for itself.
-Law: every row appears exactly once, every shard has the same number of non-empty microbatches
-(so collectives match), and equal lengths give an equal plan.
+The policy follows the plan; it never decides for itself. Invariant: every row appears exactly once, every shard has the
+same number of non-empty microbatches (so collectives match), and equal lengths give an equal plan.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """One grading process: start it, ask it with a deadline, kill it.
 
-Sits between `pool`, which owns many, and `worker_main`, which runs inside. Law: every wait has a
-deadline, and a process that missed one is killed with all its children.
+`pool` owns many of them; `worker_main` runs inside. Invariant: every wait has a deadline, and a process that missed one
+is killed with all its children.
 """
 
 import contextlib

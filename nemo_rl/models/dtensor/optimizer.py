@@ -1,7 +1,6 @@
 """Optimizer, learning-rate schedule and gradient clipping.
 
-Used by `models.policy.workers.dtensor_worker`. Law: the gradient norm is the norm of the whole
-model's gradient, whichever meshes its parameters live on.
+Invariant: the gradient norm is the norm of the whole model's gradient, whichever meshes its parameters live on.
 """
 
 import importlib

@@ -8,9 +8,9 @@ Map (everything below runs on the rollout event loop, see `experience.event_loop
     engine dies ─► _revive: new actor, current weights (`bring_up`), unfinished requests submitted again
     the training thread meets a dead engine (`with_replacements`) ─► revive_dead, then the call again
 
-Both threads hold `exclusively` while they replace engines or move weights, so that an engine that both of them
-meet dead is replaced once. Law: a request is answered exactly once, and with the same tokens whichever engine
-serves it.
+Both threads hold `exclusively` while they replace engines or move weights, so that an engine that both of them meet
+dead is replaced once. Invariant: a request is answered exactly once, and with the same tokens whichever engine serves
+it.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """What a policy promises to the algorithms, and what a training backend promises to its worker.
 
-`lm_policy.Policy` implements `PolicyInterface`; `workers.dtensor_worker` supplies a `PolicyBackend`,
-and so does every later backend. Law: a backend knows tensors, meshes and files; it knows no loss, no
-advantage, no microbatch plan.
+`lm_policy.Policy` implements `PolicyInterface`; `workers.dtensor_worker` supplies a `PolicyBackend`, and so does every
+later backend. Invariant: a backend knows tensors, meshes and files; it knows no loss, no advantage, no microbatch plan.
 """
 
 from abc import ABC, abstractmethod

@@ -8,7 +8,7 @@ rank. Flow of a call:
 Every call blocks with a deadline from `cluster.timeouts`; a worker that raises or dies ends the call
 with its error, and the group with it.
 
-Law: results do not depend on the number of ranks or on how microbatches are formed.
+Invariant: results do not depend on the number of ranks or on how microbatches are formed.
 """
 
 import logging

@@ -4,8 +4,8 @@ One worker per rank, driven by `models.policy.lm_policy`. Flow of an update on o
 
     rows + microbatch sizes ─► ModelInputs ─► backend.run ─► forward_step: scatter, loss, metrics ─► step
 
-Law: all ranks make the same sequence of backend calls, because each of them is collective; so the
-number of microbatches is the same on every rank, and a rank with nothing to count runs anyway.
+Invariant: all ranks make the same sequence of backend calls, because each of them is collective; so the number of
+microbatches is the same on every rank, and a rank with nothing to count runs anyway.
 """
 
 import logging
