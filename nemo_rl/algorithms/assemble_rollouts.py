@@ -48,7 +48,7 @@ class RolloutPlan:
         folders: logs and checkpoints.
         needs_reference: keep the policy's initial weights.
         prompt_factor: prompts drawn at a time over `num_prompts_per_step`.
-        teacher: a second model that only reads, None for none.
+        teacher: a frozen second model, inference only; None for none.
         started_at: `time.perf_counter()` at process start.
     """
 

@@ -1,4 +1,4 @@
-"""The frame around a training loop: step numbers, metrics, validation cadence, checkpoints, the end.
+"""What surrounds a training loop: step numbers, metrics, validation cadence, checkpoints, the end.
 
 Every algorithm iterates `session.steps()` and calls `record` and `finish_step`; what a step does stays in the
 algorithm. Owns the save state. Invariant: a checkpoint holds all that the next step depends on, so a run that was

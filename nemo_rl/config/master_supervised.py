@@ -65,7 +65,7 @@ class RMCheckpointingConfig(DPOCheckpointingConfig):
 
 
 class SupervisedMasterConfig(MasterConfig):
-    """Base of the configurations that learn from written answers."""
+    """Base of the configurations of supervised training."""
 
     policy: SupervisedPolicyConfig = Field(description="The model that is trained.")
     data: SupervisedDataConfig = Field(default_factory=SupervisedDataConfig, description="Data sets.")

@@ -21,7 +21,7 @@ _PAIR_LOGPROB_TOKENS = "${mul:2,${mul:${..max_total_sequence_length},${..logprob
 
 
 class SupervisedConfig(Section):
-    """Steps, epochs and validation of a run that learns from written answers."""
+    """Steps, epochs and validation of supervised training."""
 
     max_num_steps: CountOrAll = Field(default=60, description="Training stops after this many steps; -1: never.")
     max_num_epochs: PositiveInt = Field(
@@ -49,7 +49,7 @@ class SupervisedConfig(Section):
 
 
 class SupervisedPolicyConfig(PolicyConfig):
-    """The model that is trained on written answers."""
+    """The model that supervised training updates."""
 
     generation: GenerationConfig | None = Field(default=None, description="Must be null: the policy only reads.")
 

@@ -17,7 +17,7 @@ PLACES_SHOWN = 5
 
 
 class RowError(Exception):
-    """One row cannot be used, for the reason in the message. Caught by whoever reads rows."""
+    """One row cannot be used, for the reason in the message. Readers of rows catch it."""
 
 
 @dataclass(frozen=True)

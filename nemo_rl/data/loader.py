@@ -260,5 +260,5 @@ def build_loader(
 
 
 def _leave_process_group(worker_id: int) -> None:
-    """Ctrl-C and a closed terminal are the run's business; its data workers go on until it ends them."""
+    """The run alone handles Ctrl-C and a closed terminal; its data workers go on until it ends them."""
     os.setpgid(0, 0)

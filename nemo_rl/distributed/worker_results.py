@@ -42,7 +42,7 @@ class WorkerSeat:
 
 @dataclass(frozen=True)
 class PendingCall:
-    """An answer on its way, and the seat of the worker that owes it."""
+    """A call whose answer is pending, and the worker that was called."""
 
     ref: Any
     seat: WorkerSeat

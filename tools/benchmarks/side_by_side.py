@@ -110,7 +110,7 @@ def rss_mb(pids: list[int]) -> float:
 
 
 def pss_mb(pids: list[int]) -> float:
-    """Sum of the proportional memory of some processes; dear, the kernel walks all their pages."""
+    """Sum of the proportional memory of some processes; expensive, as the kernel walks all their pages."""
     kilobytes = 0
     for pid in pids:
         try:

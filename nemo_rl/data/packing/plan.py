@@ -201,7 +201,7 @@ def _group_by_length(costs: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _deal(bins: list[list[int]], costs: Sequence[int], num_shards: int) -> MicrobatchPlan:
-    """Deal bins to shards, dearest first and in turns of alternating direction.
+    """Deal bins to shards, most expensive first and in turns of alternating direction.
 
     Bins that run at the same time on different shards then cost about the same, and the most
     memory is asked for in the first microbatch.

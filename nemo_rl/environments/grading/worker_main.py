@@ -1,8 +1,8 @@
 """The grading process: reads answers as JSON lines, judges them, writes verdicts as JSON lines.
 
 Started by `process.GradingProcess` as `python -m nemo_rl.environments.grading.worker_main`. It has no deadline of its
-own: whoever waits for it kills it. Invariant: it ends with its parent, however the parent ends, and every request gets
-one line back, a verdict or an error.
+own: the process that waits for it kills it. Invariant: it ends with its parent, however the parent ends, and every request
+gets one line back, a verdict or an error.
 
     request   {"response": str, "ground_truth": str}
     reply     {"reward": float | {name: float}, "extracted_answer": str | null} | {"error": str}

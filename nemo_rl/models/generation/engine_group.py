@@ -43,9 +43,9 @@ class _Pending:
 
 @dataclass
 class _Slot:
-    """What one engine owes an answer to; a slot that is down keeps its requests until its engine is back.
+    """The requests pending at one engine; a slot that is down keeps its requests until its engine is back.
 
-    `num_starts` counts the engines that have sat here: who saw one die knows by it whether that one was replaced.
+    `num_starts` counts the engines that this slot has had; it tells whether an engine that died was replaced already.
     """
 
     index: int
@@ -120,7 +120,7 @@ class EngineGroup(GenerationInterface):
         watcher.add_done_callback(self._watchers.discard)
 
     async def _watch(self, slot: _Slot, submission: Any) -> None:
-        """See that an engine took its requests; a death is the collector's business."""
+        """See that an engine took its requests; `_collect` handles deaths."""
         try:
             await submission
         except RayActorError:
@@ -132,7 +132,7 @@ class EngineGroup(GenerationInterface):
         return self.workers.run_single_worker_single_data(method, slot.index, *args)
 
     async def _collect(self, slot: _Slot) -> None:
-        """Take results from one engine until it owes none."""
+        """Take results from one engine until none is pending."""
         while slot.unfinished:
             called = slot.num_starts
             try:
