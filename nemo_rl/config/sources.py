@@ -33,7 +33,7 @@ class Sources:
         return cls([(str(x.path), OmegaConf.to_container(x.content)) for x in layers])
 
     def of(self, path: Sequence[str | int]) -> str:
-        """Who set the value at `path`: an override, a file, or nobody."""
+        """What set the value at `path`: an override, a file or the schema."""
         dotted = dotted_path(path)
         for key, text in reversed(self.overrides):
             if dotted == key or dotted.startswith(f"{key}.") or key.startswith(f"{dotted}."):

@@ -151,7 +151,7 @@ def _init_patiently(**arguments: Any) -> Any:
 
 
 def _end_half_started(failure: Exception) -> None:
-    """End what a failed `ray.init` started; only its frames know the processes."""
+    """End what a failed `ray.init` started; only its traceback holds the processes."""
     for frame, _ in traceback.walk_tb(failure.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, Node):

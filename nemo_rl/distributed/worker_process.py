@@ -28,7 +28,7 @@ STACK_SIGNAL = signal.SIGUSR1
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Where a worker lives, as it reports itself.
+    """Rank, process and node of a worker, as it reports them itself.
 
     Attributes:
         name: actor name, `<prefix>-<node>-<local rank>`.
@@ -86,7 +86,7 @@ class WorkerHost:
         )
 
     def report_identity(self) -> WorkerIdentity:
-        """Who and where this worker is; answers before the worker object is built."""
+        """The identity of this worker; answers before the worker object is built."""
         return self._identity
 
     def hold_port(self, low: int | None, high: int | None) -> tuple[str, int]:

@@ -86,7 +86,7 @@ class EnvironmentActor:
         return os.getpid()
 
     def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        """Step B samples; if the batch raises, step each alone to find the ones to blame."""
+        """Step B samples; if the batch raises, step each alone to find those that fail."""
         if len(metadata) == 1:
             return [self._step_one(message_logs[0], metadata[0])]
         untouched = copy.deepcopy((message_logs, metadata))

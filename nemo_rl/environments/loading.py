@@ -1,6 +1,6 @@
 """Find the environment class behind a dotted path, decorated with `@ray.remote` or not.
 
-Runs in the driver, to fail early, and again where the environment lives. Invariant: the result is always a plain class;
+Runs in the driver, to fail early, and again where the environment runs. Invariant: the result is always a plain class;
 restarts and concurrency are ours, resources stay the user's.
 """
 

@@ -27,7 +27,7 @@ MathEnvConfig = MathEnvironmentConfig
 
 
 class MathEnvironmentMetadata(TypedDict):
-    """What a math sample carries.
+    """Metadata of a math sample.
 
     Attributes:
         ground_truth: The correct answer, without box or dollar signs; a letter for multiple choice.

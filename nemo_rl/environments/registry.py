@@ -15,7 +15,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 class EnvRegistryEntry(TypedDict):
-    """Where a named environment lives.
+    """Location of the class of a named environment.
 
     Attributes:
         actor_class_fqn: Dotted path of its class.

@@ -17,7 +17,7 @@ from nemo_rl.losses.reductions import masked_sum, safe_divide
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLossConfig:
-    """What `KTOLossFn` needs to know; the section `dpo` has the same names.
+    """Options of `KTOLossFn`; the section `dpo` has the same names.
 
     Attributes:
         reference_policy_kl_penalty: beta, the factor between log-ratio and reward.

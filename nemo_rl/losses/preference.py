@@ -20,7 +20,7 @@ from nemo_rl.utils.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLossConfig:
-    """What `DPOLossFn` needs to know; the section `dpo` has the same names.
+    """Options of `DPOLossFn`; the section `dpo` has the same names.
 
     Attributes:
         reference_policy_kl_penalty: beta, the factor between log-ratio and reward.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of `values * mask`, blind to entries whose mask is 0.
+    """Sum of `values * mask`, ignoring entries whose mask is 0.
 
     Args:
         values: Any shape.

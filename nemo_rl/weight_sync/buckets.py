@@ -36,7 +36,7 @@ class TensorSlot:
 
 @dataclass
 class Bucket:
-    """What travels to the generators about one bucket.
+    """Description of one bucket, sent to the generators.
 
     Attributes:
         index: position in the stream, from 0.

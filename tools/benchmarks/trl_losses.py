@@ -58,7 +58,7 @@ class Side:
         return AutoModelForCausalLM.from_pretrained(self.work / name, dtype=torch.float32)
 
     def common(self, **texts: list[Any]) -> dict[str, Any]:
-        """What every trainer takes; it wants a data set of texts, of which nothing is used."""
+        """What every trainer takes; it requires a data set of texts, which is not used."""
         return {"processing_class": self.tokenizer, "train_dataset": Dataset.from_dict(texts)}
 
 

@@ -153,7 +153,7 @@ def checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
 
 
 def message_list(messages: Any, key: str) -> list[dict[str, Any]]:
-    """Messages with a known role and text as content, whoever speaks last.
+    """Messages with a known role and text as content, whichever role is last.
 
     Raises:
         RowError: One of them has not, or they are no list.

@@ -1,4 +1,4 @@
-"""Where a named data set lives, and its raw rows: from the hub, a mirror or a file.
+"""Location and raw rows of a named data set: from the hub, a mirror or a file.
 
 Invariant: a name means the same columns wherever the rows come from.
 """
@@ -16,7 +16,7 @@ from nemo_rl.utils.errors import DataError
 
 @dataclass(frozen=True)
 class HubSource:
-    """Where a named data set lives and what its columns are called.
+    """Location of a named data set and the names of its columns.
 
     Attributes:
         path: Hub id.

@@ -138,7 +138,7 @@ class RowView(Sequence[FormattedRow]):
 
 
 def row_place(rows: Sequence[FormattedRow], position: int) -> tuple[str, int]:
-    """Place of a row; rows that know none answer with their position."""
+    """Place of a row; rows without one get their position."""
     if isinstance(rows, FormattedRows | RowView):
         return rows.place(position)
     return type(rows).__name__, position

@@ -1,6 +1,6 @@
 """A pool of killable grading processes with a deadline on each answer.
 
-Lives in the environment actor. Invariant: `grade` returns one `Grade` for each answer, in order; an answer whose
+Runs in the environment actor. Invariant: `grade` returns one `Grade` for each answer, in order; an answer whose
 grading raised, hung or kept killing its process carries the reason, never a 0.
 
     grade() ──jobs──► queue ──► thread 1 ─pipe─► grading process 1

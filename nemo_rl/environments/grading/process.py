@@ -76,7 +76,7 @@ class GradingProcess:
         return self._read_reply(timeout_s, "grading")
 
     def interrupt(self) -> None:
-        """Kill the process under its owner's hands: a wait in `ask` ends with WorkerDiedError."""
+        """Kill the process from another thread: a wait in `ask` ends with WorkerDiedError."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -3,7 +3,7 @@
 Implements `models.policy.interfaces.PolicyBackend`; `workers.dtensor_worker` builds it inside a Ray
 actor, tests build it in plain processes. The process group is up before it is made.
 
-Invariant: float32 master weights, sharded over the data-parallel mesh; whoever changes them leaves no gathered copy
+Invariant: float32 master weights, sharded over the data-parallel mesh; code that changes them leaves no gathered copy
 behind. With LoRA the loaded weights are the reference and stay as they are; what goes out (engines, checkpoints) is
 merged (`lora`).
 

@@ -41,7 +41,7 @@ class ShardableModel(nn.Module):
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """What `shard` needs to know.
+    """Options of `shard`.
 
     Attributes:
         compute_dtype: dtype of the forward and backward pass; parameters stay float32.

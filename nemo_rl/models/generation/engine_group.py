@@ -105,7 +105,7 @@ class EngineGroup(GenerationInterface):
         return result
 
     def _flush(self) -> None:
-        """Send what gathered in this tick and make sure someone listens for the answers."""
+        """Send what gathered in this tick and make sure that a task collects the answers."""
         self._flush_is_due = False
         for slot in self._slots:
             if slot.outbox and not slot.is_down:
@@ -158,7 +158,7 @@ class EngineGroup(GenerationInterface):
             self._fail(slot, failure)
 
     def _revive(self, slot: _Slot, called: int, death: RayActorError) -> None:
-        """Replace the engine that sat in a slot when it was the `called`-th, unless that has happened meanwhile."""
+        """Replace the `called`-th engine of a slot, unless that has happened meanwhile."""
         with self.exclusively():
             if slot.num_starts == called:
                 self._replace(slot, str(self.workers.explain_failure(death, slot.index, "generation")))
@@ -235,7 +235,7 @@ class EngineGroup(GenerationInterface):
         slot.num_starts += 1
 
     def _fail(self, slot: _Slot, failure: Exception) -> None:
-        """Pass a failure on to everyone who waits for the slot."""
+        """Pass a failure on to all that waits for the slot."""
         if isinstance(failure, RayError):
             failure = self.workers.explain_failure(failure, slot.index, "generation")
         for pending in slot.unfinished.values():

@@ -1,6 +1,6 @@
 """What every generation engine offers, and what travels to and from it.
 
-Rollouts speak to `GenerationInterface` (controller side); backends implement `Engine` (inside an actor). Invariant:
+Rollouts call `GenerationInterface` (controller side); backends implement `Engine` (inside an actor). Invariant:
 token ids and log-probabilities come from the engine once and are never re-tokenised.
 """
 

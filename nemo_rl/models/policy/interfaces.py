@@ -78,7 +78,7 @@ MODEL_FOLDER = "model"
 
 @dataclass(frozen=True)
 class CheckpointPaths:
-    """Where a checkpoint lives; the layout of one step is `<step>/policy/{weights,optimizer,tokenizer}`.
+    """Location of a checkpoint; the layout of one step is `<step>/policy/{weights,optimizer,tokenizer}`.
 
     Attributes:
         weights: folder whose `model/` holds safetensors under Hugging Face names and a config.json.

@@ -64,7 +64,7 @@ class Policy(PolicyInterface):
     """The model under training.
 
     Args:
-        cluster: where the ranks sit; one rank per bundle unless `workers_per_node` says otherwise.
+        cluster: where the ranks run; one rank per bundle unless `workers_per_node` says otherwise.
         config: the policy section.
         tokenizer: saved beside the weights.
         name_prefix: names the worker processes.

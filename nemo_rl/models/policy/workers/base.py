@@ -256,7 +256,7 @@ class PolicyWorker:
         self.backend.load(_paths(weights_path, optimizer_path))
 
     def report_identity(self) -> dict[str, Any]:
-        """Who this worker is: rank, data-parallel rank, process, host, device and CPU threads."""
+        """Identity of this worker: rank, data-parallel rank, process, host, device and CPU threads."""
         return {
             "rank": int(os.environ.get("RANK", "0")),
             "dp_rank": self.backend.dp_rank,

@@ -37,7 +37,7 @@ _BUILDERS: dict[LossInputType, BuildInputs] = {
 
 
 def input_type_of(loss_fn: AnyLossFunction) -> LossInputType:
-    """What a loss wants; log-probabilities where a user's own loss does not say."""
+    """Input type of a loss; log-probabilities where a user's own loss declares none."""
     return getattr(loss_fn, "input_type", LossInputType.LOGPROB)
 
 
