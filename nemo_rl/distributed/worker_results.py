@@ -1,7 +1,5 @@
 """Wait for answers of workers: with a deadline, and with errors that say who and why.
 
-`worker_groups` calls `gather` for everything it asks its workers.
-
     gather --ray.wait--> first answer --> result kept, next
                      |-> first failure --> short grace for its root cause --> raise, others left
                      `-> deadline -------> stacks of all workers ----------> raise
