@@ -1,7 +1,7 @@
 """Start Ray on this machine for one run, with no more processes than a run uses.
 
-For runs that have no cluster to join. Invariant: what is left out serves people who look at a cluster from outside or
-machines that come and go; actors, tasks and objects work as ever.
+For runs that have no cluster to join. What is left out serves people who look at a cluster from outside or machines
+that come and go; actors, tasks and objects work as ever.
 
     gcs_server, raylet, two agents of the raylet     started by Ray, needed
     autoscaler monitor, log monitor, dashboard       left out: 300 MB and seconds of a laptop's start

@@ -49,7 +49,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     A plain class, constructed with its section of the configuration (a dict) inside a Ray actor.
     `step` may also be a coroutine function. It need not be safe to repeat, but it should keep the
     state of an episode in `metadata`: when `step` raises for a batch, is too slow or ends its process, it is
-    called again for each sample alone, with untouched copies, to find the one to blame.
+    called again for each sample alone, with untouched copies, to find the one that fails.
 
     Attributes:
         max_concurrent_steps: How many calls of `step` may run at the same time. With 1 they run

@@ -1,8 +1,7 @@
 """A loss from a function of single tokens, for people who want to try one.
 
-For losses that need more than one token, `likelihood` and `policy_gradient` are examples written out. Invariant: mask
-and denominator are applied here, so whatever the function computes, the result does not depend on microbatches, ranks,
-packing or padding.
+`likelihood` and `policy_gradient` are losses written out as classes. Invariant: mask and denominator are applied here,
+so whatever the function computes, the result does not depend on microbatches, ranks, packing or padding.
 """
 
 import functools

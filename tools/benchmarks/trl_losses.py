@@ -1,7 +1,7 @@
 """TRL's side of `compare_losses_with_trl.py`: losses and gradients of its trainers on given rows of tokens.
 
 Started with the Python of TRL's own environment, where nemo_rl is not installed. Uses TRL's public interface only: a
-trainer is made, its collator gets the rows, `compute_loss` is differentiated. Invariant: one safetensors file of
+trainer is made, its collator gets the rows, `compute_loss` is differentiated. It writes one safetensors file of
 gradients per case, and `trl.json` with the losses.
 
     python trl_losses.py --work FOLDER
