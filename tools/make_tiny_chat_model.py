@@ -1,9 +1,9 @@
 """Make `examples/assets/tiny-chat`: a one-million-parameter chat model that is middling at sums.
 
-Trains a small Qwen2 by plain supervised steps on CPU: first on correctly worked two-digit sums, then
-on a mixture of which about 60 % end in a wrong answer. Sampled answers are then right less than
-half of the time, and reinforcement learning has something to sharpen. Law: one seed gives one model; the validation
-problems of the arithmetic task are never trained on.
+Trains a small Qwen2 by plain supervised steps on CPU: first on correctly worked two-digit sums, then on a mixture of
+which about 60 % end in a wrong answer. Sampled answers are then right less than half of the time, and reinforcement
+learning has something to sharpen. Invariant: one seed gives one model; the validation problems of the arithmetic task
+are never trained on.
 
     uv run python tools/make_tiny_chat_model.py --output examples/assets/tiny-chat
 """

@@ -1,4 +1,4 @@
-"""Door to the advantage estimators; see `nemo_rl.algorithms.advantages`."""
+"""Re-exports of the advantage estimators; see `nemo_rl.algorithms.advantages`."""
 
 from nemo_rl.algorithms.advantages import (
     GDPOAdvantageEstimator,

@@ -1,9 +1,7 @@
 """Advantages: what each sampled token is worth, from the rewards of its group.
 
-Used by `training_batch`; `assemble` picks one estimator with `make_advantage_estimator`. Neighbours:
-`group_statistics` (baselines and spreads), `losses.kl` (KL in the reward). Law: a sample whose `valid_mask` is 0 (an
-error, or truncated and filtered) enters no baseline, no deviation and no whitening, and its
-advantage is 0.
+Invariant: a sample whose `valid_mask` is 0 (an error, or truncated and filtered) enters no baseline, no deviation and
+no whitening, and its advantage is 0.
 
 Legend: `B` samples, `T` tokens, `K` reward components.
 """

@@ -1,8 +1,8 @@
 """From a configuration to the parts of a GRPO run.
 
-With its neighbours (`assemble_distillation`, `assemble_supervised`) the only place that knows which class serves which
-key; what elsewhere would be an `if` in a loop is a value chosen here. Order: everything that can be refused without a
-worker (tokenizer, data, loss), then Ray and the workers, then what connects them. Law: below this file no code sees a
+With `assemble_distillation` and `assemble_supervised` the only place that knows which class serves which key; what
+elsewhere would be an `if` in a loop is a value chosen here. Order: everything that can be refused without a worker
+(tokenizer, data, loss), then Ray and the workers, then what connects them. Invariant: below this file no code sees a
 raw configuration dict, and nothing that can be refused early is refused late.
 """
 

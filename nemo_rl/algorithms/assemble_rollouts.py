@@ -1,7 +1,7 @@
 """The parts that GRPO and distillation have in common: workers, rollouts, weight sync, validation, session.
 
 `assemble` and `assemble_distillation` decide what can be decided without a worker, call `start_rollouts`, and add what
-makes the algorithm. Law: nothing here knows a loss or an advantage.
+makes the algorithm. Invariant: nothing here knows a loss or an advantage.
 """
 
 import math
@@ -48,7 +48,7 @@ class RolloutPlan:
         folders: logs and checkpoints.
         needs_reference: keep the policy's initial weights.
         prompt_factor: prompts drawn at a time over `num_prompts_per_step`.
-        teacher: a second model that only reads, None for none.
+        teacher: a frozen second model, inference only; None for none.
         started_at: `time.perf_counter()` at process start.
     """
 

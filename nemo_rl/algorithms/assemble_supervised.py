@@ -148,7 +148,7 @@ def assemble_rm(config: RMMasterConfig, started_at: float = 0.0) -> SupervisedRu
     set_seed(config.rm.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer)
     ensure_distinct_pad_token(tokenizer)
-    # Whoever loads the model finds the end of a padded sequence by this token.
+    # A program that loads the model finds the end of a padded sequence by this token.
     overrides = {"pad_token_id": tokenizer.pad_token_id} | (config.policy.hf_config_overrides or {})
     config.policy.hf_config_overrides = overrides
     data = setup_preference_data(tokenizer, config.data)

@@ -1,7 +1,7 @@
 """From rewards to the advantage of every token: scaling, shaping, group statistics, whitening.
 
-Sits between the rollouts and the loss. Law: samples without a reward take part in no statistic, and the
-environment's own reward stays on the trajectory for metrics.
+Invariant: samples without a reward take part in no statistic, and the environment's own reward stays on the trajectory
+for metrics.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""On-policy distillation: the loop, and the doors to everything it is made of.
+"""On-policy distillation: the loop, and re-exports of everything it is made of.
 
 One step: fresh weights to the engines, the student answers, the teacher says how it would have gone on after every
 token of the answers, the student moves towards that. The direction of the divergence and the treatment of rare tokens
-are values of the loss (`losses.distillation`). Law: the loop holds no option, and the teacher never changes.
+are values of the loss (`losses.distillation`). Invariant: the loop holds no option, and the teacher never changes.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Direct preference optimisation: learning from pairs of a preferred and a rejected answer.
 
-The loop is `supervised.supervised_train`; here is what makes it DPO: each batch also holds the
-log-probabilities of the model that training started from. Law: row 2i is the chosen answer of pair i and
-row 2i + 1 the rejected one, from the data to the loss.
+The loop is `supervised.supervised_train`; here is what makes it DPO: each batch also holds the log-probabilities of the
+model that training started from. Invariant: row 2i is the chosen answer of pair i and row 2i + 1 the rejected one, from
+the data to the loss.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Baselines, spreads and whitening: how a sample did compared with its peers.
 
-Used by `advantages` and by dynamic sampling. Law: all statistics are computed in float64, and the
-spread of a group of equal rewards is exactly 0, never rounding noise that a division would blow up.
+Invariant: all statistics are computed in float64, and the spread of a group of equal rewards is exactly 0, never
+rounding noise that a division would blow up.
 
 Legend: `B` samples, `T` tokens.
 """

@@ -1,8 +1,8 @@
-"""Group relative policy optimisation: the loop, and the doors to everything it is made of.
+"""Group relative policy optimisation: the loop, and re-exports of everything it is made of.
 
-One step: fresh weights to the engines, rollouts, batch, log-probabilities, advantages, update. Every
-variant (DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO ...) is a value that `assemble` chose: a rollout
-source, an advantage estimator, a loss. Law: the loop holds no option.
+One step: fresh weights to the engines, rollouts, batch, log-probabilities, advantages, update. Every variant (DAPO,
+GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO ...) is a value that `assemble` chose: a rollout source, an advantage estimator,
+a loss. Invariant: the loop holds no option.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """Kahneman-Tversky optimisation: learning from single answers that were found good or bad.
 
-A loss of DPO runs (`dpo.preference_loss=kto`); the loop is `supervised.supervised_train`. Here is what its
-batches hold besides the rows: reference log-probabilities and the baseline z0, an estimate of how far the policy
-has moved from the reference. Law: the baseline belongs to the global batch and is computed once for it, before
-the batch is cut for training; no gradient flows through it.
+A loss of DPO runs (`dpo.preference_loss=kto`); the loop is `supervised.supervised_train`. Here is what its batches hold
+besides the rows: reference log-probabilities and the baseline z0, an estimate of how far the policy has moved from the
+reference. Invariant: the baseline belongs to the global batch and is computed once for it, before the batch is cut for
+training; no gradient flows through it.
 """
 
 from collections.abc import Hashable, Sequence

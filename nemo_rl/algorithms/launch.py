@@ -1,8 +1,8 @@
 """The command line that all example scripts share: `[--config FILE] [key=value ...]`, and their exit status.
 
-Light until the configuration is accepted: a wrong key is answered in a second, before torch is imported.
-Law: a mistake of the user is one message and exit status 2; a failure of the run is one message and 1; after a signal
-the status is 75 (EX_TEMPFAIL) if the same command goes on from what was saved, else 128 + the signal's number.
+Light until the configuration is accepted: a wrong key is answered in a second, before torch is imported. Invariant: a
+mistake of the user is one message and exit status 2; a failure of the run is one message and 1; after a signal the
+status is 75 (EX_TEMPFAIL) if the same command goes on from what was saved, else 128 + the signal's number.
 """
 
 import argparse

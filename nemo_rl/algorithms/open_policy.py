@@ -1,8 +1,7 @@
 """A policy without a run: for notebooks, scripts and experiments with losses.
 
-Neighbours: `workers`, which starts the policies of runs, and `models.policy.lm_policy`, of which this is one with
-defaults that fit one batch at a time. Law: what is started here ends with `shutdown`, the `with` block or the
-Python process.
+A `models.policy.lm_policy.Policy` with defaults that fit one batch at a time; `workers` starts those of runs.
+Invariant: what is started here ends with `shutdown`, the `with` block or the Python process.
 """
 
 import os

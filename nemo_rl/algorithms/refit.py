@@ -1,14 +1,14 @@
 """Move weights from the policy to the engines when, and only when, they are stale.
 
-Sits between `models.policy` and `models.generation`, which never import each other. One sync:
+Connects `models.policy` and `models.generation`, which never import each other. One sync:
 
     engines.begin ─┐                       ┌─ next bucket is packed while this one is loaded
     policy.begin  ─┴► policy.next_bucket ─►│─► engines.receive_bucket  (+ policy.send for collectives)
                             ▲──────────────┘        until the last bucket
     engines.finish ─► receipts ─► verify: version, tensor count, checksums, nothing left unbound
 
-Every wait has the deadline `cluster.timeouts.weight_sync_s`. An engine that dies is replaced and the sync
-starts over. Law: after `ensure_fresh` returns, every engine answers with the policy's weight version.
+Every wait has the deadline `cluster.timeouts.weight_sync_s`. An engine that dies is replaced and the sync starts over.
+Invariant: after `ensure_fresh` returns, every engine answers with the policy's weight version.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Door to reward shaping; see `nemo_rl.algorithms.reward_shaping`."""
+"""Re-exports of reward shaping; see `nemo_rl.algorithms.reward_shaping`."""
 
 from nemo_rl.algorithms.reward_shaping import apply_reward_shaping
 from nemo_rl.config import RewardShapingConfig

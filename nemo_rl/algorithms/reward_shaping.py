@@ -1,7 +1,7 @@
 """Reward scaling and length penalties: pure functions of rewards, lengths and truncation.
 
-Used by `training_batch` before advantages: first scaling, then shaping. Law: rewards come in and new
-rewards go out; nothing is changed in place, and the untouched rewards stay available to metrics.
+Applied before advantages: first scaling, then shaping. Invariant: rewards come in and new rewards go out; nothing is
+changed in place, and the untouched rewards stay available to metrics.
 
 Legend: `B` samples.
 """

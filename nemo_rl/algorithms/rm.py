@@ -1,8 +1,8 @@
 """Reward models: a scalar score for each answer, from pairs of a preferred and a rejected one.
 
-The loop is `supervised.supervised_train`; here is what makes it reward-model training: the validation. Law:
-a score is the log-odds of being preferred, so `sigmoid(chosen - rejected)` is the model's confidence, and a
-calibrated model is right as often as it is confident.
+The loop is `supervised.supervised_train`; here is what makes it reward-model training: the validation. Invariant: a
+score is the log-odds of being preferred, so `sigmoid(chosen - rejected)` is the model's confidence, and a calibrated
+model is right as often as it is confident.
 """
 
 from collections.abc import Iterable

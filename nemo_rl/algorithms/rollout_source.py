@@ -1,8 +1,8 @@
 """Where a training step's trajectories come from.
 
-A source pulls prompts and returns graded trajectories. Variants wrap
-each other instead of adding branches to the loop: `DynamicSampling` wraps `FreshRollouts`.
-Law: a source returns exactly `num_prompts_per_step` groups, or says why it cannot.
+A source pulls prompts and returns graded trajectories. Variants wrap each other instead of adding branches to the loop:
+`DynamicSampling` wraps `FreshRollouts`. Invariant: a source returns exactly `num_prompts_per_step` groups, or says why
+it cannot.
 """
 
 import logging

@@ -1,9 +1,8 @@
 """Log-probabilities of a training batch under the current and the reference policy.
 
-Decides once which of the two forward passes a run needs. With one optimizer update per batch the update's
-own forward pass sees the same weights as a separate one would, so `prev_logprobs` are left out and the loss
-takes its current ones, detached: same numbers, a third less work.
-Law: a pass is skipped only when its result cannot change the update.
+Decides once which of the two forward passes a run needs. With one optimizer update per batch the update's own forward
+pass sees the same weights as a separate one would, so `prev_logprobs` are left out and the loss takes its current ones,
+detached: same numbers, a third less work. Invariant: a pass is skipped only when its result cannot change the update.
 """
 
 from dataclasses import dataclass

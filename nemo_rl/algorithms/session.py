@@ -1,9 +1,9 @@
-"""The frame around a training loop: step numbers, metrics, validation cadence, checkpoints, the end.
+"""What surrounds a training loop: step numbers, metrics, validation cadence, checkpoints, the end.
 
-Every algorithm iterates `session.steps()` and calls `record` and `finish_step`; what a step does stays in
-the algorithm. Owns the save state. Law: a checkpoint holds all that the next step depends on, so a run
-that was killed and started again repeats the metrics of one that never stopped; and a run that ends with
-fewer steps than asked says why. A signal ends it behind the running step, with a checkpoint.
+Every algorithm iterates `session.steps()` and calls `record` and `finish_step`; what a step does stays in the
+algorithm. Owns the save state. Invariant: a checkpoint holds all that the next step depends on, so a run that was
+killed and started again repeats the metrics of one that never stopped; and a run that ends with fewer steps than asked
+says why. A signal ends it behind the running step, with a checkpoint.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: next-token likelihood of the assistant's turns.
 
-The loop is `supervised.supervised_train`; here is what makes it SFT. Law: only what an assistant wrote
-counts, each token once.
+The loop is `supervised.supervised_train`; here is what makes it SFT. Invariant: only what an assistant wrote counts,
+each token once.
 """
 
 from nemo_rl.algorithms.supervised import SupervisedRun, supervised_train

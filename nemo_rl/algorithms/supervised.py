@@ -1,9 +1,8 @@
-"""Learning from written answers: the one loop of SFT, DPO and reward models, and its validation.
+"""Supervised training: the one loop of SFT, DPO and reward models, and its validation.
 
-One step: a batch, what the loss needs beside it, one optimizer update. `sft`, `dpo` and `rm` say what is
-different: the batch, the preparation, the loss and the validation; `assemble_supervised` chooses them.
-Law: the loop holds no option; a validation is weighted by what counts in it, so its loss does not depend
-on how it was cut into batches.
+One step: a batch, what the loss needs beside it, one optimizer update. `sft`, `dpo` and `rm` say what is different: the
+batch, the preparation, the loss and the validation; `assemble_supervised` chooses them. Invariant: the loop holds no
+option; a validation is weighted by what counts in it, so its loss does not depend on how it was cut into batches.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """The teacher of a distillation run: what it may be, and what it says about a batch.
 
 `assemble_distillation` calls `check_teacher_fits` before Ray starts, the loop `Teacher.add_topk_logits` once a step.
-Law: teacher and student mean the same token by the same id; nothing else about the two models needs to agree.
+Invariant: teacher and student mean the same token by the same id; nothing else about the two models needs to agree.
 """
 
 import logging

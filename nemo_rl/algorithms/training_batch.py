@@ -1,7 +1,7 @@
 """Rollouts to the `[B, T]` batch that losses are computed on.
 
-Law: rows keep the order of the trajectories; a token counts in the loss only if the policy wrote it, and a
-sample only if it has a reward, where the algorithm learns from rewards.
+Invariant: rows keep the order of the trajectories; a token counts in the loss only if the policy wrote it, and a sample
+only if it has a reward, where the algorithm learns from rewards.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Door to small functions that users import from here; each lives where its subject is."""
+"""Re-exports of small functions that users import from here; each is defined where its subject is."""
 
 from nemo_rl.algorithms.group_statistics import calculate_baseline_and_std_per_prompt
 from nemo_rl.data.tokenizer import get_tokenizer

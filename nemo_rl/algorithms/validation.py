@@ -1,6 +1,6 @@
 """Measure the policy on held-out prompts, through the same rollouts as training.
 
-Law: the samples of a validation depend on the run's seed and the data only, so two validations of the same
+Invariant: the samples of a validation depend on the run's seed and the data only, so two validations of the same
 weights give the same numbers, and curves of two runs compare like with like.
 """
 

@@ -1,13 +1,13 @@
 """Start the processes of a run: clusters, policy ranks, engines, environments, and the way between them.
 
-Used by `assemble` for every algorithm. Slowest parts start side by side:
+Slowest parts start side by side:
 
     Ray ─┬► engines (import vLLM, build) ─┐
          ├► policy ranks ─────────────────┤─► Workers
          ├► teacher ranks (distillation) ─┤
          └► environments (in background) ─┘
 
-Law: sizes and placement follow from `cluster` and `policy` alone (`config.topology`).
+Invariant: sizes and placement follow from `cluster` and `policy` alone (`config.topology`).
 """
 
 import uuid
@@ -49,8 +49,8 @@ class Workers:
         policy: ranks under training.
         generation: engines.
         environments: by task name.
-        clusters: bundles they sit on.
-        teacher: ranks of a second model that only reads; None for none.
+        clusters: bundles they run in.
+        teacher: ranks of the frozen second model, inference only; None for none.
     """
 
     policy: Policy
@@ -137,7 +137,7 @@ def start_teacher(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
 ) -> Policy:
-    """Start the ranks of a model that only reads: no optimizer, no reference weights; blocks until they are ready."""
+    """Start the ranks of a frozen model, for inference only; blocks until they are ready."""
     return Policy(
         where,
         teacher,
@@ -174,8 +174,8 @@ def make_clusters(
 
     Args:
         cluster: the machines.
-        policy: says where generation sits.
-        guests: further worker groups that will sit on the policy's bundles.
+        policy: says where generation runs.
+        guests: further worker groups that will share the policy's bundles.
     """
     topology = plan_topology(cluster, policy)
     nodes, per_node = topology.policy_nodes, topology.policy_ranks_per_node

@@ -1,7 +1,7 @@
 """Every key a user can set, typed, with one sentence each; loading, overrides and checks.
 
-The lowest floor besides `utils`: every other room receives the section it needs. Law: importing this
-package loads neither torch nor ray.
+The lowest layer besides `utils`: every other package receives the section it needs. Invariant: importing this package
+loads neither torch nor ray.
 """
 
 from nemo_rl.config.checkpointing import CheckpointingConfig

@@ -1,6 +1,6 @@
 """Keys of features that do not exist yet: accepted while switched off, refused when on.
 
-Used by section.py (keys listed as `later`) and by fields with an `Only` constraint. Law: a refusal names
+Such keys are listed as `later` in their section, or their field has an `Only` constraint. Invariant: a refusal names
 the feature and says that it is not available yet.
 """
 

@@ -1,6 +1,6 @@
 """Keys of `checkpointing`: when a run is saved, where, and which saves are kept.
 
-Read by `utils.checkpoint` and the session. Law: a metric is always named with its side, `val:` or `train:`.
+Invariant: a metric is always named with its side, `val:` or `train:`.
 """
 
 from typing import Annotated, ClassVar, Literal

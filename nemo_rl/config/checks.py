@@ -1,8 +1,7 @@
 """Checks between keys: batches, lengths, rewards and advantages, generation, validation.
 
-Called by `GRPOMasterConfig.check` before anything starts; paths and data entries are in checks_data.py, loss options in
-checks_loss.py.
-Law: a check yields one text for each finding, with the values given, the rule and a way out.
+Paths and data entries are in checks_data.py, loss options in checks_loss.py. Invariant: a check yields one text for
+each finding, with the values given, the rule and a way out.
 """
 
 import difflib

@@ -1,7 +1,6 @@
 """Checks of data entries, environments and of the files that a configuration names.
 
-Called by `GRPOMasterConfig.check`, beside checks.py. Law: nothing is read or downloaded; only names and the
-existence of local paths are looked at.
+Invariant: nothing is read or downloaded; only names and the existence of local paths are looked at.
 """
 
 import difflib

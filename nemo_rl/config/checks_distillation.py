@@ -1,7 +1,7 @@
 """Checks between keys for on-policy distillation.
 
-Called by `DistillationMasterConfig.check`, beside checks.py. Law: as there, one text for each finding, with the values
-given, the rule and a way out; vocabularies are compared in `algorithms.teacher`, which may read tokenizers.
+As in checks.py, a check yields one text for each finding, with the values given, the rule and a way out; vocabularies
+are compared in `algorithms.teacher`, which may read tokenizers.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """Checks between keys of an evaluation, and the names of the data sets it knows.
 
-Called by `EvalMasterConfig.check`. Law: as in checks.py, a check yields one text for each finding and reads
-nothing but names and the existence of local paths.
+As in checks.py, a check yields one text for each finding and reads nothing but names and the existence of local paths.
 """
 
 import difflib

@@ -1,8 +1,8 @@
 """Rules between the keys of `loss_fn`, and between them and the run.
 
 `GRPOMasterConfig.check` asks for all of them before anything starts; `losses.policy_gradient` asks for
-`check_loss_options` again, for those who make a loss without a run. Law: as in checks.py, one text for each finding,
-with the values given, the rule and a way out.
+`check_loss_options` again, for those who make a loss without a run. As in checks.py, a check yields one text for each
+finding, with the values given, the rule and a way out.
 """
 
 from nemo_rl.config.checks import Findings

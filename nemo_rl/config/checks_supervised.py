@@ -1,7 +1,6 @@
 """Checks between keys for SFT, DPO and reward-model training.
 
-Called by the master configurations of master_supervised.py, beside checks.py. Law: as there, one text for
-each finding, with the values given, the rule and a way out.
+As in checks.py, a check yields one text for each finding, with the values given, the rule and a way out.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,6 @@
 """Keys of `cluster`: devices, processes, deadlines.
 
-Read by the distributed room and by `assemble`. Law: the choice of device is made here once; every other
-room asks `uses_gpu` or `utils.device`.
+Invariant: the choice of device is made here once; every other package asks `uses_gpu` or `utils.device`.
 """
 
 from typing import ClassVar, Literal
@@ -12,7 +11,7 @@ from nemo_rl.config.section import Section
 
 
 class TimeoutsConfig(Section):
-    """The longest that each phase may take; afterwards the run stops and names who was waited for."""
+    """The longest that each phase may take; afterwards the run stops and names what was waited for."""
 
     setup_s: PositiveFloat = Field(default=900.0, description="Seconds to start all workers and engines.")
     rollout_s: PositiveFloat = Field(default=3600.0, description="Seconds for the rollouts of one step.")

@@ -1,7 +1,6 @@
 """Keys of `data`: which data sets are trained and validated on, and how rows become prompts.
 
-Read by the data room. Law: a key that an entry of `train` or `validation` leaves out comes from
-`data.default`.
+Invariant: a key that an entry of `train` or `validation` leaves out comes from `data.default`.
 """
 
 from typing import Annotated, ClassVar

@@ -1,7 +1,7 @@
 """Checks that the machine has the GPUs that `cluster` asks for, without importing torch.
 
-Called by the examples before Ray starts. Law: a Ray cluster elsewhere may have GPUs that this machine does
-not have, so with `RAY_ADDRESS` set nothing is checked.
+Runs before Ray starts. A Ray cluster elsewhere may have GPUs that this machine does not have, so with `RAY_ADDRESS` set
+nothing is checked.
 """
 
 import os

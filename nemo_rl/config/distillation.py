@@ -1,7 +1,7 @@
 """Keys of `distillation`, of its `loss_fn`, and of `teacher`: on-policy distillation.
 
-Read by `algorithms.assemble_distillation` and `losses.distillation`. Law: the student is the section `policy`, as in
-every algorithm; the teacher is a second policy section whose weights never change.
+Invariant: the student is the section `policy`, as in every algorithm; the teacher is a second policy section whose
+weights never change.
 """
 
 from typing import Annotated, ClassVar, Literal

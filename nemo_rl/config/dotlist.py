@@ -1,7 +1,7 @@
 """Overrides as OmegaConf's dotlist, the grammar of `run_eval.py` in NeMo RL, in terms of Hydra's grammar.
 
-In a dotlist everything after the first `=` is one YAML value, and a key that is missing is added. Used by
-`examples/run_eval.py`. Law: what is already in Hydra's grammar (`+key=value`, `~key`) passes unchanged.
+In a dotlist everything after the first `=` is one YAML value, and a key that is missing is added. Invariant: what is
+already in Hydra's grammar (`+key=value`, `~key`) passes unchanged.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Keys of `dpo`: direct preference optimisation and its relatives.
 
-Read by `algorithms.assemble_supervised` and `losses.preference`. Law: a variant is a value of
-`preference_loss`; it changes the loss and nothing else.
+Invariant: a variant is a value of `preference_loss`; it changes the loss and nothing else.
 """
 
 from typing import Annotated, Literal

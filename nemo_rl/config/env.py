@@ -1,7 +1,7 @@
 """Keys of `env`: one entry for each environment of a run, by name.
 
-Read by the environments room. Law: built-in environments have a schema; any other name belongs to a
-user's environment and its mapping reaches it untouched.
+Invariant: built-in environments have a schema; any other name belongs to a user's environment and its mapping reaches
+it untouched.
 """
 
 from typing import Annotated, Any, Literal, TypedDict

@@ -1,7 +1,7 @@
 """Keys of `examples/run_eval.py`: a model, a data set, how to sample and what to measure.
 
-Read by the evals room. Law: the section `generation` is that of training with the model's name added, so
-evaluation and training start engines in the same way.
+The section `generation` is that of training with the model's name added, so evaluation and training start engines in
+the same way.
 """
 
 from functools import cached_property

@@ -1,7 +1,6 @@
 """Keys of `policy.generation`: sampling, the engine, and how weights reach it.
 
-Read by the generation, weight_sync and experience rooms. Law: lengths and precision follow the policy
-unless they are set here.
+Invariant: lengths and precision follow the policy unless they are set here.
 """
 
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,6 +1,6 @@
 """Keys of `grpo`: the cadence of the training loop and how rewards become advantages.
 
-Read by the algorithms. Law: lengths and batch sizes of the model live in `policy`.
+Lengths and batch sizes of the model live in `policy`.
 """
 
 from typing import Annotated, ClassVar, Literal

@@ -1,8 +1,7 @@
 """Reads YAML files that inherit from others by a `defaults:` key.
 
-Produces the layers of a configuration, parents first, for loading.py. Law: a path in `defaults:` is
-relative to the file that names it; interpolations stay unresolved, so a child also changes what depends
-on the key it overrides.
+Produces the layers of a configuration, parents first, for loading.py. Invariant: a path in `defaults:` is relative to
+the file that names it; interpolations stay unresolved, so a child also changes what depends on the key it overrides.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """From YAML files and overrides to a typed, checked configuration.
 
-The one door for programs is `load_config`. Order: read files (inheritance.py), refuse unknown keys
-(unknown_keys.py), merge, fill in the schema's defaults (section.py), apply overrides (overrides.py),
-resolve interpolations, validate types, make paths absolute, check keys against each other.
-Law: whatever is wrong with a configuration is a `ConfigError` raised here, before anything starts.
+Programs call `load_config`. Order: read files (inheritance.py), refuse unknown keys (unknown_keys.py), merge, fill in
+the schema's defaults (section.py), apply overrides (overrides.py), resolve interpolations, validate types, make paths
+absolute, check keys against each other. Invariant: whatever is wrong with a configuration is a `ConfigError` raised
+here, before anything starts.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Keys of `logger`: where metrics and samples of a run go.
 
-Read by `utils.logger`. Law: every tracker has an `<name>_enabled` switch and a section with its own keys.
+Invariant: every tracker has an `<name>_enabled` switch and a section with its own keys.
 """
 
 from typing import ClassVar

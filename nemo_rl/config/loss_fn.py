@@ -1,6 +1,6 @@
 """Keys of `loss_fn` for the policy-gradient family (GRPO, DAPO, GSPO, CISPO, REINFORCE++).
 
-Read by losses and advantages; rules between keys are in checks_loss.py. Law: each key only selects a formula.
+Rules between keys are in checks_loss.py. Invariant: each key only selects a formula.
 """
 
 from typing import Annotated, ClassVar, Literal

@@ -1,7 +1,7 @@
 """The whole configuration of a run, one class per algorithm.
 
-Read by `assemble` and the examples; `load_config(..., schema=...)` takes one of these classes.
-Law: `check` runs before Ray starts and looks at several keys at once; single keys are checked by types.
+`load_config(..., schema=...)` takes one of these classes. `check` runs before Ray starts and looks at several keys at
+once; single keys are checked by types.
 """
 
 from collections.abc import Sequence

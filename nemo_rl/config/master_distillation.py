@@ -1,7 +1,6 @@
 """The whole configuration of an on-policy distillation run.
 
-Read by `algorithms.assemble_distillation` and `examples/run_distillation.py`. Law: as in master.py, `check` looks at
-several keys at once and runs before Ray starts.
+As in master.py, `check` looks at several keys at once and runs before Ray starts.
 """
 
 from collections.abc import Sequence

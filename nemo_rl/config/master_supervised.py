@@ -1,7 +1,6 @@
 """The whole configuration of an SFT, DPO or reward-model run.
 
-Read by `algorithms.assemble_supervised` and the examples. Law: as in master.py, `check` looks at several
-keys at once and runs before Ray starts.
+As in master.py, `check` looks at several keys at once and runs before Ray starts.
 """
 
 from itertools import chain
@@ -66,7 +65,7 @@ class RMCheckpointingConfig(DPOCheckpointingConfig):
 
 
 class SupervisedMasterConfig(MasterConfig):
-    """Base of the configurations that learn from written answers."""
+    """Base of the configurations of supervised training."""
 
     policy: SupervisedPolicyConfig = Field(description="The model that is trained.")
     data: SupervisedDataConfig = Field(default_factory=SupervisedDataConfig, description="Data sets.")

@@ -1,6 +1,6 @@
 """Names that configurations may use for data sets, known without importing the code behind them.
 
-The data room registers its builders under exactly these names. Invariant: plain data, nothing imported.
+`nemo_rl.data` registers its builders under exactly these names. Invariant: plain data, nothing imported.
 """
 
 ARITHMETIC = "arithmetic"

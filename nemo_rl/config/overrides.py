@@ -1,9 +1,8 @@
 """Command-line overrides in Hydra's grammar.
 
-`a.b=c` sets a key that exists, `+a.b=c` adds one, `++a.b=c` does either, `~a.b` takes one away; lists are
-replaced by `a.l=[1,2]` and changed at an index by `a.l.0=9`. Used by loading.py and by the public door
-`nemo_rl.utils.config`. Law: an override that cannot be applied is quoted in the error, with an example that
-works; a key that is known to the schema exists, whether or not a file writes it.
+`a.b=c` sets a key that exists, `+a.b=c` adds one, `++a.b=c` does either, `~a.b` takes one away; lists are replaced by
+`a.l=[1,2]` and changed at an index by `a.l.0=9`. Invariant: an override that cannot be applied is quoted in the error,
+with an example that works; a key that is known to the schema exists, whether or not a file writes it.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Finds files that a configuration names by a relative path.
 
-Used by loading, checks and the data and environment rooms. Law: a relative path means the current folder
-first, then the repository root (the folder that holds `examples/` and `nemo_rl/`).
+Invariant: a relative path means the current folder first, then the repository root (the folder that holds `examples/`
+and `nemo_rl/`).
 """
 
 from pathlib import Path

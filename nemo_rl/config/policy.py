@@ -1,7 +1,7 @@
 """Keys of `policy`: the model, its tokenizer, batches, optimizer and generation.
 
-Read by the policy room; a teacher or reward model may reuse `PolicyConfig` under another name.
-Law: derived defaults refer to other keys relatively, so the section works at any place of a file.
+A teacher or reward model may reuse `PolicyConfig` under another name. Invariant: derived defaults refer to other keys
+relatively, so the section works at any place of a file.
 """
 
 from typing import Annotated, Any, ClassVar, Literal

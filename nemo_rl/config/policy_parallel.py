@@ -1,7 +1,6 @@
 """Keys of `policy` that say how the model is spread and fed: dtensor_cfg, batching, packing.
 
-Read by the policy and dtensor rooms. Law: these keys change speed and memory, never the result; only
-`lora_cfg` changes what is trained.
+Invariant: these keys change speed and memory, never the result; only `lora_cfg` changes what is trained.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self

@@ -1,7 +1,7 @@
 """Writes the reference page of all keys from the schema.
 
-Used by `tools/generate_config_reference.py`; a test checks that the committed page is current.
-Law: the page holds nothing that is not in the schema.
+`tools/generate_config_reference.py` runs it; a test checks that the committed page is current. Invariant: the page
+holds nothing that is not in the schema.
 """
 
 from collections.abc import Iterator

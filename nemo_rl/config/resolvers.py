@@ -1,7 +1,6 @@
 """Arithmetic that YAML files may use in interpolations: `${mul:a,b}`, `div`, `add`, `max`.
 
-Used by the schema's derived defaults and by users' files. Law: registering twice changes nothing, and
-resolvers that a user registered under other names stay.
+Invariant: registering twice changes nothing, and resolvers that a user registered under other names stay.
 """
 
 import functools

@@ -1,7 +1,6 @@
 """Keys of `rm`: training of a reward model on pairs of answers.
 
-Read by `algorithms.assemble_supervised` and `losses.preference`. Law: the head is asked for by
-`policy.reward_model_cfg`, not here.
+The head is asked for by `policy.reward_model_cfg`, not here.
 """
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt

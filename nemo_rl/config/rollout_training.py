@@ -1,7 +1,6 @@
 """Keys that all algorithms share in which the policy itself writes what it learns from: GRPO and distillation.
 
-Read by `algorithms.assemble_rollouts`. Law: steps, prompts and validation only; how a batch becomes a loss is in the
-algorithm's own section.
+Steps, prompts and validation only; how a batch becomes a loss is in the algorithm's own section.
 """
 
 from pydantic import Field, NonNegativeInt, PositiveInt

@@ -1,8 +1,8 @@
 """The base of every config section: one place for each default, unknown keys refused.
 
-Section files (grpo.py, policy.py, ...) declare keys; loading.py reads files into them. Defaults that follow
-from other keys are OmegaConf interpolations in the schema, e.g. `${.train_micro_batch_size}`.
-Law: a built section holds plain values only; no interpolation survives construction.
+Section files (grpo.py, policy.py, ...) declare keys; loading.py reads files into them. Defaults that follow from other
+keys are OmegaConf interpolations in the schema, e.g. `${.train_micro_batch_size}`. Invariant: a built section holds
+plain values only; no interpolation survives construction.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keys of `sft`: supervised fine-tuning.
 
-Read by `algorithms.assemble_supervised`. Law: what a conversation looks like is in `data`, not here.
+What a conversation looks like is in `data`, not here.
 """
 
 from pydantic import Field

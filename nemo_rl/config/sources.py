@@ -1,6 +1,6 @@
 """Remembers which file or override gave each value, for error messages.
 
-Made by loading.py. Law: the last writer of a key is its source.
+Invariant: the last writer of a key is its source.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Sources:
         return cls([(str(x.path), OmegaConf.to_container(x.content)) for x in layers])
 
     def of(self, path: Sequence[str | int]) -> str:
-        """Who set the value at `path`: an override, a file, or nobody."""
+        """What set the value at `path`: an override, a file or the schema."""
         dotted = dotted_path(path)
         for key, text in reversed(self.overrides):
             if dotted == key or dotted.startswith(f"{key}.") or key.startswith(f"{dotted}."):

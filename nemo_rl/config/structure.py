@@ -1,8 +1,8 @@
 """Reads the shape of the schema: which keys may stand where in a config tree.
 
-Loading, key checks, overrides and the reference page all ask here instead of inspecting pydantic types
-themselves. Law: a `Slot` describes places in a tree of plain dicts and lists; it never holds a value.
-Every pydantic model of this package is a `Section` (section.py), so "a section" is "a model" here.
+Loading, key checks, overrides and the reference page all ask here instead of inspecting pydantic types themselves.
+Invariant: a `Slot` describes places in a tree of plain dicts and lists; it never holds a value. Every pydantic model of
+this package is a `Section` (section.py), so "a section" is "a model" here.
 """
 
 from __future__ import annotations

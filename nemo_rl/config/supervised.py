@@ -1,7 +1,6 @@
 """Keys that SFT, DPO and reward-model training share: cadence, the policy and the data.
 
-Read by sft.py, dpo.py, rm.py and by `algorithms.assemble_supervised`. Law: nothing here generates, so
-`policy.generation` is null, and a training step is one optimizer update.
+Invariant: nothing here generates, so `policy.generation` is null, and a training step is one optimizer update.
 """
 
 from typing import Annotated
@@ -22,7 +21,7 @@ _PAIR_LOGPROB_TOKENS = "${mul:2,${mul:${..max_total_sequence_length},${..logprob
 
 
 class SupervisedConfig(Section):
-    """Steps, epochs and validation of a run that learns from written answers."""
+    """Steps, epochs and validation of supervised training."""
 
     max_num_steps: CountOrAll = Field(default=60, description="Training stops after this many steps; -1: never.")
     max_num_epochs: PositiveInt = Field(
@@ -50,7 +49,7 @@ class SupervisedConfig(Section):
 
 
 class SupervisedPolicyConfig(PolicyConfig):
-    """The model that is trained on written answers."""
+    """The model that supervised training updates."""
 
     generation: GenerationConfig | None = Field(default=None, description="Must be null: the policy only reads.")
 

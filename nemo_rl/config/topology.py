@@ -1,7 +1,7 @@
 """How many ranks train, score as teacher and generate, from `cluster`, `teacher.colocated` and `policy.generation`.
 
-Used by the checks and by `assemble`. Law: the numbers follow from configuration alone; whether the machines
-exist is the distributed room's question.
+Invariant: the numbers follow from configuration alone; whether the machines exist is found out by
+`nemo_rl.distributed`.
 """
 
 from dataclasses import dataclass

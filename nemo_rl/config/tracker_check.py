@@ -1,6 +1,6 @@
 """Checks that the trackers of `logger` can report, without importing them.
 
-Called before Ray starts, and by `utils.logger` when it makes the trackers. Invariant: nothing is sent anywhere.
+Runs before Ray starts, and again when the trackers are made. Invariant: nothing is sent anywhere.
 """
 
 import configparser

@@ -1,7 +1,7 @@
 """Refuses keys that the schema does not have and says which one was probably meant.
 
-Called by loading.py for every file and after overrides. Law: the message names the file or override, the
-full key and the nearest valid key.
+Every file is checked, and the whole again after overrides. Invariant: the message names the file or override, the full
+key and the nearest valid key.
 """
 
 import difflib

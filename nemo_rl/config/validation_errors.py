@@ -1,6 +1,6 @@
 """Turns pydantic's findings into short messages for people.
 
-Used by loading.py. Law: each line says the key, what was given, what is allowed and who set it.
+Invariant: each line says the key, what was given, what is allowed and who set it.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Rows that cannot be used: where they are, why, and whether there are too many.
 
-Filled by the readers and data sets, checked by `datasets.setup`, and by the loader for prompts
-that turn out too long. Law: a row is either used or reported with its place; none just vanishes.
+Filled by the readers and data sets, checked by `datasets.setup`, and by the loader for prompts that turn out too long.
+Invariant: a row is either used or reported with its place; none just vanishes.
 """
 
 import logging
@@ -17,7 +17,7 @@ PLACES_SHOWN = 5
 
 
 class RowError(Exception):
-    """One row cannot be used, for the reason in the message. Caught by whoever reads rows."""
+    """One row cannot be used, for the reason in the message. Readers of rows catch it."""
 
 
 @dataclass(frozen=True)

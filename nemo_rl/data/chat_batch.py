@@ -1,7 +1,7 @@
 """From conversations in a notebook to a training batch, in one call.
 
-Neighbours: `processors` renders and tokenises, `collate_fn` joins; a run's data sets go the same way, row by
-row. Law: the tokens that count are those that SFT would train on.
+`processors` renders and tokenises, `collate_fn` joins; a run's data sets go the same way, row by row. Invariant: the
+tokens that count are those that SFT would train on.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """Join data into batches; given to the data loader.
 
-Between `datasets` and the algorithms' loops. Law: row i of every value belongs to datum i.
+Invariant: row i of every value belongs to datum i.
 """
 
 from collections.abc import Mapping, Sequence

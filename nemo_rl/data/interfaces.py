@@ -1,7 +1,6 @@
 """Types that data sets, processors, collate functions and rollouts share.
 
-Read by everything in `data`, and by `experience` and `algorithms` above it.
-Law: a carrier names every field with its meaning; code never invents keys on the way.
+Invariant: a carrier names every field with its meaning; code never invents keys on the way.
 """
 
 import dataclasses

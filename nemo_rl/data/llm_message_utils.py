@@ -1,8 +1,7 @@
 """Message logs: tokenise them, mask them, lay them end to end as tensors.
 
-Between `processors` (which make message logs) and `algorithms` (which train on flat tensors).
-Law: the token ids of a log, joined in order, are exactly what the model saw; no function here
-re-tokenises a message that has them.
+`processors` makes message logs, the algorithms train on flat tensors. Invariant: the token ids of a log, joined in
+order, are exactly what the model saw; no function here re-tokenises a message that has them.
 
 Legend: B conversations, T tokens.
 """

@@ -1,8 +1,7 @@
 """Batches of prompts in an order that a resumed run repeats exactly.
 
-Wraps torchdata's `StatefulDataLoader`; iterated by the algorithms' session.
-Law: the order of epoch e is a function of (seed, e) alone, so the state of the loader is an epoch
-and a number of batches, and a loader that loads a state goes on with the very next batch.
+Wraps torchdata's `StatefulDataLoader`. Invariant: the order of epoch e is a function of (seed, e) alone, so the state
+of the loader is an epoch and a number of batches, and a loader that loads a state goes on with the very next batch.
 """
 
 import logging
@@ -261,5 +260,5 @@ def build_loader(
 
 
 def _leave_process_group(worker_id: int) -> None:
-    """Ctrl-C and a closed terminal are the run's business; its data workers go on until it ends them."""
+    """The run alone handles Ctrl-C and a closed terminal; its data workers go on until it ends them."""
     os.setpgid(0, 0)

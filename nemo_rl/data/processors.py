@@ -1,9 +1,8 @@
 """Processors turn one row of a data set into a datum with token ids.
 
-Called by `datasets.processed_dataset` for each row when it is needed; chosen by name from the
-config (`data.train.processor`).
-Law: a prompt's token ids are the rendered chat's, made once; a prompt that is too long becomes a
-short stub with `loss_multiplier` 0 and is never cut and trained on.
+Chosen by name (`data.train.processor`) and called for each row when it is needed. Invariant: a prompt's token ids are
+the rendered chat's, made once; a prompt that is too long becomes a short stub with `loss_multiplier` 0 and is never cut
+and trained on.
 """
 
 from collections.abc import Mapping

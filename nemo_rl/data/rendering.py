@@ -1,7 +1,6 @@
 """Render chats to text and text to token ids: the one place where prompts become tokens.
 
-Used by `processors` and `llm_message_utils`.
-Law: special tokens come from the chat template only, so nothing is doubled.
+Invariant: special tokens come from the chat template only, so nothing is doubled.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Load a tokenizer as `policy.tokenizer` asks for it.
 
-Used by `assemble` for training, and by evaluation. Neighbour: `processors`, which renders prompts.
-Law: what comes back always has a pad token, and renders chats exactly as the config says.
+Invariant: what comes back always has a pad token, and renders chats exactly as the config says.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Where each message of a conversation lies in its rendered chat.
 
-Used by `llm_message_utils.get_formatted_message_log`; renders through `rendering`. Law: the spans cover the
-rendered chat without gap or overlap, and the span of an assistant turn is what a model would have to write:
-from the end of the generation prompt to the token that ends the turn, and not one character more.
+Invariant: the spans cover the rendered chat without gap or overlap, and the span of an assistant turn is what a model
+would have to write: from the end of the generation prompt to the token that ends the turn, and not one character more.
 
 Two ways, tried in order:
 

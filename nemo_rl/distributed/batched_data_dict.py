@@ -1,9 +1,8 @@
 """The carrier of a batch: tensors and lists that share axis 0.
 
-Data rooms fill it, `worker_groups` shards and moves it, policy and losses read it. How rows form
-microbatches of packed or similar-length sequences is a plan made in `data.packing`, applied here
-with `select_indices`.
-Law: every value has one entry per sample; an operation on rows treats all values alike.
+`worker_groups` shards and moves it. How rows form microbatches of packed or similar-length sequences is a plan made in
+`data.packing`, applied here with `select_indices`. Invariant: every value has one entry per sample; an operation on
+rows treats all values alike.
 
 A batch that came out of Ray may live in shared memory that other processes read: copy before
 writing into its tensors (`select_indices`, `from_batches`, `repeat_interleave` and `clone` copy).

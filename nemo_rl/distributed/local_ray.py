@@ -1,7 +1,7 @@
 """Start Ray on this machine for one run, with no more processes than a run uses.
 
-Called by `virtual_cluster.init_ray` when there is no cluster to join. Law: what is left out serves people who
-look at a cluster from outside or machines that come and go; actors, tasks and objects work as ever.
+For runs that have no cluster to join. What is left out serves people who look at a cluster from outside or machines
+that come and go; actors, tasks and objects work as ever.
 
     gcs_server, raylet, two agents of the raylet     started by Ray, needed
     autoscaler monitor, log monitor, dashboard       left out: 300 MB and seconds of a laptop's start
@@ -151,7 +151,7 @@ def _init_patiently(**arguments: Any) -> Any:
 
 
 def _end_half_started(failure: Exception) -> None:
-    """End what a failed `ray.init` started; only its frames know the processes."""
+    """End what a failed `ray.init` started; only its traceback holds the processes."""
     for frame, _ in traceback.walk_tb(failure.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, Node):

@@ -1,7 +1,7 @@
-"""Which worker sits where on the named parallel axes.
+"""The position of each worker on the named parallel axes.
 
-`worker_groups` asks it who receives which shard and whose answer counts. Law: a layout holds each
-worker id exactly once; axes are named, never numbered, outside this file.
+It decides which worker receives which shard and whose answer counts. Invariant: a layout holds each worker id exactly
+once; axes are named, never numbered, outside this file.
 """
 
 from collections.abc import Mapping, Sequence

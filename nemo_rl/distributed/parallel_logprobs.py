@@ -1,11 +1,10 @@
 """Token log-probabilities and entropies from hidden states, without the `[N, V]` logits in memory.
 
 The output head is applied to a few hundred tokens at a time and once more in the backward pass, so
-peak memory grows with `chunk_size x V`, never with `N x V`. `models.dtensor.causal_lm` calls this on
-the hidden states of the tokens that matter. Legend: `N` tokens, `D` hidden size, `V` vocabulary, `k`
-vocabulary entries that are asked for at a token (distillation).
+peak memory grows with `chunk_size x V`, never with `N x V`. Legend: `N` tokens, `D` hidden size,
+`V` vocabulary, `k` vocabulary entries that are asked for at a token (distillation).
 
-Law: every reduction over the vocabulary runs in float32 or wider, whatever the weights are.
+Invariant: every reduction over the vocabulary runs in float32 or wider, whatever the weights are.
 
 The mathematics is split in three steps (`_chunk_logits`, `_filtered`, `_statistics`) so that a
 vocabulary-parallel version replaces only the reductions in `_statistics`.

@@ -1,7 +1,7 @@
 """Join the `torch.distributed` world that a worker group's environment describes.
 
-Policy workers and weight receivers call it first. Law: rank, world size and address come from the
-environment that `worker_groups` sets, backend and timeout from the caller; rank 0 listens on the port it holds.
+Invariant: rank, world size and address come from the environment that `worker_groups` sets, backend and timeout from
+the caller; rank 0 listens on the port it holds.
 """
 
 import ipaddress

@@ -1,10 +1,9 @@
 """Make torch tensors cheap to pickle, so Ray moves them through shared memory without copies.
 
-`batched_data_dict` packs itself with this on the way out of a process, `worker_process` packs every
-result. Pickling a torch tensor copies its bytes; pickling a numpy view of the same memory hands the
-buffer itself to pickle protocol 5, which Ray stores out of band.
-Law: `pickle.loads(pickle.dumps(pack_tensors(x)))` equals `x` with every tensor on the CPU,
-contiguous and detached.
+`batched_data_dict` packs itself with this on the way out of a process, `worker_process` packs every result. Pickling a
+torch tensor copies its bytes; pickling a numpy view of the same memory hands the buffer itself to pickle protocol 5,
+which Ray stores out of band. Invariant: `pickle.loads(pickle.dumps(pack_tensors(x)))` equals `x` with every tensor on
+the CPU, contiguous and detached.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,8 @@
-"""Start or join Ray, and reserve the places where worker processes will sit.
+"""Start or join Ray, and reserve the places of worker processes.
 
-`algorithms.assemble` calls `init_ray` once and makes a `RayVirtualCluster` for each set of machines;
-`worker_groups` puts one worker into each reserved bundle.
-Law: a local Ray serves this run only, on loopback addresses; another one is joined only when
-RAY_ADDRESS says so.
+A run calls `init_ray` once and makes a `RayVirtualCluster` for each set of machines; `worker_groups` puts one worker
+into each reserved bundle. Invariant: a local Ray serves this run only, on loopback addresses; another one is joined
+only when RAY_ADDRESS says so.
 """
 
 import logging

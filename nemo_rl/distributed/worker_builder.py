@@ -1,7 +1,7 @@
-"""How one worker of a group comes into being: where it sits, and the recipe for its process.
+"""How one worker of a group is created: its placement, and the recipe for its process.
 
-`worker_groups` plans places and creates a seat in each; `worker_process` is what then runs.
-Law: nothing here waits; a seat is returned before its process has started.
+`worker_groups` plans placements and creates a `WorkerSeat` in each; `worker_process` is what then runs. Invariant:
+nothing here waits; a `WorkerSeat` is returned before its process has started.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Which worker is called with what: the arithmetic behind `RayWorkerGroup.run_all_workers_*`.
 
-`worker_groups` sends what is planned here. Law: pure functions of a `NamedSharding`, no Ray calls.
+`worker_groups` sends what is planned here. Pure functions of a `NamedSharding`, no Ray calls.
 """
 
 from collections.abc import Mapping, Sequence

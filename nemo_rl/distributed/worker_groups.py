@@ -7,8 +7,8 @@
         ^  `- run_all_workers_*: returns at once with a MultiWorkerFuture
         `--- get_all_worker_results: waits with a deadline (`worker_results.gather`)
 
-Law: every wait has a deadline, a death is reported with its last log lines, and after `shutdown` no
-worker process is left.
+Invariant: every wait has a deadline, a death is reported with its last log lines, and after `shutdown` no worker
+process is left.
 """
 
 import logging
@@ -51,13 +51,13 @@ class RayWorkerGroup:
     `process_group.init_process_group`. All processes start at the same time.
 
     Args:
-        cluster: where the workers sit.
+        cluster: where the workers run.
         remote_worker_builder: what they are.
         workers_per_node: workers on each node entry (one number, or one for each entry); None puts
             one on every bundle.
         name_prefix: actors are named `<prefix>-<node>-<local rank>`; empty takes the class name.
         bundle_indices_list: instead of `workers_per_node`, pairs (node entry, bundle indices); one
-            worker sits on each bundle listed.
+            worker runs in each bundle listed.
         sharding_annotations: parallel axes of the workers; None is one `data_parallel` axis.
         env_vars: further environment, set before the process imports anything.
         setup_timeout_s: seconds for processes and worker objects to be ready.

@@ -1,7 +1,7 @@
 """Ask any node for a worker's last log lines and for the stacks of its threads.
 
-`worker_results` puts what is found into its errors. Law: nothing here needs the worker to cooperate;
-it may be dead, or stuck in C code.
+`worker_results` puts what is found into its errors. Invariant: nothing here needs the worker to cooperate; it may be
+dead, or stuck in C code.
 """
 
 import os
@@ -61,7 +61,7 @@ def wait_until_gone(workers: Sequence[WorkerIdentity], timeout_s: float) -> list
 
 
 def _ask_nodes(probe: Callable[..., str], questions: Sequence[tuple[Any, ...]]) -> list[str]:
-    """Run `probe` where each question's worker lives: in this process or as a small Ray task."""
+    """Run `probe` on the node of each question's worker: in this process or as a small Ray task."""
     here = ray.get_runtime_context().get_node_id()
     remote_probe = ray.remote(num_cpus=0, max_retries=0)(probe)
     answers: list[Any] = []

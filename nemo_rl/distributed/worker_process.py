@@ -1,11 +1,10 @@
 """What runs inside a worker process: a host actor that owns one worker object.
 
-`worker_groups` creates hosts by name of the worker's class; `worker_logs` finds a worker's logs and
-stacks through the identity reported here. Law: the class is imported in the worker process only, after
-its environment is set, so the controller needs no backend library and threads settings take effect.
-When the controller or the raylet is killed, a thread of Ray's ends the process and its children, even
-one that is stuck in C code.
-This file stays free of torch: a worker without tensors starts in a second instead of five.
+`worker_groups` creates hosts by name of the worker's class; `worker_logs` finds a worker's logs and stacks through the
+identity reported here. Invariant: the class is imported in the worker process only, after its environment is set, so
+the controller needs no backend library and threads settings take effect. When the controller or the raylet is killed, a
+thread of Ray's ends the process and its children, even one that is stuck in C code. This file stays free of torch: a
+worker without tensors starts in a second instead of five.
 """
 
 import faulthandler
@@ -29,7 +28,7 @@ STACK_SIGNAL = signal.SIGUSR1
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Where a worker lives, as it reports itself.
+    """Rank, process and node of a worker, as it reports them itself.
 
     Attributes:
         name: actor name, `<prefix>-<node>-<local rank>`.
@@ -87,7 +86,7 @@ class WorkerHost:
         )
 
     def report_identity(self) -> WorkerIdentity:
-        """Who and where this worker is; answers before the worker object is built."""
+        """The identity of this worker; answers before the worker object is built."""
         return self._identity
 
     def hold_port(self, low: int | None, high: int | None) -> tuple[str, int]:

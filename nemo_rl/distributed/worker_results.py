@@ -1,12 +1,10 @@
 """Wait for answers of workers: with a deadline, and with errors that say who and why.
 
-`worker_groups` calls `gather` for everything it asks its workers.
-
     gather --ray.wait--> first answer --> result kept, next
                      |-> first failure --> short grace for its root cause --> raise, others left
                      `-> deadline -------> stacks of all workers ----------> raise
 
-Law: no wait is endless, and one rank's failure surfaces while the others still hang.
+Invariant: no wait is endless, and one rank's failure surfaces while the others still hang.
 """
 
 import time
@@ -42,7 +40,7 @@ class WorkerSeat:
 
 @dataclass(frozen=True)
 class PendingCall:
-    """An answer on its way, and the seat of the worker that owes it."""
+    """A call whose answer is pending, and the worker that was called."""
 
     ref: Any
     seat: WorkerSeat

@@ -1,8 +1,8 @@
 """The Ray actor that hosts an environment, and the one place that catches what user code raises.
 
-`client` launches it and calls `step`; the environment inside is a plain object. Law: `step` returns
-one `StepResult` for each sample, whatever the environment does short of killing the process; what
-it raises goes with the sample it belongs to.
+`client` launches it and calls `step`; the environment inside is a plain object. Invariant: `step` returns one
+`StepResult` for each sample, whatever the environment does short of killing the process; what it raises goes with the
+sample it belongs to.
 
 Calls run on the actor's main thread one after another, or on `max_concurrent_steps` threads if the
 environment allows more than one; coroutines run on one private event loop.
@@ -86,7 +86,7 @@ class EnvironmentActor:
         return os.getpid()
 
     def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        """Step B samples; if the batch raises, step each alone to find the ones to blame."""
+        """Step B samples; if the batch raises, step each alone to find those that fail."""
         if len(metadata) == 1:
             return [self._step_one(message_logs[0], metadata[0])]
         untouched = copy.deepcopy((message_logs, metadata))

@@ -1,8 +1,8 @@
 """How rollouts talk to an environment: awaitable, batched, with deadlines, surviving its death.
 
-Lives in the driver, on the event loop of the rollouts; the environment lives in the Ray actor of
-`actor`. Law: every `step` ends, with a result or with an error of its sample; only an environment
-that cannot be kept alive stops the run.
+Runs in the driver, on the event loop of the rollouts; the environment runs in the Ray actor of `actor`. Invariant:
+every `step` ends, with a result or with an error of its sample; only an environment that cannot be kept alive stops
+the run.
 
     rollout coroutines ── step() ──► queue of this tick ── flush ──► task: one Ray call
            ▲                                                        │ waits: its turn, start_timeout_s,

@@ -1,8 +1,8 @@
 """What an environment is, what it returns, and what one sample of it looks like to a rollout.
 
-A user implements `EnvironmentInterface`; `actor` hosts it and turns its `EnvironmentReturn` into one
-`StepResult` for each sample, which `client` hands to the rollouts. Law: a sample whose reward could
-not be computed carries the reason in `errors`; a number is always a real reward.
+A user implements `EnvironmentInterface`; `actor` hosts it and turns its `EnvironmentReturn` into one `StepResult` for
+each sample, which `client` hands to the rollouts. Invariant: a sample whose reward could not be computed carries the
+reason in `errors`; a number is always a real reward.
 """
 
 import abc
@@ -49,7 +49,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     A plain class, constructed with its section of the configuration (a dict) inside a Ray actor.
     `step` may also be a coroutine function. It need not be safe to repeat, but it should keep the
     state of an episode in `metadata`: when `step` raises for a batch, is too slow or ends its process, it is
-    called again for each sample alone, with untouched copies, to find the one to blame.
+    called again for each sample alone, with untouched copies, to find the one that fails.
 
     Attributes:
         max_concurrent_steps: How many calls of `step` may run at the same time. With 1 they run

@@ -1,7 +1,7 @@
 """Find the environment class behind a dotted path, decorated with `@ray.remote` or not.
 
-Used by `registry` in the driver (to fail early) and by `actor` where the environment lives. Law: the
-result is always a plain class; restarts and concurrency are ours, resources stay the user's.
+Runs in the driver, to fail early, and again where the environment runs. Invariant: the result is always a plain class;
+restarts and concurrency are ours, resources stay the user's.
 """
 
 import importlib

@@ -1,8 +1,8 @@
 r"""Mathematics and multiple choice with a known answer: one turn, graded against the ground truth.
 
-Implements `EnvironmentInterface` over `grading/`: plain numbers are compared here, everything else
-goes to the killable processes of a `GradingPool`. Law: a reward is 1 or 0 because a verifier said
-so; an answer no verifier could judge is an error of that sample.
+Implements `EnvironmentInterface` over `grading/`: plain numbers are compared here, everything else goes to the killable
+processes of a `GradingPool`. Invariant: a reward is 1 or 0 because a verifier said so; an answer no verifier could
+judge is an error of that sample.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ MathEnvConfig = MathEnvironmentConfig
 
 
 class MathEnvironmentMetadata(TypedDict):
-    """What a math sample carries.
+    """Metadata of a math sample.
 
     Attributes:
         ground_truth: The correct answer, without box or dollar signs; a letter for multiple choice.

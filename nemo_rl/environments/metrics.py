@@ -1,6 +1,6 @@
 """Metrics over finished rollouts that several environments share.
 
-Law: no state; tensors in, numbers out.
+No state: tensors in, numbers out.
 """
 
 from collections.abc import Sequence

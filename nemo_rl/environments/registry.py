@@ -1,7 +1,7 @@
 """Environment names: from a name in the configuration to a running environment.
 
-Public through the door `environments.utils`. Law: a name leads to exactly one class, and a wrong
-name is refused before anything is started.
+Public as `environments.utils`. Invariant: a name leads to exactly one class, and a wrong name is refused before
+anything is started.
 """
 
 import difflib
@@ -15,7 +15,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 class EnvRegistryEntry(TypedDict):
-    """Where a named environment lives.
+    """Location of the class of a named environment.
 
     Attributes:
         actor_class_fqn: Dotted path of its class.

@@ -1,4 +1,4 @@
-"""Public door: environment names and their creation. Re-exports only."""
+"""Environment names and their creation. Re-exports only."""
 
 from nemo_rl.environments.registry import (
     ENV_REGISTRY,

@@ -1,8 +1,8 @@
 r"""Problems with known answers, by name or from a file.
 
-The rows come through the readers and checks of the data room; here is only what differs between benchmarks:
-where they live, the names of their columns, how an answer or its letter is found. Law: a name means the same
-problems and answers wherever the rows come from, the hub, a mirror (`data.data_path`) or a file.
+The rows come through the readers and checks of `nemo_rl.data`; here is only what differs between benchmarks: where they
+live, the names of their columns, how an answer or its letter is found. Invariant: a name means the same problems and
+answers wherever the rows come from, the hub, a mirror (`data.data_path`) or a file.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Scores of one prompt from n graded answers: pass@k and cons@k.
 
-Pure functions of plain numbers, used by `report`. Law: a score is the expected result of drawing k of the n
-answers, so it does not depend on their order.
+Pure functions of plain numbers. Invariant: a score is the expected result of drawing k of the n answers, so it does not
+depend on their order.
 """
 
 from collections import Counter, defaultdict

@@ -1,4 +1,4 @@
-"""Stand-alone evaluation (door)."""
+"""Stand-alone evaluation (re-exports)."""
 
 from nemo_rl.config.eval import EvalConfig
 from nemo_rl.config.eval import EvalMasterConfig as MasterConfig

@@ -1,8 +1,8 @@
 """Ask all prompts, grade the answers, report.
 
-The loop of an evaluation, and the start and end of its processes: engines that read the model's weights
-themselves, and one environment. Law: the same rollouts, environments and engines as in training; what is on
-disk already is not asked again, and a finished evaluation starts nothing.
+The loop of an evaluation, and the start and end of its processes: engines that read the model's weights themselves, and
+one environment. Invariant: the same rollouts, environments and engines as in training; what is on disk already is not
+asked again, and a finished evaluation starts nothing.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """From `data` of the configuration to batches of prompts in a fixed order.
 
-Between `datasets` and `evaluator`. Law: prompt i is the same for every run of the same configuration, so an
-evaluation can go on where another one stopped.
+Invariant: prompt i is the same for every run of the same configuration, so an evaluation can go on where another one
+stopped.
 """
 
 import logging

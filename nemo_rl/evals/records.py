@@ -4,8 +4,8 @@
     save_path/evaluation_data.jsonl   one line per answer
     save_path/results.json            the report (written by `evaluator`)
 
-Law: the file holds whole prompts in order, n answers each; a tail that a killed run left half-written is
-dropped, and samples of two different configurations never mix.
+Invariant: the file holds whole prompts in order, n answers each; a tail that a killed run left half-written is dropped,
+and samples of two different configurations never mix.
 """
 
 import json

@@ -1,7 +1,7 @@
 """What an evaluation found: the score that was asked for, its companions, and the block on the console.
 
-Built from records alone, so a finished evaluation can be reported again. Law: every prompt counts in every
-score; answers that could not be graded are not right, and how many there were is part of the report.
+Built from records alone, so a finished evaluation can be reported again. Invariant: every prompt counts in every score;
+answers that could not be graded are not right, and how many there were is part of the report.
 """
 
 import math

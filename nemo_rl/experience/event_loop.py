@@ -1,7 +1,7 @@
 """One asyncio loop in a background thread, on which all rollouts run.
 
-Training code is plain and synchronous; it hands a coroutine to the loop and waits with a deadline.
-Law: the thread is a daemon and ends with `close`.
+Training code is plain and synchronous; it hands a coroutine to the loop and waits with a deadline. Invariant: the
+thread is a daemon and ends with `close`.
 """
 
 import asyncio

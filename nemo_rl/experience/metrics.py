@@ -1,6 +1,6 @@
 """Numbers about a set of trajectories, under the field's names.
 
-Law: means over rewards use only samples that have one; how many do not is a metric of its own.
+Invariant: means over rewards use only samples that have one; how many do not is a metric of its own.
 """
 
 import math

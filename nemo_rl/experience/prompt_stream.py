@@ -1,7 +1,6 @@
 """An endless-looking stream of prompt batches over the epochs of a loader, with a position to save.
 
-Sits between the data loader and the rollout source. Law: `state_dict` between two batches, loaded into a
-fresh stream, goes on with the very next batch.
+Invariant: `state_dict` between two batches, loaded into a fresh stream, goes on with the very next batch.
 """
 
 from typing import Any

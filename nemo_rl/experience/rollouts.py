@@ -5,9 +5,9 @@ Map of one collection:
     collect() (training thread) ─► event loop: one _run_sample task per sample
         _run_sample: generate ─► environment step ─► (again, until done or out of room) ─► Trajectory
 
-Samples never wait for each other, so a long one does not hold up short ones. The same code serves one and
-many turns, training, validation and evaluation. Law: token ids only grow at the end; a sample's seed
-depends on (run seed, phase, step, group, sample, turn) and on nothing that varies between runs.
+Samples never wait for each other, so a long one does not hold up short ones. The same code serves one and many turns,
+training, validation and evaluation. Invariant: token ids only grow at the end; a sample's seed depends on (run seed,
+phase, step, group, sample, turn) and on nothing that varies between runs.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The carrier of one rollout: what was said, what it earned, how it ended.
 
-Law: a failed rollout is data. Its outcome says what failed, it carries no reward, and it is masked from
-the loss; a reward of zero always means that the grader said zero.
+Invariant: a failed rollout is data. Its outcome says what failed, it carries no reward, and it is masked from the loss;
+a reward of zero always means that the grader said zero.
 """
 
 from dataclasses import dataclass, field

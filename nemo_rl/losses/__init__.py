@@ -1,7 +1,7 @@
 """Losses: pure functions of tensors, without process groups and without raw config dicts.
 
-Called by policy workers (`models.policy`), chosen by `algorithms.assemble`. Law: a loss divides by
-*global* denominators, so summing it over microbatches and ranks gives the loss of the whole batch.
+Invariant: a loss divides by *global* denominators, so summing it over microbatches and ranks gives the loss of the
+whole batch.
 """
 
 from nemo_rl.losses.distillation import DistillationLossFn

@@ -1,8 +1,8 @@
 """Distillation: the divergence between a teacher's and a student's next-token distributions.
 
-Called by policy workers, which prepare the student's side (`models.policy.workers.loss_inputs`); the teacher's top-k
-logits are part of the batch. Law: both sides are at the temperature that the student samples with, without top-k and
-top-p; everything is in nats, per token of the student's own answer, and divided by the tokens of the global batch.
+`models.policy.workers.loss_inputs` prepares the student's side; the teacher's top-k logits are part of the batch.
+Invariant: both sides are at the temperature that the student samples with, without top-k and top-p; everything is in
+nats, per token of the student's own answer, and divided by the tokens of the global batch.
 
 With `S` the teacher's k most likely tokens after a prefix, `q` the softmax of the teacher's logits over `S`, and `p`
 the student's softmax over the whole vocabulary:

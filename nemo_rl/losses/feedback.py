@@ -1,8 +1,7 @@
 """Loss on single answers that were found good or bad: Kahneman-Tversky optimisation.
 
-Called by policy workers through `LossFunction`; `algorithms.kto` prepares its batches. Law: what all rows of
-the global batch share (the baseline, the number of desirable rows) comes with the batch as constant columns, so
-the loss does not depend on how the batch was cut.
+`algorithms.kto` prepares its batches. Invariant: what all rows of the global batch share (the baseline, the number of
+desirable rows) comes with the batch as constant columns, so the loss does not depend on how the batch was cut.
 
 Legend: `B` rows, `T` predicted positions.
 """
@@ -18,7 +17,7 @@ from nemo_rl.losses.reductions import masked_sum, safe_divide
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLossConfig:
-    """What `KTOLossFn` needs to know; the section `dpo` has the same names.
+    """Options of `KTOLossFn`; the section `dpo` has the same names.
 
     Attributes:
         reference_policy_kl_penalty: beta, the factor between log-ratio and reward.

@@ -1,8 +1,7 @@
 """What a policy worker may expect of every loss.
 
-Neighbours: `models.policy` calls losses through this protocol; the other files of this folder
-implement it. Law: everything a worker must know about a loss before calling it is an attribute
-declared here, never something to probe for.
+Invariant: everything a worker must know about a loss before calling it is an attribute declared here, never something
+to probe for.
 """
 
 from collections.abc import Mapping

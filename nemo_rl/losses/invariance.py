@@ -1,8 +1,7 @@
 """Property tests for losses, the shipped ones and a user's own.
 
-Neighbours: any `LossFunction`; used by `tests/unit/losses` and meant for a user's test suite. Law:
-the loss of a global batch and its gradient must not depend on how the batch was cut into
-microbatches and ranks, on the order of its rows, or on padding.
+Meant for test suites. Invariant: the loss of a global batch and its gradient must not depend on how the batch was cut
+into microbatches and ranks, on the order of its rows, or on padding.
 
 Example:
     >>> def test_my_loss():

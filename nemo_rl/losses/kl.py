@@ -1,7 +1,6 @@
 """Per-token estimators of the KL divergence between two policies.
 
-Used by the policy-gradient loss, by REINFORCE++ (KL in the reward) and by the train/generation
-mismatch metrics. Law: element-wise only; masks and reductions are the caller's.
+Element-wise only; masks and reductions are the caller's.
 
 The gradient of a divergence `E_p[k]` has two parts, because the policy also decides which tokens are sampled:
 

@@ -1,7 +1,6 @@
 """Negative log-likelihood: supervised fine-tuning.
 
-Called by policy workers through `LossFunction`. Law: a probability of 0 on a token that counts is an
-infinite loss; nothing is hidden.
+Invariant: a probability of 0 on a token that counts is an infinite loss; nothing is hidden.
 """
 
 from torch import Tensor

@@ -1,7 +1,7 @@
 """How far the trained policy and the generation engine disagree on the sampled tokens.
 
-Used by `policy_gradient` for its always-on health metrics. Law: nothing here is differentiable, and
-each metric is divided by the global token count, so parts of a batch add up.
+`policy_gradient` always reports these. Invariant: nothing here is differentiable, and each metric is divided by the
+global token count, so parts of a batch add up.
 
 Legend: `B` samples, `T` predicted positions.
 """

@@ -1,7 +1,7 @@
 """The surrogate objectives of policy gradients, per token, as losses to minimise.
 
-Used by `policy_gradient`, which picks one at construction. Law: element-wise functions of
-(log-probability, ratio, advantage); masks, weights and reductions are the caller's.
+`policy_gradient` picks one at construction. Element-wise functions of (log-probability, ratio, advantage); masks,
+weights and reductions are the caller's.
 
 Legend: `B` samples, `T` predicted positions.
 """

@@ -1,8 +1,8 @@
 """Losses of one pair of answers, from the rewards of the two.
 
-`losses.preference` reduces them over a batch. A variant of DPO is a row of `VARIANTS`: a function of two
-rewards, and whether rewards are averages over tokens and relative to a reference. Law: each function is the
-formula of its paper, with m = reward_chosen - reward_rejected and rewards that hold beta already.
+`losses.preference` reduces them over a batch. A variant of DPO is a row of `VARIANTS`: a function of two rewards, and
+whether rewards are averages over tokens and relative to a reference. Invariant: each function is the formula of its
+paper, with m = reward_chosen - reward_rejected and rewards that hold beta already.
 
 Legend: `P` pairs.
 """

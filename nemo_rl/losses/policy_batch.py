@@ -1,8 +1,7 @@
 """Align, mask and clean the tensors of one policy-gradient microbatch.
 
-Sits between `policy_gradient` (the loss) and the batch that the trainer built. Law: after
-`make_policy_batch` every log-probability is finite or belongs to a real error (NaN), and entries
-that do not count are exactly 0, so no later formula has to think about padding.
+Invariant: after `make_policy_batch` every log-probability is finite or belongs to a real error (NaN), and entries that
+do not count are exactly 0, so no later formula has to think about padding.
 
 Legend: `B` samples, `T` here the T-1 predicted positions of sequences of T tokens.
 """

@@ -1,8 +1,7 @@
 """The policy-gradient loss: GRPO, PPO clip, DAPO, GSPO, CISPO, REINFORCE and their corrections.
 
-Called by policy workers through `LossFunction`; composed of `ratios`, `objectives`, `kl`,
-`policy_batch` and `mismatch`. Law: every option is decided once, at construction, by choosing a
-function; `__call__` runs the same lines for all of them.
+Composed of `ratios`, `objectives`, `kl`, `policy_batch` and `mismatch`. Invariant: every option is decided once, at
+construction, by choosing a function; `__call__` runs the same lines for all of them.
 
     loss = reduce(w * objective(log p, ratio, A)) + beta * reduce(KL to the reference)
 

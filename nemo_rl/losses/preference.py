@@ -1,8 +1,8 @@
 """Losses on pairs of answers: reward models and direct preference optimisation.
 
-Called by policy workers through `LossFunction`. Rows are interleaved: row 2i is the chosen answer of
-pair i, row 2i + 1 the rejected one. Law: a pair counts only if both of its rows count (in NeMo RL the
-chosen row decides), and the number of pairs in the global batch is `global_valid_seqs / 2`.
+Rows are interleaved: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one. Invariant: a pair counts only
+if both of its rows count (in NeMo RL the chosen row decides), and the number of pairs in the global batch is
+`global_valid_seqs / 2`.
 
 Legend: `B` = 2P rows, `P` pairs here, `T` predicted positions.
 """
@@ -20,7 +20,7 @@ from nemo_rl.utils.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLossConfig:
-    """What `DPOLossFn` needs to know; the section `dpo` has the same names.
+    """Options of `DPOLossFn`; the section `dpo` has the same names.
 
     Attributes:
         reference_policy_kl_penalty: beta, the factor between log-ratio and reward.

@@ -1,7 +1,7 @@
 """Policy ratios and importance weights: how far two policies are apart on the sampled tokens.
 
-Used by `policy_gradient`, which picks one ratio and one weight function at construction. Law: a
-ratio function is differentiable in the current log-probabilities, an importance weight never is.
+`policy_gradient` picks one ratio and one weight function at construction. Invariant: a ratio function is
+differentiable in the current log-probabilities, an importance weight never is.
 
 Legend: `B` samples, `T` predicted positions.
 """

@@ -1,7 +1,7 @@
 """Sums, means and variances under a mask.
 
-Used by every loss and by the advantage estimators. Law: an entry whose mask is 0 influences neither
-value nor gradient, whatever it holds (padding may be NaN or infinite), and an empty mask gives 0.
+Invariant: an entry whose mask is 0 influences neither value nor gradient, whatever it holds (padding may be NaN or
+infinite), and an empty mask gives 0.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of `values * mask`, blind to entries whose mask is 0.
+    """Sum of `values * mask`, ignoring entries whose mask is 0.
 
     Args:
         values: Any shape.

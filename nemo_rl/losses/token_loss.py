@@ -1,8 +1,7 @@
 """A loss from a function of single tokens, for people who want to try one.
 
-Neighbours: `interfaces.LossFunction`, which it implements, and `likelihood` and `policy_gradient`, which are
-written out. Law: mask and denominator are applied here, so whatever the function computes, the result does not
-depend on microbatches, ranks, packing or padding.
+`likelihood` and `policy_gradient` are losses written out as classes. Invariant: mask and denominator are applied here,
+so whatever the function computes, the result does not depend on microbatches, ranks, packing or padding.
 """
 
 import functools

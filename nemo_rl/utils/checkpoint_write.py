@@ -63,7 +63,7 @@ class CheckpointWrite:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder and free its bytes, also those of files that whoever failed still holds open."""
+    """Remove a folder and free its bytes, also those of files that a failed writer still holds open."""
     for file in folder.rglob("*"):
         if file.is_file():
             with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Public door to configuration files for programs written for NeMo RL; re-export only.
+"""Configuration files for programs written for NeMo RL; re-export only.
 
-`load_config` here reads a file and its parents into a plain OmegaConf config; the typed and checked
-configuration comes from `nemo_rl.config.load_config`. Law: nothing is implemented here.
+`load_config` here reads a file and its parents into a plain OmegaConf config; the typed and checked configuration comes
+from `nemo_rl.config.load_config`.
 """
 
 from pathlib import Path

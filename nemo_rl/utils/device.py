@@ -1,7 +1,7 @@
 """The only place that knows which accelerator a rank runs on.
 
-Everything else asks a `Device` for its torch device, collective backend and memory facts, so one code
-path serves CPU and CUDA. Law: the string "cuda" does not leave this file, weight_sync and backend folders.
+Everything else asks a `Device` for its torch device, collective backend and memory facts, so one code path serves CPU
+and CUDA. Invariant: the string "cuda" does not leave this file, weight_sync and backend folders.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The library's error tree.
 
-Every error a user can meet derives from `NemoRLError` and from the matching built-in, so both
-`except NemoRLError` and `except ValueError` work. Law: each error carries only its message, so it
-survives pickling on its way out of a Ray worker.
+Every error a user can meet derives from `NemoRLError` and from the matching built-in, so both `except NemoRLError` and
+`except ValueError` work. Invariant: each error carries only its message, so it survives pickling on its way out of a
+Ray worker.
 """
 
 import os

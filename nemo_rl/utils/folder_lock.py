@@ -1,7 +1,7 @@
 """A lock on a folder, so that two runs never write into the same place.
 
-Used by `utils.checkpoint`. A POSIX record lock: the kernel drops it when the process ends, however it ends,
-and children made by fork do not inherit it. Law: holding it is the permission to delete leftovers.
+A POSIX record lock: the kernel drops it when the process ends, however it ends, and children made by fork do not
+inherit it. Holding it is the permission to delete leftovers.
 """
 
 import errno

@@ -1,7 +1,6 @@
 """One logger for a run, fanning out to the console, a file and the trackers that are switched on.
 
-The session logs through it; the backends are in `utils.log_backends`. Law: every backend gets the same
-numbers under the same names.
+The backends are in `utils.log_backends`. Invariant: every backend gets the same numbers under the same names.
 """
 
 import importlib
@@ -223,7 +222,7 @@ def print_message_log_samples(
 
 
 def _render(message_log: Sequence[Mapping[str, Any]], reward: float) -> str:
-    """One conversation as text in a frame; markup in the texts is shown, not obeyed."""
+    """One conversation as text in a frame; markup in the texts is shown, not interpreted."""
     turns = [Text(f"{message['role']}: {message['content']}") for message in message_log]
     page = io.StringIO()
     Console(file=page, width=_PANEL_WIDTH).print(Panel(Group(*turns), title=f"reward {reward:g}"))

@@ -1,7 +1,7 @@
 """Console logging of a driver process; `NRL_LOG_LEVEL` sets the level of nemo_rl's own records.
 
-Called once by each program under `examples/`. Law: records pass above a live progress bar, because the
-handler looks up `sys.stderr` for each record.
+Called once, by the program that runs. Invariant: records pass above a live progress bar, because the handler looks up
+`sys.stderr` for each record.
 """
 
 import logging

@@ -38,7 +38,7 @@ def manifest_bytes(folder: Path) -> int | None:
 def find_damage(folder: Path, below: str = "") -> list[str] | None:
     """Files that are not what the manifest says, each with the difference; None without a manifest.
 
-    Files that the manifest does not name are none of its business.
+    Files that the manifest does not name are not looked at.
 
     Args:
         folder: what `write_manifest` described.

@@ -1,7 +1,7 @@
 """Seeds: one run seed, and every other seed derived from it by name.
 
-Used by generation (one seed per sample and turn), data order and workers. Law: a seed depends only
-on the run's seed and the path that names its user, never on time, process, host or call order.
+Invariant: a seed depends only on the run's seed and the path that names its user, never on time, process, host or call
+order.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Measure phases of a step, and notice when a run's time is up.
 
-Used by the session of every algorithm. Law: a label's measurements are kept in order until `reset`.
+Invariant: a label's measurements are kept in order until `reset`.
 """
 
 import statistics

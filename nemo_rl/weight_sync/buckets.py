@@ -1,7 +1,7 @@
 """Lay named tensors end to end in flat byte buffers, and read them back.
 
-A weight stream is cut into buckets so that a sync never needs a second copy of the model. Transports
-move the flat buffer; only this file knows how tensors lie in it. Law: `unpack(pack(x))` is `x`, bit for bit.
+A weight stream is cut into buckets so that a sync never needs a second copy of the model. Transports move the flat
+buffer; only this file knows how tensors lie in it. Invariant: `unpack(pack(x))` is `x`, bit for bit.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,7 +36,7 @@ class TensorSlot:
 
 @dataclass
 class Bucket:
-    """What travels to the generators about one bucket.
+    """Description of one bucket, sent to the generators.
 
     Attributes:
         index: position in the stream, from 0.

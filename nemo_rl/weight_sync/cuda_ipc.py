@@ -1,7 +1,7 @@
 """Weights through CUDA IPC: engine and trainer rank share a GPU, so the bytes never leave it.
 
-Every trainer rank packs the gathered bucket on its own GPU and publishes an IPC handle under that GPU's
-uuid; the engine on the same GPU opens it. Law: the sender holds the buffer until all receipts are in.
+Every trainer rank packs the gathered bucket on its own GPU and publishes an IPC handle under that GPU's uuid; the
+engine on the same GPU opens it. Invariant: the sender holds the buffer until all receipts are in.
 """
 
 from typing import Any

@@ -6,7 +6,7 @@ Flow of one sync, driven by the controller (`algorithms.refit`):
                                               ▲───────────────────── until bucket.is_last ◄──────┘
     receiver.finish() ─► SyncReceipt ─► verify.check_receipts
 
-Law: all trainer ranks walk the tensor stream in step (gathering is collective), whoever packs.
+Invariant: all trainer ranks walk the tensor stream in step (gathering is collective), whichever packs.
 """
 
 import dataclasses

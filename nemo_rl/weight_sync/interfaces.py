@@ -1,8 +1,8 @@
 """What a transport is: how the bytes of a bucket get from a trainer rank to a generator.
 
-A transport has two halves that live in different processes and share only a picklable spec. Fetching
-transports (shared memory, CUDA IPC) leave the bytes where the receiver can map them; sending transports
-(collectives) move them while both sides take part. Law: transports move bytes and never look inside.
+A transport has two halves that live in different processes and share only a picklable spec. Fetching transports (shared
+memory, CUDA IPC) leave the bytes where the receiver can map them; sending transports (collectives) move them while both
+sides take part. Invariant: transports move bytes and never look inside.
 """
 
 from dataclasses import dataclass, field

@@ -1,9 +1,9 @@
 """Weights through memory that trainer and engines of one host map together.
 
-The trainer packs buckets straight into two nameless memory files that are reused by every sync, so pages
-are touched only once; engines map the same files through the trainer's process entry. The memory belongs
-to the trainer's process: it is gone when that process is, however it ends. Law: the sender never rewrites
-a buffer before the controller has every receipt for the bucket that used it.
+The trainer packs buckets straight into two nameless memory files that are reused by every sync, so pages are touched
+only once; engines map the same files through the trainer's process entry. The memory belongs to the trainer's process:
+it is gone when that process is, however it ends. Invariant: the sender never rewrites a buffer before the controller
+has every receipt for the bucket that used it.
 """
 
 import itertools

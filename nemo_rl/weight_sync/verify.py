@@ -1,7 +1,7 @@
 """Prove that the weights that arrived are the weights that were sent.
 
-The sender stamps each tensor with a fingerprint before it leaves; the receiver computes it again on
-what it got and answers with a receipt. Law: a mismatch raises `WeightSyncError` with tensor names.
+The sender stamps each tensor with a fingerprint before it leaves; the receiver computes it again on what it got and
+answers with a receipt. Invariant: a mismatch raises `WeightSyncError` with tensor names.
 """
 
 from dataclasses import dataclass, field

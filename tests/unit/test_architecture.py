@@ -1,7 +1,7 @@
-"""The layout of the library: floors, rooms for backends, public doors, sizes.
+"""The layout of the library: layers, places of backends, public re-exports, sizes.
 
-Read with `ast`, so nothing needs to be importable for the layout itself. Law: the exception lists here
-may only shrink; a stale exception fails too.
+Read with `ast`, so nothing needs to be importable for the layout itself. Invariant: the exception lists here may only
+shrink; a stale exception fails too.
 """
 
 import ast
@@ -21,7 +21,7 @@ from nemo_rl.config import load_config
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nemo_rl"
 
-FLOORS: list[set[str]] = [
+LAYERS: list[set[str]] = [
     {"config", "utils"},
     {"distributed"},
     {"losses", "data", "weight_sync"},
@@ -30,14 +30,14 @@ FLOORS: list[set[str]] = [
     {"experience"},
     {"algorithms", "evals"},
 ]
-SHARED_FLOORS = [{"config", "utils"}]
-"""Rooms of one floor that may import each other, as long as no circle of files arises."""
+SHARED_LAYERS = [{"config", "utils"}]
+"""Packages of one layer that may import each other, as long as no circle of files arises."""
 
 UPWARD_IMPORTS: set[tuple[str, str]] = set()
-"""(file, imported module) pairs that break the floors; may only shrink."""
+"""(file, imported module) pairs that break the layers; may only shrink."""
 
 BACKENDS = ("vllm", "wandb", "mlflow", "megatron", "sglang", "transformer_engine", "flash_attn", "swanlab")
-CUDA_ROOMS = ("utils/device.py", "weight_sync/", "models/generation/vllm/", "models/megatron/")
+CUDA_PLACES = ("utils/device.py", "weight_sync/", "models/generation/vllm/", "models/megatron/")
 CUDA_EXCEPTIONS = {"config/cluster.py": "declares the key cluster.device, whose values are cuda and cpu"}
 
 BROAD_EXCEPT_BOUNDARIES = {
@@ -90,8 +90,8 @@ PLANNED_PATHS = [
     "nemo_rl.utils.nsys",
     "nemo_rl.utils.venvs",
 ]
-DOORS = ["algorithms/advantage_estimator.py", "algorithms/reward_functions.py", "algorithms/utils.py"]
-MAX_DOOR_LINES = 40
+RE_EXPORTS = ["algorithms/advantage_estimator.py", "algorithms/reward_functions.py", "algorithms/utils.py"]
+MAX_RE_EXPORT_LINES = 40
 
 
 def files() -> list[Path]:
@@ -125,8 +125,8 @@ def is_typing_block(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def floor_of(room: str) -> int:
-    return next(level for level, rooms in enumerate(FLOORS) if room in rooms)
+def layer_of(package: str) -> int:
+    return next(level for level, packages in enumerate(LAYERS) if package in packages)
 
 
 def docstrings(tree: ast.AST) -> set[int]:
@@ -136,24 +136,24 @@ def docstrings(tree: ast.AST) -> set[int]:
     }
 
 
-def test_every_room_is_on_a_floor():
-    rooms = {entry.name for entry in PACKAGE.iterdir() if entry.is_dir() and entry.name != "__pycache__"}
-    assert rooms <= set().union(*FLOORS)
+def test_every_package_is_in_a_layer():
+    packages = {entry.name for entry in PACKAGE.iterdir() if entry.is_dir() and entry.name != "__pycache__"}
+    assert packages <= set().union(*LAYERS)
     assert {entry.name for entry in PACKAGE.glob("*.py")} == {"__init__.py"}
 
 
-def test_files_import_from_their_own_room_or_a_lower_floor():
+def test_files_import_from_their_own_package_or_a_lower_layer():
     found = set()
     for file in files():
         if file.parent == PACKAGE:
             continue
-        room = file.relative_to(PACKAGE).parts[0]
+        package = file.relative_to(PACKAGE).parts[0]
         for module in imports_of(file):
             if not module.startswith("nemo_rl."):
                 continue
             other = module.split(".")[1]
-            shared = any({room, other} <= rooms for rooms in SHARED_FLOORS)
-            if other != room and not shared and floor_of(other) >= floor_of(room):
+            shared = any({package, other} <= packages for packages in SHARED_LAYERS)
+            if other != package and not shared and layer_of(other) >= layer_of(package):
                 found.add((name_of(file), module))
     assert found == UPWARD_IMPORTS
 
@@ -191,16 +191,16 @@ def test_the_circle_finder_finds_circles():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_are_imported_only_where_they_live(backend):
-    strangers = [
+    misplaced = [
         name_of(file)
         for file in files()
         if any(module.split(".")[0] == backend for module in imports_of(file))
         and backend not in file.relative_to(PACKAGE).with_suffix("").parts
     ]
-    assert strangers == []
+    assert misplaced == []
 
 
-def test_cuda_is_written_only_in_its_rooms():
+def test_cuda_is_written_only_in_its_places():
     writers = {
         name_of(file)
         for file in files()
@@ -209,7 +209,7 @@ def test_cuda_is_written_only_in_its_rooms():
         and isinstance(node.value, str)
         and re.fullmatch(r"cuda(:\d+)?", node.value)
         and id(node) not in docstrings(tree_of(file))
-        and not name_of(file).startswith(CUDA_ROOMS)
+        and not name_of(file).startswith(CUDA_PLACES)
     }
     assert writers == set(CUDA_EXCEPTIONS)
 
@@ -250,10 +250,10 @@ def test_files_and_functions_stay_small():
     assert long_functions == set(LONG_FUNCTIONS)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_doors_only_re_export(door):
-    tree = tree_of(PACKAGE / door)
-    assert len((PACKAGE / door).read_text().splitlines()) <= MAX_DOOR_LINES
+@pytest.mark.parametrize("path", RE_EXPORTS)
+def test_re_exports_define_nothing(path):
+    tree = tree_of(PACKAGE / path)
+    assert len((PACKAGE / path).read_text().splitlines()) <= MAX_RE_EXPORT_LINES
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
 
 
@@ -262,7 +262,7 @@ def test_every_file_says_what_it_is():
 
 
 def test_no_registry_hosts_are_named():
-    """Where packages come from is the machine's affair."""
+    """Where packages come from is configured on the machine."""
     hosts = re.compile("|".join(["py" + r"pi\.org", "python" + "hosted", r"anaconda" + r"\.org", "index" + "-url"]))
     texts = [
         path

@@ -4,7 +4,7 @@
 
 Makes TRL's environment by itself below `.bench/`, as the other benchmarks do, lets `trl_losses.py` run there, and
 prints a Markdown table. Both sides run the same Hugging Face model in float32 on one batch; the reference is
-examples/assets/tiny-chat, the policy a copy with noise. Law: a case is written down once, in `CASES`, with the
+examples/assets/tiny-chat, the policy a copy with noise. Invariant: a case is written down once, in `CASES`, with the
 options of both sides.
 """
 

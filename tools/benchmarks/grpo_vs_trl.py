@@ -2,9 +2,9 @@
 
     uv run python tools/benchmarks/grpo_vs_trl.py [--models tiny-chat warm-3m] [--steps 150]
 
-Makes TRL's environment by itself under `.bench/` (kept for the next time), runs both sides as child
-processes on the same processors, and prints Markdown tables. `side_by_side` measures. Law: what the two sides
-are given is the same; what is not is listed in README.md.
+Makes TRL's environment by itself under `.bench/` (kept for the next time), runs both sides as child processes on the
+same processors, and prints Markdown tables. `side_by_side` measures. Invariant: what the two sides are given is the
+same; what is not is listed in README.md.
 """
 
 import argparse

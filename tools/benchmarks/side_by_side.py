@@ -1,7 +1,7 @@
-"""The ruler of the benchmarks: TRL's environment, one side's run as a child process, its memory and its clock.
+"""How the benchmarks measure: TRL's environment, one side's run as a child process, its memory and its clock.
 
-Used by `grpo_vs_trl` and `supervised_vs_trl`. Law: both sides are measured with the same ruler, and never at the
-same time. All clocks are this process's: a step is over when its line appears in the side's metrics file.
+Invariant: both sides are measured in the same way, and never at the same time. All clocks are this process's: a step is
+over when its line appears in the side's metrics file.
 """
 
 import logging
@@ -110,7 +110,7 @@ def rss_mb(pids: list[int]) -> float:
 
 
 def pss_mb(pids: list[int]) -> float:
-    """Sum of the proportional memory of some processes; dear, the kernel walks all their pages."""
+    """Sum of the proportional memory of some processes; expensive, as the kernel walks all their pages."""
     kilobytes = 0
     for pid in pids:
         try:

@@ -2,10 +2,10 @@
 
     uv run python tools/benchmarks/supervised_vs_trl.py [--cases sft_padded dpo] [--repeats 3]
 
-Generates the rows, gives both sides the same token ids, runs them as child
-processes on the same processors, and prints a Markdown table for each case. Finished runs are kept in the file
-`--results`, so that a long measurement can be made in pieces. Law: both sides see the same tokens in the same
-order, and the table says by how much their losses of the first steps differ.
+Generates the rows, gives both sides the same token ids, runs them as child processes on the same processors, and prints
+a Markdown table for each case. Finished runs are kept in the file `--results`, so that a long measurement can be made
+in pieces. Invariant: both sides see the same tokens in the same order, and the table says by how much their losses of
+the first steps differ.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 r"""TRL's side of the comparison: GRPOTrainer on one model and one file of prompts.
 
-Started by `grpo_vs_trl.py` with the Python of TRL's own environment, where nemo_rl is not installed. Uses
-TRL's public interface only. Law: one JSON line is written and flushed as soon as a step is over, so that
-whoever reads the file knows when.
+Started by `grpo_vs_trl.py` with the Python of TRL's own environment, where nemo_rl is not installed. Uses TRL's public
+interface only. Invariant: one JSON line is written and flushed as soon as a step is over, so that the reader of the
+file knows when.
 
     python trl_grpo.py --model FOLDER --prompts FILE.jsonl --metrics FILE.jsonl --steps N
 """

@@ -1,8 +1,8 @@
 """TRL's side of `compare_losses_with_trl.py`: losses and gradients of its trainers on given rows of tokens.
 
-Started with the Python of TRL's own environment, where nemo_rl is not installed. Uses TRL's public interface
-only: a trainer is made, its collator gets the rows, `compute_loss` is differentiated. Law: one safetensors file
-of gradients per case, and `trl.json` with the losses.
+Started with the Python of TRL's own environment, where nemo_rl is not installed. Uses TRL's public interface only: a
+trainer is made, its collator gets the rows, `compute_loss` is differentiated. It writes one safetensors file of
+gradients per case, and `trl.json` with the losses.
 
     python trl_losses.py --work FOLDER
 """
@@ -58,7 +58,7 @@ class Side:
         return AutoModelForCausalLM.from_pretrained(self.work / name, dtype=torch.float32)
 
     def common(self, **texts: list[Any]) -> dict[str, Any]:
-        """What every trainer takes; it wants a data set of texts, of which nothing is used."""
+        """What every trainer takes; it requires a data set of texts, which is not used."""
         return {"processing_class": self.tokenizer, "train_dataset": Dataset.from_dict(texts)}
 
 

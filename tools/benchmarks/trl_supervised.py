@@ -1,8 +1,8 @@
 r"""TRL's side of the comparison: SFTTrainer, DPOTrainer or RewardTrainer on one model and one file of token ids.
 
-Started by `supervised_vs_trl.py` with the Python of TRL's own environment, where nemo_rl is not installed. Uses
-TRL's public interface only. Law: one JSON line is written and flushed as soon as a step is over, so that whoever
-reads the file knows when.
+Started by `supervised_vs_trl.py` with the Python of TRL's own environment, where nemo_rl is not installed. Uses TRL's
+public interface only. Invariant: one JSON line is written and flushed as soon as a step is over, so that the reader
+of the file knows when.
 
     python trl_supervised.py --algorithm sft --model FOLDER --rows FILE.jsonl --metrics FILE.jsonl ...
 """

@@ -1,4 +1,4 @@
-"""Door to the losses, under the name users import; the files are in `nemo_rl.losses`."""
+"""Re-exports of the losses, under the name users import; the files are in `nemo_rl.losses`."""
 
 from nemo_rl.algorithms.loss.interfaces import LossFunction, LossInputType, LossType
 from nemo_rl.algorithms.loss.loss_functions import (

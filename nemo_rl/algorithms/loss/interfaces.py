@@ -1,4 +1,4 @@
-"""Door to the protocol of losses; see `nemo_rl.losses.interfaces`."""
+"""Re-exports of the protocol of losses; see `nemo_rl.losses.interfaces`."""
 
 from nemo_rl.losses.interfaces import LossFunction, LossInputType, LossType
 

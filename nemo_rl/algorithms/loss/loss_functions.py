@@ -1,4 +1,4 @@
-"""Door to the loss classes; see the files of `nemo_rl.losses`."""
+"""Re-exports of the loss classes; see the files of `nemo_rl.losses`."""
 
 from nemo_rl.config import ClippedPGLossConfig, DistillationLossConfig
 from nemo_rl.losses.distillation import DistillationLossFn

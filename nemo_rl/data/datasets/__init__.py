@@ -1,4 +1,4 @@
-"""Data sets by name or path, checked row by row (door)."""
+"""Data sets by name or path, checked row by row (re-exports)."""
 
 from nemo_rl.data.collate_fn import eval_collate_fn, rl_collate_fn
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset

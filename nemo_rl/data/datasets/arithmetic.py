@@ -1,7 +1,7 @@
 """Generated sums: the task of the quick start.
 
-Chosen with `dataset_name: arithmetic`; needs no file and no network.
-Law: training and validation never share a sum, whatever their seeds and sizes.
+Chosen with `dataset_name: arithmetic`; needs no file and no network. Invariant: training and validation never share a
+sum, whatever their seeds and sizes.
 
 The split is a property of the sum itself: a hash of its sorted operands puts one sum in ten into
 validation, the rest into training. So `37+85` and `85+37` are on the same side.

@@ -1,8 +1,8 @@
 """Generated sums with written-out steps: the data of the quick starts of SFT, DPO and reward models.
 
-`arithmetic_sft` answers `37+85=` with `7+5=12;30+80=110;12+110=122`; `arithmetic_preference` sets a copy
-with one wrong result beside it. Law: rows depend on the configuration alone, and training and validation
-share no sum (see `arithmetic`).
+`arithmetic_sft` answers `37+85=` with `7+5=12;30+80=110;12+110=122`; `arithmetic_preference` sets a copy with one wrong
+result beside it. Invariant: rows depend on the configuration alone, and training and validation share no sum (see
+`arithmetic`).
 """
 
 from collections.abc import Sequence

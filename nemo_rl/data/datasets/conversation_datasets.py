@@ -1,7 +1,7 @@
 """Data sets of whole conversations, for supervised training.
 
-Beside `response_datasets`, which registers them. Law: a usable conversation ends with an assistant message;
-tool calls and tool descriptions reach the chat template as the mappings it expects.
+`response_datasets` registers them. Invariant: a usable conversation ends with an assistant message; tool calls and tool
+descriptions reach the chat template as the mappings it expects.
 """
 
 import json
@@ -153,7 +153,7 @@ def checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
 
 
 def message_list(messages: Any, key: str) -> list[dict[str, Any]]:
-    """Messages with a known role and text as content, whoever speaks last.
+    """Messages with a known role and text as content, whichever role is last.
 
     Raises:
         RowError: One of them has not, or they are no list.

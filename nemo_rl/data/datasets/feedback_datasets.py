@@ -1,7 +1,7 @@
 """Data sets of single answers that were found good or bad.
 
-Beside `preference_datasets`, whose pairs serve as well: the preferred answer of a pair is desirable, the other
-one undesirable. Law: a formatted row has `feedback`: `context` and `completion` (messages) and `desirable`.
+Pairs of `preference_datasets` serve as well: the preferred answer of a pair is desirable, the other one undesirable.
+Invariant: a formatted row has `feedback`: `context` and `completion` (messages) and `desirable`.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""Where a named data set lives, and its raw rows: from the hub, a mirror or a file.
+"""Location and raw rows of a named data set: from the hub, a mirror or a file.
 
-Used by the data sets by name. Law: a name means the same columns wherever the rows come from.
+Invariant: a name means the same columns wherever the rows come from.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from nemo_rl.utils.errors import DataError
 
 @dataclass(frozen=True)
 class HubSource:
-    """Where a named data set lives and what its columns are called.
+    """Location of a named data set and the names of its columns.
 
     Attributes:
         path: Hub id.

@@ -1,8 +1,7 @@
 """Data sets of preferred and rejected answers, by name.
 
-Uses `hub` and `readers` for the raw rows; `setup_supervised` uses it. Law: a formatted row has `pair`:
-`context` (messages) and two `completions`, each with `rank` and `completion` (messages), the lower rank
-preferred; a pair whose two answers are the same is no pair.
+Invariant: a formatted row has `pair`: `context` (messages) and two `completions`, each with `rank` and `completion`
+(messages), the lower rank preferred; a pair whose two answers are the same is no pair.
 """
 
 import math

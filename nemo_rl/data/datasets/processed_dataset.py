@@ -1,7 +1,6 @@
 """Formatted rows as data with token ids, processed when they are asked for.
 
-Between raw data sets and the loader. Law: `dataset[i]` depends on the rows only, so any worker
-process and any resumed run gives the same datum.
+Invariant: `dataset[i]` depends on the rows only, so any worker process and any resumed run gives the same datum.
 """
 
 import copy

@@ -1,8 +1,7 @@
 """Formatted rows of one data set, before tokenisation.
 
-Made by `response_datasets` and `arithmetic` (or a user's class), consumed by `setup`.
-Law: a formatted row has `messages` (the last one is the answer) and `task_name`; rows are checked
-when the object is made and formatted when they are read.
+Invariant: a formatted row has `messages` (the last one is the answer) and `task_name`; rows are checked when the object
+is made and formatted when they are read.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,7 +138,7 @@ class RowView(Sequence[FormattedRow]):
 
 
 def row_place(rows: Sequence[FormattedRow], position: int) -> tuple[str, int]:
-    """Place of a row; rows that know none answer with their position."""
+    """Place of a row; rows without one get their position."""
     if isinstance(rows, FormattedRows | RowView):
         return rows.place(position)
     return type(rows).__name__, position

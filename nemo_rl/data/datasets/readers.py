@@ -1,7 +1,7 @@
 """Read local files of rows, keeping the place of each.
 
-Used by `response_datasets`. Text files are read as bytes and decoded row by row, so one broken row
-costs one row. Law: `rows[i]` came from `lines[i]`; whatever is not a row is in `bad_rows`.
+Text files are read as bytes and decoded row by row, so one broken row costs one row. Invariant: `rows[i]` came from
+`lines[i]`; whatever is not a row is in `bad_rows`.
 """
 
 import csv

@@ -1,8 +1,7 @@
 """Data sets of questions and answers, by name.
 
-Uses `readers` for files and the `datasets` library for the hub; `setup` uses it.
-Law: a name means the same columns wherever the rows come from: the hub, a mirror (`data_path`) or
-a file. A new data set is one line of `DATASET_REGISTRY`, or a class with one hook.
+Invariant: a name means the same columns wherever the rows come from: the hub, a mirror (`data_path`) or a file. A new
+data set is one line of `DATASET_REGISTRY`, or a class with one hook.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Take values out of raw rows, saying what is wrong with them.
 
-Used by every data set that formats rows. Law: a value is either usable or a `RowError` with a phrase for people.
+Invariant: a value is either usable or a `RowError` with a phrase for people.
 """
 
 import math

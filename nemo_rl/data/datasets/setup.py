@@ -1,8 +1,7 @@
 """From `data` of the config to the training and validation data sets.
 
-Called by `assemble`, before Ray starts. Neighbours: `response_datasets` (rows), `processors`.
-Law: every problem that can be seen without a model (unknown names, missing files, bad rows, prompt
-files and chat templates that do not fit) is an error here, not in the first step.
+Runs before Ray starts. Invariant: every problem that can be seen without a model (unknown names, missing files, bad
+rows, prompt files and chat templates that do not fit) is an error here, not in the first step.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """From `data` of the config to conversations, or pairs of answers, to train and validate on.
 
-Called by `algorithms.assemble_supervised`, before Ray starts; `setup` does the same for prompts. Law: every
-row is either usable or reported with its place; what can be known without a model is known before training.
-Rows are rendered at the start as well (the first `CHECKED_ROWS` of each data set), because a row may be too
-long, or be one that the chat template refuses; later ones are reported when they are drawn and do not train.
+Runs before Ray starts; `setup` does the same for prompts. Invariant: every row is either usable or reported with its
+place; what can be known without a model is known before training. Rows are rendered at the start as well (the first
+`CHECKED_ROWS` of each data set), because a row may be too long, or be one that the chat template refuses; later ones
+are reported when they are drawn and do not train.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Sequence packing and microbatch plans (door)."""
+"""Sequence packing and microbatch plans (re-exports)."""
 
 from nemo_rl.data.packing.algorithms import (
     ConcatenativePacker,

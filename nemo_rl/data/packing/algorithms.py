@@ -1,8 +1,7 @@
 """Bin packing: which sequences share a bin so that few tokens are wasted.
 
-Called by `plan` for sequence packing; usable on its own.
-Law: every sequence lands in exactly one bin, no bin exceeds its capacity, and the same lengths
-always give the same bins.
+Invariant: every sequence lands in exactly one bin, no bin exceeds its capacity, and the same lengths always give the
+same bins.
 """
 
 import enum

@@ -1,6 +1,6 @@
 """How well bins are filled.
 
-Fed by the packers of `algorithms`. Law: numbers only; nothing here changes a packing.
+Numbers only; nothing here changes a packing.
 """
 
 import logging

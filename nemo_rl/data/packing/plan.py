@@ -1,8 +1,7 @@
 """Decide which rows of a batch go to which data-parallel shard and in which microbatch.
 
-The policy follows the plan; it never decides for itself.
-Law: every row appears exactly once, every shard has the same number of non-empty microbatches
-(so collectives match), and equal lengths give an equal plan.
+The policy follows the plan; it never decides for itself. Invariant: every row appears exactly once, every shard has the
+same number of non-empty microbatches (so collectives match), and equal lengths give an equal plan.
 """
 
 from collections.abc import Sequence
@@ -202,7 +201,7 @@ def _group_by_length(costs: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _deal(bins: list[list[int]], costs: Sequence[int], num_shards: int) -> MicrobatchPlan:
-    """Deal bins to shards, dearest first and in turns of alternating direction.
+    """Deal bins to shards, most expensive first and in turns of alternating direction.
 
     Bins that run at the same time on different shards then cost about the same, and the most
     memory is asked for in the first microbatch.

@@ -1,7 +1,7 @@
 r"""Find `\boxed{...}` in a model's answer, and grade plain numbers without a computer algebra system.
 
-Used by the verifiers and by `math_environment`, which grades in its own process whatever
-`grade_plain_number` can decide. Law: where it decides, math-verify decides the same.
+`math_environment` grades in its own process whatever `grade_plain_number` can decide. Invariant: where it decides,
+math-verify decides the same.
 """
 
 import re

@@ -1,8 +1,8 @@
 r"""Equality of final answers as normalised text, the rule DAPO was trained with.
 
-The final answer is what stands in the last `\boxed{...}` or after the last `Answer:`, whichever
-comes later (DAPO, arXiv 2503.14476, section 4). Law: cheap and deterministic, no algebra; two
-spellings of one number are equal only if normalisation makes them so.
+The final answer is what stands in the last `\boxed{...}` or after the last `Answer:`, whichever comes later (DAPO,
+arXiv 2503.14476, section 4). Cheap and deterministic, no algebra; two spellings of one number are equal only if
+normalisation makes them so.
 """
 
 import re

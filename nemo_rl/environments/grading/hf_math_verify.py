@@ -1,8 +1,7 @@
 r"""Mathematical equality by the math-verify library, `\boxed` first.
 
-Runs in a grading process only: it imports sympy, and a comparison may take for ever, so
-math-verify's own `signal.alarm` deadlines are off and the pool's are used. Law: what cannot be
-compared raises; it is never a 0.
+Runs in a grading process only: it imports sympy, and a comparison may take for ever, so math-verify's own
+`signal.alarm` deadlines are off and the pool's are used. Invariant: what cannot be compared raises; it is never a 0.
 """
 
 import logging

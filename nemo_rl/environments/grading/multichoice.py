@@ -1,7 +1,7 @@
 """Multiple choice: the letter after the last "Answer:", in English or in any of 15 languages.
 
-Letters may be Latin (also full-width), Arabic or Bengali; all are compared as Latin. Law: an
-answer without a letter after an answer word is wrong, not an error.
+Letters may be Latin (also full-width), Arabic or Bengali; all are compared as Latin. An answer without a letter after
+an answer word is wrong, not an error.
 """
 
 import re

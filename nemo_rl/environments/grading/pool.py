@@ -1,7 +1,7 @@
 """A pool of killable grading processes with a deadline on each answer.
 
-Used by `math_environment` inside the environment actor. Law: `grade` returns one `Grade` for each
-answer, in order; an answer whose grading raised, hung or kept killing its process carries the reason, never a 0.
+Runs in the environment actor. Invariant: `grade` returns one `Grade` for each answer, in order; an answer whose
+grading raised, hung or kept killing its process carries the reason, never a 0.
 
     grade() ──jobs──► queue ──► thread 1 ─pipe─► grading process 1
        ▲                   └──► thread n ─pipe─► grading process n      n <= num_workers

@@ -1,7 +1,7 @@
 """One grading process: start it, ask it with a deadline, kill it.
 
-Sits between `pool`, which owns many, and `worker_main`, which runs inside. Law: every wait has a
-deadline, and a process that missed one is killed with all its children.
+`pool` owns many of them; `worker_main` runs inside. Invariant: every wait has a deadline, and a process that missed one
+is killed with all its children.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class GradingProcess:
         return self._read_reply(timeout_s, "grading")
 
     def interrupt(self) -> None:
-        """Kill the process under its owner's hands: a wait in `ask` ends with WorkerDiedError."""
+        """Kill the process from another thread: a wait in `ask` ends with WorkerDiedError."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

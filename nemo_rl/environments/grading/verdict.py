@@ -1,7 +1,7 @@
 """What a verifier says about one answer, and which verifiers exist.
 
-Used on both sides of the pipe between `pool` (environment actor) and `worker_main` (grading
-process). Law: an answer that could not be graded has no reward, only the reason.
+Used on both sides of the pipe between `pool` (environment actor) and `worker_main` (grading process). Invariant: an
+answer that could not be graded has no reward, only the reason.
 """
 
 import importlib

@@ -1,8 +1,8 @@
 """The grading process: reads answers as JSON lines, judges them, writes verdicts as JSON lines.
 
-Started by `process.GradingProcess` as `python -m nemo_rl.environments.grading.worker_main`. It has
-no deadline of its own: whoever waits for it kills it. Law: it ends with its parent, however the
-parent ends, and every request gets one line back, a verdict or an error.
+Started by `process.GradingProcess` as `python -m nemo_rl.environments.grading.worker_main`. It has no deadline of its
+own: the process that waits for it kills it. Invariant: it ends with its parent, however the parent ends, and every
+request gets one line back, a verdict or an error.
 
     request   {"response": str, "ground_truth": str}
     reply     {"reward": float | {name: float}, "extracted_answer": str | null} | {"error": str}
@@ -77,7 +77,7 @@ def _die_with_parent(parent_pid: int) -> None:
 
 
 def _limit_memory(memory_limit_mb: int) -> None:
-    """Turn an answer like 10^10^10 into a MemoryError instead of a full machine."""
+    """Limit the memory, so that an answer like 10^10^10 ends in a MemoryError."""
     limit = memory_limit_mb * 2**20
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:

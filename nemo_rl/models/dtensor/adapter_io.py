@@ -1,13 +1,12 @@
 """Write and read LoRA adapters in the format of the PEFT library.
 
-Called by `backend` beside `checkpoint_io`, and by `models.huggingface.adapter_export`. Layout (W = weights folder
-of a checkpoint):
+Layout (W = weights folder of a checkpoint):
 
     W/model/     merged weights, written by `checkpoint_io`: what `from_pretrained` and engines load
     W/adapter/   adapter_config.json, adapter_model.safetensors: `PeftModel.from_pretrained(base, folder)`
 
-Law: a resumed run has the base of `policy.model_name` and the adapter of the checkpoint, bit for bit; a
-base that is not the one the checkpoint was trained on is refused.
+Invariant: a resumed run has the base of `policy.model_name` and the adapter of the checkpoint, bit for bit; a base that
+is not the one the checkpoint was trained on is refused.
 """
 
 import json

@@ -3,9 +3,9 @@
 Implements `models.policy.interfaces.PolicyBackend`; `workers.dtensor_worker` builds it inside a Ray
 actor, tests build it in plain processes. The process group is up before it is made.
 
-Law: float32 master weights, sharded over the data-parallel mesh; whoever changes them leaves no
-gathered copy behind. With LoRA the loaded weights are the reference and stay as they are; what goes out
-(engines, checkpoints) is merged (`lora`).
+Invariant: float32 master weights, sharded over the data-parallel mesh; code that changes them leaves no gathered copy
+behind. With LoRA the loaded weights are the reference and stay as they are; what goes out (engines, checkpoints) is
+merged (`lora`).
 
 On CPUs the same data gives the same bits: the thread count is fixed by the caller, microbatches run in
 plan order, ranks reduce in gloo's fixed ring order, and no kernel used here has a random summation order.

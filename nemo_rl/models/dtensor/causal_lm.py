@@ -4,9 +4,9 @@ The decoder body runs to hidden states; the output head then sees only the posit
 chunks (`distributed.parallel_logprobs`). Both happen inside one module's forward, because FSDP2
 gathers the root's parameters (embedding, final norm, head) around exactly that call.
 
-Law: parameters keep their Hugging Face names under `hf`, and the log-probabilities are those of the
-model's own logits: `build_causal_lm` compares the two at load and falls back to the model's own
-forward for heads that are more than a linear layer (soft-capping, logit scales).
+Invariant: parameters keep their Hugging Face names under `hf`, and the log-probabilities are those of the model's own
+logits: `build_causal_lm` compares the two at load and falls back to the model's own forward for heads that are more
+than a linear layer (soft-capping, logit scales).
 """
 
 import logging

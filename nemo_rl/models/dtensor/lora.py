@@ -1,7 +1,7 @@
 """Low-rank adapters on a frozen model (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
-`backend` calls `apply_lora` between loading and sharding; `adapter_io` writes what is trained; weight sync
-and checkpoints read `merged_by_name`. Law: base weights never change. Whoever leaves this room sees plain
+`backend` calls `apply_lora` between loading and sharding; `adapter_io` writes what is trained; weight sync and
+checkpoints read `merged_by_name`. Invariant: base weights never change. Code outside of `models.dtensor` sees plain
 weights under Hugging Face names, each merged when it is asked for.
 
 FSDP2 shards an adapted layer's weight `[out, in]` and its B `[out, dim]` by the same rows, so a rank merges

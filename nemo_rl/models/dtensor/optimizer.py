@@ -1,7 +1,6 @@
 """Optimizer, learning-rate schedule and gradient clipping.
 
-Used by `models.policy.workers.dtensor_worker`. Law: the gradient norm is the norm of the whole
-model's gradient, whichever meshes its parameters live on.
+Invariant: the gradient norm is the norm of the whole model's gradient, whichever meshes its parameters live on.
 """
 
 import importlib
@@ -163,7 +162,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     Each rank squares its own shards; the sums are reduced over the mesh axes that shard them. So
     gradients may be plain tensors or DTensors, on any meshes, in host or device memory.
     """
-    from torch.distributed.tensor import DTensor  # slow to import, and whoever only checks a class has no gradient
+    from torch.distributed.tensor import DTensor  # slow to import, and callers that check a class have no gradient
 
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:

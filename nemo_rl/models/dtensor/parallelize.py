@@ -1,8 +1,8 @@
 """Spread a model over the ranks: device mesh, FSDP2, precision, activation checkpointing, offload.
 
-`models.policy.workers.dtensor_worker` calls these in order: `build_mesh`, `enable_activation_checkpointing`,
-`shard`. Law: after backward each gradient is the SUM over data-parallel ranks, because losses are
-divided by global token counts already; and nothing here renames a parameter.
+Called in this order: `build_mesh`, `enable_activation_checkpointing`, `shard`. Invariant: after backward each gradient
+is the SUM over data-parallel ranks, because losses are divided by global token counts already; and nothing here renames
+a parameter.
 """
 
 import logging
@@ -41,7 +41,7 @@ class ShardableModel(nn.Module):
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """What `shard` needs to know.
+    """Options of `shard`.
 
     Attributes:
         compute_dtype: dtype of the forward and backward pass; parameters stay float32.

@@ -3,7 +3,7 @@
 The counterpart of `causal_lm` for reward models: the same call, so that `backend` runs either. The body runs
 to hidden states, the scalar head sees only the last token of each sequence, packed or padded.
 
-Law: parameters keep their Hugging Face names under `hf`, and the score of a sequence is what
+Invariant: parameters keep their Hugging Face names under `hf`, and the score of a sequence is what
 `AutoModelForSequenceClassification` gives for it; `build_reward_model` compares the two at load.
 """
 

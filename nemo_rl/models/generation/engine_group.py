@@ -8,9 +8,9 @@ Map (everything below runs on the rollout event loop, see `experience.event_loop
     engine dies ─► _revive: new actor, current weights (`bring_up`), unfinished requests submitted again
     the training thread meets a dead engine (`with_replacements`) ─► revive_dead, then the call again
 
-Both threads hold `exclusively` while they replace engines or move weights, so that an engine that both of them
-meet dead is replaced once. Law: a request is answered exactly once, and with the same tokens whichever engine
-serves it.
+Both threads hold `exclusively` while they replace engines or move weights, so that an engine that both of them meet
+dead is replaced once. Invariant: a request is answered exactly once, and with the same tokens whichever engine serves
+it.
 """
 
 import asyncio
@@ -43,9 +43,9 @@ class _Pending:
 
 @dataclass
 class _Slot:
-    """What one engine owes an answer to; a slot that is down keeps its requests until its engine is back.
+    """The requests pending at one engine; a slot that is down keeps its requests until its engine is back.
 
-    `num_starts` counts the engines that have sat here: who saw one die knows by it whether that one was replaced.
+    `num_starts` counts the engines that this slot has had; it tells whether an engine that died was replaced already.
     """
 
     index: int
@@ -105,7 +105,7 @@ class EngineGroup(GenerationInterface):
         return result
 
     def _flush(self) -> None:
-        """Send what gathered in this tick and make sure someone listens for the answers."""
+        """Send what gathered in this tick and make sure that a task collects the answers."""
         self._flush_is_due = False
         for slot in self._slots:
             if slot.outbox and not slot.is_down:
@@ -120,7 +120,7 @@ class EngineGroup(GenerationInterface):
         watcher.add_done_callback(self._watchers.discard)
 
     async def _watch(self, slot: _Slot, submission: Any) -> None:
-        """See that an engine took its requests; a death is the collector's business."""
+        """See that an engine took its requests; `_collect` handles deaths."""
         try:
             await submission
         except RayActorError:
@@ -132,7 +132,7 @@ class EngineGroup(GenerationInterface):
         return self.workers.run_single_worker_single_data(method, slot.index, *args)
 
     async def _collect(self, slot: _Slot) -> None:
-        """Take results from one engine until it owes none."""
+        """Take results from one engine until none is pending."""
         while slot.unfinished:
             called = slot.num_starts
             try:
@@ -158,7 +158,7 @@ class EngineGroup(GenerationInterface):
             self._fail(slot, failure)
 
     def _revive(self, slot: _Slot, called: int, death: RayActorError) -> None:
-        """Replace the engine that sat in a slot when it was the `called`-th, unless that has happened meanwhile."""
+        """Replace the `called`-th engine of a slot, unless that has happened meanwhile."""
         with self.exclusively():
             if slot.num_starts == called:
                 self._replace(slot, str(self.workers.explain_failure(death, slot.index, "generation")))
@@ -235,7 +235,7 @@ class EngineGroup(GenerationInterface):
         slot.num_starts += 1
 
     def _fail(self, slot: _Slot, failure: Exception) -> None:
-        """Pass a failure on to everyone who waits for the slot."""
+        """Pass a failure on to all that waits for the slot."""
         if isinstance(failure, RayError):
             failure = self.workers.explain_failure(failure, slot.index, "generation")
         for pending in slot.unfinished.values():

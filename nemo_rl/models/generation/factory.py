@@ -1,7 +1,7 @@
 """Build the engines a configuration asks for.
 
-The only place that turns `policy.generation` into `EngineSettings`. Law: no engine library is imported
-here; that happens in the actors.
+The only place that turns `policy.generation` into `EngineSettings`. Invariant: no engine library is imported here; that
+happens in the actors.
 """
 
 from nemo_rl.config import ClusterConfig, PolicyConfig

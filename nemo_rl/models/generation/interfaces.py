@@ -1,7 +1,7 @@
 """What every generation engine offers, and what travels to and from it.
 
-Rollouts speak to `GenerationInterface` (controller side); backends implement `Engine` (inside an actor).
-Law: token ids and log-probabilities come from the engine once and are never re-tokenised.
+Rollouts call `GenerationInterface` (controller side); backends implement `Engine` (inside an actor). Invariant:
+token ids and log-probabilities come from the engine once and are never re-tokenised.
 """
 
 from abc import ABC, abstractmethod

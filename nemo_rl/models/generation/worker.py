@@ -6,7 +6,7 @@ Loops and who waits for whom (all on the actor's one asyncio loop, so nothing ru
                                      │ yields after each step, so weight updates land between steps
     begin_weight_update() ... receive_bucket() ... finish_weight_update() ◄── controller; no step in between
 
-Law: an engine is touched only between two steps, and never steps on half of its new weights.
+Invariant: an engine is touched only between two steps, and never steps on half of its new weights.
 """
 
 import asyncio

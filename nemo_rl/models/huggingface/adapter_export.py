@@ -1,7 +1,7 @@
 """From a LoRA adapter and its base model to one folder for `transformers` and vLLM, and the proof that it is both.
 
-For adapters that travel without merged weights (a checkpoint's own merged weights are exported by `export`), saved
-by this library or by PEFT. Law: weights are merged in float32, `W + (alpha / r) B A`; `verify_merged` compares the
+For adapters that travel without merged weights (a checkpoint's own merged weights are exported by `export`), saved by
+this library or by PEFT. Invariant: weights are merged in float32, `W + (alpha / r) B A`; `verify_merged` compares the
 folder with the base model and the adapter computed side by side, unmerged.
 """
 

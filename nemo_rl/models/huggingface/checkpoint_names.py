@@ -69,7 +69,7 @@ def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) ->
     for name, tensor in weights:
         group = group_of[name]
         if group.converter is not None and isinstance(tensor, DTensor):
-            home: Any = tensor.to(tensor.device_mesh.device_type)  # gathering wants offloaded parts on the device
+            home: Any = tensor.to(tensor.device_mesh.device_type)  # gathering needs offloaded parts on the device
             tensor = home.full_tensor()
         arrived = held.setdefault(group.target, {})
         arrived[name] = tensor

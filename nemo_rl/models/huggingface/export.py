@@ -1,9 +1,9 @@
 """From a checkpoint of the DTensor backend to a folder for `transformers` and vLLM, and the proof that it is one.
 
-Checkpoints hold safetensors under Hugging Face names already (`models.dtensor.checkpoint_io`), so an export
-copies them (`folders`), adds the tokenizer and, if asked, changes the number format. Works for any head. Neighbour:
-`adapter_export`, for adapters whose base is elsewhere.
-Law: `verify_export` compares the folder as `transformers` reads it with the checkpoint as training reads it.
+Checkpoints hold safetensors under Hugging Face names already (`models.dtensor.checkpoint_io`), so an export copies them
+(`folders`), adds the tokenizer and, if asked, changes the number format. Works for any head. Adapters whose base is
+elsewhere: `adapter_export`. Invariant: `verify_export` compares the folder as `transformers` reads it with the
+checkpoint as training reads it.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Copies of model folders: safetensors, configuration and tokenizer, in another number format if asked.
 
-Used by `export` and, at save time, by `models.policy.lm_policy`; needs no model code. Law: the copy loads wherever
-the source does; config.json and the index say what the files hold.
+Needs no model code. Invariant: the copy loads wherever the source does; config.json and the index say what the files
+hold.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Load a Hugging Face causal language model for training.
 
-`models.dtensor` builds on the result; `models.policy.lm_policy` resolves names before workers start.
-Law: weights arrive in the asked dtype with nothing quantised, offloaded or spread over devices.
+Invariant: weights arrive in the asked dtype with nothing quantised, offloaded or spread over devices.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Whether a model can be had from here, asked in seconds and before anything heavy is imported.
 
-Called before Ray starts. The loaders behind it retry for a minute and write a page of warnings on a machine without
-a network. Invariant: a folder or a file in the hub's cache is believed without a question to the hub.
+Runs before Ray starts. The loaders behind it retry for a minute and write a page of warnings on a machine without a
+network. Invariant: a folder or a file in the hub's cache is believed without a question to the hub.
 """
 
 import os

@@ -1,7 +1,6 @@
 """Small real models and tokenizers, made on the spot, for tests and the quick start.
 
-Used by tests, by `tools/make_tiny_chat_model.py` and by anything that wants a genuine Hugging Face
-checkpoint without a download. Law: the same arguments give the same bytes on every machine.
+Genuine Hugging Face checkpoints without a download. Invariant: the same arguments give the same bytes on every machine.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Cut a batch into global batches, ranks and microbatches, and put results back in order.
 
-Used by `lm_policy`; the plan itself comes from `data.packing`. Law: any number of rows works. What
-the ranks and microbatches leave uneven is filled with rows that count for nothing and score nothing.
+The plan itself comes from `data.packing`. Invariant: any number of rows works. What the ranks and microbatches leave
+uneven is filled with rows that count for nothing and score nothing.
 """
 
 from collections.abc import Iterator, Sequence

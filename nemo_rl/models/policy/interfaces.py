@@ -1,8 +1,7 @@
 """What a policy promises to the algorithms, and what a training backend promises to its worker.
 
-`lm_policy.Policy` implements `PolicyInterface`; `workers.dtensor_worker` supplies a `PolicyBackend`,
-and so does every later backend. Law: a backend knows tensors, meshes and files; it knows no loss, no
-advantage, no microbatch plan.
+`lm_policy.Policy` implements `PolicyInterface`; `workers.dtensor_worker` supplies a `PolicyBackend`, and so does every
+later backend. Invariant: a backend knows tensors, meshes and files; it knows no loss, no advantage, no microbatch plan.
 """
 
 from abc import ABC, abstractmethod
@@ -79,7 +78,7 @@ MODEL_FOLDER = "model"
 
 @dataclass(frozen=True)
 class CheckpointPaths:
-    """Where a checkpoint lives; the layout of one step is `<step>/policy/{weights,optimizer,tokenizer}`.
+    """Location of a checkpoint; the layout of one step is `<step>/policy/{weights,optimizer,tokenizer}`.
 
     Attributes:
         weights: folder whose `model/` holds safetensors under Hugging Face names and a config.json.

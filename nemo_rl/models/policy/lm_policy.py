@@ -8,7 +8,7 @@ rank. Flow of a call:
 Every call blocks with a deadline from `cluster.timeouts`; a worker that raises or dies ends the call
 with its error, and the group with it.
 
-Law: results do not depend on the number of ranks or on how microbatches are formed.
+Invariant: results do not depend on the number of ranks or on how microbatches are formed.
 """
 
 import logging
@@ -64,7 +64,7 @@ class Policy(PolicyInterface):
     """The model under training.
 
     Args:
-        cluster: where the ranks sit; one rank per bundle unless `workers_per_node` says otherwise.
+        cluster: where the ranks run; one rank per bundle unless `workers_per_node` says otherwise.
         config: the policy section.
         tokenizer: saved beside the weights.
         name_prefix: names the worker processes.

@@ -1,8 +1,8 @@
 """Reduce metrics over microbatches, ranks and optimizer updates.
 
-Shared by the workers (microbatches) and the controller (ranks, updates). Law: losses divide their
-metrics by global counts, so the parts of one update add up; names say what is a count (`is_count`) and what is an
-extreme (`_min`, `_max`); everything else is a mean.
+Workers reduce over microbatches, the controller over ranks and updates. Invariant: losses divide their metrics by
+global counts, so the parts of one update add up; names say what is a count (`is_count`) and what is an extreme (`_min`,
+`_max`); everything else is a mean.
 """
 
 import statistics

@@ -1,8 +1,8 @@
 """Let a loss defined in a user's own file reach the workers.
 
-Used by `lm_policy` before a loss is sent. Classes are pickled as "module and name", which a worker can
-only follow if it can import the module: true for installed packages, not for a script's neighbour on
-another node. Law: code outside of installed packages travels with the loss, everything else by name.
+Classes are pickled as "module and name", which a worker can only follow if it can import the module: true for installed
+packages, not for a file beside a script, on another node. Invariant: code outside of installed packages travels with
+the loss, everything else by name.
 """
 
 import sys

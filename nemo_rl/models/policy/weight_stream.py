@@ -1,7 +1,7 @@
 """The policy as the source of a weight stream, for `algorithms.refit`.
 
-Controller side: asks all ranks for each bucket and joins what they report. Law: gathering a bucket is
-collective, so every rank is asked every time, whoever packs.
+Controller side: asks all ranks for each bucket and joins what they report. Invariant: gathering a bucket is collective,
+so every rank is asked every time, whichever rank packs.
 """
 
 from nemo_rl.distributed.worker_results import PendingCall

@@ -1,7 +1,7 @@
 """One line a step on the console, with a progress bar on a terminal.
 
-The records go through `utils.logging_setup`, which lets them pass above the bar. Law: the line shows the
-same numbers that the trackers get.
+The records go through `utils.logging_setup`, which lets them pass above the bar. Invariant: the line shows the same
+numbers that the trackers get.
 """
 
 import logging

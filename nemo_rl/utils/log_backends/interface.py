@@ -1,7 +1,7 @@
 """What a metric tracker offers, and the shapes all of them need.
 
-Implemented by the other files of this folder and by `utils.logger`. Law: a metric is logged as
-`<prefix>/<name>`, and a number that is not finite is logged as such, never hidden.
+Implemented by the other files of this folder and by `utils.logger`. Invariant: a metric is logged as `<prefix>/<name>`,
+and a number that is not finite is logged as such, never hidden.
 """
 
 from abc import ABC, abstractmethod

@@ -1,6 +1,6 @@
 """Metrics and rows as JSON lines, the record that needs no tracker to read.
 
-`metrics.jsonl` has one line per group of metrics: `{"step", "prefix", "metrics"}`. Law: numbers keep full
+`metrics.jsonl` has one line per group of metrics: `{"step", "prefix", "metrics"}`. Invariant: numbers keep full
 precision, and every line is strict JSON (null stands for a number that is not finite).
 """
 

@@ -1,6 +1,6 @@
 """MLflow tracking (extra `mlflow`).
 
-Chosen by `logger.mlflow_enabled`. Law: the only file that imports mlflow.
+Chosen by `logger.mlflow_enabled`. Invariant: the only file that imports mlflow.
 """
 
 from collections.abc import Mapping, Sequence

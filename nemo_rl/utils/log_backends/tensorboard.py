@@ -1,6 +1,6 @@
 """TensorBoard event files.
 
-Chosen by `logger.tensorboard_enabled`. Law: the only file that imports TensorBoard.
+Chosen by `logger.tensorboard_enabled`. Invariant: the only file that imports TensorBoard.
 """
 
 from collections.abc import Mapping, Sequence

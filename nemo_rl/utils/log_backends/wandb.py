@@ -1,6 +1,6 @@
 """Weights & Biases; works without a network with WANDB_MODE=offline.
 
-Chosen by `logger.wandb_enabled`. Law: the only file that imports wandb.
+Chosen by `logger.wandb_enabled`. Invariant: the only file that imports wandb.
 """
 
 from collections.abc import Mapping, Sequence

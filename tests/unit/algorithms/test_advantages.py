@@ -1,4 +1,4 @@
-"""Advantage estimators against loops over floats, and their laws."""
+"""Advantage estimators against loops over floats, and the invariants that they keep."""
 
 import math
 import statistics

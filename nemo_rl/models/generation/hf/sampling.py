@@ -1,6 +1,6 @@
 """Draw tokens from logits with one seeded generator per request.
 
-Law: the returned log-probability is that of the distribution the token was drawn from.
+Invariant: the returned log-probability is that of the distribution the token was drawn from.
 """
 
 import torch

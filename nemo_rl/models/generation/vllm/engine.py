@@ -1,7 +1,7 @@
 """vLLM's in-process engine behind our `Engine` protocol, one adapter for the CPU and GPU builds.
 
-Weight loading has its own file, `weights`. Law: log-probabilities are those of the distribution that was
-sampled from (`processed_logprobs`), so a trainer that divides logits by the same temperature agrees.
+Weight loading has its own file, `weights`. Invariant: log-probabilities are those of the distribution that was sampled
+from (`processed_logprobs`), so a trainer that divides logits by the same temperature agrees.
 """
 
 import logging

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def model_of(worker: Any) -> nn.Module:
-    """The model of vLLM's worker, which lives in this process."""
+    """The model of vLLM's worker, which runs in this process."""
     model: nn.Module = worker.model_runner.get_model()
     return model
 

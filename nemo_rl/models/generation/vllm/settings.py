@@ -1,6 +1,6 @@
 """What a process needs in its environment before vLLM is imported.
 
-Law: nothing here imports vllm, so the controller can read it.
+Invariant: nothing here imports vllm, so the controller can read it.
 """
 
 

@@ -2,10 +2,9 @@
 
 vLLM rearranges weights once they are loaded: packed matrix products and experts, absorbed attention projections. An
 update goes through vLLM's own layerwise reload on every platform: layers take the layout of a checkpoint, and each is
-rearranged anew when its last tensor has come, into the storage it had (so CUDA graphs stay valid). Two packings on
-CPUs are out of its reach and are made here: experts are packed only with a new kernel, and a tied output head has a
-packed copy of its own.
-Law: after `finish_reload` the model answers with the tensors that were loaded.
+rearranged anew when its last tensor has come, into the storage it had (so CUDA graphs stay valid). Two packings on CPUs
+are out of its reach and are made here: experts are packed only with a new kernel, and a tied output head has a packed
+copy of its own. Invariant: after `finish_reload` the model answers with the tensors that were loaded.
 """
 
 from typing import Any

@@ -4,8 +4,8 @@ One worker per rank, driven by `models.policy.lm_policy`. Flow of an update on o
 
     rows + microbatch sizes ─► ModelInputs ─► backend.run ─► forward_step: scatter, loss, metrics ─► step
 
-Law: all ranks make the same sequence of backend calls, because each of them is collective; so the
-number of microbatches is the same on every rank, and a rank with nothing to count runs anyway.
+Invariant: all ranks make the same sequence of backend calls, because each of them is collective; so the number of
+microbatches is the same on every rank, and a rank with nothing to count runs anyway.
 """
 
 import logging
@@ -256,7 +256,7 @@ class PolicyWorker:
         self.backend.load(_paths(weights_path, optimizer_path))
 
     def report_identity(self) -> dict[str, Any]:
-        """Who this worker is: rank, data-parallel rank, process, host, device and CPU threads."""
+        """Identity of this worker: rank, data-parallel rank, process, host, device and CPU threads."""
         return {
             "rank": int(os.environ.get("RANK", "0")),
             "dp_rank": self.backend.dp_rank,

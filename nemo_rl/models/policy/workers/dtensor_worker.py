@@ -1,7 +1,7 @@
 """The policy worker that trains with PyTorch itself (FSDP2).
 
-Built by name in a worker process by `lm_policy.Policy`. Law: it only assembles: process settings,
-process group, `DTensorBackend`; what a worker does is in `base`.
+Built by name in a worker process. It only assembles: process settings, process group, `DTensorBackend`; what a worker
+does is in `base`.
 """
 
 import torch

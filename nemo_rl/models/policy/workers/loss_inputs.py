@@ -1,8 +1,8 @@
 """From the model's output to a call of the loss, by what the loss declares in `input_type`.
 
 Between a backend's forward and the loss: `base.PolicyWorker.train` asks for the builder of the inputs before the
-forward and has the loss called after it; `lm_policy` asks which keys a batch needs. Law: a loss of one kind receives
-the same tensors in the same places whatever the layout, the ranks and the backend.
+forward and has the loss called after it; `lm_policy` asks which keys a batch needs. Invariant: a loss of one kind
+receives the same tensors in the same places whatever the layout, the ranks and the backend.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ _BUILDERS: dict[LossInputType, BuildInputs] = {
 
 
 def input_type_of(loss_fn: AnyLossFunction) -> LossInputType:
-    """What a loss wants; log-probabilities where a user's own loss does not say."""
+    """Input type of a loss; log-probabilities where a user's own loss declares none."""
     return getattr(loss_fn, "input_type", LossInputType.LOGPROB)
 
 

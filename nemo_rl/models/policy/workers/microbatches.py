@@ -5,7 +5,7 @@ trimmed to its longest row, or packed: all rows laid end to end in one row with 
 No attention mask is made: with right padding and causal attention no real token sees padding, and an
 all-ones mask would switch transformers' own packing detection off.
 
-Law: the loss sees the same `[b, T - 1]` log-probabilities, in the same places, either way.
+Invariant: the loss sees the same `[b, T - 1]` log-probabilities, in the same places, either way.
 """
 
 from collections.abc import Sequence
