@@ -100,7 +100,9 @@ class TeacherConfig(PolicyConfig):
     )
     optimizer: OptimizerConfig | None = Field(default=None, description="Not used: the teacher's weights never change.")
     scheduler: SchedulerList | SchedulerConfig | None = Field(default=None, description="Not used.")
-    generation: GenerationConfig | None = Field(default=None, description="Not used: the teacher only reads.")
+    generation: GenerationConfig | None = Field(
+        default=None, description="Not used: the teacher is frozen (inference only)."
+    )
     colocated: TeacherPlacementConfig = Field(
         default_factory=TeacherPlacementConfig, description="Sharing of devices with the policy."
     )

@@ -51,7 +51,9 @@ class SupervisedConfig(Section):
 class SupervisedPolicyConfig(PolicyConfig):
     """The model that supervised training updates."""
 
-    generation: GenerationConfig | None = Field(default=None, description="Must be null: the policy only reads.")
+    generation: GenerationConfig | None = Field(
+        default=None, description="Must be null: the policy samples no answers."
+    )
 
 
 class PairDynamicBatchingConfig(DynamicBatchingConfig):

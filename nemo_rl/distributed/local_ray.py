@@ -7,13 +7,16 @@ that come and go; actors, tasks and objects work as ever.
     autoscaler monitor, log monitor, dashboard       left out: 300 MB and seconds of a laptop's start
     an idle worker for each core                     left out: a run knows which workers it wants
 
-Ray does not survive the death of its gcs_server or raylet, but says so late (after a minute) or as the death of
-some worker. Every long wait of the controller therefore calls `check_local_ray` once a second.
+Ray does not survive the death of its gcs_server or raylet, but says so after a minute, or as the death of some
+worker, or ends the driver from C++ without a word. So a thread for each of them sleeps until it ends and logs that at
+once, and every long wait of the controller calls `check_local_ray` once a second to end the run in order.
 """
 
+import atexit
 import logging
 import os
 import signal
+import subprocess
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
@@ -40,8 +43,9 @@ _SYSTEM_CONFIG = {"prestart_worker_first_driver": False, "enable_worker_prestart
 _START_ATTEMPTS = 3
 _ROLES = {"gcs_server": "control service", "raylet": "node manager"}
 
-_checking = threading.Lock()
+_noting = threading.Lock()
 _death: RayDiedError | None = None
+_is_exiting = False
 
 
 def start_local_ray(
@@ -75,7 +79,7 @@ def start_local_ray(
         # Ray's handler would drain the node for seconds while it starts.
         _replaced(ray_utils, {"set_sigterm_handler": _keep_handler}),
     ):
-        return _init_patiently(
+        context = _init_patiently(
             address="local",
             num_cpus=num_cpus,
             include_dashboard=include_dashboard,
@@ -85,6 +89,9 @@ def start_local_ray(
             _node_ip_address=LOOPBACK,
             _system_config=_SYSTEM_CONFIG,
         )
+    node: Any = ray._private.worker._global_node
+    _watch(node)
+    return context
 
 
 class _OwnSession(services.ConsolePopen):
@@ -104,18 +111,38 @@ def check_local_ray() -> None:
         RayDiedError: its gcs_server or raylet has ended. What is left of it is ended too, and with it all workers,
             so that no other wait lasts and nothing is left behind.
     """
-    global _death
-    with _checking:
+    if _death is None:
+        return
+    with _noting:
         node = ray._private.worker._global_node
-        if _death is None and node is not None:
-            ended = [
-                name for name in _ROLES for info in node.all_processes.get(name, ()) if info.process.poll() is not None
-            ]
-            if ended:
-                _death = RayDiedError(_obituary(node, ended[0]))
-                node.kill_all_processes(check_alive=False, allow_graceful=False)
-        if _death is not None:
-            raise _death
+        if node is not None:
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+    raise _death
+
+
+def _watch(node: Node) -> None:
+    """Start a thread for each daemon that the run cannot do without."""
+    # Registered after Ray's own, so called before it ends the daemons.
+    atexit.register(_expect_ends)
+    for name in _ROLES:
+        process = node.all_processes[name][0].process
+        threading.Thread(target=_await_end, args=(node, name, process), name=f"{name}-watch", daemon=True).start()
+
+
+def _await_end(node: Node, name: str, process: subprocess.Popen[bytes]) -> None:
+    global _death
+    process.wait()
+    with _noting:
+        # `ray.shutdown` disconnects the worker from its node before it ends the daemons.
+        if _death is None and not _is_exiting and ray._private.worker.global_worker.node is node:
+            what = f"The {_ROLES[name]} of this run's Ray ({name}, pid {process.pid})"
+            _death = RayDiedError(_obituary(what, process.returncode, f"{node.get_logs_dir_path()}/{name}.out"))
+            logger.error("%s has ended; the run ends too.", what)
+
+
+def _expect_ends() -> None:
+    global _is_exiting
+    _is_exiting = True
 
 
 def local_ray_has_died() -> bool:
@@ -123,15 +150,12 @@ def local_ray_has_died() -> bool:
     return _death is not None
 
 
-def _obituary(node: Node, name: str) -> str:
-    process = node.all_processes[name][0].process
-    status = process.returncode
+def _obituary(what: str, status: int, log_path: str) -> str:
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     return (
-        f"The {_ROLES[name]} of this run's Ray ({name}, pid {process.pid}) {how}; without it the run cannot go on, and "
-        "all of its workers were ended. If nobody killed it, look for the kernel's out-of-memory killer in the "
-        f"machine's log and at the end of {node.get_logs_dir_path()}/{name}.out. Start the run again; with "
-        "checkpointing.enabled=true it goes on from its last checkpoint."
+        f"{what} {how}; without it the run cannot go on, and all of its workers were ended. If nobody killed it, look "
+        f"for the kernel's out-of-memory killer in the machine's log and at the end of {log_path}. Start the run "
+        "again; with checkpointing.enabled=true it goes on from its last checkpoint."
     )
 
 

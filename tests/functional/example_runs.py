@@ -144,6 +144,7 @@ def killed_and_resumed(
     resumed = start(script, config, *overrides, logs="resumed")
     assert resumed.finish() == 0, resumed.log()[-3000:]
     assert "Resuming from" in resumed.log()
+    assert "has ended" not in resumed.log(), "the end of a run is no death of its Ray"
     metrics = of_training(read_metrics(resumed.log_dir))
     first = min(step for _, step, _ in metrics)
     repeated = {key: value for key, value in uninterrupted.items() if key[1] >= first}

@@ -139,7 +139,7 @@ def test_a_death_within_ray_ends_the_run_by_name(start_example: StartExample, vi
     killed_at = time.monotonic()
     assert run.finish(timeout_s=60) == 1
     print(f"{victim}: {time.monotonic() - killed_at:.1f} s from its death to the end of the run")
-    assert re.search(rf"RayDiedError: The .* of this run's Ray \({victim}, pid {daemon.pid}\) was killed", run.log())
+    assert re.search(rf"The .* of this run's Ray \({victim}, pid {daemon.pid}\) has ended", run.log())
     assert run.survivors() == []
 
 

@@ -31,7 +31,9 @@ def run_script(body: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=150)
 
 
-@pytest.mark.parametrize(("victim", "waits_for"), [("gcs_server", "a call"), ("raylet", "a rollout")])
+@pytest.mark.parametrize(
+    ("victim", "waits_for"), [pytest.param("gcs_server", "a call", marks=pytest.mark.long), ("raylet", "a rollout")]
+)
 def test_a_death_within_ray_is_named_and_ends_the_run_in_order(victim: str, waits_for: str) -> None:
     done = run_script(f"""
         async def rollout(group):
@@ -70,6 +72,24 @@ def test_a_death_within_ray_is_named_and_ends_the_run_in_order(victim: str, wait
     assert left == []
 
 
+def test_a_death_that_makes_ray_end_the_driver_is_logged_before() -> None:
+    """The next use of the object store ends the process from C++: no exception, no clean-up, no words."""
+    done = run_script("""
+        from nemo_rl.utils.logging_setup import configure_logging
+        configure_logging()
+        init_ray(num_cpus=1)
+        raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+        print("RAYLET", raylet, flush=True)
+        threading.Timer(0.5, os.kill, (raylet, signal.SIGKILL)).start()
+        while True:
+            ray.put(bytes(500_000))
+            time.sleep(0.02)
+    """)
+    raylet = int(done.stdout.split("RAYLET")[1].split()[0])
+    assert done.returncode != 0
+    assert f"The node manager of this run's Ray (raylet, pid {raylet}) has ended; the run ends too." in done.stderr
+
+
 def test_ray_is_started_again_when_its_parts_were_too_slow() -> None:
     done = run_script("""
         import logging
@@ -94,6 +114,7 @@ def test_ray_is_started_again_when_its_parts_were_too_slow() -> None:
         sys.exit(exit_status(lambda: init_ray(num_cpus=1) or 0))
     """)
     assert "ANSWER 7" in done.stdout, done.stderr
+    assert "has ended" not in done.stderr, "a shutdown is no death"
     assert "Ray did not start (attempt 1 of 3): The current node timed out" in done.stderr
     assert done.returncode == 1
     assert "ResourceInsufficientError: Ray did not start on this machine in 3 attempts" in done.stderr
