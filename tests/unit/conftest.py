@@ -1,4 +1,4 @@
-"""What tests of several packages share: signal handlers that outlive no test, a small disk that can be full."""
+"""What tests of several packages share: a small disk that can be full."""
 
 import subprocess
 from collections.abc import Callable, Iterator
@@ -7,16 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.stop_signals import handlers_kept
-
 RamDisk = Callable[[str], AbstractContextManager[Path]]
-
-
-@pytest.fixture(autouse=True)
-def own_signal_handlers() -> Iterator[None]:
-    """A program that a test runs in this process leaves its handlers behind."""
-    with handlers_kept():
-        yield
 
 
 @pytest.fixture

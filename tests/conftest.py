@@ -1,0 +1,18 @@
+"""What all tests share: signals as a terminal leaves them."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from nemo_rl.utils.stop_signals import STOP_SIGNALS, handlers_kept
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers() -> Iterator[None]:
+    """No test inherits signals that `nohup` or a background job ignores, nor handlers of another test."""
+    with handlers_kept():
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+        yield
