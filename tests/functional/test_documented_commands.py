@@ -29,7 +29,7 @@ def pages() -> Iterator[Path]:
 
 
 def documented_commands() -> list[str]:
-    """All shell commands of the pages, a repeated one once, without those of `NOT_RUN`."""
+    """All commands in `sh` blocks of the pages, a repeated one once, without those of `NOT_RUN`."""
     commands: dict[str, None] = {}
     for page in pages():
         for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
