@@ -4,6 +4,7 @@ Wraps torchdata's `StatefulDataLoader`. Invariant: the order of epoch e is a fun
 of the loader is an epoch and a number of batches, and a loader that loads a state goes on with the very next batch.
 """
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator, Sized
@@ -252,13 +253,18 @@ def build_loader(
         sampler=EpochSampler(num_rows, shuffle, seed),
         max_bad_row_share=max_bad_row_share,
         num_workers=num_workers,
-        worker_init_fn=_leave_process_group,
+        worker_init_fn=_begin_worker,
         drop_last=drop_last,
         collate_fn=collate_fn,
         accept_changes=accept_changes,
     )
 
 
-def _leave_process_group(worker_id: int) -> None:
-    """The run alone handles Ctrl-C and a closed terminal; its data workers go on until it ends them."""
+def _begin_worker(worker_id: int) -> None:
+    """Cut what a forked data worker shares with the run.
+
+    Ctrl-C and a closed terminal are the run's business: the worker goes on until the run ends it. Objects of the run
+    (Ray's among them) are not collected here, because their clean-up waits for threads that exist only there.
+    """
     os.setpgid(0, 0)
+    gc.freeze()

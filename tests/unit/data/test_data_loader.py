@@ -3,6 +3,8 @@
 import logging
 import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -185,3 +187,35 @@ def test_data_workers_are_out_of_reach_of_a_terminal():
     loader = build_loader(Groups(), 4, shuffle=False, seed=0, num_workers=1, collate_fn=lambda rows: {"groups": rows})
     (batch,) = loader
     assert os.getpgid(0) not in batch["groups"]
+
+
+GARBAGE_OF_A_RUN = """
+import gc, os, time
+from torch.utils.data import Dataset
+from nemo_rl.data.loader import build_loader
+
+class Waits:
+    def __init__(self):
+        self.cycle, self.home = self, os.getpid()
+    def __del__(self):
+        while os.getpid() != self.home:
+            time.sleep(1)
+
+class Rows(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        gc.collect()
+        return index
+
+gc.disable()
+Waits()
+print(list(build_loader(Rows(), 2, shuffle=False, seed=0, num_workers=1, collate_fn=list)))
+"""
+
+
+def test_a_data_worker_does_not_collect_the_garbage_of_the_run():
+    """Ray's objects wait in their clean-up for threads that a forked worker does not have."""
+    command = [sys.executable, "-W", "ignore", "-c", GARBAGE_OF_A_RUN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[[0, 1], [2, 3]]\n", done.stderr
