@@ -55,8 +55,9 @@ def _check_optimizer(policy: PolicyConfig) -> None:
     """Make optimizer and schedule for one number."""
     import torch
 
-    from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler
+    from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, check_classes
 
+    check_classes(policy)
     if policy.optimizer is not None:
         optimizer = build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], policy.optimizer)
         build_scheduler(optimizer, policy.scheduler)

@@ -74,7 +74,7 @@ def build_scheduler(optimizer: Optimizer, config: Any) -> LRScheduler:
     """
     if config is None:
         return ConstantLR(optimizer, factor=1.0, total_iters=0)
-    entries = list(config) if isinstance(config, Sequence) else [config]
+    entries = _scheduler_entries(config)
     milestones = [list(entry.milestones) for entry in entries if hasattr(entry, "milestones")]
     stages = [_single_scheduler(optimizer, entry) for entry in entries if hasattr(entry, "name")]
     if len(stages) == 1 and not milestones:
@@ -85,6 +85,25 @@ def build_scheduler(optimizer: Optimizer, config: Any) -> LRScheduler:
             f"end the list with one `milestones` entry of {len(stages) - 1} step numbers."
         )
     return SequentialLR(optimizer, stages, milestones=milestones[0])
+
+
+def check_classes(policy: PolicyConfig) -> None:
+    """Refuse an optimizer or schedule that cannot be imported, without making one (the first takes seconds).
+
+    Raises:
+        ConfigError: a dotted path names no class.
+    """
+    if policy.optimizer is not None:
+        resolve_class(policy.optimizer.name, "policy.optimizer.name")
+    for entry in _scheduler_entries(policy.scheduler):
+        if hasattr(entry, "name"):
+            resolve_class(entry.name, "policy.scheduler.name")
+
+
+def _scheduler_entries(config: Any) -> list[Any]:
+    if config is None:
+        return []
+    return list(config) if isinstance(config, Sequence) else [config]
 
 
 def _single_scheduler(optimizer: Optimizer, entry: Any) -> LRScheduler:
