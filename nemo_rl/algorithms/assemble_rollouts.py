@@ -34,7 +34,7 @@ from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.prompt_stream import PromptStream
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory_log import TrajectoryLog
-from nemo_rl.models.generation.factory import sampling_params
+from nemo_rl.models.generation.factory import check_engine_model, sampling_params
 from nemo_rl.utils.logger import Logger, print_message_log_samples
 
 
@@ -91,6 +91,7 @@ def start_rollouts(config: RolloutMasterConfig, plan: RolloutPlan) -> RolloutPar
         ConfigError, DataError: a tracker cannot report, or the data has no batch; before Ray starts.
         ResourceInsufficientError: the cluster lacks what is asked for.
     """
+    check_engine_model(config.policy, config.cluster)
     prompts = make_prompts(config, plan)
     backends = Logger(config.logger, plan.folders.log_dir, config.algorithm.max_num_steps)
     backends.log_hyperparams(config.model_dump())

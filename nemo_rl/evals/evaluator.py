@@ -25,7 +25,7 @@ from nemo_rl.evals.report import EvalReport, make_report
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
-from nemo_rl.models.generation.factory import engine_settings, make_engines, sampling_params
+from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.closing import close_all
 from nemo_rl.utils.errors import ConfigError, RunInterruptedError
@@ -63,6 +63,7 @@ def evaluate(config: EvalMasterConfig) -> EvalReport:
     """
     tokenizer = get_tokenizer(config.tokenizer)
     _check_environment(config)
+    check_engine_model(config.policy, config.cluster)
     prompts = EvalPrompts(config.data, tokenizer)
     store = RecordStore(config, len(prompts))
     try:

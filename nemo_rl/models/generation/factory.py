@@ -10,6 +10,7 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.vllm.settings import engine_environment
+from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.huggingface.stop_tokens import stop_token_ids
 from nemo_rl.utils.errors import ConfigError
 
@@ -53,6 +54,23 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         hf_overrides=dict(policy.hf_config_overrides or {}),
         engine_kwargs=dict(generation.vllm_kwargs),
     )
+
+
+def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
+    """Refuse a model that the engine is known to compute wrongly; needs no engine and no worker.
+
+    Raises:
+        ConfigError: latent attention (DeepSeek-V3 and its like) with plain rotary embeddings in vLLM on a CPU.
+    """
+    if policy.generation is None or policy.generation.backend != "vllm" or cluster.uses_gpu:
+        return
+    model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
+    rope = getattr(model, "rope_parameters", None) or {}
+    if getattr(model, "kv_lora_rank", None) and rope.get("rope_type", "default") == "default":
+        raise ConfigError(
+            f"policy.model_name={policy.model_name!r} has latent attention (MLA) with plain rotary embeddings, which "
+            "vLLM computes wrongly on CPUs. Set policy.generation.backend=hf, or use GPUs."
+        )
 
 
 def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validation: bool) -> SamplingParams:

@@ -28,7 +28,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.vllm.layers import decoder_layers, model_of, residual_sum, uncompiled
 from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
 from nemo_rl.models.huggingface.layers import recorded_outputs
-from nemo_rl.utils.errors import ConfigError, GenerationError
+from nemo_rl.utils.errors import GenerationError
 
 logger = logging.getLogger(__name__)
 
@@ -196,9 +196,6 @@ def _prepare_for_cpu(arguments: EngineArgs) -> None:
     vLLM starts a Python process per new architecture to keep CUDA out of the parent; without CUDA that
     only costs the import of everything once more (about 15 s on a fresh machine). Latent attention gets the kernel
     that knows float32 and takes new weights, also on processors that have a faster one.
-
-    Raises:
-        ConfigError: vLLM's CPU build computes this model wrongly.
     """
     model = arguments.create_model_config()
     for architecture in model.architectures:
@@ -207,8 +204,3 @@ def _prepare_for_cpu(arguments: EngineArgs) -> None:
             ModelRegistry.register_model(architecture, entry.load_model_cls())
     if model.use_mla:
         arguments.attention_backend = AttentionBackendEnum.CPU_MLA
-        if model.hf_text_config.rope_parameters["rope_type"] == "default":
-            raise ConfigError(
-                f"policy.model_name={arguments.model!r} has latent attention (MLA) with plain rotary embeddings, which "
-                "vLLM computes wrongly on CPUs. Set policy.generation.backend=hf, or use GPUs."
-            )

@@ -1,0 +1,29 @@
+"""Models that an engine computes wrongly are refused in the driver, before any worker."""
+
+import pytest
+from transformers import DeepseekV3Config, Qwen2Config
+
+from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.models.generation.factory import check_engine_model
+from nemo_rl.utils.errors import ConfigError
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+CPU = ClusterConfig.build(device="cpu")
+
+
+def policy(folder, model, backend="vllm"):
+    model.save_pretrained(folder)
+    return PolicyConfig.build(model_name=str(folder), generation={"backend": backend})
+
+
+def test_latent_attention_with_plain_rotary_embeddings_is_refused_in_vllm_on_cpus(tmp_path):
+    plain = DeepseekV3Config(kv_lora_rank=16)
+    with pytest.raises(ConfigError, match=r"latent attention .* Set policy\.generation\.backend=hf"):
+        check_engine_model(policy(tmp_path, plain), CPU)
+    check_engine_model(policy(tmp_path, plain, "hf"), CPU)
+    check_engine_model(policy(tmp_path, plain), ClusterConfig.build(device="cuda"))
+
+
+@pytest.mark.parametrize("model", [DeepseekV3Config(kv_lora_rank=16, rope_parameters=YARN), Qwen2Config()])
+def test_others_are_not(tmp_path, model):
+    check_engine_model(policy(tmp_path, model), CPU)
