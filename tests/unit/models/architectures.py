@@ -3,21 +3,11 @@
 from typing import Any
 
 import torch
+from policy_helpers import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-VOCAB = 97
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,  # large weights, so that a token seen wrongly shows in the numbers
+    **COMMON,
     "tie_word_embeddings": False,
 }
 _WINDOW = {"sliding_window": 5}

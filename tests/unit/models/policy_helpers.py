@@ -32,7 +32,7 @@ from nemo_rl.losses.interfaces import LossInputType, LossType
 
 VOCAB = 97
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "gemma3")
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -49,7 +49,7 @@ _COMMON = {
 
 def tiny_model(arch: str, tie: bool = False, **overrides: Any) -> PreTrainedModel:
     torch.manual_seed(7)
-    values = {**_COMMON, "tie_word_embeddings": tie, **overrides}
+    values = {**COMMON, "tie_word_embeddings": tie, **overrides}
     if arch == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**values))
     if arch == "qwen3":

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from architectures import VOCAB, random_model
+from architectures import random_model
+from policy_helpers import VOCAB
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedModel
 
