@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from nemo_rl.algorithms.launch import launch
+from nemo_rl.algorithms.runtime.launch import launch
 from nemo_rl.config import SFTMasterConfig
 
 STARTED_AT = time.perf_counter()
@@ -20,8 +20,8 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "sft.yaml"
 def run(config: SFTMasterConfig) -> None:
     """Assemble the run, train, and stop all workers whatever happens."""
     # Imported here so that a refused configuration does not wait for torch.
-    from nemo_rl.algorithms.assemble_supervised import assemble_sft
     from nemo_rl.algorithms.sft import sft_train
+    from nemo_rl.algorithms.supervised.assemble import assemble_sft
 
     parts = assemble_sft(config, STARTED_AT)
     try:

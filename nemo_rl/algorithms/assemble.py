@@ -6,13 +6,13 @@ elsewhere would be an `if` in a loop is a value chosen here. Order: everything t
 raw configuration dict, and nothing that can be refused early is refused late.
 """
 
-from nemo_rl.algorithms.advantages import make_advantage_estimator
-from nemo_rl.algorithms.assemble_rollouts import RolloutPlan, start_rollouts
-from nemo_rl.algorithms.credit import CreditAssignment
+from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
+from nemo_rl.algorithms.credit.assignment import CreditAssignment
 from nemo_rl.algorithms.grpo import GRPORun
-from nemo_rl.algorithms.rollout_source import DynamicSampling, FreshRollouts, RolloutSource
-from nemo_rl.algorithms.run_folders import open_folders
-from nemo_rl.algorithms.scoring import PolicyScoring
+from nemo_rl.algorithms.rollout.assemble import RolloutPlan, start_rollouts
+from nemo_rl.algorithms.rollout.rollout_source import DynamicSampling, FreshRollouts, RolloutSource
+from nemo_rl.algorithms.rollout.scoring import PolicyScoring
+from nemo_rl.algorithms.runtime.run_folders import open_folders
 from nemo_rl.config import GRPOConfig, GRPOMasterConfig
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer

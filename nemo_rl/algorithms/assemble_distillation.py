@@ -4,10 +4,10 @@ As `assemble` does for GRPO, and with the same order: everything that can be ref
 data, loss, whether the teacher fits), then Ray and the workers, then what connects them.
 """
 
-from nemo_rl.algorithms.assemble_rollouts import RolloutPlan, start_rollouts
 from nemo_rl.algorithms.distillation import DistillationRun
-from nemo_rl.algorithms.run_folders import open_folders
-from nemo_rl.algorithms.teacher import Teacher, check_teacher_fits
+from nemo_rl.algorithms.rollout.assemble import RolloutPlan, start_rollouts
+from nemo_rl.algorithms.rollout.teacher import Teacher, check_teacher_fits
+from nemo_rl.algorithms.runtime.run_folders import open_folders
 from nemo_rl.config import DistillationMasterConfig
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.algorithms.refit import Refitter
-from nemo_rl.algorithms.rollout_source import RolloutSource
-from nemo_rl.algorithms.session import Session
-from nemo_rl.algorithms.sync_probe import SyncProbe
-from nemo_rl.algorithms.teacher import Teacher, check_vocab_equality
-from nemo_rl.algorithms.training_batch import build_training_batch
+from nemo_rl.algorithms.rollout.refit import Refitter
+from nemo_rl.algorithms.rollout.rollout_source import RolloutSource
+from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
+from nemo_rl.algorithms.rollout.teacher import Teacher, check_vocab_equality
+from nemo_rl.algorithms.rollout.training_batch import build_training_batch
+from nemo_rl.algorithms.runtime.session import Session
 from nemo_rl.config import DistillationConfig
 from nemo_rl.config import DistillationMasterConfig as MasterConfig
 from nemo_rl.experience.metrics import rollout_metrics

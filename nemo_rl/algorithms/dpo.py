@@ -8,7 +8,7 @@ the data to the loss.
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.algorithms.supervised import SupervisedRun, supervised_train
+from nemo_rl.algorithms.supervised.loop import SupervisedRun, supervised_train
 from nemo_rl.config import DPOConfig
 from nemo_rl.config import DPOMasterConfig as MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

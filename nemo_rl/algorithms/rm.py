@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.supervised import SupervisedRun, supervised_train
+from nemo_rl.algorithms.supervised.loop import SupervisedRun, supervised_train
 from nemo_rl.config import RMConfig
 from nemo_rl.config import RMMasterConfig as MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -4,7 +4,7 @@ The loop is `supervised.supervised_train`; here is what makes it SFT. Invariant:
 each token once.
 """
 
-from nemo_rl.algorithms.supervised import SupervisedRun, supervised_train
+from nemo_rl.algorithms.supervised.loop import SupervisedRun, supervised_train
 from nemo_rl.config import SFTConfig
 from nemo_rl.config import SFTMasterConfig as MasterConfig
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from nemo_rl.algorithms import assemble_rollouts, assemble_supervised
 from nemo_rl.algorithms.assemble import assemble_grpo
-from nemo_rl.algorithms.launch import launch
-from nemo_rl.algorithms.preflight import check_machine
+from nemo_rl.algorithms.rollout import assemble as assemble_rollouts
+from nemo_rl.algorithms.runtime.launch import launch
+from nemo_rl.algorithms.runtime.preflight import check_machine
+from nemo_rl.algorithms.supervised.loop import assemble as assemble_supervised
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, SFTMasterConfig, load_config
 from nemo_rl.environments.loading import load_env_class
 from nemo_rl.models.huggingface.reachable import TIMEOUT_VARIABLE, TOKENIZER_FILE, check_reachable

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_rl.algorithms import checkpoint_size
-from nemo_rl.algorithms.checkpoint_size import estimate_bytes
-from nemo_rl.algorithms.run_folders import RunFolders, open_folders
+from nemo_rl.algorithms.runtime import checkpoint_size
+from nemo_rl.algorithms.runtime.checkpoint_size import estimate_bytes
+from nemo_rl.algorithms.runtime.run_folders import RunFolders, open_folders
 from nemo_rl.config import SFTMasterConfig, load_config
 from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.utils.errors import CheckpointError, ConfigError

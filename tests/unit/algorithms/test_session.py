@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager

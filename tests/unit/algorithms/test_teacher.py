@@ -10,7 +10,7 @@ import torch
 from nemo_rl.algorithms import assemble_distillation as assemble_module
 from nemo_rl.algorithms.assemble_distillation import assemble_distillation
 from nemo_rl.algorithms.distillation import check_vocab_equality
-from nemo_rl.algorithms.teacher import Teacher, check_teacher_fits
+from nemo_rl.algorithms.rollout.teacher import Teacher, check_teacher_fits
 from nemo_rl.config import DistillationMasterConfig, load_config
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.advantages import make_advantage_estimator
-from nemo_rl.algorithms.credit import CreditAssignment
-from nemo_rl.algorithms.rollout_source import DynamicSampling, Rollouts
-from nemo_rl.algorithms.training_batch import build_training_batch, mask_mismatched_sequences
+from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
+from nemo_rl.algorithms.credit.assignment import CreditAssignment
+from nemo_rl.algorithms.rollout.rollout_source import DynamicSampling, Rollouts
+from nemo_rl.algorithms.rollout.training_batch import build_training_batch, mask_mismatched_sequences
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.experience.trajectory import Outcome, Trajectory

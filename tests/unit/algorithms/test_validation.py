@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.assemble_rollouts import RolloutPlan, make_validation
+from nemo_rl.algorithms.rollout.assemble import RolloutPlan, make_validation
 from nemo_rl.config import load_config
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer

@@ -11,7 +11,7 @@ import ray
 from generation_helpers import PROMPTS, ask, greedy_reference, make_model, make_settings, save_model
 from transformers import PreTrainedModel
 
-from nemo_rl.algorithms.refit import Refitter, TakeTurns
+from nemo_rl.algorithms.rollout.refit import Refitter, TakeTurns
 from nemo_rl.config import ClusterConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.distributed.worker_results import PendingCall

@@ -1,0 +1,45 @@
+"""Log-probabilities of a training batch under the current and the reference policy.
+
+Decides once which of the two forward passes a run needs. With one optimizer update per batch the update's own forward
+pass sees the same weights as a separate one would, so `prev_logprobs` are left out and the loss takes its current ones,
+detached: same numbers, a third less work. Invariant: a pass is skipped only when its result cannot change the update.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl.algorithms.rollout.training_batch import mask_mismatched_sequences
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.policy.interfaces import PolicyInterface
+
+
+@dataclass
+class PolicyScoring:
+    """Adds log-probabilities to batches.
+
+    Attributes:
+        policy: what scores.
+        needs_prev: whether `prev_logprobs` are computed apart from the update.
+        needs_reference: whether `reference_policy_logprobs` are computed.
+        max_sequence_error: mask samples whose training/generation ratio exceeds this; None for never.
+    """
+
+    policy: PolicyInterface
+    needs_prev: bool
+    needs_reference: bool
+    max_sequence_error: float | None = None
+
+    def add_logprobs(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
+        """Write `prev_logprobs` and `reference_policy_logprobs` `[B, T]` as far as the run needs them.
+
+        Returns:
+            Metrics of the mismatch mask, if it is on.
+        """
+        if self.needs_prev:
+            batch["prev_logprobs"] = self.policy.get_logprobs(batch)["logprobs"]
+        if self.needs_reference:
+            scored = self.policy.get_reference_policy_logprobs(batch)
+            batch["reference_policy_logprobs"] = scored["reference_logprobs"]
+        if self.max_sequence_error is None:
+            return {}
+        return mask_mismatched_sequences(batch, self.max_sequence_error)
