@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nemo_rl.algorithms.credit.advantages import AdvantageEstimator, AdvantageExtras
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, shape_rewards
+from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Outcome, Trajectory
@@ -33,6 +34,13 @@ class CreditAssignment:
     def needs_logprobs(self) -> bool:
         """Whether the estimator reads `prev_logprobs` and `reference_policy_logprobs`."""
         return self._estimator.needs_logprobs
+
+    name = "advantage_calculation"
+    roles: tuple[str, ...] = ()
+
+    def apply(self, batch: StepBatch) -> dict[str, float]:
+        """As a stage of a run (`runtime.run.Stage`)."""
+        return self.assign(batch.tensors, batch.trajectories)
 
     def assign(self, batch: BatchedDataDict[Any], trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Write `advantages [B, T]` into the batch.

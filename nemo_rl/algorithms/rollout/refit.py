@@ -14,8 +14,10 @@ Invariant: after `ensure_fresh` returns, every engine answers with the policy's 
 import dataclasses
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nemo_rl.algorithms.runtime.memory import MemorySharing
 from nemo_rl.distributed.worker_results import PendingCall, gather
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.weight_sync.buckets import Bucket
@@ -45,58 +47,34 @@ class WeightSource(Protocol):
         """Address of rank 0 and a port that it holds for one group."""
 
 
-class MemorySharing(Protocol):
-    """How policy and engines share device memory between the phases of a step."""
+@dataclass(frozen=True)
+class Engines:
+    """The engines as a party that shares devices with the policy; see `runtime.memory`.
 
-    def before_generation(self) -> None:
-        """Make room for the engines."""
-
-    def before_training(self) -> None:
-        """Make room for the policy."""
-
-
-class KeepBoth:
-    """Separate devices, or a CPU whose memory holds both: nothing moves."""
-
-    def before_generation(self) -> None:
-        """Nothing to do."""
-
-    def before_training(self) -> None:
-        """Nothing to do."""
-
-
-class TakeTurns:
-    """Colocated GPUs: the side that rests moves its state to host memory.
-
-    Args:
-        policy: has `offload_optimizer` and `onload_optimizer`.
-        generation: engines with `sleep` and `wake_up`.
-        timeout_s: limit for the engines to answer.
+    Attributes:
+        generation: the engines.
+        timeout_s: limit for their answers.
     """
 
-    def __init__(self, policy: Any, generation: EngineGroup, timeout_s: float):
-        self._policy = policy
-        self._generation = generation
-        self._timeout_s = timeout_s
+    generation: EngineGroup
+    timeout_s: float
 
-    def before_generation(self) -> None:
-        """Optimizer state to the host, engines awake."""
-        self._policy.offload_optimizer()
-        self._on_engines("wake_up")
+    def rest(self) -> None:
+        """Give memory back."""
+        self._all("sleep")
 
-    def before_training(self) -> None:
-        """Engines asleep, optimizer state back."""
-        self._on_engines("sleep")
-        self._policy.onload_optimizer()
+    def wake(self) -> None:
+        """Take memory again."""
+        self._all("wake_up")
 
-    def _on_engines(self, method: str) -> None:
-        workers = self._generation.workers
+    def _all(self, method: str) -> None:
+        workers = self.generation.workers
 
         def call_all() -> None:
             calls = workers.run_all_workers_single_data(method)
-            workers.get_all_worker_results(calls, self._timeout_s, f"engines: {method}")
+            workers.get_all_worker_results(calls, self.timeout_s, f"engines: {method}")
 
-        self._generation.with_replacements(call_all)
+        self.generation.with_replacements(call_all)
 
 
 class Refitter:
@@ -107,7 +85,7 @@ class Refitter:
         generation: where they go.
         spec: transport agreement; for collectives its address is filled in here.
         timeout_s: limit of every wait within a sync.
-        memory: how device memory is shared.
+        memory: who has the devices, where "generation" and "policy" share them.
     """
 
     def __init__(
@@ -122,7 +100,7 @@ class Refitter:
         self._generation = generation
         self._spec = spec
         self._timeout_s = timeout_s
-        self._memory = memory or KeepBoth()
+        self._memory = memory or MemorySharing()
         self._synced: tuple[int, int] | None = None
         self.last_sync: dict[str, float] = {}
         generation.bring_up = self.sync
@@ -135,13 +113,13 @@ class Refitter:
             DeadlineExceededError: a side did not answer in time.
         """
         with self._generation.exclusively():
-            self._memory.before_generation()
+            self._memory.hand_to(("generation",))
             if self._synced != (self._policy.weight_version, self._generation.num_restarts):
                 self.sync()
 
     def before_training(self) -> None:
         """Hand device memory to the policy."""
-        self._memory.before_training()
+        self._memory.hand_to(("policy",))
 
     def sync(self) -> None:
         """Move the policy's current weights to all engines, replacing engines that died."""

@@ -6,16 +6,15 @@ detached: same numbers, a third less work. Invariant: a pass is skipped only whe
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from nemo_rl.algorithms.rollout.training_batch import mask_mismatched_sequences
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.models.policy.interfaces import PolicyInterface
 
 
-@dataclass
+@dataclass(frozen=True)
 class PolicyScoring:
-    """Adds log-probabilities to batches.
+    """The stage that adds log-probabilities; a `runtime.run.Stage`.
 
     Attributes:
         policy: what scores.
@@ -29,17 +28,21 @@ class PolicyScoring:
     needs_reference: bool
     max_sequence_error: float | None = None
 
-    def add_logprobs(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
+    name = "policy_and_reference_logprobs"
+    roles = ("policy",)
+
+    def apply(self, batch: StepBatch) -> dict[str, float]:
         """Write `prev_logprobs` and `reference_policy_logprobs` `[B, T]` as far as the run needs them.
 
         Returns:
             Metrics of the mismatch mask, if it is on.
         """
+        tensors = batch.tensors
         if self.needs_prev:
-            batch["prev_logprobs"] = self.policy.get_logprobs(batch)["logprobs"]
+            tensors["prev_logprobs"] = self.policy.get_logprobs(tensors)["logprobs"]
         if self.needs_reference:
-            scored = self.policy.get_reference_policy_logprobs(batch)
-            batch["reference_policy_logprobs"] = scored["reference_logprobs"]
+            scored = self.policy.get_reference_policy_logprobs(tensors)
+            tensors["reference_policy_logprobs"] = scored["reference_logprobs"]
         if self.max_sequence_error is None:
             return {}
-        return mask_mismatched_sequences(batch, self.max_sequence_error)
+        return mask_mismatched_sequences(tensors, self.max_sequence_error)

@@ -1,6 +1,6 @@
 """The teacher of a distillation run: what it may be, and what it says about a batch.
 
-`assemble_distillation` calls `check_teacher_fits` before Ray starts, the loop `Teacher.add_topk_logits` once a step.
+`distillation.setup` calls `check_teacher_fits` before Ray starts; `TeacherScores` is the stage of every step.
 Invariant: teacher and student mean the same token by the same id; nothing else about the two models needs to agree.
 """
 
@@ -8,12 +8,11 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import DistillationMasterConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.errors import ConfigError
@@ -25,27 +24,31 @@ SKIP_CHECK = "NRL_SKIP_DISTILLATION_TOKENIZER_CHECK"
 _NUM_SHOWN = 3
 
 
-@dataclass
-class Teacher:
-    """The second model of a run.
+@dataclass(frozen=True)
+class TeacherScores:
+    """The stage that adds what the teacher says; a `runtime.run.Stage`.
 
     Attributes:
-        policy: its ranks.
+        teacher: its ranks.
         k: logits per token.
         vocab_size: only ids below it are asked for; None for all.
         temperature: logits are divided by it, as the student's are.
     """
 
-    policy: Policy
+    teacher: Policy
     k: int
     vocab_size: int | None = None
     temperature: float = 1.0
 
-    def add_topk_logits(self, batch: BatchedDataDict[Any]) -> None:
+    name = "teacher_logprob_inference"
+    roles = ("teacher",)
+
+    def apply(self, batch: StepBatch) -> dict[str, float]:
         """Write `teacher_topk_logits` float32, over the temperature, and `teacher_topk_indices` int64, `[B, T, k]`."""
-        scored = self.policy.get_topk_logits(batch, self.k, vocab_size=self.vocab_size)
-        batch["teacher_topk_logits"] = scored["topk_logits"] / self.temperature
-        batch["teacher_topk_indices"] = scored["topk_indices"]
+        scored = self.teacher.get_topk_logits(batch.tensors, self.k, vocab_size=self.vocab_size)
+        batch.tensors["teacher_topk_logits"] = scored["topk_logits"] / self.temperature
+        batch.tensors["teacher_topk_indices"] = scored["topk_indices"]
+        return {}
 
 
 def check_teacher_fits(config: DistillationMasterConfig, tokenizer: TokenizerType) -> int | None:

@@ -1,6 +1,6 @@
 """A policy without a run: for notebooks, scripts and experiments with losses.
 
-A `models.policy.lm_policy.Policy` with defaults that fit one batch at a time; `workers` starts those of runs.
+A `models.policy.lm_policy.Policy` with defaults that fit one batch at a time; `roles` starts those of runs.
 Invariant: what is started here ends with `shutdown`, the `with` block or the Python process.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 
 import torch
 
-from nemo_rl.algorithms.runtime.workers import make_clusters
+from nemo_rl.algorithms.runtime.placement import make_clusters
 from nemo_rl.config import ClusterConfig, PolicyConfig, count_gpus, find_path
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -1,19 +1,22 @@
 """Where a run writes, and where it goes on from.
 
-The first thing that the `assemble` files of all algorithms do once configuration and data are accepted. Invariant: a
+Opened once configuration and data are accepted. Invariant: a
 folder that cannot hold the run's checkpoints, and a checkpoint that the run cannot go on from, are refused here, before
 Ray starts.
 """
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.algorithms.runtime.checkpoint_size import check_space
-from nemo_rl.algorithms.runtime.resume_check import check_resume
+from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE, check_resume
+from nemo_rl.algorithms.runtime.session import Resumable
 from nemo_rl.config import MasterConfig, save_resolved
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import get_next_experiment_dir
+from nemo_rl.utils.plain_load import load_plain
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +35,23 @@ class RunFolders:
     checkpoints: CheckpointManager | None
     resume_path: Path | None
 
+    def restore(self, source: Resumable) -> None:
+        """Go to the checkpoint's position in the data, or say why it cannot be done.
 
-def open_folders(config: MasterConfig, num_rows: int) -> RunFolders:
+        Raises:
+            DataError, CheckpointError: it is the position in other data.
+        """
+        if self.resume_path is not None:
+            source.load_state_dict(load_plain(self.resume_path / DATA_POSITION_FILE))
+
+
+def open_folders(config: MasterConfig, num_rows: int, resources: ExitStack) -> RunFolders:
     """Claim the checkpoint folder, look for a checkpoint, make the log folder and store the configuration in it.
 
     Args:
         config: a checked configuration.
         num_rows: rows of the training data.
+        resources: gives the checkpoint folder back at the end.
 
     Raises:
         CheckpointError: the folder is read-only, in use or too small, or all its checkpoints are damaged.
@@ -48,6 +61,7 @@ def open_folders(config: MasterConfig, num_rows: int) -> RunFolders:
     if config.checkpointing.enabled:
         checkpoints = CheckpointManager(config.checkpointing)
         checkpoints.claim()
+        resources.callback(checkpoints.release)
         resume_path = checkpoints.find_resumable()
         if resume_path is not None:
             check_resume(config, resume_path, num_rows)

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from nemo_rl.algorithms.runtime.idle_steps import IdleSteps
 from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
+from nemo_rl.config import CheckpointingConfig
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.checkpoint_write import CheckpointWrite
@@ -79,13 +80,11 @@ class Cadence:
 
 
 class Resumable(Protocol):
-    """Data position that can be stored.
+    """What a run learns from, with a position in it that can be stored."""
 
-    Attributes:
-        epoch: finished passes over the data.
-    """
-
-    epoch: int
+    @property
+    def epoch(self) -> int:
+        """Finished passes over the data."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position."""
@@ -95,7 +94,7 @@ class Resumable(Protocol):
 
 
 class Savable(Protocol):
-    """A policy that can be stored."""
+    """A model that can be stored."""
 
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, consolidated: bool
@@ -110,29 +109,23 @@ class SessionParts:
     Attributes:
         cadence: when to do what.
         logger: metric backends.
+        checkpointing: the section `checkpointing`.
         checkpoints: None when checkpointing is off.
-        policy: what is saved.
-        data: whose position is saved.
+        models: what is saved, each into the folder of its name.
+        source: whose position is saved.
         validate: runs a validation and returns its metrics, None without validation data;
             `validation-<set>/<name>` is a metric of a named data set, saved as `val:validation-<set>_<name>`.
         run_config: stored in every checkpoint.
-        save_optimizer: whether checkpoints hold optimizer state.
-        save_consolidated: whether they also hold the model in the precision it computes in, to hand on.
-        must_save_by: "DD:HH:MM:SS" wall-clock limit, or None.
-        signal_grace_s: time from a signal to the end of the step and its checkpoint.
     """
 
     cadence: Cadence
     logger: Logger
+    checkpointing: CheckpointingConfig
     checkpoints: CheckpointManager | None
-    policy: Savable
-    data: Resumable
+    models: Mapping[str, Savable]
+    source: Resumable
     validate: Callable[[int], dict[str, float]] | None
     run_config: BaseModel
-    save_optimizer: bool = True
-    save_consolidated: bool = False
-    must_save_by: str | None = None
-    signal_grace_s: float = 600.0
     timer: Timer = field(default_factory=Timer)
 
 
@@ -154,7 +147,8 @@ class Session:
         self._cadence = parts.cadence
         self.timer = parts.timer
         self.state = SaveState()
-        self._deadline = TimeoutChecker(parts.must_save_by, fit_last_save_time=True) if parts.must_save_by else None
+        must_save_by = parts.checkpointing.checkpoint_must_save_by
+        self._deadline = TimeoutChecker(must_save_by, fit_last_save_time=True) if must_save_by else None
         self._started_at = started_at
         self._step_started = 0.0
         self._metrics: dict[str, float] = {}
@@ -166,7 +160,9 @@ class Session:
         self._resumed_step: int | None = None
         self._stop_reason: str | None = None
         self._interrupted = False
-        self._signals = DeferredSignals(parts.signal_grace_s, "the run ends behind this step with a checkpoint")
+        self._signals = DeferredSignals(
+            parts.checkpointing.signal_grace_s, "the run ends behind this step with a checkpoint"
+        )
         if resume_path is not None:
             self._resume(resume_path)
 
@@ -177,7 +173,7 @@ class Session:
         self.state = SaveState(**known)
         self._saved_step = self.state.total_steps
         self._resumed_step = self.state.total_steps
-        self._parts.data.load_state_dict(load_plain(path / DATA_POSITION_FILE))
+        self._parts.source.load_state_dict(load_plain(path / DATA_POSITION_FILE))
         logger.info("Resuming from %s after step %d.", path, self.state.total_steps)
 
     def __enter__(self) -> Self:
@@ -277,7 +273,7 @@ class Session:
         """
         self.state.total_steps = step
         self.state.current_step = step
-        self.state.current_epoch = self._parts.data.epoch
+        self.state.current_epoch = self._parts.source.epoch
         self.state.consumed_samples += num_prompts
         self.state.total_valid_tokens += int(self._metrics.get("global_valid_toks", 0))
         self._finished = {f"train:{name}": value for name, value in self._metrics.items()}
@@ -334,7 +330,9 @@ class Session:
             return
         self._deadline.mark_iteration()
         if self._deadline.check_save():
-            self._stop_reason = f"checkpointing.checkpoint_must_save_by={self._parts.must_save_by} is due"
+            self._stop_reason = (
+                f"checkpointing.checkpoint_must_save_by={self._parts.checkpointing.checkpoint_must_save_by} is due"
+            )
 
     def _checkpoint_or_go_on(self, step: int) -> None:
         """Save now; a failed save does not end a run, whose newest weights are nowhere but in memory."""
@@ -357,14 +355,14 @@ class Session:
     def _write_checkpoint(self, checkpoints: CheckpointManager, step: int) -> None:
         info = asdict(self.state) | self._finished
         folder = Path(checkpoints.init_tmp_checkpoint(step, info, self._parts.run_config))
-        policy = folder / "policy"
-        self._parts.policy.save_checkpoint(
-            str(policy / "weights"),
-            str(policy / "optimizer") if self._parts.save_optimizer else None,
-            str(policy / "tokenizer"),
-            self._parts.save_consolidated,
-        )
-        torch.save(self._parts.data.state_dict(), folder / DATA_POSITION_FILE)
+        for name, model in self._parts.models.items():
+            model.save_checkpoint(
+                str(folder / name / "weights"),
+                str(folder / name / "optimizer") if self._parts.checkpointing.save_optimizer else None,
+                str(folder / name / "tokenizer"),
+                self._parts.checkpointing.save_consolidated,
+            )
+        torch.save(self._parts.source.state_dict(), folder / DATA_POSITION_FILE)
         checkpoints.finalize_checkpoint(folder)
 
     def _log(self, step: int, train_seconds: float) -> None:

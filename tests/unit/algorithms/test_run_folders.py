@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def config_of(folder: Path, *overrides: str) -> SFTMasterConfig:
 
 
 def start(folder: Path, *overrides: str, num_rows: int = ROWS) -> RunFolders:
-    return open_folders(config_of(folder, *overrides), num_rows)
+    return open_folders(config_of(folder, *overrides), num_rows, ExitStack())
 
 
 def save(folder: Path, step: int, *overrides: str) -> Path:
