@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -250,7 +251,7 @@ def test_what_has_started_ends_when_another_part_fails_to_start() -> None:
 def test_one_part_that_fails_to_end_does_not_keep_the_others(tmp_path: Path) -> None:
     ended: list[str] = []
     run = make_run(tmp_path, SamplesAhead(PromptStream(Prompts(), 1)), 1, [])  # type: ignore[arg-type]
-    start_together({name: lambda name=name: Started(ended, name, name == "b") for name in "abc"}, run.resources)
+    start_together({name: partial(Started, ended, name, name == "b") for name in "abc"}, run.resources)
     with pytest.raises(RuntimeError, match="b does not end"), run:
         pass
     assert ended == ["c", "b", "a"]
