@@ -68,6 +68,16 @@ def top_level_names(file: Path) -> set[str]:
     return names
 
 
+@pytest.mark.parametrize(("algorithm", "most"), [("GRPO", 22), ("SFT", 16)])
+def test_a_step_is_read_in_few_files(algorithm, most):
+    page = text_of(ROOT / "docs/design-docs/one-training-step.md")
+    listed = re.search(rf"^{algorithm}:\n\n((?:\d+\. .*\n)+)", page, flags=re.MULTILINE)
+    assert listed is not None
+    named = re.findall(r"^\d+\. `([\w/.]+)`: ", listed[1], flags=re.MULTILINE)
+    assert len(named) == len(listed[1].splitlines()) == len(set(named)) <= most
+    assert named[0] == f"examples/run_{algorithm.lower()}.py"
+
+
 def test_ci_runs_the_test_command_of_the_readme():
     """Each part of the command is a line of its own there."""
     commands = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines() if "pytest" in line]
