@@ -8,7 +8,7 @@ asked again, and a finished evaluation starts nothing.
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
 from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.utils.closing import close_all
 from nemo_rl.utils.errors import ConfigError, RunInterruptedError
 from nemo_rl.utils.stop_signals import DeferredSignals
 
@@ -173,28 +172,26 @@ def _started(config: EvalMasterConfig, tokenizer: Any) -> Iterator[Asker]:
     settings = replace(settings, can_sleep=False)
     init_ray()
     name = config.data.env_name
-    environment = create_env(
-        name,
-        config.env[name],
-        step_timeout_s=cluster.timeouts.environment_s,
-        max_restarts=cluster.max_actor_restarts,
-    )
-    bundles = _bundles(cluster)
-    loop = EventLoopThread()
-    engines = None
-    try:
+    with ExitStack() as resources:
+        environment = create_env(
+            name,
+            config.env[name],
+            step_timeout_s=cluster.timeouts.environment_s,
+            max_restarts=cluster.max_actor_restarts,
+        )
+        resources.callback(environment.shutdown)
+        bundles = _bundles(cluster)
+        resources.callback(bundles.shutdown)
         bundles.get_placement_groups()
         engines = make_engines(settings, bundles, cluster, config.generation.vllm_cfg.env_vars)
+        resources.callback(engines.shutdown)
+        loop = EventLoopThread()
+        resources.callback(loop.close)
         limits = RolloutLimits(
             config.generation.vllm_cfg.max_model_len, config.eval.max_rollout_turns, cluster.timeouts.rollout_s
         )
         runner = RolloutRunner(engines, {name: environment}, tokenizer, limits, loop)
         yield Asker(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False))
-    finally:
-        ends = [loop.close, environment.shutdown, bundles.shutdown]
-        if engines is not None:
-            ends.insert(1, engines.shutdown)
-        close_all(ends)
 
 
 def _bundles(cluster: ClusterConfig) -> RayVirtualCluster:
