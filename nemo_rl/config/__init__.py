@@ -64,6 +64,7 @@ from nemo_rl.config.supervised import SupervisedConfig, SupervisedDataConfig
 from nemo_rl.config.topology import (
     Topology,
     data_parallel_ranks,
+    parallel_sizes,
     plan_topology,
     students_share,
     teachers_share,
@@ -138,6 +139,7 @@ __all__ = [
     "data_parallel_ranks",
     "find_path",
     "load_config",
+    "parallel_sizes",
     "plan_topology",
     "report_findings",
     "save_resolved",

@@ -6,6 +6,7 @@ are compared in `algorithms.teacher`, which may read tokenizers.
 
 from collections.abc import Iterator
 
+from nemo_rl.config.checks import check_training_backend
 from nemo_rl.config.checks_data import check_model_files
 from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.distillation import DistillationLossConfig, TeacherConfig
@@ -19,8 +20,7 @@ def check_teacher(policy: PolicyConfig, teacher: TeacherConfig, cluster: Cluster
     """The teacher is a language model that can read the student's answers, on devices that exist."""
     yield from check_model_files("teacher", teacher)
     yield from _check_placement(teacher, cluster)
-    if not teacher.dtensor_cfg.enabled:
-        yield "teacher.dtensor_cfg.enabled=false leaves no backend (Megatron is not available yet). Set it to true."
+    yield from check_training_backend("teacher", teacher)
     if teacher.dtensor_cfg.lora_cfg.enabled:
         yield "teacher.dtensor_cfg.lora_cfg.enabled=true adds untrained adapters. Set it to false."
     if teacher.reward_model_cfg.enabled:

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER, failing_together, fill, local_part, saved_weights
+from nemo_rl.models.dtensor.checkpoint_io import failing_together, fill, local_part, saved_weights
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
 from nemo_rl.models.huggingface.checkpoint_names import converts
+from nemo_rl.models.huggingface.folders import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
 
 ADAPTER_FOLDER = "adapter"

@@ -1,7 +1,7 @@
 """The PyTorch-native training backend of one rank: FSDP2 over a Hugging Face model.
 
-Implements `models.policy.interfaces.PolicyBackend`; `workers.dtensor_worker` builds it inside a Ray
-actor, tests build it in plain processes. The process group is up before it is made.
+A `models.interfaces.PolicyBackend`; `policy.workers.rank` builds it inside a Ray actor, tests build it in plain
+processes. The process group is up before it is made.
 
 Invariant: float32 master weights, sharded over the data-parallel mesh; code that changes them leaves no gathered copy
 behind. With LoRA the loaded weights are the reference and stay as they are; what goes out (engines, checkpoints) is
@@ -24,7 +24,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.checks import check_precision, report_findings
+from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
+from nemo_rl.distributed.process_group import device_mesh
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
@@ -39,7 +41,6 @@ from nemo_rl.models.dtensor.lora import (
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients, optimizer_settings
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
-    build_mesh,
     enable_activation_checkpointing,
     reshard,
     shard,
@@ -49,20 +50,21 @@ from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
-from nemo_rl.models.policy.interfaces import CheckpointPaths, ForwardStep
-from nemo_rl.models.policy.workers.microbatches import ModelInputs
+from nemo_rl.models.inputs import ModelInputs
+from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
 from nemo_rl.utils.device import device_for
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
 
-class DTensorBackend:
+class DTensorBackend(PolicyBackend):
     """See the module docstring and `PolicyBackend`.
 
     Args:
         config: the policy section.
         device: this rank's device; its type names the mesh's device type.
+        layout: what each rank is there for; None takes what the configuration asks of the process group.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
         init_reference_model: keep a CPU copy of the initial weights; with LoRA the frozen base serves.
         seed: run seed, for the adapters' first values.
@@ -72,6 +74,7 @@ class DTensorBackend:
         self,
         config: PolicyConfig,
         device: torch.device,
+        layout: ParallelLayout | None = None,
         *,
         init_optimizer: bool = True,
         init_reference_model: bool = True,
@@ -80,12 +83,12 @@ class DTensorBackend:
         if init_optimizer:
             report_findings(check_precision(config))
         self.device = device
-        self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
+        layout = layout or ParallelLayout.of(config, dist.get_world_size())
         self._max_grad_norm = config.max_grad_norm
         self._density = sampling_density(config)
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
-        self.model = _build_model(config, device, seed)
+        self.model = _build_model(config, device, layout, seed)
         self._has_reference = init_reference_model
         self._reference = _local_copies(self.model) if init_reference_model and not self._lora.enabled else None
         self.optimizer: Optimizer | None = None
@@ -113,10 +116,6 @@ class DTensorBackend:
         if not backward:
             reshard(self.model)
 
-    def zero_grad(self) -> None:
-        """See `PolicyBackend.zero_grad`."""
-        self.model.zero_grad(set_to_none=True)
-
     def clip_and_step(self) -> tuple[float, bool]:
         """See `PolicyBackend.clip_and_step`; a gradient that is not finite drops the update."""
         assert self.optimizer is not None, "this policy was made without an optimizer"
@@ -129,7 +128,7 @@ class DTensorBackend:
                 self._adapters_unproven = False
         else:
             logger.warning("Gradient norm is %s: this optimizer update is skipped.", norm)
-        self.zero_grad()
+        self.model.zero_grad(set_to_none=True)
         return norm, finite
 
     def advance_schedule(self) -> None:
@@ -236,11 +235,6 @@ class DTensorBackend:
                 self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer
             )
 
-    def close(self) -> None:
-        """See `PolicyBackend.close`."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
 
 def sampling_density(config: PolicyConfig) -> SamplingDensity:
     """The density that `policy.generation` samples from; the plain softmax without that section."""
@@ -251,10 +245,12 @@ def sampling_density(config: PolicyConfig) -> SamplingDensity:
     return SamplingDensity(generation.temperature, top_k, generation.top_p)
 
 
-def _build_model(config: PolicyConfig, device: torch.device, seed: int) -> CausalLMWithLogprobs | RewardModel:
+def _build_model(
+    config: PolicyConfig, device: torch.device, layout: ParallelLayout, seed: int
+) -> CausalLMWithLogprobs | RewardModel:
     """Load, check, adapt and shard the model."""
     if config.reward_model_cfg.enabled:
-        return _shard(build_reward_model(config), config, device)
+        return _shard(build_reward_model(config), config, device, layout)
     packed = config.sequence_packing.enabled
     hf = load_causal_lm(
         config.model_name,
@@ -268,16 +264,16 @@ def _build_model(config: PolicyConfig, device: torch.device, seed: int) -> Causa
     model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
-    return _shard(model, config, device)
+    return _shard(model, config, device, layout)
 
 
 def _shard[ModelT: CausalLMWithLogprobs | RewardModel](
-    model: ModelT, config: PolicyConfig, device: torch.device
+    model: ModelT, config: PolicyConfig, device: torch.device, layout: ParallelLayout
 ) -> ModelT:
     """Spread a loaded model over the ranks."""
     if config.dtensor_cfg.activation_checkpointing:
         enable_activation_checkpointing(model.hf)
-    mesh = build_mesh(device.type, dist.get_world_size())
+    mesh = device_mesh(layout, device.type)
     spec = ShardingSpec(torch_dtype(config.precision), config.dtensor_cfg.cpu_offload, device)
     return shard(model, mesh, spec)
 

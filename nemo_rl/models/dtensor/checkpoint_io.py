@@ -39,7 +39,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.dtensor.optimizer import OptimizerSettings, hyperparameters_now
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
-from nemo_rl.models.policy.interfaces import MODEL_FOLDER
+from nemo_rl.models.huggingface.folders import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.plain_load import load_plain
 

@@ -13,7 +13,7 @@ from nemo_rl.config import CheckpointingConfig
 from nemo_rl.models.dtensor import checkpoint_io
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
-from nemo_rl.models.policy.interfaces import CheckpointPaths
+from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.models.policy.lm_policy import Policy
 
 CPU = torch.device("cpu")
