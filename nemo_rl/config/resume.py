@@ -50,8 +50,6 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "policy.dtensor_cfg.activation_checkpointing",
         "policy.dtensor_cfg.sequence_parallel",
         "policy.dtensor_cfg.env_vars",
-        "policy.training_backend.*_size",
-        "policy.training_backend.env_vars",
         "teacher.colocated",
     ),
     "limits and defaults of data sets": ("data.max_bad_row_share", "data.default"),

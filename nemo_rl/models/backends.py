@@ -8,14 +8,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import yaml
-from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig
-from nemo_rl.models.huggingface.comparison import ExportCheck
 from nemo_rl.utils.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:  # they take seconds to import, and a wrong configuration is answered before
+    from transformers import PreTrainedTokenizerBase
+
+    from nemo_rl.models.huggingface.comparison import ExportCheck
 
 BACKENDS = {"dtensor_cfg": "nemo_rl.models.dtensor.training_backend.DTensorTraining"}
 """Backends of the library: the section of `policy` that enables each, and its class."""
@@ -36,7 +39,7 @@ class TrainingBackend(ABC):
         """
 
     @abstractmethod
-    def complete_checkpoint(self, weights: Path, tokenizer: PreTrainedTokenizerBase, precision: str | None) -> None:
+    def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
         """Add to a checkpoint that all ranks have written what one process writes.
 
         Args:
@@ -72,7 +75,7 @@ class TrainingBackend(ABC):
         """
 
     @abstractmethod
-    def verify_export(self, weights: Path, target: Path) -> ExportCheck:
+    def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
         """Compare what an exported model answers with what the checkpoint answers."""
 
 

@@ -8,19 +8,12 @@ checkpoint as training reads it.
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig
 from nemo_rl.models.backends import TrainingBackend
-from nemo_rl.models.huggingface.comparison import SCORING_SUFFIX, ExportCheck, compare_models
 from nemo_rl.models.huggingface.folders import (
     CONSOLIDATED_FOLDER,
     MODEL_FOLDER,
@@ -29,10 +22,14 @@ from nemo_rl.models.huggingface.folders import (
     copy_model_folder,
     require_empty,
 )
-from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.manifest import find_damage
+
+if TYPE_CHECKING:  # see `models.backends`
+    from transformers import PreTrainedTokenizerBase
+
+    from nemo_rl.models.huggingface.comparison import ExportCheck
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +48,10 @@ class DTensorTraining(TrainingBackend):
             optimizer = build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], policy.optimizer)
             build_scheduler(optimizer, policy.scheduler)
 
-    def complete_checkpoint(self, weights: Path, tokenizer: PreTrainedTokenizerBase, precision: str | None) -> None:
+    def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
         """Put the tokenizer into `model/`, and the model to hand on into `model/consolidated/`."""
+        from nemo_rl.models.huggingface.load import torch_dtype
+
         model = weights / MODEL_FOLDER
         tokenizer.save_pretrained(str(model))
         if precision is not None:
@@ -96,6 +95,10 @@ class DTensorTraining(TrainingBackend):
             CheckpointError: the target holds files already, there is no tokenizer, or a file of the weights is damaged.
             ConfigError: the dtype is unknown.
         """
+        from transformers import AutoTokenizer
+
+        from nemo_rl.models.huggingface.load import torch_dtype
+
         source = weights / MODEL_FOLDER
         require_empty(target)
         tokenizer_files = [source / name for name in TOKENIZER_FILES if (source / name).exists()]
@@ -111,7 +114,7 @@ class DTensorTraining(TrainingBackend):
             AutoTokenizer.from_pretrained(tokenizer_name).save_pretrained(target)
         logger.info("Exported %s to %s.", source, target)
 
-    def verify_export(self, weights: Path, target: Path) -> ExportCheck:
+    def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
         """See `TrainingBackend.verify_export`; in float32 on the CPU.
 
         The checkpoint goes through the reader of training into a model with random weights, the exported folder
@@ -120,7 +123,10 @@ class DTensorTraining(TrainingBackend):
         Raises:
             CheckpointError: the weights do not fit the model.
         """
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
         from nemo_rl.models.dtensor.checkpoint_io import load_weights
+        from nemo_rl.models.huggingface.comparison import SCORING_SUFFIX, compare_models
 
         config = AutoConfig.from_pretrained(weights / MODEL_FOLDER)
         scores = any(name.endswith(SCORING_SUFFIX) for name in config.architectures or ())
