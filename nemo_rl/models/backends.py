@@ -6,7 +6,6 @@ builds. Invariant: nothing outside of a backend knows what is in the folders `we
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,6 +13,7 @@ import yaml
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig
 from nemo_rl.utils.errors import CheckpointError, ConfigError
+from nemo_rl.utils.imports import import_dotted
 
 if TYPE_CHECKING:  # they take seconds to import, and a wrong configuration is answered before
     from transformers import PreTrainedTokenizerBase
@@ -119,14 +119,12 @@ def _make(own: str | None, enabled: Sequence[str]) -> TrainingBackend:
     if own is None and not enabled:
         raise ConfigError(f"no training backend is enabled: set policy.{next(iter(BACKENDS))}.enabled=true.")
     dotted_name = own or BACKENDS[enabled[0]]
-    module_name, _, class_name = dotted_name.rpartition(".")
-    try:
-        found = getattr(import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"policy.training_backend.name={dotted_name!r} cannot be imported ({error}). Give the dotted path of a "
-            "class that Python can import from where the run was started."
-        ) from error
+    found = import_dotted(
+        dotted_name,
+        ConfigError,
+        f"policy.training_backend.name={dotted_name!r}",
+        "Give the dotted path of a class that Python can import from where the run was started.",
+    )
     if not (isinstance(found, type) and issubclass(found, TrainingBackend)):
         raise ConfigError(
             f"policy.training_backend.name={dotted_name!r} is no training backend: derive it from "

@@ -30,6 +30,7 @@ from nemo_rl.distributed.process_group import device_mesh
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
+from nemo_rl.models.dtensor.checkpoint_io import held_here
 from nemo_rl.models.dtensor.lora import (
     adapted_weights,
     adapters_off,
@@ -182,7 +183,7 @@ class DTensorBackend(PolicyBackend):
             for name, tensor in merged_by_name(self.model.hf, self.device):
                 tensor = self._outgoing(tensor, dtype)
                 if not arrives and name in base:
-                    arrives = not torch.equal(_local(tensor), _local(self._outgoing(base[name], dtype)))
+                    arrives = not torch.equal(held_here(tensor), held_here(self._outgoing(base[name], dtype)))
                 yield name, tensor
 
         for name, tensor in in_checkpoint(self.model.hf, outgoing()):
@@ -278,20 +279,16 @@ def _shard[ModelT: CausalLMWithLogprobs | RewardModel](
     return shard(model, mesh, spec)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @torch.no_grad()
 def _local_copies(model: CausalLMWithLogprobs | RewardModel) -> dict[str, Tensor]:
     """CPU copies of this rank's part of every weight."""
     reshard(model)
     weights = checkpoint_io.weights_by_name(model.hf)
-    return {name: _local(tensor).detach().to("cpu", copy=True) for name, tensor in weights.items()}
+    return {name: held_here(tensor).detach().to("cpu", copy=True) for name, tensor in weights.items()}
 
 
 @torch.no_grad()
 def _copy_into(model: CausalLMWithLogprobs | RewardModel, copies: dict[str, Tensor]) -> None:
     reshard(model)
     for name, tensor in checkpoint_io.weights_by_name(model.hf).items():
-        _local(tensor).copy_(copies[name])
+        held_here(tensor).copy_(copies[name])

@@ -9,9 +9,10 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.process_group import init_process_group
-from nemo_rl.distributed.worker_process import resolve_class
 from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
 from nemo_rl.utils.device import device_for
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import import_dotted
 from nemo_rl.utils.seed import derive_seed, set_seed
 
 
@@ -30,7 +31,8 @@ class PolicyRank(PolicyWorker):
         torch_device = device.activate()
         init_process_group(device, settings.collective_timeout_s)
         layout, rank = settings.layout, dist.get_rank()
-        backend = resolve_class(settings.backend)(
+        make_backend = import_dotted(settings.backend, ConfigError, f"rank_class={settings.backend!r}", "Name a class.")
+        backend = make_backend(
             config,
             torch_device,
             layout,
