@@ -24,9 +24,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from nemo_rl.algorithms.advantages import make_advantage_estimator
+from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.loss import ClippedPGLossFn
-from nemo_rl.algorithms.training_batch import build_training_batch
+from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.algorithms.utils import get_tokenizer, set_seed
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, TokenizerConfig
 from nemo_rl.data.datasets.arithmetic import ArithmeticDataset

@@ -10,29 +10,25 @@ import sys
 import time
 from pathlib import Path
 
-from nemo_rl.algorithms.launch import launch
+from nemo_rl.algorithms.runtime.launch import launch
 from nemo_rl.config import DistillationMasterConfig
 
 STARTED_AT = time.perf_counter()
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "distillation_math.yaml"
 
 
-def run(config: DistillationMasterConfig) -> None:
-    """Assemble the run, train, and stop all workers whatever happens."""
+def train(config: DistillationMasterConfig) -> None:
+    """Set the run up, train, and stop all workers whatever happens."""
     # Imported here so that a refused configuration does not wait for torch.
-    from nemo_rl.algorithms.assemble_distillation import assemble_distillation
-    from nemo_rl.algorithms.distillation import distillation_train
+    from nemo_rl.algorithms.distillation import distillation_train, setup
 
-    parts = assemble_distillation(config, STARTED_AT)
-    try:
-        distillation_train(parts)
-    finally:
-        parts.close()
+    with setup(config, STARTED_AT) as run:
+        distillation_train(run)
 
 
 def main() -> int:
     """Run from the command line; returns the exit status."""
-    return launch(__doc__ or "", DEFAULT_CONFIG, DistillationMasterConfig, run)
+    return launch(__doc__ or "", DEFAULT_CONFIG, DistillationMasterConfig, train)
 
 
 if __name__ == "__main__":

@@ -10,29 +10,25 @@ import sys
 import time
 from pathlib import Path
 
-from nemo_rl.algorithms.launch import launch
+from nemo_rl.algorithms.runtime.launch import launch
 from nemo_rl.config import DPOMasterConfig
 
 STARTED_AT = time.perf_counter()
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "dpo.yaml"
 
 
-def run(config: DPOMasterConfig) -> None:
-    """Assemble the run, train, and stop all workers whatever happens."""
+def train(config: DPOMasterConfig) -> None:
+    """Set the run up, train, and stop all workers whatever happens."""
     # Imported here so that a refused configuration does not wait for torch.
-    from nemo_rl.algorithms.assemble_supervised import assemble_dpo
-    from nemo_rl.algorithms.dpo import dpo_train
+    from nemo_rl.algorithms.dpo import dpo_train, setup
 
-    parts = assemble_dpo(config, STARTED_AT)
-    try:
-        dpo_train(parts)
-    finally:
-        parts.close()
+    with setup(config, STARTED_AT) as run:
+        dpo_train(run)
 
 
 def main() -> int:
     """Run from the command line; returns the exit status."""
-    return launch(__doc__ or "", DEFAULT_CONFIG, DPOMasterConfig, run)
+    return launch(__doc__ or "", DEFAULT_CONFIG, DPOMasterConfig, train)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ its first `=` is the value, as in OmegaConf's dotlists; Hydra's grammar (`+key=v
 import sys
 from pathlib import Path
 
-from nemo_rl.algorithms.launch import launch
-from nemo_rl.config.dotlist import dotlist_to_overrides
-from nemo_rl.config.eval import EvalMasterConfig
+from nemo_rl.algorithms.runtime.launch import launch
+from nemo_rl.config.loading.dotlist import dotlist_to_overrides
+from nemo_rl.config.runs.eval import EvalMasterConfig
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "evals" / "eval.yaml"
 

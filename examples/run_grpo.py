@@ -10,29 +10,25 @@ import sys
 import time
 from pathlib import Path
 
-from nemo_rl.algorithms.launch import launch
+from nemo_rl.algorithms.runtime.launch import launch
 from nemo_rl.config import GRPOMasterConfig
 
 STARTED_AT = time.perf_counter()
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "grpo_math_1B.yaml"
 
 
-def run(config: GRPOMasterConfig) -> None:
-    """Assemble the run, train, and stop all workers whatever happens."""
+def train(config: GRPOMasterConfig) -> None:
+    """Set the run up, train, and stop all workers whatever happens."""
     # Imported here so that a refused configuration does not wait for torch.
-    from nemo_rl.algorithms.assemble import assemble_grpo
-    from nemo_rl.algorithms.grpo import grpo_train
+    from nemo_rl.algorithms.grpo import grpo_train, setup
 
-    parts = assemble_grpo(config, STARTED_AT)
-    try:
-        grpo_train(parts)
-    finally:
-        parts.close()
+    with setup(config, STARTED_AT) as run:
+        grpo_train(run)
 
 
 def main() -> int:
     """Run from the command line; returns the exit status."""
-    return launch(__doc__ or "", DEFAULT_CONFIG, GRPOMasterConfig, run)
+    return launch(__doc__ or "", DEFAULT_CONFIG, GRPOMasterConfig, train)
 
 
 if __name__ == "__main__":

@@ -10,29 +10,25 @@ import sys
 import time
 from pathlib import Path
 
-from nemo_rl.algorithms.launch import launch
+from nemo_rl.algorithms.runtime.launch import launch
 from nemo_rl.config import SFTMasterConfig
 
 STARTED_AT = time.perf_counter()
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "sft.yaml"
 
 
-def run(config: SFTMasterConfig) -> None:
-    """Assemble the run, train, and stop all workers whatever happens."""
+def train(config: SFTMasterConfig) -> None:
+    """Set the run up, train, and stop all workers whatever happens."""
     # Imported here so that a refused configuration does not wait for torch.
-    from nemo_rl.algorithms.assemble_supervised import assemble_sft
-    from nemo_rl.algorithms.sft import sft_train
+    from nemo_rl.algorithms.sft import setup, sft_train
 
-    parts = assemble_sft(config, STARTED_AT)
-    try:
-        sft_train(parts)
-    finally:
-        parts.close()
+    with setup(config, STARTED_AT) as run:
+        sft_train(run)
 
 
 def main() -> int:
     """Run from the command line; returns the exit status."""
-    return launch(__doc__ or "", DEFAULT_CONFIG, SFTMasterConfig, run)
+    return launch(__doc__ or "", DEFAULT_CONFIG, SFTMasterConfig, train)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.open_policy import OpenPolicy, open_policy
+    from nemo_rl.algorithms.runtime.open_policy import OpenPolicy, open_policy
     from nemo_rl.data.chat_batch import chat_batch
     from nemo_rl.losses.interfaces import LossInputType, LossType
     from nemo_rl.losses.invariance import check_invariance
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "LossInputType": "nemo_rl.losses.interfaces",
     "LossType": "nemo_rl.losses.interfaces",
-    "OpenPolicy": "nemo_rl.algorithms.open_policy",
+    "OpenPolicy": "nemo_rl.algorithms.runtime.open_policy",
     "TokenLoss": "nemo_rl.losses.token_loss",
     "chat_batch": "nemo_rl.data.chat_batch",
     "check_invariance": "nemo_rl.losses.invariance",
-    "open_policy": "nemo_rl.algorithms.open_policy",
+    "open_policy": "nemo_rl.algorithms.runtime.open_policy",
     "token_loss": "nemo_rl.losses.token_loss",
 }
 

@@ -1,15 +1,182 @@
 """Write docs/reference/configuration.md from the configuration schema.
 
-Run it after every change of `nemo_rl/config/`: `python tools/generate_config_reference.py`.
+Run it after every change of `nemo_rl/config/`: `python tools/generate_config_reference.py`. A test checks that the
+committed page is current. Invariant: the page holds nothing that is not in the schema.
 """
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from nemo_rl.config.paths import REPOSITORY_ROOT
-from nemo_rl.config.reference import reference_markdown
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from nemo_rl.config.base.paths import REPOSITORY_ROOT
+from nemo_rl.config.base.structure import Slot, type_text
+from nemo_rl.config.runs.distillation import DistillationMasterConfig
+from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.config.runs.rollouts import GRPOMasterConfig
+from nemo_rl.config.runs.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 
 DEFAULT_PAGE = REPOSITORY_ROOT / "docs" / "reference" / "configuration.md"
+_HEAD = """# Configuration reference
+
+Every key of `examples/run_grpo.py`, made from the schema in `nemo_rl/config/` by
+`python tools/generate_config_reference.py`.
+
+- A default `${.key}` follows the key beside it, `${..key}` a key one section up, `${a.b}` the key with that
+  full name. The arithmetic `${mul:a,b}`, `${div:a,b}`, `${add:a,b}` and `${max:a,b}` may be used in files.
+- `required` means that the key has no default.
+- A file inherits from others with `defaults: other.yaml` or a list of files, relative to the file that
+  names them. Mappings merge key by key, lists are replaced, and a mapping with `_override_: true` replaces
+  the inherited one as a whole.
+- Command-line overrides: `key=value` sets, `+key=value` adds, `++key=value` does either, `~key` returns to
+  the default; `key=[1,2]` replaces a list and `key.0=9` changes one element.
+- A relative path means the current folder first, then the repository root. Outputs
+  (`logger.log_dir`, `checkpointing.checkpoint_dir`) are relative to the current folder.
+- A key that is not listed here is refused, with the nearest valid key.
+"""
+_OTHERS = """# Other algorithms
+
+SFT, DPO, reward-model training and distillation have the sections `policy`, `data`, `checkpointing`, `logger` and
+`cluster` of above, distillation also `env`, and the ones below; where a section occurs twice, the table here is the one
+that holds. Parts of `teacher` that have no table here are those of `policy`.
+"""
+_LATER = """## Accepted only while switched off
+
+These keys of NeMo RL belong to features that do not exist here yet. `null`, `false`, `0`, an empty value or
+`enabled: false` is accepted; anything else is refused.
+
+| key | feature |
+|---|---|
+"""
+_IGNORED = """## Accepted without effect
+
+| key | why |
+|---|---|
+"""
+
+
+_OTHER_SCRIPTS: dict[str, type[BaseModel]] = {
+    "sft": SFTMasterConfig,
+    "dpo": DPOMasterConfig,
+    "rm": RMMasterConfig,
+    "distillation": DistillationMasterConfig,
+    "eval": EvalMasterConfig,
+}
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One section of the page: its dotted path and its class."""
+
+    path: str
+    section: type[BaseModel]
+
+
+def reference_markdown(schema: type[BaseModel] = GRPOMasterConfig) -> str:
+    """The page as Markdown.
+
+    Args:
+        schema: master config class to describe.
+    """
+    blocks = list(_blocks(schema, ""))
+    tables = [_table(block) for block in blocks if block.path]
+    later = [row for block in blocks for row in (*_extra_rows(block, "later"), *_named_rows(block))]
+    ignored = [row for block in blocks for row in _extra_rows(block, "ignored")]
+    others = _other_tables({(block.path, block.section) for block in blocks}) if schema is GRPOMasterConfig else []
+    return "\n".join([_HEAD, *tables, *others, _LATER + "\n".join(later) + "\n", _IGNORED + "\n".join(ignored) + "\n"])
+
+
+def _other_tables(shown: set[tuple[str, type[BaseModel]]]) -> list[str]:
+    """Tables of the sections that only the other algorithms have."""
+    tables = [_OTHERS]
+    for script, schema in _OTHER_SCRIPTS.items():
+        for block in _blocks(schema, ""):
+            if block.path and (block.path, block.section) not in shown and not _repeats_policy(block, shown):
+                shown.add((block.path, block.section))
+                tables.append(_table(block).replace("\n", f" (run_{script}.py)\n", 1))
+    return tables
+
+
+def _repeats_policy(block: _Block, shown: set[tuple[str, type[BaseModel]]]) -> bool:
+    """Whether this is a part of the teacher that the page describes as a part of the policy already."""
+    place = block.path.removeprefix("teacher.")
+    return place != block.path and (f"policy.{place}", block.section) in shown
+
+
+def _blocks(section: type[BaseModel], path: str) -> Iterator[_Block]:
+    """The section and everything below it, each class once per place."""
+    yield _Block(path, section)
+    for name, field in section.model_fields.items():
+        slot = Slot.of(field.annotation, field.metadata)
+        place = f"{path}.{name}" if path else name
+        for below in dict.fromkeys(slot.sections):
+            yield from _blocks(below, place)
+        if slot.item is not None:
+            for below in dict.fromkeys(slot.item.sections):
+                if below not in slot.sections:
+                    yield from _blocks(below, f"{place}[]")
+        if slot.named is not None:
+            for key, below in slot.named.sections.items():
+                yield from _blocks(below, f"{place}.{key}")
+
+
+def _table(block: _Block) -> str:
+    rows = [
+        f"| `{name}` | {_cell(type_text(field.annotation, field.metadata))} | {_default(block.section, name, field)} "
+        f"| {_cell(field.description or '')} |"
+        for name, field in block.section.model_fields.items()
+    ]
+    intro = (block.section.__doc__ or "").strip()
+    if not rows:
+        return f"## {block.path}\n\n{intro} No keys of its own.\n"
+    head = "| key | type | default | meaning |\n|---|---|---|---|"
+    return f"## {block.path}\n\n{intro}\n\n{head}\n" + "\n".join(rows) + "\n"
+
+
+def _default(section: type[BaseModel], name: str, field: FieldInfo) -> str:
+    inherits = getattr(section, "inherits", "")
+    if inherits:
+        return f"`${{{inherits}.{name}}}`"
+    if field.default_factory is not None:
+        factory: Any = field.default_factory
+        is_section = isinstance(factory, type) and issubclass(factory, BaseModel)
+        return "see below" if is_section else f"`{_yaml(factory())}`"
+    if field.default is PydanticUndefined:
+        return "required"
+    return f"`{_yaml(field.default)}`"
+
+
+def _yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(below)}" for key, below in value.items()) + "}"
+    return str(value)
+
+
+def _extra_rows(block: _Block, kind: str) -> list[str]:
+    extra: dict[str, str] = getattr(block.section, kind, {})
+    prefix = f"{block.path}." if block.path else ""
+    return [f"| `{prefix}{key}` | {_cell(text)} |" for key, text in sorted(extra.items())]
+
+
+def _named_rows(block: _Block) -> Iterator[str]:
+    """Rows for the names of a free mapping that belong to features that do not exist yet."""
+    for name, field in block.section.model_fields.items():
+        slot = Slot.of(field.annotation, field.metadata)
+        if slot.named is not None:
+            yield from (f"| `{name}.{key}` | {_cell(text)} |" for key, text in slot.named.later)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.algorithms.launch import exit_status
+from nemo_rl.algorithms.runtime.launch import exit_status
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.logging_setup import configure_logging
 

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nemo_rl.algorithms.launch import exit_status
+from nemo_rl.algorithms.runtime.launch import exit_status
 from nemo_rl.utils.logging_setup import configure_logging
 
 

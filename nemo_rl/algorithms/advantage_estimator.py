@@ -1,6 +1,6 @@
-"""Re-exports of the advantage estimators; see `nemo_rl.algorithms.advantages`."""
+"""Re-exports of the advantage estimators; see `nemo_rl.algorithms.credit.advantages`."""
 
-from nemo_rl.algorithms.advantages import (
+from nemo_rl.algorithms.credit.advantages import (
     GDPOAdvantageEstimator,
     GRPOAdvantageEstimator,
     ReinforcePlusPlusAdvantageEstimator,

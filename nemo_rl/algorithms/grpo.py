@@ -1,97 +1,76 @@
-"""Group relative policy optimisation: the loop, and re-exports of everything it is made of.
+"""Group relative policy optimisation (arXiv 2402.03300): how a run of it is put together, and re-exports.
 
-One step: fresh weights to the engines, rollouts, batch, log-probabilities, advantages, update. Every variant (DAPO,
-GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO ...) is a value that `assemble` chose: a rollout source, an advantage estimator,
-a loss. Invariant: the loop holds no option.
+One step: fresh weights to the engines, rollouts, log-probabilities, advantages, update (`runtime.run.train`). Every
+variant (DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO ...) is a value chosen here: a rollout source, an advantage
+estimator, a loss. Invariant: nothing that can be refused early is refused late, and below this file no code sees a raw
+configuration dict.
 """
 
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
-from nemo_rl.algorithms.credit import CreditAssignment
-from nemo_rl.algorithms.refit import Refitter
-from nemo_rl.algorithms.rollout_source import RolloutSource
-from nemo_rl.algorithms.scoring import PolicyScoring
-from nemo_rl.algorithms.session import Session
-from nemo_rl.algorithms.sync_probe import SyncProbe
-from nemo_rl.algorithms.training_batch import build_training_batch
+from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
+from nemo_rl.algorithms.credit.assignment import CreditAssignment
+from nemo_rl.algorithms.rollout.scoring import PolicyScoring
+from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, RolloutSource
+from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
+from nemo_rl.algorithms.runtime.roles import Role
+from nemo_rl.algorithms.runtime.run import Run, Stage
+from nemo_rl.algorithms.runtime.run import train as grpo_train
 from nemo_rl.config import GRPOConfig
 from nemo_rl.config import GRPOMasterConfig as MasterConfig
-from nemo_rl.experience.metrics import rollout_metrics
-from nemo_rl.experience.trajectory_log import TrajectoryLog
-from nemo_rl.losses.interfaces import LossFunction
-from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.utils.closing import close_all
+from nemo_rl.data.datasets.setup import setup_response_data
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.losses.policy_gradient import ClippedPGLossFn
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.seed import set_seed
 
-__all__ = ["GRPOConfig", "GRPORun", "MasterConfig", "grpo_train"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["GRPOConfig", "MasterConfig", "grpo_train", "setup"]
 
 
-@dataclass
-class GRPORun:
-    """Everything one GRPO run is made of; built by `assemble.assemble_grpo`.
-
-    Attributes:
-        session: steps, metrics, validation, checkpoints.
-        refitter: keeps engines at the policy's weights.
-        probe: proves that the engines sample from the policy.
-        source: rollouts of a step.
-        scoring: log-probabilities under the current and the reference policy.
-        credit: rewards to advantages.
-        policy: the model under training.
-        loss_fn: what it is trained on.
-        trajectory_log: JSONL of everything that was said.
-        pad_token_id: pads batches.
-        mask_truncated: overlong filtering.
-        closers: called in order when the run is over.
-    """
-
-    session: Session
-    refitter: Refitter
-    probe: SyncProbe
-    source: RolloutSource
-    scoring: PolicyScoring
-    credit: CreditAssignment
-    policy: PolicyInterface
-    loss_fn: LossFunction
-    trajectory_log: TrajectoryLog
-    pad_token_id: int
-    mask_truncated: bool
-    closers: Sequence[Any] = ()
-
-    def close(self) -> None:
-        """Stop all workers and free what they hold."""
-        close_all(self.closers)
-
-
-def grpo_train(run: GRPORun) -> None:
-    """Train until the steps, the data or the clock run out.
+def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
+    """Build a GRPO run and start its workers.
 
     Args:
-        run: the parts of the run.
+        config: a checked configuration.
+        started_at: `time.perf_counter()` at process start, to report the time to the first step.
+
+    Raises:
+        ConfigError, DataError: the configuration or the data cannot be used; raised before Ray starts.
+        ResourceInsufficientError: the cluster lacks what is asked for.
     """
-    session = run.session
-    with session:
-        for step in session.steps():
-            with session.phase("weight_sync"):
-                run.refitter.ensure_fresh()
-            with session.phase("generation"):
-                rollouts = run.source.collect(step)
-            run.refitter.before_training()
-            trajectories = rollouts.trajectories
-            batch = build_training_batch(trajectories, run.pad_token_id, mask_truncated=run.mask_truncated)
-            run.probe.check(batch)
-            with session.phase("policy_and_reference_logprobs"):
-                scores = run.scoring.add_logprobs(batch)
-            with session.phase("advantage_calculation"):
-                credit = run.credit.assign(batch, trajectories)
-            with session.phase("policy_training"):
-                result = run.policy.train(batch, run.loss_fn)
-            session.record(result["metrics"], scores, credit)
-            session.record(rollout_metrics(trajectories), rollouts.metrics)
-            session.record_under("refit", run.refitter.last_sync)
-            run.trajectory_log.write_training(step, trajectories, batch)
-            session.finish_step(step, num_prompts=len({t.group_index for t in trajectories}))
+    grpo = config.grpo
+    set_seed(grpo.seed)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
+    loss_fn = ClippedPGLossFn(config.loss_fn)
+    credit = CreditAssignment(make_advantage_estimator(grpo, config.loss_fn), grpo)
+    needs_prev, needs_reference = forward_passes(config, loss_fn, credit)
+
+    def stages(roles: Mapping[str, Policy]) -> list[Stage]:
+        threshold = grpo.seq_logprob_error_threshold
+        return [PolicyScoring(roles["policy"], needs_prev, needs_reference, threshold), credit]
+
+    def source(fresh: FreshRollouts) -> RolloutSource:
+        if not grpo.use_dynamic_sampling:
+            return fresh
+        return DynamicSampling(fresh, grpo.num_prompts_per_step, grpo.dynamic_sampling_max_gen_batches)
+
+    recipe = RolloutRecipe(
+        tokenizer=tokenizer,
+        data=setup_response_data(tokenizer, config.data, list(config.env)),
+        loss_fn=loss_fn,
+        roles={"policy": Role(config.policy, keeps_reference=needs_reference)},
+        stages=stages,
+        source=source,
+        prompt_factor=grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0,
+    )
+    return start_run(config, recipe, started_at)
+
+
+def forward_passes(config: MasterConfig, loss_fn: ClippedPGLossFn, credit: CreditAssignment) -> tuple[bool, bool]:
+    """Whether a run needs `prev_logprobs` and reference log-probabilities; see `rollout.scoring`."""
+    grpo = config.grpo
+    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    several_updates = samples > config.policy.train_global_batch_size
+    on_policy = config.loss_fn.force_on_policy_ratio or not several_updates
+    needs_prev = not on_policy or grpo.seq_logprob_error_threshold is not None
+    return needs_prev or credit.needs_logprobs, loss_fn.needs_reference or credit.needs_logprobs

@@ -1,29 +1,57 @@
 """Kahneman-Tversky optimisation: learning from single answers that were found good or bad.
 
-A loss of DPO runs (`dpo.preference_loss=kto`); the loop is `supervised.supervised_train`. Here is what its batches hold
-besides the rows: reference log-probabilities and the baseline z0, an estimate of how far the policy has moved from the
-reference. Invariant: the baseline belongs to the global batch and is computed once for it, before the batch is cut for
-training; no gradient flows through it.
+A loss of DPO runs (`dpo.preference_loss=kto`). Its batches also hold reference log-probabilities and the baseline z0,
+an estimate of how far the policy has moved from the reference. Invariant: the baseline belongs to the global batch and
+is computed once for it, before the batch is cut for training; no gradient flows through it.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.algorithms.runtime.run import Stage, StepBatch
+from nemo_rl.algorithms.supervised.start import SupervisedRecipe, from_section
+from nemo_rl.config import DPOMasterConfig
+from nemo_rl.data.collate_fn import feedback_collate_fn
+from nemo_rl.data.datasets.setup_supervised import setup_feedback_data
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
 from nemo_rl.losses.reductions import masked_sum
 from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.lm_policy import Policy
 
 type Batch = BatchedDataDict[Any]
 
 
+def recipe(config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase) -> SupervisedRecipe:
+    """What makes a run of written data one with the loss of KTO."""
+
+    def stages(policy: Policy) -> list[Stage]:
+        return [KTOPreparation(policy, config.policy.max_total_sequence_length)]
+
+    return SupervisedRecipe(
+        tokenizer=tokenizer,
+        data=setup_feedback_data(tokenizer, config.data),
+        collate=partial(
+            feedback_collate_fn,
+            tokenizer=tokenizer,
+            make_sequence_length_divisible_by=config.policy.make_sequence_length_divisible_by,
+        ),
+        loss_fn=KTOLossFn(from_section(KTOLossConfig, config.dpo)),
+        keeps_reference=True,
+        stages=stages,
+    )
+
+
 @dataclass(frozen=True)
 class KTOPreparation:
-    """Adds to a batch of B rows what `KTOLossFn` needs.
+    """The stage that adds to a batch of B rows what `KTOLossFn` needs; a `runtime.run.Stage`.
 
     z0 = max(0, mean over rows of log pi(y'|x) - log pi_reference(y'|x)), arXiv 2402.01306, section 4.1, where y' is
     the answer of another row of the batch.
@@ -35,9 +63,16 @@ class KTOPreparation:
 
     policy: PolicyInterface
     max_length: int
+    name = "policy_and_reference_logprobs"
+    roles = ("policy",)
 
-    def __call__(self, batch: Batch) -> Batch:
-        """The batch with `reference_policy_logprobs [B, T]`, `kl_baseline [B]` and `num_desirable [B]`."""
+    def apply(self, batch: StepBatch) -> dict[str, float]:
+        """Write `reference_policy_logprobs [B, T]`, `kl_baseline [B]` and `num_desirable [B]`."""
+        self.prepare(batch.tensors)
+        return {}
+
+    def prepare(self, batch: Batch) -> None:
+        """As `apply`, on tensors alone."""
         others = mismatched_rows(batch, self.max_length)
         num_rows, width = batch["input_ids"].shape
         scores = self.policy.get_reference_policy_logprobs(_stacked(batch, others))["reference_logprobs"]
@@ -49,7 +84,6 @@ class KTOPreparation:
             baseline = kl_estimate(current, reference, others["token_mask"])
         batch["kl_baseline"] = torch.full((num_rows,), baseline)
         batch["num_desirable"] = (batch["desirable"] * batch["sample_mask"]).sum().repeat(num_rows)
-        return batch
 
 
 def kl_estimate(current_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> float:

@@ -1,6 +1,6 @@
 """Reward models: a scalar score for each answer, from pairs of a preferred and a rejected one.
 
-The loop is `supervised.supervised_train`; here is what makes it reward-model training: the validation. Invariant: a
+How a run is put together, and its validation. Invariant: a
 score is the log-odds of being preferred, so `sigmoid(chosen - rejected)` is the model's confidence, and a calibrated
 model is right as often as it is confident.
 """
@@ -12,15 +12,41 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.supervised import SupervisedRun, supervised_train
+from nemo_rl.algorithms.runtime.run import Run
+from nemo_rl.algorithms.runtime.run import train as rm_train
+from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_pairs, start_run
 from nemo_rl.config import RMConfig
 from nemo_rl.config import RMMasterConfig as MasterConfig
+from nemo_rl.data.datasets.setup_supervised import setup_preference_data
+from nemo_rl.data.tokenizer import ensure_distinct_pad_token, get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.losses.pair_losses import CentredMargin
 from nemo_rl.losses.preference import PreferenceLossFn
+from nemo_rl.utils.seed import set_seed
 
-__all__ = ["MasterConfig", "RMConfig", "RMValidator", "calibration_error", "rm_train"]
+__all__ = ["MasterConfig", "RMConfig", "RMValidator", "calibration_error", "rm_train", "setup"]
 
 CALIBRATION_BINS = 10
+
+
+def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
+    """Build a reward-model run and start its workers; arguments and errors as `sft.setup`."""
+    set_seed(config.rm.seed)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
+    ensure_distinct_pad_token(tokenizer)
+    # A program that loads the model finds the end of a padded sequence by this token.
+    overrides = {"pad_token_id": tokenizer.pad_token_id} | (config.policy.hf_config_overrides or {})
+    config.policy.hf_config_overrides = overrides
+    loss_fn = PreferenceLossFn(CentredMargin(config.rm.margin, config.rm.center_rewards_coefficient))
+    recipe = SupervisedRecipe(
+        tokenizer=tokenizer,
+        data=setup_preference_data(tokenizer, config.data),
+        collate=collate_pairs(config, tokenizer),
+        loss_fn=loss_fn,
+        rows_per_sample=2,
+        validator=lambda policy, batches: RMValidator(batches, policy, loss_fn),
+    )
+    return start_run(config, recipe, started_at)
 
 
 class Scorer(Protocol):
@@ -83,8 +109,3 @@ def calibration_error(margin_P: Tensor, num_bins: int = CALIBRATION_BINS) -> flo
     bin_P = ((confidence_P - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
     gap_bins = torch.zeros(num_bins, dtype=torch.float64).index_add(0, bin_P, right_P - confidence_P)
     return float(gap_bins.abs().sum() / len(margin_P))
-
-
-def rm_train(run: SupervisedRun) -> None:
-    """Train; see `supervised.supervised_train`."""
-    supervised_train(run)

@@ -1,19 +1,47 @@
-"""Supervised fine-tuning: next-token likelihood of the assistant's turns.
+"""Supervised fine-tuning: next-token likelihood of the assistant's turns. How a run is put together, and re-exports.
 
-The loop is `supervised.supervised_train`; here is what makes it SFT. Invariant: only what an assistant wrote counts,
-each token once.
+Invariant: only what an assistant wrote counts, each token once.
 """
 
-from nemo_rl.algorithms.supervised import SupervisedRun, supervised_train
+from functools import partial
+
+from nemo_rl.algorithms.runtime.run import Run
+from nemo_rl.algorithms.runtime.run import train as sft_train
+from nemo_rl.algorithms.supervised.start import SupervisedRecipe, start_run
 from nemo_rl.config import SFTConfig
 from nemo_rl.config import SFTMasterConfig as MasterConfig
+from nemo_rl.data.collate_fn import sft_collate_fn
+from nemo_rl.data.datasets.setup_supervised import setup_sft_data
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.utils.seed import set_seed
 
-__all__ = ["VALIDATION_NAMES", "MasterConfig", "SFTConfig", "sft_train"]
-
-VALIDATION_NAMES = (("loss", "val_loss"), ("num_valid_samples", "num_valid_samples"))
-"""Metrics of the loss that a validation reports, and their names there."""
+__all__ = ["MasterConfig", "SFTConfig", "setup", "sft_train"]
 
 
-def sft_train(run: SupervisedRun) -> None:
-    """Train; see `supervised.supervised_train`."""
-    supervised_train(run)
+def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
+    """Build an SFT run and start its workers.
+
+    Args:
+        config: a checked configuration.
+        started_at: `time.perf_counter()` at process start, to report the time to the first step.
+
+    Raises:
+        ConfigError, DataError: the configuration or the data cannot be used; raised before Ray starts.
+        ResourceInsufficientError: the cluster lacks what is asked for.
+    """
+    set_seed(config.sft.seed)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
+    recipe = SupervisedRecipe(
+        tokenizer=tokenizer,
+        data=setup_sft_data(tokenizer, config.data),
+        collate=partial(
+            sft_collate_fn,
+            tokenizer=tokenizer,
+            make_sequence_length_divisible_by=config.policy.make_sequence_length_divisible_by,
+            only_unmask_final=config.sft.only_unmask_final,
+        ),
+        loss_fn=NLLLossFn(),
+        validated_names=(("loss", "val_loss"), ("num_valid_samples", "num_valid_samples")),
+    )
+    return start_run(config, recipe, started_at)

@@ -1,6 +1,6 @@
 """Re-exports of small functions that users import from here; each is defined where its subject is."""
 
-from nemo_rl.algorithms.group_statistics import calculate_baseline_and_std_per_prompt
+from nemo_rl.algorithms.credit.group_statistics import calculate_baseline_and_std_per_prompt
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.losses.kl import calculate_kl
 from nemo_rl.losses.reductions import masked_mean, masked_var

@@ -4,50 +4,61 @@ The lowest layer besides `utils`: every other package receives the section it ne
 loads neither torch nor ray.
 """
 
-from nemo_rl.config.checkpointing import CheckpointingConfig
-from nemo_rl.config.checks import check_advantages, check_reward_scaling, check_reward_shaping, report_findings
-from nemo_rl.config.checks_loss import check_loss_options
-from nemo_rl.config.cluster import ClusterConfig, TimeoutsConfig
-from nemo_rl.config.data import DataConfig, DatasetConfig, DatasetDefaults
-from nemo_rl.config.device_check import check_device, count_gpus
-from nemo_rl.config.distillation import (
+from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
+from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path
+from nemo_rl.config.base.section import Section
+from nemo_rl.config.loading.load import load_config, save_resolved
+from nemo_rl.config.loading.overrides import OverridesError
+from nemo_rl.config.rules.findings import report_findings
+from nemo_rl.config.rules.loss import check_loss_options
+from nemo_rl.config.rules.topology import (
+    Topology,
+    data_parallel_ranks,
+    parallel_sizes,
+    plan_topology,
+    students_share,
+    teachers_share,
+)
+from nemo_rl.config.rules.training import check_advantages, check_reward_scaling, check_reward_shaping
+from nemo_rl.config.runs.devices import check_device, count_gpus
+from nemo_rl.config.runs.distillation import DistillationMasterConfig
+from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig, RolloutMasterConfig
+from nemo_rl.config.runs.supervised import (
+    DPOMasterConfig,
+    RMMasterConfig,
+    SFTMasterConfig,
+    SupervisedMasterConfig,
+)
+from nemo_rl.config.schema.checkpointing import CheckpointingConfig
+from nemo_rl.config.schema.cluster import ClusterConfig, TimeoutsConfig
+from nemo_rl.config.schema.data import DataConfig, DatasetConfig, DatasetDefaults
+from nemo_rl.config.schema.distillation import (
     DistillationConfig,
     DistillationLossConfig,
     TeacherConfig,
     TeacherPlacementConfig,
 )
-from nemo_rl.config.dpo import DPOConfig
-from nemo_rl.config.env import MathEnvironmentConfig
-from nemo_rl.config.eval import EvalConfig, EvalDataConfig, EvalMasterConfig
-from nemo_rl.config.generation import (
+from nemo_rl.config.schema.dpo import DPOConfig
+from nemo_rl.config.schema.env import MathEnvironmentConfig
+from nemo_rl.config.schema.evaluation import EvalConfig, EvalDataConfig
+from nemo_rl.config.schema.generation import (
     ColocatedConfig,
     ColocatedResourcesConfig,
     GenerationConfig,
     VllmConfig,
     WeightSyncConfig,
 )
-from nemo_rl.config.grpo import (
+from nemo_rl.config.schema.grpo import (
     AdvantageEstimatorConfig,
     GRPOConfig,
     RewardScalingConfig,
     RewardShapingConfig,
 )
-from nemo_rl.config.loading import load_config, save_resolved
-from nemo_rl.config.logger import LoggerConfig, MlflowConfig, TensorboardConfig, WandbConfig
-from nemo_rl.config.loss_fn import ClippedPGLossConfig
-from nemo_rl.config.master import GRPOMasterConfig, MasterConfig, RolloutMasterConfig
-from nemo_rl.config.master_distillation import DistillationMasterConfig
-from nemo_rl.config.master_supervised import (
-    DPOMasterConfig,
-    RMMasterConfig,
-    SFTMasterConfig,
-    SupervisedMasterConfig,
-)
-from nemo_rl.config.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
-from nemo_rl.config.overrides import OverridesError
-from nemo_rl.config.paths import REPOSITORY_ROOT, find_path
-from nemo_rl.config.policy import PolicyConfig, RewardModelConfig, TokenizerConfig
-from nemo_rl.config.policy_parallel import (
+from nemo_rl.config.schema.logger import LoggerConfig, MlflowConfig, TensorboardConfig, WandbConfig
+from nemo_rl.config.schema.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.policy import PolicyConfig, RewardModelConfig, TokenizerConfig
+from nemo_rl.config.schema.policy_parallel import (
     DTensorConfig,
     DynamicBatchingConfig,
     LoraConfig,
@@ -56,19 +67,10 @@ from nemo_rl.config.policy_parallel import (
     SchedulerMilestones,
     SequencePackingConfig,
 )
-from nemo_rl.config.rm import RMConfig
-from nemo_rl.config.rollout_training import RolloutTrainingConfig
-from nemo_rl.config.section import Section
-from nemo_rl.config.sft import SFTConfig
-from nemo_rl.config.supervised import SupervisedConfig, SupervisedDataConfig
-from nemo_rl.config.topology import (
-    Topology,
-    data_parallel_ranks,
-    parallel_sizes,
-    plan_topology,
-    students_share,
-    teachers_share,
-)
+from nemo_rl.config.schema.rm import RMConfig
+from nemo_rl.config.schema.rollout_training import RolloutTrainingConfig
+from nemo_rl.config.schema.sft import SFTConfig
+from nemo_rl.config.schema.supervised import SupervisedConfig, SupervisedDataConfig
 
 __all__ = [
     "FEEDBACK_DATASET_NAMES",

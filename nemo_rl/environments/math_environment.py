@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from nemo_rl.config.env import MathEnvironmentConfig
+from nemo_rl.config.schema.env import MathEnvironmentConfig
 from nemo_rl.environments.grading.boxed import grade_plain_number
 from nemo_rl.environments.grading.pool import GradingPool
 from nemo_rl.environments.grading.verdict import Grade, Reward, Verdict

@@ -1,7 +1,7 @@
 """Stand-alone evaluation (re-exports)."""
 
-from nemo_rl.config.eval import EvalConfig
-from nemo_rl.config.eval import EvalMasterConfig as MasterConfig
+from nemo_rl.config.runs.eval import EvalConfig
+from nemo_rl.config.runs.eval import EvalMasterConfig as MasterConfig
 from nemo_rl.evals.estimators import consensus_at_k, pass_at_k
 from nemo_rl.evals.evaluator import evaluate
 from nemo_rl.evals.report import EvalReport, format_report, make_report

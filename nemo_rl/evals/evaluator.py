@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_rl.config.cluster import ClusterConfig
-from nemo_rl.config.eval import EvalMasterConfig
+from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.eval import EvalMasterConfig
+from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.folder_lock import FolderLock
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import batched
 from typing import Any
 
-from nemo_rl.config.eval import EvalMasterConfig
+from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.environments.grading.dapo import normalize_answer
 from nemo_rl.evals.estimators import consensus_at_k, pass_at_k
 from nemo_rl.evals.records import AnswerRecord

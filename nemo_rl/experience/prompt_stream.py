@@ -1,6 +1,7 @@
 """An endless-looking stream of prompt batches over the epochs of a loader, with a position to save.
 
-Invariant: `state_dict` between two batches, loaded into a fresh stream, goes on with the very next batch.
+Invariant: the position to save is behind the last batch that was trained on, however far batches have been drawn; a
+fresh stream that loads it goes on with the batch after that one.
 """
 
 from typing import Any
@@ -29,6 +30,7 @@ class PromptStream:
         self._max_epochs = max_epochs
         self._iterator: Any = None
         self.epoch = 0
+        self._position = self._drawn_to()
 
     def next_batch(self) -> BatchedDataDict[Any]:
         """The next batch.
@@ -46,12 +48,20 @@ class PromptStream:
             self.epoch += 1
         raise DataExhausted(f"the training data ended after {self.epoch} passes (max_num_epochs={self._max_epochs})")
 
+    def trained(self) -> None:
+        """All batches drawn so far were trained on: the position to save moves behind them."""
+        self._position = self._drawn_to()
+
     def state_dict(self) -> dict[str, Any]:
         """The position: epoch and the loader's own state."""
-        return {"epoch": self.epoch, "loader": self._loader.state_dict()}
+        return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a stored position; only before the first batch."""
         self.epoch = state["epoch"]
         self._loader.load_state_dict(state["loader"])
         self._iterator = None
+        self._position = state
+
+    def _drawn_to(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "loader": self._loader.state_dict()}

@@ -84,6 +84,10 @@ class CheckpointManager:
             "or end the other run."
         )
 
+    def release(self) -> None:
+        """Let other processes write into the folder."""
+        self._lock.release()
+
     def _not_writable(self, reason: str) -> str:
         return (
             f"checkpointing.checkpoint_dir={self.checkpoint_dir} cannot be written: {reason}. Choose another folder, "

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from nemo_rl.config.inheritance import (
+from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
+from nemo_rl.config.loading.inheritance import (
     load_config_with_inheritance,
     merge_with_override,
     resolve_path,
 )
-from nemo_rl.config.overrides import OverridesError, parse_hydra_overrides
-from nemo_rl.config.resolvers import register_omegaconf_resolvers
+from nemo_rl.config.loading.overrides import OverridesError, parse_hydra_overrides
 
 
 def load_config(config_path: str | Path) -> DictConfig:

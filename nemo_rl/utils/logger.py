@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from nemo_rl.config import LoggerConfig
-from nemo_rl.config.tracker_check import check_trackers
+from nemo_rl.config.rules.trackers import check_trackers
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
 from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict

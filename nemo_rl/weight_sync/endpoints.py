@@ -1,6 +1,6 @@
 """The two ends of a weight stream: `WeightSender` in trainer ranks, `WeightReceiver` in engines.
 
-Flow of one sync, driven by the controller (`algorithms.refit`):
+Flow of one sync, driven by the controller (`algorithms.rollout.refit`):
 
     sender.begin(version, tensors) ─► bucket = sender.next_bucket() ─► receiver.receive(bucket) ─┐
                                               ▲───────────────────── until bucket.is_last ◄──────┘

@@ -12,8 +12,7 @@ import torch
 from example_runs import REPOSITORY, GRPOExample, StartExample, interrupted_and_resumed, read_metrics
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from nemo_rl.algorithms.assemble import assemble_grpo
-from nemo_rl.algorithms.grpo import grpo_train
+from nemo_rl.algorithms.grpo import grpo_train, setup
 from nemo_rl.config import load_config
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer, save_tiny_checkpoint
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
@@ -170,7 +169,7 @@ def test_a_corrupted_bucket_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     overrides = [f"logger.log_dir={tmp_path}", "checkpointing.enabled=false"]
     config = load_config(REPOSITORY / "examples/configs" / CONFIG, overrides)
-    run = assemble_grpo(config)
+    run = setup(config)
     try:
         pack = PolicyWeightStream.next_weight_bucket
 
@@ -207,7 +206,7 @@ def test_a_layer_that_arrives_wrong_unnoticed_stops_the_run_before_an_update(
         "grpo.val_at_start=false",
         "policy.generation.weight_sync.verify=false",
     ]
-    run = assemble_grpo(load_config(REPOSITORY / "examples/configs" / CONFIG, overrides))
+    run = setup(load_config(REPOSITORY / "examples/configs" / CONFIG, overrides))
     pack = PolicyWeightStream.next_weight_bucket
 
     def pack_and_negate(stream: PolicyWeightStream) -> Bucket:

@@ -38,7 +38,7 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 
 BACKENDS = ("vllm", "wandb", "mlflow", "megatron", "sglang", "transformer_engine", "flash_attn", "swanlab")
 CUDA_PLACES = ("utils/device.py", "weight_sync/", "models/generation/vllm/", "models/megatron/")
-CUDA_EXCEPTIONS = {"config/cluster.py": "declares the key cluster.device, whose values are cuda and cpu"}
+CUDA_EXCEPTIONS = {"config/schema/cluster.py": "declares the key cluster.device, whose values are cuda and cpu"}
 
 BROAD_EXCEPT_BOUNDARIES = {
     "data/datasets/processed_dataset.py": "chat template and processor may be the user's own code",

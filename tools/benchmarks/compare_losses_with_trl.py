@@ -107,7 +107,7 @@ class Side:
         batch = make_batch([row["prompt"] for row in rows], [row["answer"] for row in rows])
         batch["desirable"] = torch.tensor([float(row["desirable"]) for row in rows])
         model = self.language_model()
-        batch = KTOPreparation(Scorer(self, model), max_length=1024)(batch)
+        KTOPreparation(Scorer(self, model), max_length=1024).prepare(batch)
         assert batch["kl_baseline"][0] > 0, "a baseline of 0 would hide how it is computed"
         return call(loss_fn, self.logprobs(model, batch), batch), model
 

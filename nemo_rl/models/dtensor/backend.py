@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.checks import check_precision, report_findings
+from nemo_rl.config.rules.findings import report_findings
+from nemo_rl.config.rules.training import check_precision
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 from nemo_rl.distributed.process_group import device_mesh

@@ -65,9 +65,9 @@ class EngineGroup(GenerationInterface):
         max_restarts: how many engine deaths the run survives.
 
     Attributes:
-        workers: the worker group; `algorithms.refit` moves weights through it.
+        workers: the worker group; `algorithms.rollout.refit` moves weights through it.
         num_restarts: engines replaced so far.
-        bring_up: gives new engines the current weights; set by `algorithms.refit`.
+        bring_up: gives new engines the current weights; set by `algorithms.rollout.refit`.
     """
 
     def __init__(self, workers: RayWorkerGroup, setup_timeout_s: float, max_restarts: int):

@@ -130,7 +130,7 @@ class GenerationWorker:
         return self._receiver.finish(unbound)
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """Hidden states `[T, D]` behind each decoder layer for a prompt; see `algorithms.sync_probe`."""
+        """Hidden states `[T, D]` behind each decoder layer for a prompt; see `algorithms.rollout.sync_probe`."""
         return self._engine.layer_outputs(token_ids)
 
     async def sleep(self) -> None:

@@ -1,4 +1,4 @@
-"""The policy as the source of a weight stream, for `algorithms.refit`.
+"""The policy as the source of a weight stream, for `algorithms.rollout.refit`.
 
 Controller side: asks all ranks for each bucket and joins what they report. Invariant: gathering a bucket is collective,
 so every rank is asked every time, whichever rank packs.

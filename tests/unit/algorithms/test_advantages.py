@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.advantages import make_advantage_estimator
-from nemo_rl.algorithms.group_statistics import (
+from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
+from nemo_rl.algorithms.credit.group_statistics import (
     calculate_baseline_and_std_per_prompt,
     group_ids_from_prompts,
     whiten,

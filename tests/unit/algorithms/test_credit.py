@@ -5,9 +5,9 @@ import statistics
 import pytest
 import torch
 
-from nemo_rl.algorithms.advantages import make_advantage_estimator
-from nemo_rl.algorithms.credit import CreditAssignment
-from nemo_rl.algorithms.training_batch import build_training_batch
+from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
+from nemo_rl.algorithms.credit.assignment import CreditAssignment
+from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.experience.trajectory import Trajectory
 

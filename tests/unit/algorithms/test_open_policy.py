@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nemo_rl
-from nemo_rl.algorithms.open_policy import OpenPolicy
+from nemo_rl.algorithms.runtime.open_policy import OpenPolicy
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.utils.errors import ConfigError, DataError
@@ -38,9 +38,9 @@ def test_mistakes_are_named_before_anything_starts(model, arguments, message, mo
 def test_missing_gpus_are_counted(monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(
-        "nemo_rl.config.device_check._DRIVER_GPUS", type("Absent", (), {"is_dir": lambda self: False})()
+        "nemo_rl.config.runs.devices._DRIVER_GPUS", type("Absent", (), {"is_dir": lambda self: False})()
     )
-    monkeypatch.setattr("nemo_rl.config.device_check._count_with_tool", lambda: 1)
+    monkeypatch.setattr("nemo_rl.config.runs.devices._count_with_tool", lambda: 1)
     with pytest.raises(ConfigError, match=r"device='cuda' with ranks=2 needs as many GPUs, and this machine shows 1"):
         nemo_rl.open_policy(TINY_CHAT, device="cuda", ranks=2)
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from nemo_rl.algorithms import assemble_rollouts, assemble_supervised
-from nemo_rl.algorithms.assemble import assemble_grpo
-from nemo_rl.algorithms.launch import launch
-from nemo_rl.algorithms.preflight import check_machine
+from nemo_rl.algorithms import grpo, sft
+from nemo_rl.algorithms.rollout import start as rollout_start
+from nemo_rl.algorithms.runtime.launch import launch
+from nemo_rl.algorithms.runtime.preflight import check_machine
+from nemo_rl.algorithms.supervised import start as supervised_start
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, SFTMasterConfig, load_config
 from nemo_rl.environments.loading import load_env_class
 from nemo_rl.models.huggingface.reachable import TIMEOUT_VARIABLE, TOKENIZER_FILE, check_reachable
@@ -121,16 +122,16 @@ def test_models_in_the_cache_of_the_hub_need_no_network(tmp_path, monkeypatch):
     ],
 )
 @pytest.mark.parametrize(
-    ("module", "assemble", "path", "schema"),
+    ("module", "setup", "path", "schema"),
     [
-        (assemble_rollouts, assemble_grpo, GRPO, GRPOMasterConfig),
-        (assemble_supervised, assemble_supervised.assemble_sft, SFT, SFTMasterConfig),
+        (rollout_start, grpo.setup, GRPO, GRPOMasterConfig),
+        (supervised_start, sft.setup, SFT, SFTMasterConfig),
     ],
 )
-def test_what_can_be_refused_is_refused_before_ray(monkeypatch, module, assemble, path, schema, override, message):
+def test_what_can_be_refused_is_refused_before_ray(monkeypatch, module, setup, path, schema, override, message):
     monkeypatch.setattr(module, "init_ray", lambda *_: pytest.fail("Ray was started"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", "absent")
     with pytest.raises((ConfigError, DataError), match=message):
-        assemble(load_config(path, [override], schema=schema))
+        setup(load_config(path, [override], schema=schema))

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from nemo_rl.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
-from nemo_rl.algorithms.reward_shaping import (
+from nemo_rl.algorithms.credit.reward_shaping import (
     linear_map,
     overlong_penalty,
     scale_rewards,
     shape_rewards,
     stop_properly_penalty,
 )
+from nemo_rl.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
 from nemo_rl.config import RewardScalingConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import ConfigError

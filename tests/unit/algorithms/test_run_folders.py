@@ -2,14 +2,15 @@
 
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_rl.algorithms import checkpoint_size
-from nemo_rl.algorithms.run_folders import RunFolders, open_folders
+from nemo_rl.algorithms.runtime import checkpoint_size
+from nemo_rl.algorithms.runtime.run_folders import RunFolders, open_folders
 from nemo_rl.config import SFTMasterConfig, load_config
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.sizes import count_parameters
@@ -26,7 +27,7 @@ def config_of(folder: Path, *overrides: str) -> SFTMasterConfig:
 
 
 def start(folder: Path, *overrides: str, num_rows: int = ROWS) -> RunFolders:
-    return open_folders(config_of(folder, *overrides), num_rows)
+    return open_folders(config_of(folder, *overrides), num_rows, ExitStack())
 
 
 def save(folder: Path, step: int, *overrides: str) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -66,9 +66,10 @@ def make_session(
     parts = SessionParts(
         cadence=cadence,
         logger=Logger(LoggerConfig.build(log_dir=str(folder)), folder / "exp"),
+        checkpointing=config,
         checkpoints=checkpoints,
-        policy=Policy(),
-        data=data,
+        models={"policy": Policy()},
+        source=data,
         validate=validate,
         run_config=config,
     )
@@ -180,7 +181,7 @@ FULL = [
 def test_a_full_disk_does_not_end_a_run_that_saves_later(tmp_path: Path, caplog, error: Exception) -> None:
     data = Data()
     session, _ = make_session(tmp_path, Cadence(6, save_period=2), data)
-    session._parts.policy = FailingPolicy(4, error=error)
+    session._parts.models = {"policy": FailingPolicy(4, error=error)}
     assert train(session, data) == [1, 2, 3, 4, 5, 6]
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("*step_*")) == ["step_2", "step_6"]
     (said,) = [record.message for record in caplog.records if record.levelname == "ERROR"]
@@ -191,7 +192,7 @@ def test_a_full_disk_does_not_end_a_run_that_saves_later(tmp_path: Path, caplog,
 def test_a_run_whose_last_save_fails_ends_with_an_error(tmp_path: Path) -> None:
     data = Data()
     session, _ = make_session(tmp_path, Cadence(4, save_period=2), data)
-    session._parts.policy = FailingPolicy(4, error=FULL[0])
+    session._parts.models = {"policy": FailingPolicy(4, error=FULL[0])}
     with pytest.raises(CheckpointError, match="step_4 could not be written .* step_2 is complete and stays"):
         train(session, data)
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("*step_*")) == ["step_2"]
@@ -201,7 +202,7 @@ def test_what_is_no_failed_write_ends_the_run(tmp_path: Path) -> None:
     for number, error in enumerate((ZeroDivisionError("bug"), WorkerDiedError("rank 0"))):
         data = Data()
         session, _ = make_session(tmp_path / str(number), Cadence(4, save_period=2), data)
-        session._parts.policy = FailingPolicy(2, error=error)
+        session._parts.models = {"policy": FailingPolicy(2, error=error)}
         with pytest.raises(type(error)):
             train(session, data)
 
@@ -217,7 +218,7 @@ def test_a_disk_that_is_full_in_truth(tmp_path: Path, ram_disk, caplog) -> None:
     with ram_disk("size=1m") as folder:
         data = Data()
         session, _ = make_session(folder, Cadence(3, save_period=1), data)
-        session._parts.policy = LargePolicy()
+        session._parts.models = {"policy": LargePolicy()}
         session._parts.logger = Logger(LoggerConfig.build(), tmp_path / "exp")
         with session:
             for step in session.steps():
@@ -305,11 +306,11 @@ def test_a_folder_to_hand_on_is_written_when_it_is_asked_for(tmp_path: Path) -> 
     asked = []
     data = Data()
     session, _ = make_session(tmp_path, Cadence(2, save_period=1), data)
-    session._parts.policy.save_checkpoint = lambda weights, optimizer, tokenizer, consolidated: asked.append(
+    session._parts.models["policy"].save_checkpoint = lambda weights, optimizer, tokenizer, consolidated: asked.append(
         consolidated
     )
     train(session, data)
-    session._parts.save_consolidated = True
+    session._parts.checkpointing.save_consolidated = True
     session._cadence = Cadence(3, save_period=1)
     train(session, data)
     assert asked == [False, False, True]

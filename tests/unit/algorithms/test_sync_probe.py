@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.algorithms.sync_probe import SyncProbe, suspect_layer
+from nemo_rl.algorithms.rollout.sync_probe import SyncProbe, suspect_layer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.hf.engine import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams

@@ -1,16 +1,15 @@
 """What a teacher may be: the same vocabulary, enough of it, and an answer before Ray starts."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 
-from nemo_rl.algorithms import assemble_distillation as assemble_module
-from nemo_rl.algorithms.assemble_distillation import assemble_distillation
+from nemo_rl.algorithms import distillation
 from nemo_rl.algorithms.distillation import check_vocab_equality
-from nemo_rl.algorithms.teacher import Teacher, check_teacher_fits
+from nemo_rl.algorithms.rollout.teacher import TeacherScores, check_teacher_fits
+from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import DistillationMasterConfig, load_config
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -38,7 +37,7 @@ def test_another_vocabulary_is_refused_before_ray_starts(other_words, tmp_path, 
     config = config_with(f"teacher.model_name={other_words}", f"logger.log_dir={tmp_path}/logs")
     words = r"another vocabulary.*1 of 265 tokens differ, e\.g\. 'carry' is id 264 for the teacher and unknown for the"
     with pytest.raises(ConfigError, match=words):
-        assemble_distillation(config)
+        distillation.setup(config)
     assert not ray.is_initialized()
     assert not (tmp_path / "logs").exists()
     tokenizer = get_tokenizer(config.policy.tokenizer)
@@ -81,15 +80,13 @@ def test_the_teacher_writes_its_logits_into_the_batch() -> None:
             return {"topk_logits": torch.ones(2, 4, 3), "topk_indices": torch.zeros(2, 4, 3, dtype=torch.int64)}
 
     batch = BatchedDataDict({"input_ids": torch.zeros(2, 4, dtype=torch.int64), "input_lengths": torch.ones(2)})
-    Teacher(Scores(), k=3, vocab_size=50, temperature=0.5).add_topk_logits(batch)
+    TeacherScores(Scores(), k=3, vocab_size=50, temperature=0.5).apply(StepBatch(batch))
     assert batch["teacher_topk_logits"].shape == batch["teacher_topk_indices"].shape == (2, 4, 3)
     assert batch["teacher_topk_logits"].unique().tolist() == [2.0]
 
 
-def test_the_teacher_has_the_students_temperature(tmp_path, monkeypatch) -> None:
-    parts = SimpleNamespace(**dict.fromkeys(("session", "refitter", "probe", "source", "trajectory_log", "closers")))
-    parts.workers = SimpleNamespace(policy=None, teacher=object())
-    monkeypatch.setattr(assemble_module, "start_rollouts", lambda config, plan: parts)
-    monkeypatch.setattr(assemble_module, "open_folders", lambda *_: None)
-    run = assemble_distillation(config_with("policy.generation.temperature=0.7"))
-    assert run.teacher.temperature == 0.7
+def test_the_teacher_has_the_students_temperature(monkeypatch) -> None:
+    monkeypatch.setattr(distillation, "start_run", lambda config, recipe, started_at: recipe)
+    recipe = distillation.setup(config_with("policy.generation.temperature=0.7"))
+    (stage,) = recipe.stages({"teacher": object()})
+    assert stage.temperature == 0.7

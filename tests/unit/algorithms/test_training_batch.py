@@ -1,14 +1,15 @@
 """From trajectories to batches and advantages; sources of rollouts; which forward passes run."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from nemo_rl.algorithms.advantages import make_advantage_estimator
-from nemo_rl.algorithms.credit import CreditAssignment
-from nemo_rl.algorithms.rollout_source import DynamicSampling, Rollouts
-from nemo_rl.algorithms.training_batch import build_training_batch, mask_mismatched_sequences
+from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
+from nemo_rl.algorithms.credit.assignment import CreditAssignment
+from nemo_rl.algorithms.rollout.source import DynamicSampling, Group
+from nemo_rl.algorithms.rollout.training_batch import build_training_batch, mask_mismatched_sequences
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.experience.trajectory import Outcome, Trajectory
@@ -124,29 +125,34 @@ class Rounds:
         self.rounds = rounds
         self.asked: list[int] = []
 
-    def collect(self, step: int, round_index: int = 0) -> Rollouts:
+    def next_groups(self, step: int, round_index: int = 0) -> Iterator[Group]:
         self.asked.append(round_index)
-        groups = self.rounds[round_index]
-        return Rollouts([make_trajectory(g, r) for g, rewards in enumerate(groups) for r in rewards])
+        groups = list(enumerate(self.rounds[round_index]))
+        for g, rewards in reversed(groups):
+            yield Group((round_index, g), [make_trajectory(g, r) for r in rewards])
 
 
 def test_dynamic_sampling_keeps_groups_that_differ_and_asks_again() -> None:
     rounds = Rounds([[1, 1], [0, 1], [0, 0]], [[1, 0], [0, 1], [1, 1]])
-    rollouts = DynamicSampling(rounds, num_groups=2, max_rounds=5).collect(1)  # type: ignore[arg-type]
+    source = DynamicSampling(rounds, num_groups=2, max_rounds=5)  # type: ignore[arg-type]
+    groups = list(source.next_groups(1))
     assert rounds.asked == [0, 1]
-    assert [(t.group_index, t.reward) for t in rollouts.trajectories] == [(0, 0), (0, 1), (1, 1), (1, 0)]
-    assert rollouts.metrics["dynamic_sampling_num_gen_batches"] == 2
-    assert rollouts.metrics["dynamic_sampling_num_discarded_valid_samples"] == 2
-    assert rollouts.metrics["dynamic_sampling_kept_share"] == 0.5
+    assert [(group.order, [t.reward for t in group.trajectories]) for group in groups] == [
+        ((0, 1), [0, 1]),
+        ((1, 0), [1, 0]),
+    ]
+    assert source.metrics["dynamic_sampling_num_gen_batches"] == 2
+    assert source.metrics["dynamic_sampling_num_discarded_valid_samples"] == 2
+    assert source.metrics["dynamic_sampling_kept_share"] == 0.5
 
 
 def test_dynamic_sampling_ends_the_run_in_order_when_nothing_differs_any_more() -> None:
     rounds = Rounds([[1, 1]], [[0, 0]])
     with pytest.raises(DataExhausted, match=r"found 0 of 1 prompts .* 2 prompts .*max_gen_batches=2"):
-        DynamicSampling(rounds, num_groups=1, max_rounds=2).collect(1)  # type: ignore[arg-type]
+        list(DynamicSampling(rounds, num_groups=1, max_rounds=2).next_groups(1))  # type: ignore[arg-type]
 
 
 def test_dynamic_sampling_without_any_reward_is_an_error() -> None:
     rounds = Rounds([[None, None]], [[None, None]])  # type: ignore[list-item]
     with pytest.raises(NothingToLearnError, match="no reward for any answer to 2 prompts"):
-        DynamicSampling(rounds, num_groups=1, max_rounds=2).collect(1)  # type: ignore[arg-type]
+        list(DynamicSampling(rounds, num_groups=1, max_rounds=2).next_groups(1))  # type: ignore[arg-type]

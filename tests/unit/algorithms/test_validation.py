@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.assemble_rollouts import RolloutPlan, make_validation
+from nemo_rl.algorithms.rollout.start import RolloutRecipe, make_validation
 from nemo_rl.config import load_config
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -39,10 +39,10 @@ def test_all_rows_that_are_asked_for_are_validated_once(asked: Any, batch_size: 
     config = load_config(CONFIG, [*overrides, "data.validation.num_samples=23"])
     tokenizer = get_tokenizer(config.policy.tokenizer)
     data = setup_response_data(tokenizer, config.data, list(config.env))
-    plan = RolloutPlan(tokenizer, data, folders=None)  # type: ignore[arg-type]
+    recipe = RolloutRecipe(tokenizer, data, loss_fn=None, roles={}, stages=lambda roles: [])  # type: ignore[arg-type]
     runner = Runner()
     quiet = SimpleNamespace(ensure_fresh=lambda: None, write_validation=lambda step, trajectories: None)
-    validate = make_validation(config, plan, runner, quiet, quiet)  # type: ignore[arg-type]
+    validate = make_validation(config, recipe, runner, quiet, quiet)  # type: ignore[arg-type]
     assert validate is not None
     metrics = validate(1)
     assert [len(rows) for rows in runner.rows] == batches

@@ -20,9 +20,9 @@ from nemo_rl.config import (
     load_config,
     plan_topology,
 )
-from nemo_rl.config.checks import nearest_multiples
-from nemo_rl.config.names import VALIDATION_METRICS
-from nemo_rl.config.tracker_check import check_trackers
+from nemo_rl.config.base.names import VALIDATION_METRICS
+from nemo_rl.config.rules.findings import nearest_multiples
+from nemo_rl.config.rules.trackers import check_trackers
 from nemo_rl.experience.metrics import validation_metrics
 from nemo_rl.utils.errors import ConfigError
 

@@ -3,8 +3,8 @@
 import pytest
 
 from nemo_rl.config import EvalMasterConfig, check_device, load_config
-from nemo_rl.config.dotlist import dotlist_to_overrides
-from nemo_rl.config.overrides import parse_override
+from nemo_rl.config.loading.dotlist import dotlist_to_overrides
+from nemo_rl.config.loading.overrides import parse_override
 from nemo_rl.utils.errors import ConfigError
 
 FOLDER = "examples/configs/evals"

@@ -16,7 +16,7 @@ from nemo_rl.config import (
     SFTMasterConfig,
     load_config,
 )
-from nemo_rl.config.resume import APPLIED, changed_keys
+from nemo_rl.config.rules.resume import APPLIED, changed_keys
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = {

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.config import DatasetConfig, SupervisedDataConfig
-from nemo_rl.config.eval import EvalDataConfig
+from nemo_rl.config.runs.eval import EvalDataConfig
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn, rl_collate_fn, sft_collate_fn
 from nemo_rl.data.datasets import setup_response_data
 from nemo_rl.data.datasets.readers import read_file

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ray
 SETUP = """
     import os, signal, sys, threading, time
     import ray
-    from nemo_rl.algorithms.launch import exit_status
+    from nemo_rl.algorithms.runtime.launch import exit_status
     from nemo_rl.distributed import local_ray
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
     from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup

@@ -99,6 +99,7 @@ def _mesh_of_rank(rank: int, layout: ParallelLayout, port: int, folder: str) -> 
     dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork beside idle threads of torch
 def test_the_mesh_of_real_processes_is_the_layouts():
     layout = ParallelLayout(dp_shard=2, tp=2)
     with socket.socket() as probe:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config import load_config
-from nemo_rl.config.eval import EvalMasterConfig
+from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import StepResult

@@ -7,7 +7,7 @@ import pytest
 from eval_helpers import ROOT
 
 from nemo_rl.config import EvalMasterConfig, load_config
-from nemo_rl.config.dotlist import dotlist_to_overrides
+from nemo_rl.config.loading.dotlist import dotlist_to_overrides
 
 GUIDE = (ROOT / "docs/guides/eval.md").read_text(encoding="utf-8")
 COMMANDS = [
@@ -30,7 +30,7 @@ def test_commands_load(command, tmp_path, monkeypatch) -> None:
 
 
 def test_all_commands_and_data_sets_are_covered() -> None:
-    from nemo_rl.config.checks_eval import EVAL_DATASET_NAMES
+    from nemo_rl.config.rules.evaluation import EVAL_DATASET_NAMES
 
     assert len(COMMANDS) == 4
     named = {name for name in EVAL_DATASET_NAMES if not name.startswith("mmlu_") or name == "mmlu_pro"}

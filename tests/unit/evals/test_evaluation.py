@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from eval_helpers import StoppingRunner, eval_config, make_asker, make_prompts
 
-from nemo_rl.config.eval import EvalMasterConfig
+from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.evals import evaluator
 from nemo_rl.evals.evaluator import Asker, ask_all, evaluate
 from nemo_rl.evals.records import AnswerRecord, RecordStore

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.schema.data import DatasetConfig
 from nemo_rl.data.datasets.arithmetic import is_validation
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset

@@ -11,7 +11,8 @@ import ray
 from generation_helpers import PROMPTS, ask, greedy_reference, make_model, make_settings, save_model
 from transformers import PreTrainedModel
 
-from nemo_rl.algorithms.refit import Refitter, TakeTurns
+from nemo_rl.algorithms.rollout.refit import Engines, Refitter
+from nemo_rl.algorithms.runtime.memory import MemorySharing, TrainedModel
 from nemo_rl.config import ClusterConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.distributed.worker_results import PendingCall
@@ -95,7 +96,8 @@ def test_engines_that_die_asleep_or_before_they_sleep_are_replaced(engines: Engi
     assert expected[0] != expected[1]
     policy = LocalPolicy(models[0])
     spec = TransportSpec("shared_memory", run_id="test")
-    refitter = Refitter(policy, engines, spec, 60.0, TakeTurns(policy, engines, 60.0))
+    memory = MemorySharing({"policy": TrainedModel(policy), "generation": Engines(engines, 60.0)})  # type: ignore[arg-type]
+    refitter = Refitter(policy, engines, spec, 60.0, memory)
 
     refitter.ensure_fresh()
     assert answers(engines, loop) == expected[0]

@@ -26,7 +26,7 @@ from generation_helpers import (
 )
 from transformers import PreTrainedModel
 
-from nemo_rl.algorithms.sync_probe import suspect_layer
+from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
 from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint

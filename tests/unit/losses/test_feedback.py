@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.kto import KTOPreparation, kl_estimate, mismatched_rows, rotation
+from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
 from nemo_rl.losses.invariance import check_invariance
@@ -150,12 +151,15 @@ class LetterPolicy:
 
 def test_preparation_adds_constant_columns():
     batch = rows("ab|1", "ab|22", "-zz|9", "c|333", "c|4")
-    prepared = KTOPreparation(LetterPolicy(), 10)(batch)
+    prepared = StepBatch(batch)
+    assert KTOPreparation(LetterPolicy(), 10).apply(prepared) == {}
+    prepared = prepared.tensors
     ratios = [len(a) * (1 - ord(a[0]) / 100) for a in ("333", "4", "1", "22")]
     assert prepared["kl_baseline"].tolist() == pytest.approx([sum(ratios) / 4] * 5)
     assert prepared["num_desirable"].tolist() == [2.0 - 1 + 1] * 5
     assert prepared["reference_policy_logprobs"].shape == prepared["input_ids"].shape
-    alone = KTOPreparation(LetterPolicy(), 10)(rows("ab|1", "-c|2"))
+    alone = rows("ab|1", "-c|2")
+    KTOPreparation(LetterPolicy(), 10).prepare(alone)
     assert alone["kl_baseline"].tolist() == [0.0, 0.0]
 
 

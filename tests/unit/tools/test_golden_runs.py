@@ -1,22 +1,16 @@
 """The comparison of recorded runs sees every number that moved."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-FILE = Path(__file__).resolve().parents[3] / "tools/golden_runs.py"
+from tool_loading import load_tool
 
 
 @pytest.fixture(scope="module")
 def golden_runs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("golden_runs", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("golden_runs")
 
 
 def write(folder: Path, *rows: tuple[str, int, dict[str, float]]) -> None:

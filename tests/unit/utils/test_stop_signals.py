@@ -111,7 +111,7 @@ def test_what_nohup_ignores_stays_ignored(program: list[subprocess.Popen[str]]) 
 
 UNDER_A_TERMINAL = """
 import sys, time
-from nemo_rl.algorithms.launch import exit_status
+from nemo_rl.algorithms.runtime.launch import exit_status
 from nemo_rl.utils.errors import RunInterruptedError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
 from nemo_rl.utils.logging_setup import configure_logging

@@ -1,0 +1,94 @@
+"""From rewards to the advantage of every token: scaling, shaping, group statistics, whitening.
+
+Invariant: samples without a reward take part in no statistic, and the environment's own reward stays on the trajectory
+for metrics.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.algorithms.credit.advantages import AdvantageEstimator, AdvantageExtras
+from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, shape_rewards
+from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.config import GRPOConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.trajectory import Outcome, Trajectory
+
+
+class CreditAssignment:
+    """Fills in `advantages`.
+
+    Args:
+        estimator: the advantage formula.
+        config: the `grpo` section (reward scaling and shaping).
+    """
+
+    def __init__(self, estimator: AdvantageEstimator, config: GRPOConfig):
+        self._estimator = estimator
+        self._config = config
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether the estimator reads `prev_logprobs` and `reference_policy_logprobs`."""
+        return self._estimator.needs_logprobs
+
+    name = "advantage_calculation"
+    roles: tuple[str, ...] = ()
+
+    def apply(self, batch: StepBatch) -> dict[str, float]:
+        """As a stage of a run (`runtime.run.Stage`)."""
+        return self.assign(batch.tensors, batch.trajectories)
+
+    def assign(self, batch: BatchedDataDict[Any], trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Write `advantages [B, T]` into the batch.
+
+        Args:
+            batch: a training batch whose rows are the trajectories, in order.
+            trajectories: B rollouts.
+
+        Returns:
+            Metrics: shaped reward and spread of the advantages.
+        """
+        valid_B = batch["sample_mask"]
+        rewards_B = self._training_rewards(trajectories)
+        extras: AdvantageExtras = {
+            "group_ids": torch.tensor([t.group_index for t in trajectories]),
+            "valid_mask": valid_B,
+            "reward_components": self._components(trajectories),
+        }
+        if self.needs_logprobs:
+            extras["logprobs_policy"] = batch["prev_logprobs"]
+            extras["logprobs_reference"] = batch["reference_policy_logprobs"]
+        advantages = self._estimator.compute_advantage(None, rewards_B, batch["token_mask"], **extras)
+        batch["advantages"] = advantages.float()
+        counted = advantages[(batch["token_mask"] * valid_B[:, None]) > 0]
+        return {
+            "filtered_reward": float((rewards_B * valid_B).sum() / valid_B.sum().clamp(min=1)),
+            **_spread("advantages", counted),
+        }
+
+    def _training_rewards(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        rewards_B = torch.tensor([t.reward or 0.0 for t in trajectories])
+        lengths_B = torch.tensor([t.response_length for t in trajectories])
+        truncated_B = torch.tensor([t.outcome == Outcome.TRUNCATED for t in trajectories])
+        rewards_B = scale_rewards(rewards_B, self._config.reward_scaling)
+        return shape_rewards(rewards_B, lengths_B, truncated_B, self._config.reward_shaping)
+
+    def _components(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+        """Scaled reward components by name, each `[B]`; shaping is about the total reward only."""
+        names = sorted({name for t in trajectories for name in t.reward_components})
+        rewards = {name: torch.tensor([t.reward_components.get(name, 0.0) for t in trajectories]) for name in names}
+        return {name: scale_rewards(values_B, self._config.reward_scaling) for name, values_B in rewards.items()}
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    if values.numel() == 0:
+        return {f"{name}/mean": 0.0, f"{name}/max": 0.0, f"{name}/min": 0.0}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

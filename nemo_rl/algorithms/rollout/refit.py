@@ -1,0 +1,183 @@
+"""Move weights from the policy to the engines when, and only when, they are stale.
+
+Connects `models.policy` and `models.generation`, which never import each other. One sync:
+
+    engines.begin ─┐                       ┌─ next bucket is packed while this one is loaded
+    policy.begin  ─┴► policy.next_bucket ─►│─► engines.receive_bucket  (+ policy.send for collectives)
+                            ▲──────────────┘        until the last bucket
+    engines.finish ─► receipts ─► verify: version, tensor count, checksums, nothing left unbound
+
+Every wait has the deadline `cluster.timeouts.weight_sync_s`. An engine that dies is replaced and the sync starts over.
+Invariant: after `ensure_fresh` returns, every engine answers with the policy's weight version.
+"""
+
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nemo_rl.algorithms.runtime.memory import MemorySharing
+from nemo_rl.distributed.worker_results import PendingCall, gather
+from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSource(Protocol):
+    """What a sync needs of the policy."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the current weights."""
+
+    def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
+        """Start a stream on all ranks; returns the calls to wait for."""
+
+    def next_weight_bucket(self) -> Bucket:
+        """Gather and pack the next bucket."""
+
+    def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
+        """Push a bucket through a sending transport; returns the calls to wait for."""
+
+    def meeting_point(self) -> tuple[str, int]:
+        """Address of rank 0 and a port that it holds for one group."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines as a party that shares devices with the policy; see `runtime.memory`.
+
+    Attributes:
+        generation: the engines.
+        timeout_s: limit for their answers.
+    """
+
+    generation: EngineGroup
+    timeout_s: float
+
+    def rest(self) -> None:
+        """Give memory back."""
+        self._all("sleep")
+
+    def wake(self) -> None:
+        """Take memory again."""
+        self._all("wake_up")
+
+    def _all(self, method: str) -> None:
+        workers = self.generation.workers
+
+        def call_all() -> None:
+            calls = workers.run_all_workers_single_data(method)
+            workers.get_all_worker_results(calls, self.timeout_s, f"engines: {method}")
+
+        self.generation.with_replacements(call_all)
+
+
+class Refitter:
+    """Keeps the engines' weights equal to the policy's; for any thread.
+
+    Args:
+        policy: where weights come from.
+        generation: where they go.
+        spec: transport agreement; for collectives its address is filled in here.
+        timeout_s: limit of every wait within a sync.
+        memory: who has the devices, where "generation" and "policy" share them.
+    """
+
+    def __init__(
+        self,
+        policy: WeightSource,
+        generation: EngineGroup,
+        spec: TransportSpec,
+        timeout_s: float,
+        memory: MemorySharing | None = None,
+    ):
+        self._policy = policy
+        self._generation = generation
+        self._spec = spec
+        self._timeout_s = timeout_s
+        self._memory = memory or MemorySharing()
+        self._synced: tuple[int, int] | None = None
+        self.last_sync: dict[str, float] = {}
+        generation.bring_up = self.sync
+
+    def ensure_fresh(self) -> None:
+        """Wake the engines, and sync if their weights are older than the policy's or one of them is new.
+
+        Raises:
+            WeightSyncError: the weights did not arrive, or not as they were sent.
+            DeadlineExceededError: a side did not answer in time.
+        """
+        with self._generation.exclusively():
+            self._memory.hand_to(("generation",))
+            if self._synced != (self._policy.weight_version, self._generation.num_restarts):
+                self.sync()
+
+    def before_training(self) -> None:
+        """Hand device memory to the policy."""
+        self._memory.hand_to(("policy",))
+
+    def sync(self) -> None:
+        """Move the policy's current weights to all engines, replacing engines that died."""
+        with self._generation.exclusively():
+            started = time.perf_counter()
+            receipts = self._generation.with_replacements(self._sync_once)
+            self._note_sync(receipts, time.perf_counter() - started)
+
+    def _note_sync(self, receipts: list[SyncReceipt], seconds: float) -> None:
+        version = self._policy.weight_version
+        self._synced = (version, self._generation.num_restarts)
+        self._generation.weight_version = version
+        num_bytes = receipts[0].num_bytes
+        self.last_sync = {
+            "sync_s": seconds,
+            "sync_mb": num_bytes / 1e6,
+            "sync_mb_per_s": num_bytes / 1e6 / max(seconds, 1e-9),
+            "num_tensors": float(receipts[0].num_tensors),
+        }
+        logger.debug("Weights of version %d reached %d engines in %.3f s.", version, len(receipts), seconds)
+
+    def _renew_rendezvous(self) -> None:
+        """A collective's group is bound to its members: give it a new meeting point when they change."""
+        restarts = self._generation.num_restarts
+        if self._spec.name != "collective" or self._spec.extra.get("epoch") == restarts:
+            return
+        address, port = self._policy.meeting_point()
+        self._spec = dataclasses.replace(
+            self._spec,
+            master_address=address,
+            master_port=port,
+            world_size=1 + self._generation.num_engines,
+            extra={"epoch": restarts},
+        )
+
+    def _sync_once(self) -> list[SyncReceipt]:
+        self._renew_rendezvous()
+        version = self._policy.weight_version
+        opening = self._on_engines("begin_weight_update", self._spec, version)
+        self._wait(opening + self._policy.begin_weight_stream(self._spec), "opening")
+        buckets: list[Bucket] = []
+        in_flight: list[PendingCall] = []
+        while not buckets or not buckets[-1].is_last:
+            bucket = self._policy.next_weight_bucket()
+            self._wait(in_flight, f"bucket {len(buckets) - 1}")
+            buckets.append(bucket)
+            in_flight = self._on_engines("receive_bucket", bucket)
+            in_flight += self._policy.send_weight_bucket(bucket)
+        self._wait(in_flight, f"bucket {len(buckets) - 1}")
+        closing = self._on_engines("finish_weight_update", version)
+        receipts: list[SyncReceipt] = self._wait(closing, "closing")
+        check_receipts(receipts, buckets, version)
+        return receipts
+
+    def _on_engines(self, method: str, *args: Any) -> list[PendingCall]:
+        workers = self._generation.workers
+        return workers.pending_calls(workers.run_all_workers_single_data(method, *args))
+
+    def _wait(self, calls: list[PendingCall], part: str) -> list[Any]:
+        crew = [call.seat for call in calls]
+        return gather(calls, crew, self._timeout_s, f"weight sync, {part} ({self._spec.name})")

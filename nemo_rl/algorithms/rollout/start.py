@@ -1,0 +1,304 @@
+"""From the choices of an algorithm that samples to a run: workers, rollouts, weight sync, validation, session.
+
+`grpo` and `distillation` decide what can be decided without a worker (a `RolloutRecipe`) and call `start_run`. Order:
+everything that can be refused, then Ray and the workers, then what connects them:
+
+    Ray ─► environments (in background) ─┬► engines (import vLLM, build) ─┐
+                                         ├► policy ranks ─────────────────┼─► refitter, rollouts, session
+                                         └► ranks of further models ──────┘
+
+Invariant: nothing here knows a loss or an advantage; what has been started is registered for the end of the run before
+the next thing starts.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.algorithms.rollout.batches import RolloutBatches
+from nemo_rl.algorithms.rollout.refit import Engines, Refitter
+from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
+from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
+from nemo_rl.algorithms.rollout.training_batch import build_training_batch
+from nemo_rl.algorithms.rollout.validation import Validator
+from nemo_rl.algorithms.runtime.memory import MemorySharing, TrainedModel
+from nemo_rl.algorithms.runtime.placement import place_roles
+from nemo_rl.algorithms.runtime.roles import Role, reserve, start_role, start_together
+from nemo_rl.algorithms.runtime.run import Run, Stage
+from nemo_rl.algorithms.runtime.run_folders import RunFolders, open_folders
+from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.config import RolloutMasterConfig
+from nemo_rl.data.datasets.setup import ResponseData
+from nemo_rl.data.loader import build_loader
+from nemo_rl.distributed.virtual_cluster import init_ray
+from nemo_rl.environments.client import EnvironmentClient
+from nemo_rl.environments.registry import create_env
+from nemo_rl.experience.event_loop import EventLoopThread
+from nemo_rl.experience.prompt_stream import PromptStream
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
+from nemo_rl.experience.trajectory_log import TrajectoryLog
+from nemo_rl.losses.interfaces import AnyLossFunction
+from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.logger import Logger, print_message_log_samples
+
+
+def as_sampled(rollouts: FreshRollouts) -> RolloutSource:
+    """The source of an algorithm that trains on every group."""
+    return rollouts
+
+
+@dataclass(frozen=True)
+class RolloutRecipe:
+    """What makes a run that samples the one of its algorithm; settled before anything starts.
+
+    Attributes:
+        tokenizer: of all models and of the data.
+        data: prompts.
+        loss_fn: what the policy is trained on.
+        roles: models by name; "policy" is trained on `loss_fn` and sampled from.
+        stages: the started models -> what happens to a batch before it is trained on.
+        source: wraps the source of freshly sampled groups.
+        prompt_factor: prompts drawn at a time over `num_prompts_per_step`.
+        needs_reward: samples without a reward train nothing.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    data: ResponseData
+    loss_fn: AnyLossFunction
+    roles: Mapping[str, Role]
+    stages: Callable[[Mapping[str, Policy]], list[Stage]]
+    source: Callable[[FreshRollouts], RolloutSource] = as_sampled
+    prompt_factor: float = 1.0
+    needs_reward: bool = True
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The processes of a run that trains and samples.
+
+    Attributes:
+        models: ranks of the models, by role.
+        engines: what samples.
+        environments: what rewards, by task name.
+    """
+
+    models: Mapping[str, Policy]
+    engines: EngineGroup
+    environments: Mapping[str, EnvironmentClient]
+
+
+def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: float) -> Run:
+    """Start Ray and all workers, and connect them.
+
+    Args:
+        config: a checked configuration.
+        recipe: the algorithm's choices.
+        started_at: `time.perf_counter()` at process start, to report the time to the first step.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: the configuration, the data, a tracker or a checkpoint cannot be
+            used; raised before Ray starts.
+        ResourceInsufficientError: the cluster lacks what is asked for.
+    """
+    check_engine_model(config.policy, config.cluster)
+    _check_environments(config, recipe)
+    prompts = make_prompts(config, recipe)
+    with ExitStack() as resources:
+        folders = open_folders(config, len(recipe.data.train), resources)
+        folders.restore(prompts)
+        backends = Logger(config.logger, folders.log_dir, config.algorithm.max_num_steps)
+        resources.callback(backends.close)
+        backends.log_hyperparams(config.model_dump())
+        workers = _start_workers(config, recipe, folders, resources)
+        loop = EventLoopThread()
+        resources.callback(loop.close)
+        run = _connect(config, recipe, folders, backends, workers, loop, prompts, started_at)
+        run.resources = resources.pop_all()
+    return run
+
+
+def _check_environments(config: RolloutMasterConfig, recipe: RolloutRecipe) -> None:
+    for name in recipe.data.task_env.values():
+        if name not in config.env:
+            raise ConfigError(f"The data asks for environment {name!r}, but `env` has only {sorted(config.env)}.")
+
+
+def _start_workers(
+    config: RolloutMasterConfig, recipe: RolloutRecipe, folders: RunFolders, resources: ExitStack
+) -> Workers:
+    """Start environments in the background, then models and engines side by side; blocks until those are ready."""
+    cluster, seed = config.cluster, config.algorithm.seed
+    init_ray(str(folders.log_dir))
+    environments = {}
+    for name in recipe.data.task_env.values():
+        environments[name] = create_env(
+            name,
+            config.env[name],
+            step_timeout_s=cluster.timeouts.environment_s,
+            max_restarts=cluster.max_actor_restarts,
+        )
+        resources.callback(environments[name].shutdown)
+    places = place_roles(cluster, {name: role.section for name, role in recipe.roles.items()})
+    reserve(places.values(), resources)
+    settings = engine_settings(config.policy, cluster, seed, load_weights=False)
+    generation = config.policy.generation
+    assert generation is not None, "engine_settings checks this"
+    started = start_together(
+        {
+            "generation": partial(make_engines, settings, places["generation"], cluster, generation.vllm_cfg.env_vars),
+            **{
+                name: partial(
+                    start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path
+                )
+                for name, role in reversed(list(recipe.roles.items()))
+            },
+        },
+        resources,
+    )
+    return Workers({name: started[name] for name in recipe.roles}, started["generation"], environments)
+
+
+def _connect(
+    config: RolloutMasterConfig,
+    recipe: RolloutRecipe,
+    folders: RunFolders,
+    backends: Logger,
+    workers: Workers,
+    loop: EventLoopThread,
+    prompts: PromptStream,
+    started_at: float,
+) -> Run:
+    """The parts of a run around its workers."""
+    algorithm, cluster, policy = config.algorithm, config.cluster, workers.models["policy"]
+    limits = RolloutLimits(
+        config.policy.max_total_sequence_length, algorithm.max_rollout_turns, cluster.timeouts.rollout_s
+    )
+    runner = RolloutRunner(workers.engines, workers.environments, recipe.tokenizer, limits, loop)
+    memory = share_memory(config, workers)
+    refitter = make_refitter(config.policy, cluster, policy, workers.engines, memory)
+    trajectory_log = TrajectoryLog(folders.log_dir, config.logger.save_trajectories)
+    rollouts = FreshRollouts(
+        prompts,
+        runner,
+        sampling_params(config.policy, recipe.tokenizer.eos_token_id, validation=False),
+        algorithm.num_generations_per_prompt,
+        algorithm.seed,
+    )
+    source = RolloutBatches(
+        recipe.source(rollouts),
+        refitter,
+        make_probe(config.policy, cluster, policy, workers.engines, refitter),
+        trajectory_log,
+        partial(
+            build_training_batch,
+            pad_token_id=recipe.tokenizer.pad_token_id,
+            mask_truncated=algorithm.overlong_filtering,
+            needs_reward=recipe.needs_reward,
+        ),
+    )
+    parts = SessionParts(
+        cadence=_cadence(config),
+        logger=backends,
+        checkpointing=config.checkpointing,
+        checkpoints=folders.checkpoints,
+        models={name: workers.models[name] for name, role in recipe.roles.items() if role.trains},
+        source=source,
+        validate=make_validation(config, recipe, runner, refitter, trajectory_log),
+        run_config=config,
+    )
+    return Run(
+        session=Session(parts, folders.resume_path, started_at),
+        source=source,
+        stages=recipe.stages(workers.models),
+        roles=workers.models,
+        loss_fn=recipe.loss_fn,
+        memory=memory,
+        resources=ExitStack(),
+    )
+
+
+def share_memory(config: RolloutMasterConfig, workers: Workers) -> MemorySharing:
+    """Who takes turns on the devices: policy and engines, where they are colocated on GPUs."""
+    generation = config.policy.generation
+    assert generation is not None, "engine_settings checks this"
+    if not (config.cluster.uses_gpu and generation.colocated.enabled):
+        return MemorySharing()
+    return MemorySharing(
+        {
+            "generation": Engines(workers.engines, config.cluster.timeouts.weight_sync_s),
+            "policy": TrainedModel(workers.models["policy"]),
+        }
+    )
+
+
+def make_prompts(config: RolloutMasterConfig, recipe: RolloutRecipe) -> PromptStream:
+    """The training prompts, epoch after epoch."""
+    algorithm = config.algorithm
+    loader = build_loader(
+        recipe.data.train,
+        int(algorithm.num_prompts_per_step * recipe.prompt_factor),
+        shuffle=config.data.shuffle,
+        seed=algorithm.seed,
+        num_workers=config.data.num_workers,
+        accept_changes=bool(config.checkpointing.allow_changed),
+        max_bad_row_share=config.data.max_bad_row_share,
+    )
+    return PromptStream(loader, algorithm.max_num_epochs)
+
+
+def make_validation(
+    config: RolloutMasterConfig,
+    recipe: RolloutRecipe,
+    runner: RolloutRunner,
+    refitter: Refitter,
+    trajectory_log: TrajectoryLog,
+) -> Callable[[int], dict[str, float]] | None:
+    """A function that validates after a step, or None without validation data."""
+    data = recipe.data.validation
+    if data is None:
+        return None
+    algorithm = config.algorithm
+    num_rows = min(len(data), algorithm.max_val_samples or len(data))
+    batch_size = min(algorithm.val_batch_size or num_rows, num_rows)
+    loader = build_loader(data, batch_size, shuffle=False, seed=algorithm.seed, drop_last=False, max_rows=num_rows)
+    validator = Validator(
+        loader,
+        runner,
+        sampling_params(config.policy, recipe.tokenizer.eos_token_id, validation=True),
+        algorithm.val_num_generations_per_prompt,
+        algorithm.seed,
+    )
+
+    def validate(step: int) -> dict[str, float]:
+        refitter.ensure_fresh()
+        metrics, trajectories = validator.validate()
+        trajectory_log.write_validation(step, trajectories)
+        if config.logger.num_val_samples_to_print:
+            logs = [t.message_log for t in trajectories]
+            rewards = [t.reward if t.reward is not None else math.nan for t in trajectories]
+            print_message_log_samples(logs, rewards, config.logger.num_val_samples_to_print, step)
+        return metrics
+
+    return validate
+
+
+def _cadence(config: RolloutMasterConfig) -> Cadence:
+    algorithm = config.algorithm
+    return Cadence(
+        max_num_steps=algorithm.max_num_steps,
+        val_period=algorithm.val_period,
+        val_start_at=algorithm.val_start_at,
+        val_at_start=algorithm.val_at_start,
+        val_at_end=algorithm.val_at_end,
+        save_period=config.checkpointing.save_period,
+        stop_metric=algorithm.stop_at_validation_metric,
+        stop_threshold=algorithm.stop_at_validation_threshold,
+        max_idle_steps=algorithm.max_idle_steps,
+    )

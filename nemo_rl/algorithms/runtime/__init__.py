@@ -1,0 +1,1 @@
+"""What every run has, whatever it trains: command line, checks, folders, workers, steps, checkpoints, the end."""

@@ -1,0 +1,70 @@
+"""The command line that all example scripts share: `[--config FILE] [key=value ...]`, and their exit status.
+
+Light until the configuration is accepted: a wrong key is answered in a second, before torch is imported. Invariant: a
+mistake of the user is one message and exit status 2; a failure of the run is one message and 1; after a signal the
+status is 75 (EX_TEMPFAIL) if the same command goes on from what was saved, else 128 + the signal's number.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from nemo_rl.algorithms.runtime.preflight import check_machine
+from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config
+from nemo_rl.utils.errors import NemoRLError
+from nemo_rl.utils.logging_setup import configure_logging
+from nemo_rl.utils.stop_signals import leave_at_once
+
+
+def launch[ConfigT: MasterConfig | EvalMasterConfig](
+    description: str,
+    default_config: Path,
+    schema: type[ConfigT],
+    run: Callable[[ConfigT], None],
+    arguments: list[str] | None = None,
+) -> int:
+    """Read the configuration and run.
+
+    Args:
+        description: help text.
+        default_config: YAML file when `--config` is absent.
+        schema: class of the configuration.
+        run: does the work; called with the checked configuration.
+        arguments: command line without the program, `sys.argv` by default.
+
+    Returns:
+        Exit status.
+    """
+    configure_logging()
+    leave_at_once()
+    # torchdata calls it on import of every loader; nothing a user could change.
+    warnings.filterwarnings("ignore", message=".*set_vital.*")
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=default_config, help="YAML file of the run")
+    # Python looks beside the script; a class of the user's own may lie in the folder the run was started from.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    known, overrides = parser.parse_known_args(arguments)
+
+    def work() -> int:
+        config = load_config(known.config, overrides, schema=schema)
+        check_machine(config)
+        run(config)
+        return 0
+
+    return exit_status(work)
+
+
+def exit_status(work: Callable[[], int]) -> int:
+    """Do the work of a program; its exit status, or that of the error that ended it, after its message."""
+    try:
+        return work()
+    except NemoRLError as error:
+        # The terminal may be gone, which is why the run ended.
+        with suppress(OSError):
+            sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
+        return error.exit_status

@@ -1,0 +1,66 @@
+"""What this machine lacks for a configuration, found within seconds and before Ray starts.
+
+Runs once the keys are accepted, cheapest question first; what takes transformers (tokenizers, data) follows in the
+`assemble` files. Invariant: nothing is imported here that a run does not need.
+"""
+
+from collections.abc import Iterator
+
+from nemo_rl.config import EvalMasterConfig, MasterConfig, PolicyConfig, RolloutMasterConfig, check_device, count_gpus
+from nemo_rl.config.rules.trackers import check_trackers
+from nemo_rl.utils.logger import make_log_dir
+
+
+def check_machine(config: MasterConfig | EvalMasterConfig) -> None:
+    """Refuse a configuration that cannot run here.
+
+    Raises:
+        ConfigError: GPUs, a tracker, the log folder, a model, an optimizer, a schedule or an environment is not to
+            be had.
+    """
+    check_device(config, count_gpus())
+    if isinstance(config, MasterConfig):
+        check_trackers(config.logger)
+        make_log_dir(config.logger.log_dir)
+    _check_models(config)
+    if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
+        _check_environments(config)
+    if isinstance(config, MasterConfig):
+        from nemo_rl.models.backends import training_backend
+
+        training_backend(config.policy).check(config.policy)
+
+
+def _check_models(config: MasterConfig | EvalMasterConfig) -> None:
+    from nemo_rl.models.huggingface.reachable import TOKENIZER_FILE, check_reachable
+
+    seen = set()
+    for model_key, tokenizer_key, model in _models(config):
+        if model.model_name not in seen:
+            check_reachable(model_key, model.model_name)
+        seen.add(model.model_name)
+        if model.tokenizer.name not in seen:
+            check_reachable(tokenizer_key, model.tokenizer.name, TOKENIZER_FILE)
+        seen.add(model.tokenizer.name)
+
+
+def _models(config: MasterConfig | EvalMasterConfig) -> Iterator[tuple[str, str, PolicyConfig]]:
+    """Key of the model, key of its tokenizer, and the section."""
+    if isinstance(config, EvalMasterConfig):
+        yield "generation.model_name", "tokenizer.name", config.policy
+        return
+    for section, model in zip(("policy", "teacher"), config.models, strict=False):
+        yield f"{section}.model_name", f"{section}.tokenizer.name", model
+
+
+def _check_environments(config: RolloutMasterConfig | EvalMasterConfig) -> None:
+    """Import the environments that the data asks for."""
+    from nemo_rl.environments.loading import load_env_class
+    from nemo_rl.environments.registry import env_class_path
+
+    if isinstance(config, EvalMasterConfig):
+        names = {config.data.env_name}
+    else:
+        names = {str(entry.env_name) for entry in (*config.data.train_entries, *config.data.validation_entries)}
+    for name in sorted(names):
+        load_env_class(env_class_path(name))

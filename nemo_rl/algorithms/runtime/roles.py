@@ -1,0 +1,107 @@
+"""The models of a run: the policy, and whatever else trains or scores beside it.
+
+A run names its models, for example `{"policy": ..., "teacher": ...}`. Each is a `Policy` with a section of its own;
+which of them trains is a value here. Invariant: what has been started is registered for the end of the run before
+anything is done with it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.models.policy.lm_policy import Policy
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model of a run.
+
+    Attributes:
+        section: its keys.
+        trains: has an optimizer and is saved in checkpoints; else it is frozen, for inference only.
+        keeps_reference: keep the initial weights for reference log-probabilities.
+    """
+
+    section: PolicyConfig
+    trains: bool = True
+    keeps_reference: bool = False
+
+
+def start_role(
+    name: str,
+    role: Role,
+    where: RayVirtualCluster,
+    cluster: ClusterConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    resume_path: Path | None = None,
+) -> Policy:
+    """Start the ranks of a model, from its own weights or a checkpoint; blocks until they are ready.
+
+    Args:
+        name: of the model in the run.
+        role: what it is.
+        where: bundles for the ranks.
+        cluster: deadlines and threads.
+        tokenizer: saved beside its weights.
+        seed: of the run.
+        resume_path: step folder of a checkpoint; None starts from `section.model_name`.
+    """
+    saved = resume_path / name if resume_path and role.trains else None
+    has_optimizer = saved is not None and (saved / "optimizer").exists()
+    return Policy(
+        where,
+        role.section,
+        tokenizer,
+        name_prefix="lm_policy" if name == "policy" else name,
+        weights_path=saved / "weights" if saved else None,
+        optimizer_path=saved / "optimizer" if saved and has_optimizer else None,
+        init_optimizer=role.trains,
+        init_reference_model=role.keeps_reference,
+        timeouts=cluster.timeouts,
+        threads_per_rank=cluster.threads_per_rank,
+        seed=seed,
+    )
+
+
+class Closable(Protocol):
+    """Something that holds processes."""
+
+    def shutdown(self) -> Any:
+        """End them."""
+
+
+def start_together(starts: Mapping[str, Callable[[], Closable]], resources: ExitStack) -> dict[str, Any]:
+    """Start several things side by side; blocks until all have started or failed.
+
+    Args:
+        starts: by name; each is ended in reverse order.
+        resources: where they are registered, also when another one fails.
+
+    Raises:
+        Exception: the first failure.
+    """
+    with ThreadPoolExecutor(max_workers=len(starts)) as pool:
+        futures = {name: pool.submit(start) for name, start in starts.items()}
+    for future in futures.values():
+        if future.exception() is None:
+            resources.callback(future.result().shutdown)
+    return {name: future.result() for name, future in futures.items()}
+
+
+def reserve(clusters: Iterable[RayVirtualCluster], resources: ExitStack) -> None:
+    """Reserve all bundles of a run, before the first worker.
+
+    Raises:
+        ResourceInsufficientError: the cluster does not have them.
+    """
+    for cluster in {id(cluster): cluster for cluster in clusters}.values():
+        resources.callback(cluster.shutdown)
+        cluster.get_placement_groups()

@@ -1,0 +1,143 @@
+"""What every run is made of, and the one training loop.
+
+    source.next_batch ─► each stage adds to the batch ─► policy.train ─► metrics, checkpoint
+
+An algorithm is a choice of these parts: where batches come from (rollouts or written data), what happens to a batch
+before the update (log-probabilities, a teacher's logits, advantages), and the loss. Invariant: the loop holds no
+option.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from nemo_rl.algorithms.runtime.memory import MemorySharing
+from nemo_rl.algorithms.runtime.session import Resumable, Session
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.losses.interfaces import AnyLossFunction
+from nemo_rl.models.policy.interfaces import PolicyInterface
+
+type Phase = Callable[[str], AbstractContextManager[None]]
+"""Times a part of the step, as `Session.phase`."""
+
+
+@dataclass
+class StepBatch:
+    """What one step trains on.
+
+    Attributes:
+        tensors: the batch of B rows; stages write into it.
+        trajectories: the B rollouts behind the rows, in their order; empty for written data.
+        num_prompts: prompts, or samples of written data, that it consumes.
+        metrics: of its making, logged under `train/`.
+        metrics_under: further ones, by the prefix they are logged under.
+        rows_per_update: rows of one optimizer update; None takes `policy.train_global_batch_size`.
+    """
+
+    tensors: BatchedDataDict[Any]
+    trajectories: Sequence[Trajectory] = ()
+    num_prompts: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_under: dict[str, dict[str, float]] = field(default_factory=dict)
+    rows_per_update: int | None = None
+
+
+class BatchSource(Resumable, Protocol):
+    """Gives each step its batch."""
+
+    def next_batch(self, step: int, phase: Phase) -> StepBatch:
+        """The batch of a step (from 1).
+
+        Raises:
+            DataExhausted: there is no further one.
+        """
+
+    def trained(self, step: int, batch: StepBatch) -> None:
+        """The batch was trained on: only now the position that a checkpoint holds moves behind it."""
+
+
+class Stage(Protocol):
+    """One thing that happens to a batch between its making and the update.
+
+    Attributes:
+        name: its time is logged as `timing/train/<name>`.
+        roles: models that it uses, which get the devices where several share them; empty leaves them as they are.
+    """
+
+    @property
+    def name(self) -> str:
+        """Of the phase."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Of the models."""
+
+    def apply(self, batch: StepBatch) -> dict[str, float]:
+        """Write into `batch.tensors`; returns metrics of the step."""
+
+
+@dataclass
+class Run:
+    """Everything one run is made of; built by `setup` of its algorithm. A context manager that closes itself.
+
+    Attributes:
+        session: steps, metrics, validation, checkpoints.
+        source: batches.
+        stages: what happens to a batch before it is trained on, in order.
+        roles: models by name; "policy" is the one that `loss_fn` trains.
+        loss_fn: what the policy is trained on.
+        memory: which models have the devices, where several share them.
+        resources: ends everything that was started, latest first.
+    """
+
+    session: Session
+    source: BatchSource
+    stages: list[Stage]
+    roles: Mapping[str, PolicyInterface]
+    loss_fn: AnyLossFunction
+    memory: MemorySharing
+    resources: ExitStack
+
+    @property
+    def policy(self) -> PolicyInterface:
+        """The model under training."""
+        return self.roles["policy"]
+
+    def close(self) -> None:
+        """Stop all workers and free what they hold; a part that fails to end does not keep the others."""
+        self.resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def train(run: Run) -> None:
+    """Train until the steps, the data or the clock run out.
+
+    Args:
+        run: the parts of the run.
+    """
+    session = run.session
+    with session:
+        for step in session.steps():
+            batch = run.source.next_batch(step, session.phase)
+            for stage in run.stages:
+                run.memory.hand_to(stage.roles)
+                with session.phase(stage.name):
+                    session.record(stage.apply(batch))
+            run.memory.hand_to(("policy",))
+            with session.phase("policy_training"):
+                result = run.policy.train(batch.tensors, run.loss_fn, gbs=batch.rows_per_update)
+            session.record(result["metrics"], batch.metrics)
+            for prefix, metrics in batch.metrics_under.items():
+                session.record_under(prefix, metrics)
+            run.source.trained(step, batch)
+            session.finish_step(step, batch.num_prompts)

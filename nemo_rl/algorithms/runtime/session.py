@@ -1,0 +1,397 @@
+"""What surrounds a training loop: step numbers, metrics, validation cadence, checkpoints, the end.
+
+Every algorithm iterates `session.steps()` and calls `record` and `finish_step`; what a step does stays in the
+algorithm. Owns the save state. Invariant: a checkpoint holds all that the next step depends on, so a run that was
+killed and started again repeats the metrics of one that never stopped; and a run that ends with fewer steps than asked
+says why. A signal ends it behind the running step, with a checkpoint.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from pydantic import BaseModel
+
+from nemo_rl.algorithms.runtime.idle_steps import IdleSteps
+from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
+from nemo_rl.config import CheckpointingConfig
+from nemo_rl.experience.prompt_stream import DataExhausted
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.checkpoint_write import CheckpointWrite
+from nemo_rl.utils.errors import CheckpointError, RunInterruptedError
+from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.plain_load import load_plain
+from nemo_rl.utils.stop_signals import DeferredSignals
+from nemo_rl.utils.timer import TimeoutChecker, Timer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SaveState:
+    """What `training_info.json` remembers of a run.
+
+    Attributes:
+        total_steps: optimizer-level steps done.
+        consumed_samples: prompts drawn.
+        total_valid_tokens: tokens that counted in a loss.
+        val_reward: last validation's main metric.
+    """
+
+    total_steps: int = 0
+    current_step: int = 0
+    current_epoch: int = 0
+    consumed_samples: int = 0
+    total_valid_tokens: int = 0
+    val_reward: float = -99999999.0
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When a session validates, saves and stops.
+
+    Attributes:
+        max_num_steps: last step.
+        val_period: validate every so many steps, 0 never.
+        val_start_at: first step of periodic validation, -1 for no delay.
+        val_at_start: validate before step 1.
+        val_at_end: validate after the last step.
+        save_period: checkpoint every so many steps.
+        stop_metric: validation metric that may end the run.
+        stop_threshold: value at which it does.
+        max_idle_steps: steps in a row without an update that end the run with an error.
+    """
+
+    max_num_steps: int
+    val_period: int = 0
+    val_start_at: int = -1
+    val_at_start: bool = False
+    val_at_end: bool = False
+    save_period: int = 10
+    stop_metric: str | None = None
+    stop_threshold: float | None = None
+    max_idle_steps: int = 5
+
+
+class Resumable(Protocol):
+    """What a run learns from, with a position in it that can be stored."""
+
+    @property
+    def epoch(self) -> int:
+        """Finished passes over the data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a stored position."""
+
+
+class Savable(Protocol):
+    """A model that can be stored."""
+
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, consolidated: bool
+    ) -> None:
+        """Write weights, optimizer and tokenizer, and with `consolidated` the model to hand on."""
+
+
+@dataclass
+class SessionParts:
+    """What a session works with.
+
+    Attributes:
+        cadence: when to do what.
+        logger: metric backends.
+        checkpointing: the section `checkpointing`.
+        checkpoints: None when checkpointing is off.
+        models: what is saved, each into the folder of its name.
+        source: whose position is saved.
+        validate: runs a validation and returns its metrics, None without validation data;
+            `validation-<set>/<name>` is a metric of a named data set, saved as `val:validation-<set>_<name>`.
+        run_config: stored in every checkpoint.
+    """
+
+    cadence: Cadence
+    logger: Logger
+    checkpointing: CheckpointingConfig
+    checkpoints: CheckpointManager | None
+    models: Mapping[str, Savable]
+    source: Resumable
+    validate: Callable[[int], dict[str, float]] | None
+    run_config: BaseModel
+    timer: Timer = field(default_factory=Timer)
+
+
+class Session:
+    """One run of one algorithm.
+
+    Args:
+        parts: what it works with.
+        resume_path: checkpoint folder to go on from, None to start fresh.
+        started_at: `time.perf_counter()` at process start, for the time to the first step.
+
+    Attributes:
+        state: the save state.
+        timer: phases of the current step.
+    """
+
+    def __init__(self, parts: SessionParts, resume_path: Path | None, started_at: float):
+        self._parts = parts
+        self._cadence = parts.cadence
+        self.timer = parts.timer
+        self.state = SaveState()
+        must_save_by = parts.checkpointing.checkpoint_must_save_by
+        self._deadline = TimeoutChecker(must_save_by, fit_last_save_time=True) if must_save_by else None
+        self._started_at = started_at
+        self._step_started = 0.0
+        self._metrics: dict[str, float] = {}
+        self._extra: dict[str, dict[str, float]] = {}
+        self._finished: dict[str, float] = {}
+        self._validated_step: int | None = None
+        self._idle = IdleSteps(parts.cadence.max_idle_steps)
+        self._saved_step = 0
+        self._resumed_step: int | None = None
+        self._stop_reason: str | None = None
+        self._interrupted = False
+        self._signals = DeferredSignals(
+            parts.checkpointing.signal_grace_s, "the run ends behind this step with a checkpoint"
+        )
+        if resume_path is not None:
+            self._resume(resume_path)
+
+    def _resume(self, path: Path) -> None:
+        assert self._parts.checkpoints is not None
+        info = self._parts.checkpoints.load_training_info(path) or {}
+        known = {name: info[name] for name in asdict(self.state) if name in info}
+        self.state = SaveState(**known)
+        self._saved_step = self.state.total_steps
+        self._resumed_step = self.state.total_steps
+        self._parts.source.load_state_dict(load_plain(path / DATA_POSITION_FILE))
+        logger.info("Resuming from %s after step %d.", path, self.state.total_steps)
+
+    def __enter__(self) -> Self:
+        if self._cadence.val_at_start and self.state.total_steps == 0:
+            self._validate(0)
+        if self._parts.checkpoints is not None:
+            self._signals.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        """Say how the run ended; the end of the data is an orderly end.
+
+        Raises:
+            RunInterruptedError: a signal ended it before its last step.
+        """
+        try:
+            if isinstance(error, DataExhausted):
+                self._validate_last_step()
+                self._stop_reason = str(error)
+            elif error is not None:
+                return False
+            self._end()
+        finally:
+            self._signals.stop()
+        return True
+
+    def _validate_last_step(self) -> None:
+        """What `val_at_end` asks for, where only the end of the data shows which step is the last."""
+        step = self.state.total_steps
+        if self._cadence.val_at_end and self._finished and self._validated_step != step:
+            self._validate(step)
+            # A checkpoint of this step lacks the validation.
+            self._saved_step = min(self._saved_step, step - 1)
+
+    def _end(self) -> None:
+        step, last_step = self.state.total_steps, self._cadence.max_num_steps
+        if step == self._resumed_step and not self._interrupted:
+            logger.warning(
+                "Nothing was trained: %s. Raise max_num_steps or max_num_epochs, or start a new run in another "
+                "checkpointing.checkpoint_dir.",
+                self._stop_reason
+                or f"the checkpoint is at step {step} already, and the run ends at step {self._cadence.max_num_steps}",
+            )
+            return
+        if step > self._saved_step:
+            self._checkpoint(step)
+        if step >= last_step:
+            logger.info("Finished %d steps.", step)
+            return
+        reason = self._stop_reason or "no reason was recorded"
+        logger.warning("Stopped after step %d of %d: %s.", step, last_step, reason)
+        if self._interrupted:
+            saved = f"The checkpoint of step {step} is complete" if step else "No step was finished"
+            raise RunInterruptedError(f"{reason}. {saved}; the same command goes on.")
+
+    def steps(self) -> Iterator[int]:
+        """Step numbers from 1 (or behind the checkpoint) until the run has to stop."""
+        if self._deadline is not None:
+            self._deadline.start_iterations()
+        while self.state.total_steps < self._cadence.max_num_steps and not self._has_to_stop():
+            self.timer.reset()
+            self._step_started = time.perf_counter()
+            self._metrics, self._extra = {}, {}
+            yield self.state.total_steps + 1
+
+    def _has_to_stop(self) -> bool:
+        if self._stop_reason is None and self._signals.received is not None:
+            self._interrupted = True
+            self._stop_reason = f"{self._signals.received.name} was received"
+        return self._stop_reason is not None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of the step as `timing/train/<name>`."""
+        with self.timer.time(name):
+            yield
+
+    def record(self, *groups: Mapping[str, float]) -> None:
+        """Add metrics of the step, logged under `train/` by `finish_step`."""
+        for group in groups:
+            self._metrics.update(group)
+
+    def record_under(self, prefix: str, metrics: Mapping[str, float]) -> None:
+        """Add metrics of the step under a prefix of their own."""
+        self._extra[prefix] = dict(metrics)
+
+    def finish_step(self, step: int, num_prompts: int) -> None:
+        """Count the step, validate and save when due, log, and decide whether to go on.
+
+        Raises:
+            NothingToLearnError: too many steps in a row made no update; what was learned before them is saved.
+        """
+        self.state.total_steps = step
+        self.state.current_step = step
+        self.state.current_epoch = self._parts.source.epoch
+        self.state.consumed_samples += num_prompts
+        self.state.total_valid_tokens += int(self._metrics.get("global_valid_toks", 0))
+        self._finished = {f"train:{name}": value for name, value in self._metrics.items()}
+        train_seconds = time.perf_counter() - self._step_started
+        if self._validation_is_due(step):
+            self._validate(step)
+        self._check_deadline()
+        if step % self._cadence.save_period == 0 or self._stop_reason is not None:
+            with self.timer.time("checkpointing"):
+                self._checkpoint_or_go_on(step)
+        self._log(step, train_seconds)
+        error = self._idle.note(step, self._metrics)
+        if error is not None:
+            if step - self._idle.in_a_row > self._saved_step:
+                self._checkpoint(step)
+            raise error
+
+    def _validation_is_due(self, step: int) -> bool:
+        cadence = self._cadence
+        is_last = step == cadence.max_num_steps
+        periodic = cadence.val_period > 0 and step % cadence.val_period == 0
+        return (periodic and step >= cadence.val_start_at) or (is_last and cadence.val_at_end)
+
+    def _validate(self, step: int) -> None:
+        if self._parts.validate is None:
+            return
+        started = time.perf_counter()
+        metrics = self._parts.validate(step)
+        self._validated_step = step
+        self.state.val_reward = metrics.get("accuracy", self.state.val_reward)
+        for prefix, group in _by_validation_set(metrics).items():
+            self._parts.logger.log_metrics(group, step, prefix=prefix)
+            saved_prefix = "" if prefix == "validation" else f"{prefix}_"
+            self._finished |= {f"val:{saved_prefix}{name}": value for name, value in group.items()}
+        seconds = {"total_validation_time": time.perf_counter() - started}
+        self._parts.logger.log_metrics(seconds, step, prefix="timing/validation")
+        shown = "  ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+        logger.info("validation after step %d: %s (%.1f s)", step, shown, *seconds.values())
+        self._stop_early(metrics)
+
+    def _stop_early(self, metrics: Mapping[str, float]) -> None:
+        metric, threshold = self._cadence.stop_metric, self._cadence.stop_threshold
+        if metric is None or threshold is None:
+            return
+        if metric not in metrics:
+            raise CheckpointError(
+                f"stop_at_validation_metric={metric} is not a validation metric; there are {sorted(metrics)}."
+            )
+        if metrics[metric] >= threshold:
+            self._stop_reason = f"validation {metric}={metrics[metric]:.4g} reached {threshold:g}"
+
+    def _check_deadline(self) -> None:
+        if self._deadline is None:
+            return
+        self._deadline.mark_iteration()
+        if self._deadline.check_save():
+            self._stop_reason = (
+                f"checkpointing.checkpoint_must_save_by={self._parts.checkpointing.checkpoint_must_save_by} is due"
+            )
+
+    def _checkpoint_or_go_on(self, step: int) -> None:
+        """Save now; a failed save does not end a run, whose newest weights are nowhere but in memory."""
+        try:
+            self._checkpoint(step)
+        except CheckpointError as error:
+            logger.error("%s Training goes on; the next save, or the one at the end, is another attempt.", error)
+
+    def _checkpoint(self, step: int) -> None:
+        """Save.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+        """
+        if self._parts.checkpoints is not None:
+            with CheckpointWrite(self._parts.checkpoints, step):
+                self._write_checkpoint(self._parts.checkpoints, step)
+            self._saved_step = step
+
+    def _write_checkpoint(self, checkpoints: CheckpointManager, step: int) -> None:
+        info = asdict(self.state) | self._finished
+        folder = Path(checkpoints.init_tmp_checkpoint(step, info, self._parts.run_config))
+        for name, model in self._parts.models.items():
+            model.save_checkpoint(
+                str(folder / name / "weights"),
+                str(folder / name / "optimizer") if self._parts.checkpointing.save_optimizer else None,
+                str(folder / name / "tokenizer"),
+                self._parts.checkpointing.save_consolidated,
+            )
+        torch.save(self._parts.source.state_dict(), folder / DATA_POSITION_FILE)
+        checkpoints.finalize_checkpoint(folder)
+
+    def _log(self, step: int, train_seconds: float) -> None:
+        timings = {k: float(v) for k, v in self.timer.get_timing_metrics("sum").items()}
+        timings["total_step_time"] = train_seconds
+        tokens = self._metrics.get("total_num_tokens", 0.0)
+        performance = {
+            "tokens_per_sec": tokens / train_seconds,
+            "samples_per_sec": self._metrics.get("num_samples", 0.0) / train_seconds,
+        }
+        backends = self._parts.logger
+        backends.log_metrics(self._metrics, step, prefix="train")
+        for prefix, metrics in self._extra.items():
+            backends.log_metrics(metrics, step, prefix=prefix)
+        backends.log_metrics(timings, step, prefix="timing/train")
+        backends.log_metrics(performance, step, prefix="performance")
+        if self._started_at:
+            since_start = time.perf_counter() - self._started_at
+            logger.info("First training step done %.1f s after the process started.", since_start)
+            backends.log_metrics({"time_to_first_step": since_start}, 0, prefix="timing/setup")
+            self._started_at = 0.0
+
+
+def _by_validation_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Metrics by the prefix they are logged under."""
+    groups: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        prefix, _, bare = name.partition("/")
+        if not prefix.startswith("validation-"):
+            prefix, bare = "validation", name
+        groups.setdefault(prefix, {})[bare] = value
+    return groups

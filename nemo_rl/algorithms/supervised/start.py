@@ -1,0 +1,200 @@
+"""From the choices of a supervised algorithm to a run: data, policy, validation, session.
+
+`sft`, `dpo` and `rm` decide what is different (a `SupervisedRecipe`) and call `start_run`. Order as in `rollout.start`:
+everything that can be refused, then Ray and the policy's ranks, then what connects them.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.algorithms.runtime.memory import MemorySharing
+from nemo_rl.algorithms.runtime.placement import place_roles
+from nemo_rl.algorithms.runtime.roles import Role, reserve, start_role
+from nemo_rl.algorithms.runtime.run import Run, Stage
+from nemo_rl.algorithms.runtime.run_folders import open_folders
+from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.supervised.batches import WrittenBatches
+from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateValidations, Validate
+from nemo_rl.config import SupervisedConfig, SupervisedMasterConfig
+from nemo_rl.data.collate_fn import preference_collate_fn
+from nemo_rl.data.datasets.processed_dataset import MixedDataset
+from nemo_rl.data.datasets.setup_supervised import SupervisedData
+from nemo_rl.data.loader import PromptLoader, build_loader
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import init_ray
+from nemo_rl.experience.prompt_stream import PromptStream
+from nemo_rl.losses.interfaces import LossFunction
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.logger import Logger
+
+logger = logging.getLogger(__name__)
+
+type Collate = Callable[[list[Any]], BatchedDataDict[Any]]
+type ValidationBatches = Iterable[BatchedDataDict[Any]]
+
+
+def no_stages(policy: Policy) -> list[Stage]:
+    """The stages of a loss that needs nothing beside the batch."""
+    return []
+
+
+@dataclass(frozen=True)
+class SupervisedRecipe:
+    """What makes a run of written data the one of its algorithm; settled before anything starts.
+
+    Attributes:
+        tokenizer: of model and data.
+        data: rows to train and validate on.
+        collate: joins data into a batch.
+        loss_fn: what the policy is trained on.
+        rows_per_sample: rows of a batch that one sample takes; 2 for pairs.
+        keeps_reference: keep the initial weights.
+        stages: policy -> what happens to a batch before it is trained on, or validated.
+        validator: policy and batches -> a function that validates after a step; None reports the loss.
+        validated_names: metrics of the loss that a validation reports, see `LossValidator.names`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    data: SupervisedData
+    collate: Collate
+    loss_fn: LossFunction
+    rows_per_sample: int = 1
+    keeps_reference: bool = False
+    stages: Callable[[Policy], list[Stage]] = no_stages
+    validator: Callable[[Policy, ValidationBatches], Validate] | None = None
+    validated_names: tuple[tuple[str, str], ...] | None = None
+
+
+def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float) -> Run:
+    """Start Ray and the policy's ranks, and connect them; arguments and errors as `rollout.start.start_run`."""
+    loader = _train_loader(config, recipe)
+    steps = num_steps(config, len(loader))
+    source = WrittenBatches(PromptStream(loader, config.algorithm.max_num_epochs), recipe.rows_per_sample)
+    with ExitStack() as resources:
+        folders = open_folders(config, len(recipe.data.train), resources)
+        folders.restore(source)
+        backends = Logger(config.logger, folders.log_dir, steps)
+        resources.callback(backends.close)
+        backends.log_hyperparams(config.model_dump())
+        init_ray(str(folders.log_dir))
+        role = Role(config.policy, keeps_reference=recipe.keeps_reference)
+        where = place_roles(config.cluster, {"policy": config.policy})["policy"]
+        reserve([where], resources)
+        seed, resume_path = config.algorithm.seed, folders.resume_path
+        policy = start_role("policy", role, where, config.cluster, recipe.tokenizer, seed, resume_path)
+        resources.callback(policy.shutdown)
+        parts = SessionParts(
+            cadence=_cadence(config, steps),
+            logger=backends,
+            checkpointing=config.checkpointing,
+            checkpoints=folders.checkpoints,
+            models={"policy": policy},
+            source=source,
+            validate=_validation(config, recipe, policy),
+            run_config=config,
+        )
+        return Run(
+            session=Session(parts, folders.resume_path, started_at),
+            source=source,
+            stages=recipe.stages(policy),
+            roles={"policy": policy},
+            loss_fn=recipe.loss_fn,
+            memory=MemorySharing(),
+            resources=resources.pop_all(),
+        )
+
+
+def num_steps(config: SupervisedMasterConfig, steps_per_epoch: int) -> int:
+    """Steps of a run: `max_num_steps`, or all epochs where that is less."""
+    asked, epochs = config.algorithm.max_num_steps, config.algorithm.max_num_epochs
+    available = steps_per_epoch * epochs
+    if asked > available:
+        logger.info(
+            "The data has %d steps in max_num_epochs=%d; max_num_steps=%d is not reached.", available, epochs, asked
+        )
+    return available if asked < 0 else min(asked, available)
+
+
+def validation_rows(config: SupervisedMasterConfig, rows_per_sample: int) -> int | None:
+    """Rows of one validation pass, None where packing or dynamic batching forms the passes."""
+    policy = config.policy
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        return None
+    return config.algorithm.val_micro_batch_size * rows_per_sample
+
+
+def _train_loader(config: SupervisedMasterConfig, recipe: SupervisedRecipe) -> PromptLoader:
+    return build_loader(
+        recipe.data.train,
+        config.policy.train_global_batch_size,
+        shuffle=config.data.shuffle,
+        seed=config.algorithm.seed,
+        num_workers=config.data.num_workers,
+        collate_fn=recipe.collate,
+        accept_changes=bool(config.checkpointing.allow_changed),
+        max_bad_row_share=config.data.max_bad_row_share,
+    )
+
+
+def _validation(config: SupervisedMasterConfig, recipe: SupervisedRecipe, policy: Policy) -> Validate | None:
+    stages = recipe.stages(policy)
+
+    def validate(rows: MixedDataset) -> Validate:
+        batches = _validation_batches(config, rows, recipe)
+        if recipe.validator is not None:
+            return recipe.validator(policy, batches)
+        micro_batch_rows = validation_rows(config, recipe.rows_per_sample)
+        return LossValidator(batches, stages, policy, recipe.loss_fn, micro_batch_rows, recipe.validated_names)
+
+    whole = None if recipe.data.validation is None else validate(recipe.data.validation)
+    named = {name: validate(rows) for name, rows in recipe.data.named_validation.items()}
+    return SeparateValidations(whole, named) if named else whole
+
+
+def _validation_batches(
+    config: SupervisedMasterConfig, rows: MixedDataset, recipe: SupervisedRecipe
+) -> ValidationBatches:
+    algorithm = config.algorithm
+    batch_size = min(algorithm.val_global_batch_size, len(rows))
+    return build_loader(
+        rows,
+        batch_size,
+        shuffle=False,
+        seed=algorithm.seed,
+        drop_last=False,
+        collate_fn=recipe.collate,
+        max_rows=None if algorithm.val_batches < 0 else algorithm.val_batches * batch_size,
+    )
+
+
+def _cadence(config: SupervisedMasterConfig, steps: int) -> Cadence:
+    algorithm = config.algorithm
+    return Cadence(
+        max_num_steps=steps,
+        val_period=algorithm.val_period,
+        val_at_start=algorithm.val_at_start,
+        val_at_end=algorithm.val_at_end,
+        save_period=config.checkpointing.save_period,
+        max_idle_steps=algorithm.max_idle_steps,
+    )
+
+
+def collate_pairs(config: SupervisedMasterConfig, tokenizer: PreTrainedTokenizerBase) -> Collate:
+    """Joins pairs of answers: row 2i is the chosen answer of pair i and row 2i + 1 the rejected one."""
+    return partial(
+        preference_collate_fn,
+        tokenizer=tokenizer,
+        make_sequence_length_divisible_by=config.policy.make_sequence_length_divisible_by,
+        add_loss_mask=True,
+    )
+
+
+def from_section[T](kind: type[T], section: SupervisedConfig) -> T:
+    """A dataclass whose fields are keys of a section."""
+    return kind(**{field.name: getattr(section, field.name) for field in fields(kind)})  # type: ignore[arg-type]

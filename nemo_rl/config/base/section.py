@@ -1,0 +1,207 @@
+"""The base of every config section: one place for each default, unknown keys refused.
+
+Section files (grpo.py, policy.py, ...) declare keys; loading.py reads files into them. Defaults that follow from other
+keys are OmegaConf interpolations in the schema, e.g. `${.train_micro_batch_size}`. Invariant: a built section holds
+plain values only; no interpolation survives construction.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, PydanticUndefined
+
+from nemo_rl.config.base.availability import drop_switched_off
+from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
+from nemo_rl.config.base.structure import FREE, Slot
+from nemo_rl.utils.errors import ConfigError
+
+MISSING = "???"
+_REQUIRED = object()
+
+
+def derived(interpolation: str, description: str) -> Any:
+    """A key whose default follows other keys.
+
+    Args:
+        interpolation: the default, e.g. `${.train_micro_batch_size}`; relative where the section may be
+            reused at another place.
+        description: one sentence for the reference page.
+    """
+    return Field(default=interpolation, description=description)
+
+
+class Section(BaseModel):
+    """A group of keys.
+
+    Class attributes a section may set (each a mapping from key to a text for people):
+        later: NeMo RL keys of features that do not exist yet; accepted while off, refused when on.
+        ignored: NeMo RL keys that have no meaning here; accepted with any value and dropped.
+        moved: keys that are spelled elsewhere now; always an error that names the new place.
+
+    and two plain texts:
+        place: dotted path of the section in a master config, so that it can be built alone although a
+            derived default refers to it by its full name.
+        inherits: dotted path of a section whose values are the defaults of this one.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    later: ClassVar[Mapping[str, str]] = {}
+    ignored: ClassVar[Mapping[str, str]] = {}
+    moved: ClassVar[Mapping[str, str]] = {}
+    place: ClassVar[str] = ""
+    inherits: ClassVar[str] = ""
+
+    @classmethod
+    def build(cls, **values: Any) -> Self:
+        """Make a section in code, with derived defaults filled in.
+
+        A derived default that looks outside the section (for example `data.max_input_seq_length`,
+        which follows the policy's length) becomes null if the key allows null.
+
+        Example:
+            >>> PolicyConfig.build(model_name="gpt2", train_micro_batch_size=2).logprob_batch_size
+            2
+
+        Raises:
+            ConfigError: a key is unknown, missing, of a wrong type or out of range.
+        """
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            raise ConfigError(f"{cls.__name__}: " + "; ".join(lines)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        plain = {str(key): _plain(value) for key, value in values.items()}
+        filled, derived = fill_defaults(cls, plain)
+        if derived:
+            filled = _resolve_alone(cls, filled, derived)
+        return drop_inactive(cls, filled)
+
+
+def fill_defaults(section: type[Section], tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Add the defaults of all keys that `tree` leaves out, in it and in the sections below it.
+
+    Args:
+        section: schema of `tree`.
+        tree: plain dicts and lists.
+
+    Returns:
+        The full tree (derived defaults as interpolation texts, required keys as `???`), and for each
+        derived default its dotted path with the value to take when it cannot be resolved.
+    """
+    derived: dict[str, Any] = {}
+    filled = _fill(Slot.of_section(section), tree, "", derived)
+    return filled, derived
+
+
+def _fill(slot: Slot, value: Any, path: str, derived: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        item = slot.item or FREE
+        return [_fill(item, v, f"{path}{i}.", derived) for i, v in enumerate(value)]
+    if value is None and slot.sections and not slot.optional:
+        value = {}
+    if not isinstance(value, Mapping):
+        return value
+    section = slot.section_for(value)
+    filled = dict(value)
+    if section is not None:
+        for name, field in section.model_fields.items():
+            if name not in filled:
+                filled[name] = _default(section, name)
+                if is_interpolation(filled[name]):
+                    optional = Slot.of(field.annotation, field.metadata).optional
+                    derived[f"{path}{name}"] = _fallback(section, name, optional)
+    for key, below in filled.items():
+        child = slot.child(key, filled) or FREE
+        filled[key] = _fill(child, below, f"{path}{key}.", derived)
+    return filled
+
+
+def _default(section: type[BaseModel], name: str) -> Any:
+    """The default of a key as a plain value, interpolation text or `???`."""
+    inherits = getattr(section, "inherits", "")
+    if inherits:
+        return f"${{{inherits}.{name}}}"
+    return _own_default(section, name)
+
+
+def _own_default(section: type[BaseModel], name: str) -> Any:
+    field = section.model_fields[name]
+    if field.default_factory is not None:
+        made = field.default_factory
+        if isinstance(made, type) and issubclass(made, BaseModel):
+            return {}
+        return _plain(made())  # type: ignore[call-arg]
+    if field.default is PydanticUndefined:
+        return {} if Slot.of(field.annotation, field.metadata).sections else MISSING
+    return copy.deepcopy(field.default)
+
+
+def _fallback(section: type[BaseModel], name: str, optional: bool) -> Any:
+    own = _own_default(section, name)
+    if not is_interpolation(own):
+        return own
+    return None if optional else _REQUIRED
+
+
+def is_interpolation(value: Any) -> bool:
+    """Whether a value is a text that OmegaConf still has to resolve."""
+    return isinstance(value, str) and re.search(r"(?<!\\)\$\{", value) is not None
+
+
+def _resolve_alone(section: type[Section], filled: dict[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolve the interpolations of a section that is built outside a master config."""
+    register_omegaconf_resolvers()
+    prefix = f"{section.place}." if section.place else ""
+    config = OmegaConf.create(flags={"allow_objects": True})
+    OmegaConf.update(config, section.place, filled, force_add=True) if prefix else config.merge_with(filled)
+    for path, fallback in derived.items():
+        try:
+            OmegaConf.select(config, prefix + path, throw_on_missing=False)
+        except InterpolationToMissingValueError:
+            OmegaConf.update(config, prefix + path, MISSING)
+        except OmegaConfBaseException:
+            if fallback is _REQUIRED:
+                raise PydanticCustomError(
+                    "derived",
+                    "{path} follows a key outside this section; give it a value here",
+                    {"path": path},
+                ) from None
+            OmegaConf.update(config, prefix + path, fallback)
+    node = OmegaConf.select(config, section.place) if prefix else config
+    return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]
+
+
+def drop_inactive(section: type[Section], values: dict[str, Any]) -> dict[str, Any]:
+    """Take out keys without effect or value; refuse keys of features that do not exist yet."""
+    given = {key: value for key, value in values.items() if value != MISSING and key not in section.ignored}
+    kept = drop_switched_off(given, section.later)
+    for key, place in section.moved.items():
+        if key in kept:
+            raise PydanticCustomError("moved", "{key} has moved: {place}", {"key": key, "place": place})
+    return kept
+
+
+def _plain(value: Any) -> Any:
+    """Sections, tuples and paths as the dicts, lists and texts that YAML would give."""
+    if isinstance(value, BaseModel):
+        return _plain(value.model_dump())
+    if isinstance(value, Mapping):
+        return {key: _plain(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(below) for below in value]
+    return str(value) if isinstance(value, Path) else value

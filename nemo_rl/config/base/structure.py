@@ -1,0 +1,204 @@
+"""Reads the shape of the schema: which keys may stand where in a config tree.
+
+Loading, key checks, overrides and the reference page all ask here instead of inspecting pydantic types themselves.
+Invariant: a `Slot` describes places in a tree of plain dicts and lists; it never holds a value. Every pydantic model of
+this package is a `Section` (section.py), so "a section" is "a model" here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from nemo_rl.config.base.availability import Only, drop_switched_off
+
+
+@dataclass(frozen=True)
+class NamedSections:
+    """Marks a `dict[str, Any]` in which some names hold a section and all other names are free.
+
+    Attributes:
+        typed_dict: a `TypedDict` whose keys are the names with a schema.
+        later: names that belong to features that do not exist yet.
+    """
+
+    typed_dict: type
+    later: tuple[tuple[str, str], ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._drop, handler.generate_schema(self.typed_dict))
+
+    def _drop(self, values: Any) -> Any:
+        return drop_switched_off(values, dict(self.later)) if isinstance(values, Mapping) else values
+
+    @property
+    def sections(self) -> Mapping[str, type[BaseModel]]:
+        """Section class of each name that has one."""
+        return inspect.get_annotations(self.typed_dict, eval_str=True)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place of the config tree.
+
+    Attributes:
+        sections: classes that a mapping at this place may be.
+        item: the place of a list's elements, if a list may stand here.
+        named: names with a schema in an otherwise free mapping.
+        annotation: the type written in the schema (None for free places).
+        metadata: constraints that pydantic moved off the annotation.
+    """
+
+    sections: tuple[type[BaseModel], ...] = ()
+    item: Slot | None = None
+    named: NamedSections | None = None
+    annotation: Any = None
+    metadata: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, annotation: Any, metadata: Iterable[Any] = ()) -> Slot:
+        """The place that a field with this annotation describes."""
+        metadata = tuple(metadata)
+        item = next((get_args(a)[0] for a in _options(annotation) if get_origin(a) is list), None)
+        named = next((m for m in metadata if isinstance(m, NamedSections)), None)
+        return cls(
+            sections=tuple(a for a in _options(annotation) if _is_section(a)),
+            item=None if item is None else cls.of(item),
+            named=named,
+            annotation=annotation,
+            metadata=metadata,
+        )
+
+    @classmethod
+    def of_section(cls, section: type[BaseModel]) -> Slot:
+        """The place that holds exactly this section."""
+        return cls(sections=(section,), annotation=section)
+
+    @property
+    def optional(self) -> bool:
+        """Whether null is a value of its own here."""
+        return self.annotation is None or type(None) in _options(self.annotation)
+
+    def section_for(self, keys: Iterable[str]) -> type[BaseModel] | None:
+        """The section that a mapping with these keys most likely is."""
+        given = set(keys)
+        ranked = sorted(self.sections, key=lambda s: -len(given & known_keys(s)))
+        return ranked[0] if ranked else None
+
+    def child(self, key: str | int, value: Any) -> Slot | None:
+        """The place below `key` of `value`; None if the schema has no such key.
+
+        Args:
+            key: a mapping key, or an index if `value` is a list.
+            value: the dict or list that stands at this place.
+        """
+        if isinstance(value, list):
+            return self.item or FREE
+        if self.named is not None:
+            section = self.named.sections.get(str(key))
+            return FREE if section is None else Slot.of_section(section)
+        section = self.section_for(value if isinstance(value, Mapping) else ())
+        if section is None:
+            return FREE
+        field = section.model_fields.get(str(key))
+        if field is not None:
+            return Slot.of(field.annotation, field.metadata)
+        return FREE if str(key) in known_keys(section) else None
+
+
+FREE = Slot()
+
+
+def known_keys(section: type[BaseModel]) -> set[str]:
+    """Every key a user may write in this section, the ones without effect included."""
+    extra = (getattr(section, "later", {}), getattr(section, "ignored", {}))
+    return set(section.model_fields).union(*extra)
+
+
+def find_slot(root: type[BaseModel], path: Sequence[str | int], tree: Any) -> Slot | None:
+    """Follow `path` from the root section; None as soon as a key is not in the schema."""
+    slot: Slot | None = Slot.of_section(root)
+    for part in path:
+        if slot is None:
+            return None
+        slot = slot.child(part, tree)
+        tree = value_at(tree, [part])
+    return slot
+
+
+def value_at(tree: Any, path: Sequence[str | int], default: Any = None) -> Any:
+    """The value below `path` in plain dicts and lists; `default` where the path ends early."""
+    for part in path:
+        if isinstance(tree, Mapping) and part in tree:
+            tree = tree[part]
+        elif isinstance(tree, list) and str(part).isdigit() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return default
+    return tree
+
+
+def type_text(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """A type as a reader of the reference page sees it, for example `int > 0 or null`."""
+    metadata = tuple(metadata)
+    only = next((m for m in metadata if isinstance(m, Only)), None)
+    if only is not None:
+        return " or ".join(_value_text(v) for v in only.allowed)
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(args[0], args[1:])
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_text(a) for a in args)
+    if origin is Literal:
+        return " or ".join(_value_text(v) for v in args)
+    if origin is list:
+        return f"list of {type_text(args[0])}"
+    if origin is dict:
+        return "mapping" if args[1] is Any else f"mapping to {type_text(args[1])}"
+    if annotation is type(None):
+        return "null"
+    if _is_section(annotation):
+        return "section"
+    return f"{getattr(annotation, '__name__', annotation)}{_bounds_text(metadata)}"
+
+
+def _bounds_text(metadata: Iterable[Any]) -> str:
+    bounds = []
+    for m in _flatten(metadata):
+        for kind, sign, name in ((Gt, ">", "gt"), (Ge, ">=", "ge"), (Lt, "<", "lt"), (Le, "<=", "le")):
+            if isinstance(m, kind):
+                bounds.append(f" {sign} {getattr(m, name)}")
+    return " and".join(bounds)
+
+
+def _flatten(metadata: Iterable[Any]) -> Iterable[Any]:
+    for m in metadata:
+        nested = getattr(m, "metadata", None)
+        yield from _flatten(nested) if nested else (m,)
+
+
+def _value_text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _options(annotation: Any) -> list[Any]:
+    """The members of a union, with `Annotated` taken off; the annotation itself if it is no union."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _options(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [o for a in get_args(annotation) for o in _options(a)]
+    return [annotation]
+
+
+def _is_section(annotation: Any) -> bool:
+    return inspect.isclass(annotation) and issubclass(annotation, BaseModel)

@@ -1,0 +1,1 @@
+"""From YAML files and `key=value` overrides to a checked configuration."""

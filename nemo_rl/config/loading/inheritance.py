@@ -1,0 +1,144 @@
+"""Reads YAML files that inherit from others by a `defaults:` key.
+
+Produces the layers of a configuration, parents first, for loading.py. Invariant: a path in `defaults:` is relative to
+the file that names it; interpolations stay unresolved, so a child also changes what depends on the key it overrides.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_rl.config.base.paths import find_path
+from nemo_rl.utils.errors import ConfigError
+
+OVERRIDE_MARKER = "_override_"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One file of a configuration.
+
+    Attributes:
+        path: the file.
+        content: its keys without `defaults`, interpolations unresolved.
+    """
+
+    path: Path
+    content: DictConfig
+
+
+def read_layers(path: str | Path) -> list[Layer]:
+    """Read a file and all files it inherits from.
+
+    Args:
+        path: absolute, or relative to the current folder or the repository root.
+
+    Returns:
+        The layers in the order in which they are merged: parents left to right, then the child.
+
+    Raises:
+        ConfigError: a file is missing, no valid YAML, no mapping, or inherits from itself.
+    """
+    found = find_path(path)
+    if found is None or not found.is_file():
+        raise ConfigError(
+            f"there is no config file {str(path)!r} (current folder: {Path.cwd()}). "
+            "Give a path that exists, for example --config examples/configs/grpo_math_1B.yaml."
+        )
+    return _read(found, ())
+
+
+def merge_layers(layers: Sequence[Layer]) -> DictConfig:
+    """Merge layers from left to right, honouring `_override_: true`."""
+    merged = OmegaConf.create()
+    for layer in layers:
+        merged = merge_with_override(merged, layer.content)
+    return merged
+
+
+def load_config_with_inheritance(config_path: str | Path, base_dir: str | Path | None = None) -> DictConfig:
+    """Read a file with its parents into one config, interpolations unresolved.
+
+    Args:
+        config_path: the file.
+        base_dir: folder for a relative `config_path`; None: the current folder.
+    """
+    path = Path(config_path)
+    if base_dir is not None and not path.is_absolute():
+        path = resolve_path(Path(base_dir), str(path))
+    return merge_layers(read_layers(path))
+
+
+def resolve_path(base_path: Path, path: str) -> Path:
+    """`path` itself if absolute, else below `base_path`."""
+    return Path(path) if Path(path).is_absolute() else Path(base_path) / path
+
+
+def merge_with_override(base_config: DictConfig, override_config: DictConfig) -> DictConfig:
+    """Merge the second config into the first; the second one wins.
+
+    Mappings merge key by key; lists and single values are replaced. A mapping that contains
+    `_override_: true` replaces the mapping below it as a whole.
+    """
+    base: Any = OmegaConf.to_container(base_config, resolve=False)
+    child: Any = OmegaConf.to_container(override_config, resolve=False)
+    _drop_replaced(base, child)
+    return OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(child))  # type: ignore[return-value]
+
+
+def _drop_replaced(base: Any, child: Any) -> None:
+    for key, value in child.items():
+        below = base.get(key) if isinstance(base, dict) else None
+        if isinstance(base, dict) and {type(below), type(value)} == {dict, list}:
+            # OmegaConf merges neither into the other.
+            del base[key]
+            below = None
+        if not isinstance(value, dict):
+            continue
+        if value.pop(OVERRIDE_MARKER, False) is True and isinstance(base, dict):
+            base.pop(key, None)
+            below = None
+        _drop_replaced(below, value)
+
+
+def _read(path: Path, children: tuple[Path, ...]) -> list[Layer]:
+    if path in children:
+        chain = " -> ".join(str(p) for p in (*children, path))
+        raise ConfigError(f"the config files inherit from each other in a circle: {chain}")
+    content = _parse(path)
+    parents = content.pop("defaults", None)
+    layers = []
+    for parent in _as_list(parents, path):
+        parent_path = resolve_path(path.parent, parent).resolve()
+        if not parent_path.is_file():
+            raise ConfigError(
+                f"{path} inherits from {parent!r}, but there is no file {parent_path}. "
+                "A path in `defaults:` is relative to the file that names it."
+            )
+        layers += _read(parent_path, (*children, path))
+    return [*layers, Layer(path, content)]
+
+
+def _as_list(parents: Any, path: Path) -> list[str]:
+    listed = OmegaConf.to_container(parents) if OmegaConf.is_list(parents) else parents
+    listed = [listed] if isinstance(listed, str) else listed or []
+    if not isinstance(listed, list) or not all(isinstance(p, str) for p in listed):
+        raise ConfigError(f"{path}: `defaults:` must be a path or a list of paths, got {listed!r}.")
+    return listed
+
+
+def _parse(path: Path) -> DictConfig:
+    try:
+        content = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{path} must hold keys with values (a mapping), not a list.")
+    return content

@@ -1,0 +1,171 @@
+"""From YAML files and overrides to a typed, checked configuration.
+
+Programs call `load_config`. Order: read files (inheritance.py), refuse unknown keys (unknown_keys.py), merge, fill in
+the schema's defaults (section.py), apply overrides (overrides.py), resolve interpolations, validate types, make paths
+absolute, check keys against each other. Invariant: whatever is wrong with a configuration is a `ConfigError` raised
+here, before anything starts.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from nemo_rl.config.base.paths import find_path
+from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
+from nemo_rl.config.base.section import Section, fill_defaults
+from nemo_rl.config.base.structure import Slot
+from nemo_rl.config.loading.inheritance import merge_layers, read_layers
+from nemo_rl.config.loading.overrides import apply_to_schema, parse_override
+from nemo_rl.config.loading.sources import Sources
+from nemo_rl.config.loading.unknown_keys import refuse_unknown_keys
+from nemo_rl.config.loading.validation_errors import config_error, without_followers
+from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig
+from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def load_config[Config: Section](
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    schema: type[Config] = GRPOMasterConfig,  # type: ignore[assignment]
+    *,
+    check: bool = True,
+) -> Config:
+    """Load a configuration.
+
+    Args:
+        path: YAML file, relative to the current folder or the repository root.
+        overrides: texts in Hydra's grammar, e.g. `["grpo.seed=1", "+policy.optimizer.kwargs.amsgrad=true"]`.
+        schema: the master config class of the algorithm.
+        check: also check keys against each other and look for the files they name.
+
+    Returns:
+        The configuration with plain values; paths that exist are absolute.
+
+    Raises:
+        ConfigError: a file, key, value, override or combination is wrong.
+    """
+    register_omegaconf_resolvers()
+    layers = read_layers(path)
+    sources = Sources.of_layers(layers)
+    for name, content in sources.layers:
+        refuse_unknown_keys(schema, content, name)
+    tree = _filled(schema, merge_layers(layers))
+    for text in overrides:
+        override = parse_override(text)
+        OmegaConf.set_struct(tree, True)
+        apply_to_schema(schema, tree, override, sources)
+        refuse_unknown_keys(schema, OmegaConf.to_container(tree), f"the override {text!r}")
+        tree = _filled(schema, tree)
+    config = _validated(schema, tree, sources)
+    if isinstance(config, MasterConfig):
+        make_paths_absolute(config)
+    elif isinstance(config, EvalMasterConfig):
+        _make_absolute(config.path_keys())
+    if check and isinstance(config, MasterConfig | EvalMasterConfig):
+        config.check()
+    return config
+
+
+def save_resolved(config: BaseModel, path: str | Path) -> None:
+    """Write all values of a configuration as YAML; `load_config` reads the file back equal."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(_escaped(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+    target.write_text(text, encoding="utf-8")
+
+
+def make_paths_absolute(config: MasterConfig) -> None:
+    """Replace relative paths of existing inputs by absolute ones, so that workers find them too."""
+    data = config.data
+    paths: list[tuple[Section, str]] = []
+    for model in config.models:
+        paths += [(model, "model_name"), (model.tokenizer, "name")]
+        template = model.tokenizer.chat_template
+        if template is not None and template.endswith(".jinja"):
+            paths.append((model.tokenizer, "chat_template"))
+    for entry in (data.default, *data.train_entries, *data.validation_entries):
+        paths += [(entry, key) for key in ("data_path", "prompt_file", "system_prompt_file")]
+    _make_absolute(paths)
+
+
+def _make_absolute(paths: list[tuple[Section, str]]) -> None:
+    """Make the values at these keys of sections absolute, where they name something that exists."""
+    for section, key in paths:
+        value = getattr(section, key)
+        found = None if value is None else find_path(value)
+        if found is not None:
+            setattr(section, key, str(found))
+
+
+def _filled(schema: type[Section], tree: DictConfig) -> DictConfig:
+    plain: Any = OmegaConf.to_container(tree, resolve=False)
+    return OmegaConf.create(fill_defaults(schema, plain)[0])
+
+
+def _validated[Config: Section](schema: type[Config], tree: DictConfig, sources: Sources) -> Config:
+    """Resolve and validate; a wrong value is reported where it is written, not where it is used."""
+    unresolved = OmegaConf.to_container(tree, resolve=False)
+    failure: ConfigError | None = None
+    try:
+        values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        values, failure = unresolved, _unresolvable(error, sources)
+    try:
+        config = schema.model_validate(values)
+    except ValidationError as error:
+        details = error.errors()
+        written = without_followers(details, values, unresolved)
+        if written or failure is None:
+            raise config_error(schema, written or details, values, sources) from None
+    if failure is not None:
+        raise failure
+    _tell_ignored(schema, values)
+    return config
+
+
+def _unresolvable(error: OmegaConfBaseException, sources: Sources) -> ConfigError:
+    key = error.full_key or ""
+    path = key.split(".")
+    source = sources.of(path)
+    if isinstance(error, MissingMandatoryValue):
+        opener = f" ({source} leaves it open)" if sources.has(path) else ""
+        return ConfigError(f"{key} has no value{opener}. Write it in the config file or add the override {key}=...")
+    return ConfigError(f"{key} (set by {source}) cannot be worked out: {str(error).splitlines()[0]}.")
+
+
+def _tell_ignored(schema: type[Section], values: dict[str, Any]) -> None:
+    """Say once which given keys have no effect here."""
+    ignored = [f"{path} ({reason})" for path, reason in _ignored(Slot.of_section(schema), values, "")]
+    if ignored:
+        logger.info("Keys without effect: %s", ", ".join(ignored))
+
+
+def _ignored(slot: Slot, tree: Any, path: str) -> list[tuple[str, str]]:
+    if not isinstance(tree, dict):
+        return []
+    section = slot.section_for(tree)
+    reasons = getattr(section, "ignored", {})
+    found = [(f"{path}{key}", reasons[key]) for key in tree if key in reasons]
+    for key, value in tree.items():
+        child = slot.child(key, tree)
+        if child is not None:
+            found += _ignored(child, value, f"{path}{key}.")
+    return found
+
+
+def _escaped(value: Any) -> Any:
+    """Texts that contain `${` written so that reading them back does not resolve anything."""
+    if isinstance(value, dict):
+        return {key: _escaped(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_escaped(below) for below in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value

@@ -1,0 +1,151 @@
+"""Command-line overrides in Hydra's grammar.
+
+`a.b=c` sets a key that exists, `+a.b=c` adds one, `++a.b=c` does either, `~a.b` takes one away; lists are replaced by
+`a.l=[1,2]` and changed at an index by `a.l.0=9`. Invariant: an override that cannot be applied is quoted in the error,
+with an example that works; a key that is known to the schema exists, whether or not a file writes it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
+
+from nemo_rl.config.base.structure import find_slot, known_keys, value_at
+from nemo_rl.config.loading.sources import Sources
+from nemo_rl.config.loading.unknown_keys import explain_unknown
+from nemo_rl.utils.errors import ConfigError
+
+_EXAMPLES = (
+    "Write key=value (grpo.num_prompts_per_step=8), +key=value to add a key, ++key=value to set or add, "
+    "~key to take one away."
+)
+_ABSENT = object()
+
+
+class OverridesError(ConfigError):
+    """A command-line override is malformed or does not fit the configuration."""
+
+
+def parse_hydra_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Apply overrides to a config without a schema: only keys that are there can be set.
+
+    Args:
+        cfg: changed in place and also returned.
+        overrides: texts such as `a.b=5`, in the order in which they apply.
+
+    Raises:
+        OverridesError: an override is malformed, or names a key that `cfg` does not have.
+    """
+    OmegaConf.set_struct(cfg, True)
+    for text in overrides:
+        apply_override(cfg, parse_override(text))
+    return cfg
+
+
+def parse_override(text: str) -> Override:
+    """Read one override.
+
+    Raises:
+        OverridesError: the text is no override, or asks for a sweep over several values.
+    """
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise OverridesError(f"cannot read the override {text!r}. {_grammar_hint(text, error)}") from None
+    if override.is_sweep_override():
+        raise OverridesError(
+            f"the override {text!r} stands for several runs (a sweep), which is not possible here. "
+            f"For a list write {_list_example(override, text)}; for a text with commas put it in "
+            f"quotes inside quotes: '{override.key_or_group}=\"a,b\"'."
+        )
+    return override
+
+
+def apply_override(cfg: DictConfig, override: Override) -> None:
+    """Apply one override to a struct config, in place.
+
+    Raises:
+        OverridesError: the key is missing (or, with +, present), or the value does not fit.
+    """
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config([override], cfg)
+    except (HydraException, OmegaConfBaseException, TypeError, ValueError, AttributeError) as error:
+        cause = error.__cause__
+        detail = str(error).strip().replace("\n", " ")
+        if isinstance(cause, Exception) and detail.startswith("Error merging"):
+            detail = str(cause).strip().splitlines()[0]
+        if detail.startswith("Could not override"):
+            detail = f"there is no such key to change. To add it write '+{override.input_line}'."
+        raise OverridesError(f"cannot apply the override {override.input_line!r}: {detail}") from None
+
+
+def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override, sources: Sources) -> None:
+    """Apply one override to a config that holds all defaults of `schema`.
+
+    A key of the schema counts as existing for `key=value` and, as long as no file or earlier override
+    writes it, as absent for `+key=value`.
+
+    Raises:
+        OverridesError: as `apply_override`, with the nearest valid key where one is unknown.
+    """
+    path = override.key_or_group.split(".")
+    tree: Any = OmegaConf.to_container(cfg, resolve=False)
+    slot = find_slot(schema, path, tree)
+    typed = slot is not None and (slot.annotation is not None or _is_dormant(schema, path, tree))
+    absent = value_at(tree, path, _ABSENT) is _ABSENT
+    if slot is None and not _below_list(tree, path):
+        raise OverridesError(
+            f"cannot apply the override {override.input_line!r}: {explain_unknown(schema, path, tree)}"
+        )
+    if override.type == OverrideType.CHANGE and absent and typed:
+        override.type = OverrideType.FORCE_ADD
+    if override.type == OverrideType.ADD and typed and not absent and not sources.has(path):
+        override.type = OverrideType.FORCE_ADD
+    _clear_other_kind(cfg, override, value_at(tree, path))
+    already_null = override.type == OverrideType.DEL and value_at(tree, path, _ABSENT) is None
+    if not already_null:
+        apply_override(cfg, override)
+    sources.overrides.append((override.key_or_group, str(override.input_line)))
+
+
+def _clear_other_kind(cfg: DictConfig, override: Override, current: Any) -> None:
+    """Let a list take the place of a mapping and the other way round, which OmegaConf cannot merge."""
+    value = None if override.type == OverrideType.DEL else override.value()
+    if (isinstance(current, dict) and isinstance(value, list)) or (
+        isinstance(current, list) and isinstance(value, dict)
+    ):
+        OmegaConf.update(cfg, override.key_or_group, None)
+
+
+def _below_list(tree: Any, path: Sequence[str]) -> bool:
+    return any(isinstance(value_at(tree, path[:n]), list) for n in range(len(path)))
+
+
+def _is_dormant(schema: type[BaseModel], path: Sequence[str], tree: Any) -> bool:
+    """Whether the path leads into a key that is accepted without being part of the schema."""
+    for depth, key in enumerate(path):
+        slot = find_slot(schema, path[:depth], tree)
+        section = slot.section_for(value_at(tree, path[:depth]) or ()) if slot else None
+        if section is not None and key in known_keys(section) - set(section.model_fields):
+            return True
+    return False
+
+
+def _grammar_hint(text: str, error: Exception) -> str:
+    if text.startswith("-"):
+        return f"Only --config is an option; everything else is key=value. {_EXAMPLES}"
+    if "=" not in text:
+        return f"It has no '='. {_EXAMPLES}"
+    detail = str(error).strip().splitlines()[0]
+    return f"{detail}. Quote a value with special characters: '{text.partition('=')[0]}=\"...\"'. {_EXAMPLES}"
+
+
+def _list_example(override: Override, text: str) -> str:
+    values = text.partition("=")[2]
+    return f"'{override.key_or_group}=[{values}]'"

@@ -1,0 +1,98 @@
+"""Refuses keys that the schema does not have and says which one was probably meant.
+
+Every file is checked, and the whole again after overrides. Invariant: the message names the file or override, the full
+key and the nearest valid key.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from nemo_rl.config.base.structure import FREE, Slot
+from nemo_rl.config.loading.inheritance import OVERRIDE_MARKER
+from nemo_rl.config.loading.sources import dotted_path
+from nemo_rl.utils.errors import ConfigError
+
+
+def refuse_unknown_keys(schema: type[BaseModel], tree: Any, where: str) -> None:
+    """Check every key of `tree`.
+
+    Args:
+        schema: section that `tree` should be.
+        tree: plain dicts and lists.
+        where: file or override, for the message.
+
+    Raises:
+        ConfigError: at least one key is unknown; the message lists all.
+    """
+    problems = list(_unknown(Slot.of_section(schema), tree, (), schema))
+    if problems:
+        raise ConfigError(f"{where}: " + "\n  ".join(problems))
+
+
+def explain_unknown(schema: type[BaseModel], path: Sequence[str | int], tree: Any) -> str:
+    """One sentence on the first key of `path` that the schema does not have, or why it is missing."""
+    slot, value = Slot.of_section(schema), tree
+    for depth, key in enumerate(path):
+        child = slot.child(key, value)
+        if child is None:
+            return _sentence(slot, str(key), path[:depth], value, schema)
+        slot = child
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return f"{dotted_path(path)!r} is not set."
+
+
+def _unknown(slot: Slot, tree: Any, path: tuple[str | int, ...], schema: type[BaseModel]) -> Iterator[str]:
+    if isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from _unknown(slot.item or FREE, value, (*path, index), schema)
+    if not isinstance(tree, Mapping):
+        return
+    for key, value in tree.items():
+        if key == OVERRIDE_MARKER:
+            continue
+        child = slot.child(key, tree)
+        if child is None:
+            yield _sentence(slot, str(key), path, tree, schema)
+        else:
+            yield from _unknown(child, value, (*path, key), schema)
+
+
+def _sentence(slot: Slot, key: str, parent: Sequence[str | int], value: Any, schema: type[BaseModel]) -> str:
+    section = slot.section_for(value if isinstance(value, Mapping) else ())
+    assert section is not None
+    full = dotted_path([*parent, key])
+    moved: Mapping[str, str] = getattr(section, "moved", {})
+    if key in moved:
+        return f"{full!r} is the spelling of NeMo RL up to 0.5: {moved[key]}."
+    siblings = list(section.model_fields)
+    near = _nearest(key, parent, siblings, schema)
+    if near:
+        return f"unknown key {full!r}. Did you mean {near!r}?"
+    where = dotted_path(parent) or "the top level"
+    return f"unknown key {full!r}. Keys of {where}: {', '.join(sorted(siblings))}."
+
+
+def _nearest(key: str, parent: Sequence[str | int], siblings: list[str], schema: type[BaseModel]) -> str | None:
+    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
+    if close:
+        return dotted_path([*parent, close[0]])
+    everywhere = dict(_all_keys(schema, ""))
+    for name in (key, *difflib.get_close_matches(key, everywhere, n=1, cutoff=0.75)):
+        if name in everywhere:
+            return everywhere[name]
+    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.5)
+    return dotted_path([*parent, close[0]]) if close else None
+
+
+def _all_keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+    """Each key's last name with its dotted path; the shallowest path of a name comes last."""
+    for name, field in section.model_fields.items():
+        slot = Slot.of(field.annotation, field.metadata)
+        below = {type_.__name__: type_ for type_ in slot.sections}
+        for type_ in below.values():
+            yield from _all_keys(type_, f"{prefix}{name}.")
+    for name in section.model_fields:
+        yield name, f"{prefix}{name}"

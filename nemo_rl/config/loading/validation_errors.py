@@ -1,0 +1,95 @@
+"""Turns pydantic's findings into short messages for people.
+
+Invariant: each line says the key, what was given, what is allowed and who set it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from nemo_rl.config.base.section import is_interpolation
+from nemo_rl.config.base.structure import find_slot, type_text, value_at
+from nemo_rl.config.loading.sources import Sources, dotted_path
+from nemo_rl.utils.errors import ConfigError
+
+_BRANCH_ERRORS = {"list_type", "model_type", "model_attributes_type", "dict_type", "none_required"}
+_OWN_SENTENCES = {"metric_name", "scheduler"}
+
+
+def config_error(schema: type[BaseModel], details: Sequence[ErrorDetails], tree: Any, sources: Sources) -> ConfigError:
+    """One error with a line for each finding.
+
+    Args:
+        schema: section that was validated.
+        details: pydantic's findings.
+        tree: the resolved values that were validated.
+        sources: who set what.
+    """
+    precise = [e for e in details if e["type"] not in _BRANCH_ERRORS]
+    lines = [_line(schema, e, tree, sources) for e in precise or details]
+    return ConfigError("\n  ".join(dict.fromkeys(lines)))
+
+
+def without_followers(details: Sequence[ErrorDetails], tree: Any, unresolved: Any) -> list[ErrorDetails]:
+    """The findings on values that are written as such, not on those that only follow another key.
+
+    Args:
+        details: pydantic's findings.
+        tree: the values that were validated.
+        unresolved: the same values with their interpolations.
+    """
+    return [e for e in details if not is_interpolation(value_at(unresolved, _path_in(tree, e["loc"])))]
+
+
+def _line(schema: type[BaseModel], error: ErrorDetails, tree: Any, sources: Sources) -> str:
+    path = _path_in(tree, error["loc"])
+    context: Mapping[str, Any] = error.get("ctx", {})
+    if error["type"] == "missing":
+        name = str(error["loc"][-1])
+        key = dotted_path(path if path[-1:] == [name] else [*path, name])
+        return f"{key} has no value. Write it in the config file or add the override {key}=..."
+    if "key" in context:
+        path = [*path, str(context["key"])]
+    key = dotted_path(path)
+    value = value_at(tree, path)
+    given = f"{key}={_short(value)} (set by {sources.of(path)})"
+    if error["type"] == "not_available":
+        return f"{given}: {error['msg']}. {_way_out(schema, path, tree)}"
+    if error["type"] in _OWN_SENTENCES:
+        return f"{given}: {error['msg']}."
+    return f"{given} is not allowed: {_lower(error['msg'])}.{_allowed(schema, path, tree)}"
+
+
+def _allowed(schema: type[BaseModel], path: Sequence[str | int], tree: Any) -> str:
+    slot = find_slot(schema, path, tree)
+    if slot is None or slot.annotation is None:
+        return ""
+    return f" Allowed: {type_text(slot.annotation, slot.metadata)}."
+
+
+def _way_out(schema: type[BaseModel], path: Sequence[str | int], tree: Any) -> str:
+    slot = find_slot(schema, path, tree)
+    if slot is None or slot.annotation is None:
+        return "Leave the key out or switch it off."
+    return f"Allowed: {type_text(slot.annotation, slot.metadata)}."
+
+
+def _path_in(tree: Any, loc: Sequence[str | int]) -> list[str | int]:
+    """The parts of pydantic's location that are keys; it also names members of unions."""
+    path: list[str | int] = []
+    for part in loc:
+        here = value_at(tree, path)
+        if isinstance(here, Mapping) and part in here or isinstance(here, list) and isinstance(part, int):
+            path.append(part)
+    return path
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _lower(message: str) -> str:
+    return (message[:1].lower() + message[1:]).rstrip(".")

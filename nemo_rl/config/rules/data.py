@@ -1,0 +1,132 @@
+"""Checks of data entries, environments and of the files that a configuration names.
+
+Invariant: nothing is read or downloaded; only names and the existence of local paths are looked at.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config.base.names import GENERATED_DATASETS, RESPONSE_DATASET_NAMES
+from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path, looks_local
+from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.schema.data import DataConfig, DatasetConfig
+from nemo_rl.config.schema.policy import PolicyConfig
+
+NEED_PATH = (
+    "ResponseDataset",
+    "openai_format",
+    "open_assistant",
+    "BinaryPreferenceDataset",
+    "PreferenceDataset",
+    "BinaryFeedbackDataset",
+)
+"""Data sets that read `data_path` and have no place of their own."""
+
+
+def check_data(data: DataConfig, environments: Mapping[str, Any]) -> Findings:
+    """Each data entry names a known data set and a configured environment."""
+    if not data.train_entries:
+        yield (
+            "data.train is empty. Name a data set, for example data.train.dataset_name=arithmetic, or a "
+            "file with data.train.data_path."
+        )
+    for name, entry in named_entries(data):
+        yield from check_dataset(name, entry, RESPONSE_DATASET_NAMES)
+        if entry.env_name is not None and entry.env_name not in environments:
+            known = ", ".join(sorted(environments)) or "none"
+            yield (
+                f"{name}.env_name={entry.env_name!r} is not in env. Environments in env: {known}. "
+                f"Choose one of them or write a section env.{entry.env_name}."
+            )
+        if entry.name is not None:
+            yield f"{name}.name={entry.name!r}: GRPO validates on all data together. Leave the name out."
+        if entry.env_name is None:
+            yield f"{name}.env_name is null, but answers need an environment that rewards them."
+
+
+def check_files(policy: PolicyConfig, data: DataConfig) -> Findings:
+    """Files and folders that can only be local exist."""
+    yield from check_model_files("policy", policy)
+    seen: set[str] = set()
+    for name, entry in named_entries(data):
+        for key, is_path in (
+            ("data_path", looks_local(entry.data_path or "")),
+            ("prompt_file", True),
+            ("system_prompt_file", True),
+        ):
+            value = getattr(entry, key)
+            if value is not None and value not in seen:
+                seen.add(value)
+                yield from _missing(f"{name}.{key}", value, is_path)
+
+
+def check_model_files(section: str, policy: PolicyConfig) -> Findings:
+    """Model, tokenizer and template exist where they can only be local.
+
+    Args:
+        section: key of the section.
+        policy: the section.
+    """
+    yield from _missing(f"{section}.model_name", policy.model_name, looks_local(policy.model_name))
+    tokenizer = policy.tokenizer
+    if tokenizer.name != policy.model_name:
+        yield from _missing(f"{section}.tokenizer.name", tokenizer.name, looks_local(tokenizer.name))
+    template = tokenizer.chat_template
+    if template is not None and "{" not in template:
+        yield from _missing(f"{section}.tokenizer.chat_template", template, template.endswith(".jinja"))
+
+
+def named_entries(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
+    """The entries of train and validation with the key under which they are written."""
+    for side, entries in (("train", data.train), ("validation", data.validation)):
+        if isinstance(entries, list):
+            yield from ((f"data.{side}.{i}", entry) for i, entry in enumerate(entries))
+        elif entries is not None:
+            yield f"data.{side}", entries
+
+
+def check_dataset(name: str, entry: DatasetConfig, known: Sequence[str]) -> Findings:
+    """The entry names data that exists.
+
+    Args:
+        name: key of the entry.
+        entry: one data set.
+        known: built-in names that fit the algorithm.
+    """
+    dataset = entry.dataset_name
+    if dataset is None and entry.data_path is None:
+        yield (f"{name} names no data. Set {name}.dataset_name, for example gsm8k, or {name}.data_path, a local file.")
+    elif dataset is not None and dataset not in known and "." not in dataset:
+        close = difflib.get_close_matches(dataset, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        yield (
+            f"{name}.dataset_name={dataset!r} is unknown.{hint} Known: "
+            f"{', '.join(known)}. For a file set {name}.data_path; for a class of your "
+            "own give its dotted path."
+        )
+    if dataset in NEED_PATH and entry.data_path is None:
+        yield f"{name}.dataset_name={dataset} needs {name}.data_path, a local file or a hub id."
+    yield from _check_arithmetic(name, entry)
+
+
+def _check_arithmetic(name: str, entry: DatasetConfig) -> Findings:
+    if entry.dataset_name is None or entry.dataset_name not in GENERATED_DATASETS:
+        return
+    if entry.data_path is not None:
+        yield (
+            f"{name}.dataset_name={entry.dataset_name} generates its problems and cannot read "
+            f"{name}.data_path={entry.data_path!r}. For the file set "
+            f"{name}.dataset_name={GENERATED_DATASETS[entry.dataset_name]}."
+        )
+    if entry.min_operand > entry.max_operand:
+        yield (f"{name}.min_operand={entry.min_operand} is above {name}.max_operand={entry.max_operand}.")
+
+
+def _missing(key: str, path: str, must_exist: bool) -> Findings:
+    if must_exist and find_path(path) is None:
+        yield (
+            f"{key}={path!r} does not exist. Looked in {Path.cwd()} (current folder) and "
+            f"{REPOSITORY_ROOT} (repository). Give a path that exists."
+        )

@@ -1,0 +1,72 @@
+"""Checks between keys for on-policy distillation.
+
+Vocabularies are compared in `algorithms.rollout.teacher`, which may read tokenizers.
+"""
+
+from nemo_rl.config.rules.data import check_model_files
+from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.topology import students_share
+from nemo_rl.config.rules.training import check_training_backend
+from nemo_rl.config.schema.cluster import ClusterConfig
+from nemo_rl.config.schema.distillation import DistillationLossConfig, TeacherConfig
+from nemo_rl.config.schema.policy import PolicyConfig
+
+
+def check_teacher(policy: PolicyConfig, teacher: TeacherConfig, cluster: ClusterConfig) -> Findings:
+    """The teacher is a language model that can read the student's answers, on devices that exist."""
+    yield from check_model_files("teacher", teacher)
+    yield from _check_placement(teacher, cluster)
+    yield from check_training_backend("teacher", teacher)
+    if teacher.dtensor_cfg.lora_cfg.enabled:
+        yield "teacher.dtensor_cfg.lora_cfg.enabled=true adds untrained adapters. Set it to false."
+    if teacher.reward_model_cfg.enabled:
+        yield "teacher.reward_model_cfg.enabled=true makes a model that scores answers as wholes. Set it to false."
+    packing, dynamic = teacher.sequence_packing, teacher.dynamic_batching
+    if packing.enabled and dynamic.enabled:
+        yield (
+            "teacher.sequence_packing.enabled=true and teacher.dynamic_batching.enabled=true exclude each other. "
+            "Switch one off, for example teacher.sequence_packing.enabled=false."
+        )
+    longest = policy.max_total_sequence_length
+    if teacher.max_total_sequence_length < longest:
+        yield (
+            f"teacher.max_total_sequence_length={teacher.max_total_sequence_length} is less than "
+            f"policy.max_total_sequence_length={longest}: the teacher could not read the longest answers. "
+            "Set both to the same value."
+        )
+    for name, section in (("sequence_packing", packing), ("dynamic_batching", dynamic)):
+        if section.enabled and section.logprob_mb_tokens < longest:
+            yield (
+                f"teacher.{name}.logprob_mb_tokens={section.logprob_mb_tokens} cannot hold one sequence of "
+                f"policy.max_total_sequence_length={longest} tokens. Set it to at least {longest}."
+            )
+
+
+def _check_placement(teacher: TeacherConfig, cluster: ClusterConfig) -> Findings:
+    placement = teacher.colocated
+    if placement.enabled or not cluster.uses_gpu:
+        return
+    key = "gpus_per_node" if cluster.num_nodes == 1 else "num_nodes"
+    if getattr(placement.resources, key) is None:
+        yield (
+            f"teacher.colocated.enabled=false needs teacher.colocated.resources.{key}: how many of the cluster's "
+            "devices the teacher has."
+        )
+        return
+    left = students_share(cluster, placement)
+    if left.num_nodes < 1 or left.gpus_per_node < 1:
+        yield (
+            f"teacher.colocated.resources.{key}={getattr(placement.resources, key)} leaves no device for the policy: "
+            f"cluster has {cluster.num_nodes} x {cluster.gpus_per_node} GPUs. Lower it, or set "
+            "teacher.colocated.enabled=true."
+        )
+
+
+def check_distillation_loss(loss: DistillationLossConfig) -> Findings:
+    """The weight belongs to the loss that was chosen."""
+    if loss.kl_type == "mixed" and loss.mixed_kl_weight in (0.0, 1.0):
+        alone = "forward" if loss.mixed_kl_weight == 1 else "reverse"
+        yield (
+            f"loss_fn.mixed_kl_weight={loss.mixed_kl_weight:g} leaves only the {alone} part of loss_fn.kl_type=mixed. "
+            f"Set loss_fn.kl_type={alone}, or a weight between 0 and 1."
+        )

@@ -1,0 +1,27 @@
+"""What a rule yields: one text for each finding, with the values given, the rule and a way out."""
+
+from collections.abc import Iterable, Iterator
+
+from nemo_rl.utils.errors import ConfigError
+
+Findings = Iterator[str]
+
+
+def report_findings(findings: Iterable[str]) -> None:
+    """Raise one error with all findings, if there are any.
+
+    Raises:
+        ConfigError: there is at least one finding.
+    """
+    found = list(findings)
+    if len(found) == 1:
+        raise ConfigError(found[0])
+    if found:
+        raise ConfigError(f"{len(found)} problems:\n" + "\n".join(f"- {text}" for text in found))
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """The multiples of `step` around `value`, as text: "Nearest values: 48, 64."."""
+    below = value // step * step
+    near = [below, below + step] if below else [step]
+    return f"Nearest value{'s' if len(near) > 1 else ''}: {', '.join(map(str, near))}."

@@ -1,0 +1,68 @@
+"""Checks that the trackers of `logger` can report, without importing them.
+
+Runs before Ray starts, and again when the trackers are made. Invariant: nothing is sent anywhere.
+"""
+
+import configparser
+import importlib.util
+import netrc
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nemo_rl.config.schema.logger import LoggerConfig
+from nemo_rl.utils.errors import ConfigError
+
+_INSTALL = {
+    "tensorboard": "it comes with nemo_rl",
+    "wandb": "it comes with nemo_rl",
+    "mlflow": "the extra: uv sync --extra mlflow",
+}
+_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+
+
+def check_trackers(config: LoggerConfig) -> None:
+    """Refuse a tracker without its library or login.
+
+    Raises:
+        ConfigError: a tracker is on and cannot report.
+    """
+    for name, how in _INSTALL.items():
+        if getattr(config, f"{name}_enabled") and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"logger.{name}_enabled=true needs the package {name}, which is not installed. "
+                f"Install it ({how}) or set logger.{name}_enabled=false."
+            )
+    if config.wandb_enabled and not _has_wandb_login():
+        raise ConfigError(
+            f"logger.wandb_enabled=true needs a login: there is no API key in WANDB_API_KEY or {_netrc_path()}. "
+            "Run `wandb login`, set WANDB_MODE=offline, or set logger.wandb_enabled=false."
+        )
+    address = config.mlflow.tracking_uri or ""
+    if config.mlflow_enabled and (address.startswith(("file:", "/", ".", "~"))):
+        raise ConfigError(
+            f"logger.mlflow.tracking_uri={address!r} is a folder, and MLflow 3 keeps no runs in folders. Give the "
+            "address of a server, or a database such as sqlite:///mlflow.db."
+        )
+
+
+def _has_wandb_login() -> bool:
+    """Whether W&B finds a key where it looks for one, or needs none."""
+    if os.environ.get("WANDB_MODE") in _WITHOUT_LOGIN:
+        return True
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    folders = (Path("wandb"), Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser())
+    settings = configparser.ConfigParser(interpolation=None)
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        settings.read(folder / "settings" for folder in folders)
+        if settings.get("default", "mode", fallback=None) in _WITHOUT_LOGIN:
+            return True
+        return netrc.netrc(_netrc_path()).authenticators(host) is not None
+    except (OSError, configparser.Error, netrc.NetrcParseError):
+        return False
+
+
+def _netrc_path() -> str:
+    return os.environ.get("NETRC") or str(Path("~/.netrc").expanduser())

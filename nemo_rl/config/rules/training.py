@@ -1,0 +1,335 @@
+"""Checks between keys: batches, lengths, rewards and advantages, generation, validation.
+
+Paths and data entries are in `data`, loss options in `loss`.
+"""
+
+import difflib
+from typing import Protocol
+
+from nemo_rl.config.base.names import PASS_K, VALIDATION_METRICS
+from nemo_rl.config.rules.findings import Findings, nearest_multiples
+from nemo_rl.config.rules.topology import data_parallel_ranks, plan_topology
+from nemo_rl.config.schema.cluster import ClusterConfig
+from nemo_rl.config.schema.data import DataConfig
+from nemo_rl.config.schema.generation import GenerationConfig
+from nemo_rl.config.schema.grpo import GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from nemo_rl.config.schema.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.policy import PolicyConfig
+from nemo_rl.config.schema.rollout_training import RolloutTrainingConfig
+from nemo_rl.utils.errors import ConfigError
+
+
+def check_batches(
+    section: str, algorithm: RolloutTrainingConfig, policy: PolicyConfig, cluster: ClusterConfig
+) -> Findings:
+    """Rollouts divide into optimizer updates, updates into ranks and microbatches.
+
+    Args:
+        section: name of the algorithm's section.
+        algorithm: that section.
+        policy: the model that is trained.
+        cluster: the machines that policy and generation have.
+    """
+    topology = plan_topology(cluster, policy)
+    if topology.policy_ranks < 1:
+        yield (
+            "no device is left for the policy: "
+            f"cluster has {cluster.num_nodes} x {cluster.gpus_per_node} GPUs "
+            f"and generation takes {topology.generation_nodes} x {topology.generation_ranks_per_node}."
+            " Lower policy.generation.colocated.resources or raise cluster.gpus_per_node."
+        )
+        return
+    prompts, answers = algorithm.num_prompts_per_step, algorithm.num_generations_per_prompt
+    batch, samples = policy.train_global_batch_size, prompts * answers
+    if samples % batch:
+        divisors = [d for d in range(1, samples + 1) if samples % d == 0]
+        near = sorted(divisors, key=lambda d: (abs(d - batch), d))[:2]
+        yield (
+            f"{section}.num_prompts_per_step={prompts} x {section}.num_generations_per_prompt={answers} samples "
+            f"do not divide into policy.train_global_batch_size={batch}.\n"
+            f"  ({prompts} x {answers}) / {batch} = {samples / batch:g}. "
+            f"Nearest values of policy.train_global_batch_size: {', '.join(map(str, sorted(near)))}."
+        )
+    yield from check_shards(policy, cluster)
+    yield from check_precision(policy)
+
+
+def check_precision(policy: PolicyConfig) -> Findings:
+    """A model that is trained computes in a format that holds small gradients."""
+    if policy.precision == "float16":
+        yield (
+            "policy.precision=float16 loses gradients below 6e-8, and there is no loss scaling that would save them. "
+            "Use bfloat16, which has the range of float32, or float32."
+        )
+
+
+def check_training_backend(section: str, policy: PolicyConfig) -> Findings:
+    """Exactly one backend trains, or answers as `section`."""
+    own = policy.training_backend
+    if own is None and not policy.dtensor_cfg.enabled:
+        yield (
+            f"{section}.dtensor_cfg.enabled=false leaves no training backend (Megatron is not available yet). Set it "
+            f"to true, or name a backend of your own: {section}.training_backend.name."
+        )
+    if own is not None and policy.dtensor_cfg.enabled:
+        yield (
+            f"{section}.dtensor_cfg.enabled=true and {section}.training_backend.name={own.name} name two training "
+            f"backends. Set {section}.dtensor_cfg.enabled=false, or leave {section}.training_backend out."
+        )
+
+
+def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
+    """An optimizer update divides into ranks and microbatches."""
+    topology = plan_topology(cluster, policy)
+    try:
+        ranks = data_parallel_ranks(cluster, policy)
+    except ConfigError as error:
+        yield str(error)
+        return
+    nodes, each = topology.policy_nodes, topology.policy_ranks_per_node
+    which = f" (cluster.num_nodes={nodes} x {each} on each)" if nodes > 1 else ""
+    batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
+    flexible = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+    step = ranks if flexible else ranks * micro
+    if batch % step == 0:
+        return
+    name = f"policy.train_global_batch_size={batch}"
+    if flexible:
+        yield (
+            f"{name} does not divide into {ranks} data-parallel ranks{which}.\n"
+            f"  {batch} / {ranks} = {batch / ranks:g}. {nearest_multiples(batch, step)}"
+        )
+    else:
+        yield (
+            f"{name} does not divide into {ranks} data-parallel rank{'s' * (ranks > 1)}{which} x {micro} "
+            "samples per microbatch (policy.train_micro_batch_size).\n"
+            f"  {batch} / ({ranks} x {micro}) = {batch / step:g}. {nearest_multiples(batch, step)}"
+        )
+
+
+def check_lengths(policy: PolicyConfig, data: DataConfig) -> Findings:
+    """Answers, prompts and token budgets fit the sequence length."""
+    total = policy.max_total_sequence_length
+    limit = f"policy.max_total_sequence_length={total}"
+    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
+    if packing.enabled and dynamic.enabled:
+        yield (
+            "policy.sequence_packing.enabled=true and policy.dynamic_batching.enabled=true exclude each "
+            "other. Switch one off, for example policy.sequence_packing.enabled=false."
+        )
+    for name, section in (("sequence_packing", packing), ("dynamic_batching", dynamic)):
+        for key in ("train_mb_tokens", "logprob_mb_tokens"):
+            tokens = getattr(section, key)
+            if section.enabled and tokens < total:
+                yield (
+                    f"policy.{name}.{key}={tokens} cannot hold one sequence of {limit} tokens. "
+                    f"Set policy.{name}.{key} to at least {total}."
+                )
+    if data.max_input_seq_length is not None and data.max_input_seq_length > total:
+        yield (
+            f"data.max_input_seq_length={data.max_input_seq_length} is longer than {limit}. "
+            f"Set data.max_input_seq_length to at most {total}."
+        )
+    if policy.generation is not None:
+        yield from _check_answer_lengths(policy.generation, total)
+
+
+def _check_answer_lengths(generation: GenerationConfig, total: int) -> Findings:
+    new_tokens, context = generation.max_new_tokens, generation.vllm_cfg.max_model_len
+    if new_tokens > total:
+        yield (
+            f"policy.generation.max_new_tokens={new_tokens} is more than "
+            f"policy.max_total_sequence_length={total}. Set it to at most {total}, or raise the total."
+        )
+    if generation.backend != "vllm":
+        return
+    if context > total:
+        yield (
+            f"policy.generation.vllm_cfg.max_model_len={context} lets the engine write sequences longer "
+            f"than policy.max_total_sequence_length={total}. Set both to the same value."
+        )
+    elif new_tokens > context:
+        yield (
+            f"policy.generation.max_new_tokens={new_tokens} does not fit into "
+            f"policy.generation.vllm_cfg.max_model_len={context}. Set it to at most {context}."
+        )
+
+
+def check_grpo(grpo: GRPOConfig) -> Findings:
+    """Group size and dynamic sampling agree, and so do the keys of rewards."""
+    group = f"grpo.num_generations_per_prompt={grpo.num_generations_per_prompt}"
+    estimator = grpo.adv_estimator
+    if grpo.num_generations_per_prompt == 1:
+        leave_one_out = estimator.name == "grpo" and estimator.use_leave_one_out_baseline
+        if leave_one_out or estimator.name == "rloo":
+            other = "set grpo.use_leave_one_out_baseline=false" if leave_one_out else "choose another estimator"
+            yield (
+                f"{group} leaves no other answer for a baseline without the sample's own reward "
+                f"(grpo.adv_estimator.name={estimator.name}). Sample at least 2 answers per prompt, or {other}."
+            )
+        if grpo.use_dynamic_sampling:
+            yield (
+                f"{group} makes every group's rewards equal, so grpo.use_dynamic_sampling=true drops "
+                "all prompts. Sample at least 2 answers per prompt."
+            )
+    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
+        yield (
+            f"grpo.batch_multiplier={grpo.batch_multiplier:g} only works with "
+            "grpo.use_dynamic_sampling=true. Set one of the two."
+        )
+    prompts = grpo.num_prompts_per_step
+    drawn = prompts * grpo.batch_multiplier
+    if drawn != int(drawn):
+        yield (
+            f"grpo.num_prompts_per_step={prompts} x grpo.batch_multiplier={grpo.batch_multiplier:g} = "
+            f"{drawn:g} prompts is not a whole number. Choose a multiplier such as "
+            f"{round(drawn) / prompts:g}."
+        )
+    yield from check_reward_scaling(grpo.reward_scaling)
+    yield from check_reward_shaping(grpo.reward_shaping)
+
+
+def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
+    """Options of the advantage estimator belong to the one that was chosen."""
+    estimator = grpo.adv_estimator
+    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
+    if (low is not None and low > 0) or (high is not None and high < 0):
+        yield (
+            f"grpo.advantage_clip_low={low} and grpo.advantage_clip_high={high} must have 0 between "
+            "them, the advantage of an average answer. Give low <= 0 <= high, or null."
+        )
+    if estimator.reward_weights is not None and estimator.name != "gdpo":
+        yield "grpo.adv_estimator.reward_weights only works with grpo.adv_estimator.name=gdpo."
+    if estimator.std_level == "batch" and (estimator.name != "grpo" or not estimator.normalize_rewards):
+        yield (
+            "grpo.adv_estimator.std_level=batch only works with grpo.adv_estimator.name=grpo and "
+            f"normalize_rewards=true, got {estimator.name} and {str(estimator.normalize_rewards).lower()}."
+        )
+    if loss.use_kl_in_reward and estimator.name != "reinforce_plus_plus":
+        yield (
+            "loss_fn.use_kl_in_reward=true only works with grpo.adv_estimator.name=reinforce_plus_plus, "
+            f"got {estimator.name}."
+        )
+    if estimator.kl_to_go and not loss.use_kl_in_reward:
+        yield "grpo.adv_estimator.kl_to_go=true only works with loss_fn.use_kl_in_reward=true."
+
+
+def check_early_stop(section: str, algorithm: RolloutTrainingConfig) -> Findings:
+    """A metric that ends the run exists and has a threshold."""
+    metric, threshold = algorithm.stop_at_validation_metric, algorithm.stop_at_validation_threshold
+    several = algorithm.val_num_generations_per_prompt > 1
+    known = [name for name in VALIDATION_METRICS if several or name != PASS_K]
+    if metric is not None and metric not in known:
+        near = difflib.get_close_matches(metric, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        if metric == PASS_K:
+            hint = f" {PASS_K} needs {section}.val_num_generations_per_prompt of at least 2."
+        yield (
+            f"{section}.stop_at_validation_metric={metric} is not a validation metric.{hint} There are "
+            f"{', '.join(known)}."
+        )
+    if (metric is None) != (threshold is None):
+        yield (
+            f"early stop needs both {section}.stop_at_validation_metric and {section}.stop_at_validation_threshold; "
+            f"got {metric} and {threshold}."
+        )
+
+
+def check_reward_scaling(scaling: RewardScalingConfig) -> Findings:
+    """The source range is not empty."""
+    if scaling.enabled and scaling.source_min >= scaling.source_max:
+        yield (
+            f"grpo.reward_scaling.source_min={scaling.source_min:g} must be below "
+            f"grpo.reward_scaling.source_max={scaling.source_max:g}."
+        )
+
+
+def check_reward_shaping(shaping: RewardShapingConfig) -> Findings:
+    """The chosen penalty has its values, and the buffer fits into the answer."""
+    if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
+        return
+    needed = ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty")
+    empty = [key for key in needed if getattr(shaping, key) is None]
+    if empty:
+        yield (
+            f"grpo.reward_shaping.enabled=true needs a value for {', '.join(empty)}, or "
+            "grpo.reward_shaping.stop_properly_penalty_coef instead."
+        )
+    elif (shaping.overlong_buffer_length or 0) > (shaping.max_response_length or 0):
+        yield (
+            f"grpo.reward_shaping.overlong_buffer_length={shaping.overlong_buffer_length} is longer than "
+            f"grpo.reward_shaping.max_response_length={shaping.max_response_length}. "
+            "The penalty grows over the last part of the answer: choose a shorter buffer."
+        )
+
+
+def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
+    """Training and generation each have a backend and devices."""
+    yield from check_training_backend("policy", policy)
+    if policy.optimizer is None:
+        yield "policy.optimizer is null, but the policy is trained. Name an optimizer."
+    generation = policy.generation
+    if policy.reward_model_cfg.enabled:
+        yield "policy.reward_model_cfg.enabled=true makes a model that scores and cannot write. Set it to false."
+    if generation is None:
+        yield "policy.generation is null, but the policy samples answers. Write a policy.generation section."
+        return
+    greedy = generation.greedy_choice
+    if greedy is not None:
+        yield (
+            f"policy.generation.{greedy} makes all answers of a group equal, so nothing can be learned. Use "
+            "temperature=1.0 and top_k=null, and policy.generation.val_temperature=0 for greedy validation."
+        )
+    yield from _check_transport(generation, cluster)
+    resources = generation.colocated.resources
+    if generation.colocated.enabled or not cluster.uses_gpu:
+        return
+    key = "gpus_per_node" if cluster.num_nodes == 1 else "num_nodes"
+    if getattr(resources, key) is None:
+        yield (
+            "policy.generation.colocated.enabled=false needs "
+            f"policy.generation.colocated.resources.{key}: how many of the cluster's devices generate."
+        )
+
+
+def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Findings:
+    """Weights can go from trainers to engines in the way that was asked for."""
+    asked, colocated = generation.weight_sync.transport, generation.colocated.enabled
+    if asked == "cuda_ipc" and not (cluster.uses_gpu and colocated):
+        yield (
+            "policy.generation.weight_sync.transport=cuda_ipc needs GPUs and "
+            "policy.generation.colocated.enabled=true. Use auto."
+        )
+    if asked == "shared_memory" and cluster.num_nodes > 1 and not colocated:
+        yield (
+            f"policy.generation.weight_sync.transport=shared_memory needs trainers and engines on the same machine, "
+            f"and cluster.num_nodes={cluster.num_nodes}. Use auto or collective."
+        )
+
+
+class ValidationCadence(Protocol):
+    """The keys that ask for validation, in the section of any algorithm."""
+
+    val_period: int
+    val_at_start: bool
+    val_at_end: bool
+
+
+def check_validation(section: str, cadence: ValidationCadence, data: DataConfig) -> Findings:
+    """Validation is only asked for where there is validation data."""
+    wanted = [
+        f"{section}.{key}={str(value).lower()}"
+        for key, value in (
+            ("val_period", cadence.val_period),
+            ("val_at_start", cadence.val_at_start),
+            ("val_at_end", cadence.val_at_end),
+        )
+        if value
+    ]
+    split = any(entry.split_validation_size > 0 for entry in data.train_entries)
+    if wanted and data.train_entries and not data.validation_entries and not split:
+        yield (
+            f"{wanted[0]} asks for validation, but there is no validation data. Set data.validation, or "
+            f"data.train.split_validation_size=0.05, or switch validation off ({wanted[0].split('=')[0]}="
+            f"{'0' if 'period' in wanted[0] else 'false'})."
+        )

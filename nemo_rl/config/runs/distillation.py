@@ -1,0 +1,75 @@
+"""The whole configuration of an on-policy distillation run."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import ClassVar
+
+from pydantic import Field
+
+from nemo_rl.config.rules.data import check_data, check_files
+from nemo_rl.config.rules.distillation import check_distillation_loss, check_teacher
+from nemo_rl.config.rules.findings import report_findings
+from nemo_rl.config.rules.topology import students_share
+from nemo_rl.config.rules.training import (
+    check_batches,
+    check_early_stop,
+    check_generation,
+    check_lengths,
+    check_validation,
+)
+from nemo_rl.config.runs.rollouts import RolloutMasterConfig
+from nemo_rl.config.schema.checkpointing import CheckpointingConfig
+from nemo_rl.config.schema.distillation import DistillationConfig, DistillationLossConfig, TeacherConfig
+from nemo_rl.config.schema.policy import PolicyConfig
+
+
+class DistillationCheckpointingConfig(CheckpointingConfig):
+    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+
+    checkpoint_dir: str = Field(
+        default="results/distillation", description="Folder of the checkpoints, one step_<N> folder each."
+    )
+
+
+class DistillationMasterConfig(RolloutMasterConfig):
+    """Configuration of `examples/run_distillation.py`."""
+
+    cpu_config: ClassVar[str] = "examples/configs/distillation_math_cpu.yaml"
+
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="The algorithm.")
+    loss_fn: DistillationLossConfig = Field(
+        default_factory=DistillationLossConfig, description="The divergence between teacher and student."
+    )
+    policy: PolicyConfig = Field(description="The student: the model that is trained.")
+    teacher: TeacherConfig = Field(description="The model that the student learns from.")
+    checkpointing: DistillationCheckpointingConfig = Field(
+        default_factory=DistillationCheckpointingConfig, description="Saving and resuming."
+    )
+
+    @property
+    def algorithm(self) -> DistillationConfig:
+        """The section `distillation`."""
+        return self.distillation
+
+    @property
+    def models(self) -> Sequence[PolicyConfig]:
+        """Student and teacher."""
+        return (self.policy, self.teacher)
+
+    def check(self) -> None:
+        """Check keys against each other, and that the files they name exist."""
+        left = students_share(self.cluster, self.teacher.colocated)
+        some_left = left.num_nodes > 0 and left.policy_ranks_per_node > 0
+        report_findings(
+            chain(
+                check_teacher(self.policy, self.teacher, self.cluster),
+                check_batches("distillation", self.distillation, self.policy, left) if some_left else (),
+                check_lengths(self.policy, self.data),
+                check_generation(self.policy, left),
+                check_distillation_loss(self.loss_fn),
+                check_early_stop("distillation", self.distillation),
+                check_data(self.data, self.env),
+                check_validation("distillation", self.distillation, self.data),
+                check_files(self.policy, self.data),
+            )
+        )

@@ -1,0 +1,72 @@
+"""The whole configuration of an evaluation."""
+
+from functools import cached_property
+from itertools import chain
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from nemo_rl.config.base.section import Section
+from nemo_rl.config.rules.evaluation import check_eval_data, check_eval_files, check_sampling, is_local_dataset
+from nemo_rl.config.rules.findings import report_findings
+from nemo_rl.config.schema.cluster import ClusterConfig
+from nemo_rl.config.schema.env import EnvironmentMap
+from nemo_rl.config.schema.evaluation import EvalConfig, EvalDataConfig, EvalGenerationConfig, EvalTokenizerConfig
+from nemo_rl.config.schema.policy import PolicyConfig
+
+
+class EvalMasterConfig(Section):
+    """Configuration of `examples/run_eval.py`.
+
+    Attributes:
+        cpu_config: the example that runs on a CPU, named when a GPU is missing.
+    """
+
+    cpu_config: ClassVar[str] = "examples/configs/evals/eval_cpu.yaml"
+
+    generation: EvalGenerationConfig = Field(
+        default_factory=EvalGenerationConfig, description="The model and how it samples."
+    )
+    tokenizer: EvalTokenizerConfig = Field(default_factory=EvalTokenizerConfig, description="The tokenizer.")
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="What is measured.")
+    data: EvalDataConfig = Field(default_factory=EvalDataConfig, description="The problems.")
+    env: EnvironmentMap = Field(default_factory=dict, description="Environments by name; data.env_name chooses one.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
+
+    @cached_property
+    def policy(self) -> PolicyConfig:
+        """The model as the `policy` section of training describes it, for code that starts engines."""
+        sampling: dict[str, Any] = self.generation.model_dump(exclude={"num_prompts_per_step", "model_name"})
+        return PolicyConfig.build(
+            model_name=self.generation.model_name,
+            tokenizer=self.tokenizer.model_dump(),
+            precision=self.generation.vllm_cfg.precision,
+            max_total_sequence_length=self.generation.vllm_cfg.max_model_len,
+            generation=sampling,
+        )
+
+    def path_keys(self) -> list[tuple[Section, str]]:
+        """Sections and their keys that may name files or folders to read."""
+        paths: list[tuple[Section, str]] = [(self.generation, "model_name"), (self.tokenizer, "name")]
+        paths += [(self.data, key) for key in ("data_path", "prompt_file", "system_prompt_file")]
+        if is_local_dataset(self.data.dataset_name or ""):
+            paths.append((self.data, "dataset_name"))
+        template = self.tokenizer.chat_template or ""
+        return paths + ([(self.tokenizer, "chat_template")] if template.endswith(".jinja") else [])
+
+    def check(self) -> None:
+        """Check keys against each other, and that the files they name exist.
+
+        Raises:
+            ConfigError: some keys contradict each other; the message lists all findings.
+        """
+        report_findings(
+            chain(
+                check_sampling(self.eval, self.generation, self.data),
+                check_eval_data(self.data, self.env),
+                check_eval_files(
+                    (next(name for name, value in self if value is section), section, key)
+                    for section, key in self.path_keys()
+                ),
+            )
+        )

@@ -1,0 +1,111 @@
+"""The whole configuration of a run, one class per algorithm.
+
+`load_config(..., schema=...)` takes one of these classes. `check` runs before Ray starts and looks at several keys at
+once; single keys are checked by types.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import ClassVar
+
+from pydantic import Field
+
+from nemo_rl.config.base.section import Section
+from nemo_rl.config.rules.data import check_data, check_files
+from nemo_rl.config.rules.findings import report_findings
+from nemo_rl.config.rules.loss import check_loss
+from nemo_rl.config.rules.training import (
+    check_advantages,
+    check_batches,
+    check_early_stop,
+    check_generation,
+    check_grpo,
+    check_lengths,
+    check_validation,
+)
+from nemo_rl.config.schema.checkpointing import CheckpointingConfig
+from nemo_rl.config.schema.cluster import ClusterConfig
+from nemo_rl.config.schema.data import DataConfig
+from nemo_rl.config.schema.env import EnvironmentMap
+from nemo_rl.config.schema.grpo import GRPOConfig
+from nemo_rl.config.schema.logger import LoggerConfig
+from nemo_rl.config.schema.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.policy import PolicyConfig
+from nemo_rl.config.schema.rollout_training import RolloutTrainingConfig
+
+
+class MasterConfig(Section):
+    """Base of the configurations of all algorithms: the parts that every run has.
+
+    Attributes:
+        cpu_config: the example that runs on a CPU, named when a GPU is missing.
+    """
+
+    cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"
+
+    later: ClassVar[dict[str, str]] = {
+        "async_rl": "asynchronous training",
+        "data_plane": "a separate data plane",
+        "on_policy_distillation": "multi-teacher on-policy distillation",
+        "reward_penalties": "reward penalties",
+    }
+
+    policy: PolicyConfig = Field(description="The model that is trained.")
+    data: DataConfig = Field(default_factory=DataConfig, description="Data sets.")
+    checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig, description="Saving and resuming.")
+    logger: LoggerConfig = Field(default_factory=LoggerConfig, description="Metrics and files.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
+
+    @property
+    def models(self) -> Sequence[PolicyConfig]:
+        """The sections that name a model."""
+        return (self.policy,)
+
+    def check(self) -> None:
+        """Check keys against each other.
+
+        Raises:
+            ConfigError: some keys contradict each other; the message lists all findings.
+        """
+
+
+class RolloutMasterConfig(MasterConfig):
+    """Base of the configurations whose policy writes what it learns from."""
+
+    env: EnvironmentMap = Field(
+        default_factory=dict, description="Environments by name; data entries choose by env_name."
+    )
+
+    @property
+    def algorithm(self) -> RolloutTrainingConfig:
+        """The section of the algorithm."""
+        raise NotImplementedError
+
+
+class GRPOMasterConfig(RolloutMasterConfig):
+    """Configuration of `examples/run_grpo.py`."""
+
+    grpo: GRPOConfig = Field(default_factory=GRPOConfig, description="The algorithm.")
+    loss_fn: ClippedPGLossConfig = Field(default_factory=ClippedPGLossConfig, description="The policy-gradient loss.")
+
+    @property
+    def algorithm(self) -> GRPOConfig:
+        """The section `grpo`."""
+        return self.grpo
+
+    def check(self) -> None:
+        """Check keys against each other, and that the files they name exist."""
+        report_findings(
+            chain(
+                check_batches("grpo", self.grpo, self.policy, self.cluster),
+                check_lengths(self.policy, self.data),
+                check_grpo(self.grpo),
+                check_advantages(self.grpo, self.loss_fn),
+                check_early_stop("grpo", self.grpo),
+                check_loss(self.grpo, self.policy, self.loss_fn),
+                check_generation(self.policy, self.cluster),
+                check_data(self.data, self.env),
+                check_validation("grpo", self.grpo, self.data),
+                check_files(self.policy, self.data),
+            )
+        )

@@ -1,0 +1,160 @@
+"""The whole configuration of an SFT, DPO or reward-model run."""
+
+from itertools import chain
+from typing import ClassVar
+
+from pydantic import Field
+
+from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
+from nemo_rl.config.rules.findings import report_findings
+from nemo_rl.config.rules.supervised import (
+    check_best_metric,
+    check_datasets,
+    check_dpo,
+    check_language_model,
+    check_pair_budget,
+    check_pair_data,
+    check_reward_model,
+    check_supervised,
+)
+from nemo_rl.config.runs.rollouts import MasterConfig
+from nemo_rl.config.schema.checkpointing import CheckpointingConfig, MetricName
+from nemo_rl.config.schema.dpo import DPOConfig
+from nemo_rl.config.schema.rm import RMConfig, RMPolicyConfig
+from nemo_rl.config.schema.sft import SFTConfig
+from nemo_rl.config.schema.supervised import (
+    PairPolicyConfig,
+    SupervisedConfig,
+    SupervisedDataConfig,
+    SupervisedPolicyConfig,
+)
+
+
+class SFTCheckpointingConfig(CheckpointingConfig):
+    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+
+    checkpoint_dir: str = Field(
+        default="results/sft", description="Folder of the checkpoints, one step_<N> folder each."
+    )
+    metric_name: MetricName | None = Field(
+        default="val:val_loss", description="Metric that ranks checkpoints, as val:<name> or train:<name>."
+    )
+    higher_is_better: bool = Field(default=False, description="Whether a larger metric is better.")
+
+
+class DPOCheckpointingConfig(SFTCheckpointingConfig):
+    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+
+    checkpoint_dir: str = Field(
+        default="results/dpo", description="Folder of the checkpoints, one step_<N> folder each."
+    )
+    metric_name: MetricName | None = Field(
+        default="val:loss", description="Metric that ranks checkpoints, as val:<name> or train:<name>."
+    )
+
+
+class RMCheckpointingConfig(DPOCheckpointingConfig):
+    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+
+    checkpoint_dir: str = Field(
+        default="results/rm", description="Folder of the checkpoints, one step_<N> folder each."
+    )
+
+
+class SupervisedMasterConfig(MasterConfig):
+    """Base of the configurations of supervised training."""
+
+    policy: SupervisedPolicyConfig = Field(description="The model that is trained.")
+    data: SupervisedDataConfig = Field(default_factory=SupervisedDataConfig, description="Data sets.")
+
+    @property
+    def algorithm(self) -> SupervisedConfig:
+        """The section of the algorithm."""
+        raise NotImplementedError
+
+
+class SFTMasterConfig(SupervisedMasterConfig):
+    """Configuration of `examples/run_sft.py`."""
+
+    cpu_config: ClassVar[str] = "examples/configs/sft_cpu.yaml"
+
+    sft: SFTConfig = Field(default_factory=SFTConfig, description="The algorithm.")
+    checkpointing: SFTCheckpointingConfig = Field(
+        default_factory=SFTCheckpointingConfig, description="Saving and resuming."
+    )
+
+    @property
+    def algorithm(self) -> SupervisedConfig:
+        """The section `sft`."""
+        return self.sft
+
+    def check(self) -> None:
+        """Check keys against each other, and that the files they name exist."""
+        report_findings(
+            chain(
+                check_supervised("sft", self.sft, self.policy, self.data, self.cluster),
+                check_best_metric(self.checkpointing, self.data),
+                check_language_model(self.policy),
+                check_datasets(self.data, RESPONSE_DATASET_NAMES),
+            )
+        )
+
+
+class DPOMasterConfig(SupervisedMasterConfig):
+    """Configuration of `examples/run_dpo.py`."""
+
+    cpu_config: ClassVar[str] = "examples/configs/dpo_cpu.yaml"
+
+    dpo: DPOConfig = Field(default_factory=DPOConfig, description="The algorithm.")
+    policy: PairPolicyConfig = Field(description="The model that is trained.")
+    checkpointing: DPOCheckpointingConfig = Field(
+        default_factory=DPOCheckpointingConfig, description="Saving and resuming."
+    )
+
+    @property
+    def algorithm(self) -> SupervisedConfig:
+        """The section `dpo`."""
+        return self.dpo
+
+    def check(self) -> None:
+        """Check keys against each other, and that the files they name exist."""
+        report_findings(
+            chain(
+                check_supervised("dpo", self.dpo, self.policy, self.data, self.cluster),
+                check_best_metric(self.checkpointing, self.data),
+                check_dpo(self.dpo),
+                check_language_model(self.policy),
+                check_pair_data(self.dpo, self.data),
+                () if self.dpo.preference_loss == "kto" else check_pair_budget(self.policy),
+                check_datasets(self.data, PREFERENCE_DATASET_NAMES + FEEDBACK_DATASET_NAMES),
+            )
+        )
+
+
+class RMMasterConfig(SupervisedMasterConfig):
+    """Configuration of `examples/run_rm.py`."""
+
+    cpu_config: ClassVar[str] = "examples/configs/rm_cpu.yaml"
+
+    rm: RMConfig = Field(default_factory=RMConfig, description="The algorithm.")
+    policy: RMPolicyConfig = Field(description="The model that is trained.")
+    checkpointing: RMCheckpointingConfig = Field(
+        default_factory=RMCheckpointingConfig, description="Saving and resuming."
+    )
+
+    @property
+    def algorithm(self) -> SupervisedConfig:
+        """The section `rm`."""
+        return self.rm
+
+    def check(self) -> None:
+        """Check keys against each other, and that the files they name exist."""
+        report_findings(
+            chain(
+                check_supervised("rm", self.rm, self.policy, self.data, self.cluster),
+                check_best_metric(self.checkpointing, self.data),
+                check_reward_model(self.policy),
+                check_pair_budget(self.policy),
+                check_datasets(self.data, PREFERENCE_DATASET_NAMES),
+            )
+        )

@@ -1,0 +1,87 @@
+"""Keys of `checkpointing`: when a run is saved, where, and which saves are kept.
+
+Invariant: a metric is always named with its side, `val:` or `train:`.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic_core import PydanticCustomError
+
+from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.section import Section
+
+
+def _has_side(metric: str) -> str:
+    side, _, name = metric.partition(":")
+    if side not in ("val", "train") or not name:
+        bare = (metric.rpartition(":")[2] or "accuracy").removeprefix("val_")
+        raise PydanticCustomError(
+            "metric_name",
+            "a metric is written val:<name> or train:<name>, for example val:{bare}",
+            {"bare": bare},
+        )
+    return metric
+
+
+MetricName = Annotated[str, AfterValidator(_has_side)]
+
+
+class CheckpointingConfig(Section):
+    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+
+    later: ClassVar[dict[str, str]] = {
+        "ft_save_period": "extra crash-recovery saves",
+        "ft_keep_latest_k": "extra crash-recovery saves",
+        "is_async": "writing checkpoints in the background",
+        "is_peft": "adapter checkpoints",
+        "peft_config": "adapter checkpoints",
+        "pretrained_checkpoint": "the Megatron backend",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "model_cache_dir": "models are cached where Hugging Face caches them",
+        "model_repo_id": "the model is named by policy.model_name",
+    }
+
+    enabled: bool = Field(default=True, description="Save checkpoints.")
+    checkpoint_dir: str = Field(
+        default="results/grpo", description="Folder of the checkpoints, one step_<N> folder each."
+    )
+    metric_name: MetricName | None = Field(
+        default="val:accuracy",
+        description="Metric that ranks checkpoints, as val:<name> or train:<name>; null: newest first.",
+    )
+    higher_is_better: bool = Field(default=True, description="Whether a larger metric is better.")
+    keep_top_k: PositiveInt | None = Field(
+        default=3, description="Best checkpoints kept besides the newest one; null: all."
+    )
+    save_period: PositiveInt = Field(default=10, description="Save every this many steps.")
+    checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")] | None = Field(
+        default=None,
+        description="Wall-clock limit DD:HH:MM:SS after which the run saves and ends; null: none.",
+    )
+    signal_grace_s: PositiveFloat = Field(
+        default=600.0,
+        description="Seconds from SIGTERM, SIGINT or SIGHUP in which the running step and its checkpoint have to be "
+        "done; then the run ends without one.",
+    )
+    save_optimizer: bool = Field(
+        default=True, description="Store the optimizer state; without it a resumed run starts it anew."
+    )
+    allow_changed: list[str] = Field(
+        default_factory=list,
+        description="Keys or sections that may differ from the configuration of the checkpoint a run resumes from, "
+        "for example [data.train, grpo.seed]; policy.optimizer also lets a lost optimizer state start anew.",
+    )
+    save_consolidated: bool = Field(
+        default=False,
+        description="Also write policy/weights/model/consolidated: the model in policy.precision and its tokenizer, "
+        "a folder to hand on.",
+    )
+    model_save_format: Annotated[Literal["safetensors", "torch_save"], Only(("safetensors",), "torch_save")] | None = (
+        Field(default="safetensors", description="File format of the weights; null means safetensors.")
+    )
+
+    def allows(self, key: str) -> bool:
+        """Whether `allow_changed` names a key or a section it is in."""
+        return any(key == allowed or key.startswith(f"{allowed}.") for allowed in self.allow_changed)

@@ -1,0 +1,70 @@
+"""Keys of `cluster`: devices, processes, deadlines.
+
+Invariant: the choice of device is made here once; every other package asks `uses_gpu` or `utils.device`.
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from nemo_rl.config.base.section import Section
+
+
+class TimeoutsConfig(Section):
+    """The longest that each phase may take; afterwards the run stops and names what was waited for."""
+
+    setup_s: PositiveFloat = Field(default=900.0, description="Seconds to start all workers and engines.")
+    rollout_s: PositiveFloat = Field(default=3600.0, description="Seconds for the rollouts of one step.")
+    train_s: PositiveFloat = Field(default=3600.0, description="Seconds for one training or logprob call.")
+    weight_sync_s: PositiveFloat = Field(default=600.0, description="Seconds to move weights to the engines.")
+    environment_s: PositiveFloat = Field(
+        default=600.0,
+        description="Seconds for an environment to answer one sample. A batch that takes longer is stepped again "
+        "sample by sample, so that only a sample that alone takes longer gets an error.",
+    )
+    checkpoint_s: PositiveFloat = Field(default=1800.0, description="Seconds to write or read a checkpoint.")
+    shutdown_s: PositiveFloat = Field(default=30.0, description="Seconds for workers to end by themselves.")
+
+
+class ClusterConfig(Section):
+    """Machines and processes."""
+
+    later: ClassVar[dict[str, str]] = {"segment_size": "placement by NVLink domain"}
+
+    device: Literal["cuda", "cpu"] = Field(
+        default="cuda", description="Where policy and engines compute: on GPUs or on the CPU."
+    )
+    num_nodes: PositiveInt = Field(default=1, description="Machines in the run.")
+    gpus_per_node: NonNegativeInt = Field(default=1, description="GPUs used on each machine.")
+    ranks_per_node: PositiveInt | None = Field(
+        default=None,
+        description="Policy processes on each machine; null: gpus_per_node on GPUs, 1 on the CPU.",
+    )
+    threads_per_rank: PositiveInt | None = Field(
+        default=None,
+        description="CPU threads of a policy process; null: cores divided by ranks_per_node, at least 1.",
+    )
+    max_actor_restarts: NonNegativeInt = Field(
+        default=10,
+        description="Restarts before a run stops: of generation engines in all, of an environment in a row without an "
+        "answer in between.",
+    )
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig, description="Deadlines of the phases.")
+    master_port_range_low: int | None = Field(
+        default=1400, ge=1, le=65535, description="Lowest port for the meeting point of worker processes."
+    )
+    master_port_range_high: int | None = Field(
+        default=1999, ge=1, le=65535, description="Highest port for the meeting point of worker processes."
+    )
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether policy and engines run on GPUs."""
+        return self.device == "cuda"
+
+    @property
+    def policy_ranks_per_node(self) -> int:
+        """Policy processes on one machine, with null replaced by its meaning."""
+        if self.ranks_per_node is not None:
+            return self.ranks_per_node
+        return self.gpus_per_node if self.uses_gpu else 1

@@ -1,0 +1,161 @@
+"""Keys of `data`: which data sets are trained and validated on, and how rows become prompts.
+
+Invariant: a key that an entry of `train` or `validation` leaves out comes from `data.default`.
+"""
+
+from typing import Annotated, ClassVar
+
+from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, Tag
+
+from nemo_rl.config.base.section import Section, derived
+
+_MEDIA = "multimodal data"
+
+
+class DatasetDefaults(Section):
+    """Values for every entry of data.train and data.validation that does not set them."""
+
+    later: ClassVar[dict[str, str]] = {
+        "min_generation_tokens": "a reserve of tokens for the answer",
+        "num_frames": _MEDIA,
+        "video_maintain_aspect_ratio": _MEDIA,
+        "video_sampling_style": _MEDIA,
+        "video_target_num_patches": _MEDIA,
+        "video_temporal_patch_size": _MEDIA,
+    }
+    ignored: ClassVar[dict[str, str]] = {"download_dir": "data sets are cached by Hugging Face"}
+
+    dataset_name: str | None = Field(
+        default=None,
+        description="A built-in data set, ResponseDataset for data_path, or the dotted path of a class.",
+    )
+    data_path: str | None = Field(
+        default=None, description="A local JSONL, JSON, Parquet, CSV or Arrow file, or a hub id."
+    )
+    subset: str | None = Field(default=None, description="Configuration name of a hub data set.")
+    split: str | None = Field(default=None, description="Split of a hub data set; null: the usual one.")
+    split_validation_size: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Share of the training rows set aside for validation."
+    )
+    name: Annotated[str, Field(pattern=r"^[\w-]+$")] | None = Field(
+        default=None,
+        description="Validates these rows apart from the others, as validation-<name>/ (SFT, DPO and reward models).",
+    )
+    seed: NonNegativeInt = Field(default=42, description="Seed of the split and of generated tasks.")
+    input_key: str | None = Field(
+        default=None, description="Column of the question; null: the data set's own, or input."
+    )
+    output_key: str | None = Field(
+        default=None, description="Column of the answer; null: the data set's own, or output."
+    )
+    chat_key: str | None = Field(default=None, description="Column of the messages, for openai_format; null: messages.")
+    system_key: str | None = Field(default=None, description="Column of a system message, for openai_format.")
+    system_prompt: str | None = Field(default=None, description="System message of rows without one (openai_format).")
+    tool_key: str | None = Field(
+        default=None, description="Column of the tool descriptions, for openai_format; null: tools."
+    )
+    prompt_key: str | None = Field(default=None, description="Column of the prompt of a pair; null: prompt.")
+    chosen_key: str | None = Field(default=None, description="Column of the preferred answer; null: chosen.")
+    rejected_key: str | None = Field(default=None, description="Column of the other answer; null: rejected.")
+    margin_key: str | None = Field(
+        default=None,
+        description="Column with the reward by which the preferred answer of a pair should lead; null: none.",
+    )
+    label_key: str | None = Field(
+        default=None,
+        description="Column that says whether an answer is desirable, for BinaryFeedbackDataset; null: label.",
+    )
+    env_name: str | None = Field(default="math", description="Environment that rewards answers, from env.")
+    processor: str | None = Field(
+        default="math_hf_data_processor", description="Function that turns a row into a prompt."
+    )
+    prompt_file: str | None = Field(
+        default=None, description="Text file with one {} for the question; null: the question alone."
+    )
+    system_prompt_file: str | None = Field(default=None, description="Text file with the system message; null: none.")
+    num_samples: PositiveInt | None = Field(
+        default=None,
+        description="Generated problems, only for the arithmetic data sets; null: 10,000 for training, "
+        "256 for validation.",
+    )
+    min_operand: int = Field(default=10, description="Smallest number in a problem, only for the arithmetic data sets.")
+    max_operand: int = Field(default=99, description="Largest number in a problem, only for the arithmetic data sets.")
+
+
+class DatasetConfig(DatasetDefaults):
+    """One data set; keys left out come from data.default."""
+
+    inherits: ClassVar[str] = "data.default"
+
+
+def _one_or_many(value: object) -> str:
+    return "many" if isinstance(value, list) else "one"
+
+
+DatasetEntries = Annotated[
+    Annotated[DatasetConfig, Tag("one")] | Annotated[list[DatasetConfig], Tag("many")],
+    Discriminator(_one_or_many),
+]
+
+
+def _as_default(key: str) -> str:
+    return f"write data.default.{key} (all data sets) or data.train.{key}"
+
+
+class DataConfig(Section):
+    """Training and validation data."""
+
+    place: ClassVar[str] = "data"
+    later: ClassVar[dict[str, str]] = {
+        "custom_dataloader": "a user's data loader",
+        "num_prompts_per_dataloader": "one data loader per data set",
+        "use_multiple_dataloader": "one data loader per data set",
+    }
+    moved: ClassVar[dict[str, str]] = {
+        "dataset_name": "write data.train.dataset_name",
+        "train_data_path": "write data.train.data_path",
+        "val_dataset_name": "write data.validation.dataset_name",
+        "val_data_path": "write data.validation.data_path",
+        "val_data_paths": "write data.validation as a list of entries with name and data_path",
+        "split": "write data.train.split",
+        "seed": "write data.train.seed",
+        "problem_key": "write data.train.input_key",
+        "solution_key": "write data.train.output_key",
+        "input_key": "write data.train.input_key",
+        "output_key": "write data.train.output_key",
+        "prompt_file": _as_default("prompt_file"),
+        "system_prompt_file": _as_default("system_prompt_file"),
+        "env_name": _as_default("env_name"),
+        "processor": _as_default("processor"),
+    }
+
+    train: DatasetEntries | None = Field(default=None, description="Training data: one entry, or a list that is mixed.")
+    validation: DatasetEntries | None = Field(default=None, description="Validation data: one entry, a list, or null.")
+    default: DatasetDefaults = Field(
+        default_factory=DatasetDefaults, description="Values for entries that leave them out."
+    )
+    max_input_seq_length: PositiveInt | None = derived(
+        "${policy.max_total_sequence_length}",
+        "Longest prompt in tokens; longer ones are cut to a stub and masked; null: no limit.",
+    )
+    shuffle: bool = Field(default=True, description="Draw training prompts in a seeded random order.")
+    num_workers: NonNegativeInt = Field(default=1, description="Processes that prepare prompts; 0: in the driver.")
+    max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="Share of unusable rows above which a data set is refused."
+    )
+
+    @property
+    def train_entries(self) -> list[DatasetConfig]:
+        """The training entries, as a list."""
+        return _listed(self.train)
+
+    @property
+    def validation_entries(self) -> list[DatasetConfig]:
+        """The validation entries, as a list."""
+        return _listed(self.validation)
+
+
+def _listed(entries: DatasetConfig | list[DatasetConfig] | None) -> list[DatasetConfig]:
+    if entries is None:
+        return []
+    return entries if isinstance(entries, list) else [entries]

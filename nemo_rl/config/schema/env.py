@@ -1,0 +1,43 @@
+"""Keys of `env`: one entry for each environment of a run, by name.
+
+Invariant: built-in environments have a schema; any other name belongs to a user's environment and its mapping reaches
+it untouched.
+"""
+
+from typing import Annotated, Any, Literal, TypedDict
+
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+
+from nemo_rl.config.base.section import Section
+from nemo_rl.config.base.structure import NamedSections
+
+
+class MathEnvironmentConfig(Section):
+    """Compares the model's final answer with the known one."""
+
+    num_workers: PositiveInt = Field(default=8, description="Processes that check answers.")
+    stop_strings: list[str] | None = Field(
+        default=None, description="Texts that end generation, besides policy.generation.stop_strings."
+    )
+    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = Field(
+        default="math", description="How answers are compared: as mathematics or as a choice letter."
+    )
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = Field(
+        default="hf_math_verify", description="Rule for mathematics: math-verify, or DAPO's strict match."
+    )
+    timeout_s: PositiveFloat = Field(
+        default=10.0, description="Seconds for one answer; afterwards it counts as a reward error."
+    )
+
+
+class BuiltInEnvironments(TypedDict, total=False):
+    """Environments with a schema."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    math: MathEnvironmentConfig
+
+
+_LATER = (("nemo_gym", "NeMo-Gym"), ("should_use_nemo_gym", "NeMo-Gym"))
+
+EnvironmentMap = Annotated[dict[str, Any], NamedSections(BuiltInEnvironments, _LATER)]

@@ -1,0 +1,137 @@
+"""Keys of `examples/run_eval.py`: a model, a data set, how to sample and what to measure.
+
+The section `generation` is that of training with the model's name added, so evaluation and training start engines in
+the same way.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.generation import GenerationConfig, TopK, VllmConfig
+from nemo_rl.config.schema.policy import TokenizerConfig
+
+
+class EvalVllmConfig(VllmConfig):
+    """The vLLM engine of an evaluation."""
+
+    max_model_len: PositiveInt = Field(
+        default=2048, description="Context length of the engine in tokens, prompt and answer together."
+    )
+    precision: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16", description="Number format of weights and activations."
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.9, description="Share of a GPU's memory that the engine may take."
+    )
+
+
+class EvalGenerationConfig(GenerationConfig):
+    """The model and how it samples; `weight_sync`, `colocated` and `val_*` have no effect here."""
+
+    ignored: ClassVar[dict[str, str]] = {
+        key: reason for key, reason in GenerationConfig.ignored.items() if key != "model_name"
+    }
+
+    model_name: str = Field(
+        default="Qwen/Qwen2.5-Math-1.5B-Instruct",
+        description="Hub id, or folder with a model: for a checkpoint <step folder>/policy/weights/model.",
+    )
+    num_prompts_per_step: Annotated[int, Field(ge=-1)] = Field(
+        default=-1, description="Prompts sampled together and then written to save_path; -1: all of them."
+    )
+    temperature: NonNegativeFloat = Field(
+        default=0.0, description="Sampling temperature; 0 takes the most likely token."
+    )
+    top_k: TopK | None = Field(default=-1, description="Sample from the k most likely tokens; null or -1: from all.")
+    max_new_tokens: PositiveInt = derived(
+        "${.vllm_cfg.max_model_len}",
+        "Most tokens of one answer; prompt and answer together end at max_model_len.",
+    )
+    vllm_cfg: EvalVllmConfig = Field(default_factory=EvalVllmConfig, description="The vLLM engine.")
+
+
+class EvalTokenizerConfig(TokenizerConfig):
+    """The tokenizer and its chat template."""
+
+    name: str = derived("${generation.model_name}", "Hub id or folder of the tokenizer.")
+
+
+class EvalConfig(Section):
+    """What is measured, and where the answers are kept."""
+
+    moved: ClassVar[dict[str, str]] = {"pass_k_value": "write eval.k_value"}
+
+    metric: Literal["pass@k", "cons@k"] = Field(
+        default="pass@k",
+        description="The score: pass@k, a right answer among k; or cons@k, the majority of k answers is right.",
+    )
+    num_tests_per_prompt: PositiveInt = Field(default=1, description="Answers sampled per prompt.")
+    k_value: PositiveInt = Field(default=1, description="The k of the metric, at most num_tests_per_prompt.")
+    seed: NonNegativeInt = Field(default=42, description="Seed of the samples.")
+    save_path: str | None = Field(
+        default=None,
+        description="Folder for answers and results; started again with the same folder, an evaluation goes on. "
+        "null: nothing is written.",
+    )
+    max_rollout_turns: PositiveInt = Field(
+        default=1, description="Most turns of model and environment in one conversation."
+    )
+    signal_grace_s: PositiveFloat = Field(
+        default=600.0,
+        description="Seconds from SIGTERM, SIGINT or SIGHUP in which the prompts under way have to be answered and "
+        "written to save_path; then the evaluation ends without them.",
+    )
+
+
+class EvalDataConfig(Section):
+    """The problems."""
+
+    later: ClassVar[dict[str, str]] = {
+        "repeat": "repetition of the data set (eval.num_tests_per_prompt samples each prompt several times)"
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "num_workers": "prompts are prepared in the driver",
+        "shuffle": "problems are asked in the order of the data set",
+    }
+
+    dataset_name: str | None = Field(
+        default="aime2024",
+        description="A built-in data set, or the path of a local csv, json or jsonl file with problem_key and "
+        "solution_key.",
+    )
+    data_path: str | None = Field(
+        default=None, description="A local copy of the named data set: a file or the folder of the hub repository."
+    )
+    subset: str | None = Field(default=None, description="Configuration name of a hub data set; null: the usual one.")
+    split: str | None = Field(default=None, description="Split of a hub data set; null: the usual one.")
+    problem_key: str | None = Field(default=None, description="Column of the problem; null: the data set's own.")
+    solution_key: str | None = Field(default=None, description="Column of the answer; null: the data set's own.")
+    file_format: Literal["csv", "json", "jsonl"] | None = Field(
+        default=None, description="Kind of a local file; it must agree with the name's ending."
+    )
+    prompt_file: str | None = Field(
+        default=None, description="Text file with one {} for the problem (none in multiple choice); null: no text."
+    )
+    system_prompt_file: str | None = Field(default=None, description="Text file with the system message; null: none.")
+    env_name: str = Field(default="math", description="Environment that grades answers, from env.")
+    processor: str | None = Field(
+        default=None, description="Function that turns a row into a prompt; null: the data set's usual one."
+    )
+    max_input_seq_length: PositiveInt | None = derived(
+        "${generation.vllm_cfg.max_model_len}",
+        "Longest prompt in tokens; longer ones are not asked and count as not solved; null: no limit.",
+    )
+    max_samples: PositiveInt | None = Field(
+        default=None, description="Ask only this many problems, a seeded random choice; null: all."
+    )
+    seed: NonNegativeInt = Field(default=42, description="Seed of max_samples, of option orders and of generated sums.")
+    num_samples: PositiveInt | None = Field(
+        default=None, description="Generated problems, only for arithmetic; null: 256."
+    )
+    min_operand: int = Field(default=10, description="Smallest number in a problem, only for arithmetic.")
+    max_operand: int = Field(default=99, description="Largest number in a problem, only for arithmetic.")
+    max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="Share of unusable rows above which a data set is refused."
+    )

@@ -1,0 +1,209 @@
+"""Keys of `policy.generation`: sampling, the engine, and how weights reach it.
+
+Invariant: lengths and precision follow the policy unless they are set here.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.section import Section, derived
+
+TopK = Annotated[int, Field(ge=-1)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+EnginePrecision = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32", "fp8"],
+    Only(("auto", "bfloat16", "float16", "float32"), "fp8 generation"),
+]
+
+
+class ColocatedResourcesConfig(Section):
+    """What generation gets when it does not share the policy's devices."""
+
+    gpus_per_node: PositiveInt | None = Field(
+        default=None, description="GPUs of each generation machine; needed when not colocated on GPUs."
+    )
+    num_nodes: PositiveInt | None = Field(
+        default=None, description="Machines for generation only; null on one machine, which is split."
+    )
+    ranks_per_node: PositiveInt | None = Field(
+        default=None, description="Engines on each machine when not colocated on the CPU; null: 1."
+    )
+
+
+class ColocatedConfig(Section):
+    """Whether engines share devices with the policy."""
+
+    enabled: bool = Field(default=True, description="Engines and policy take turns on the same devices.")
+    resources: ColocatedResourcesConfig = Field(
+        default_factory=ColocatedResourcesConfig, description="Devices of separate engines."
+    )
+
+
+class WeightSyncConfig(Section):
+    """How the policy's weights reach the engines."""
+
+    transport: Literal["auto", "shared_memory", "collective", "cuda_ipc"] = Field(
+        default="auto",
+        description="Carrier of the weights; auto: shared_memory on CPUs of one machine, cuda_ipc when "
+        "colocated on GPUs, else collective.",
+    )
+    bucket_size_mb: PositiveInt = Field(
+        default=256, description="Mebibytes of weights moved at a time; bounds the extra memory."
+    )
+    verify: bool = Field(
+        default=True, description="Compare version, tensor count and checksum on both sides of every sync."
+    )
+
+    max_mult_prob_error: Annotated[float, Field(ge=1)] | None = Field(
+        default=1.05,
+        description="Largest mean ratio of probabilities between trainer and engine (token_mult_prob_error) in the "
+        "first batch of a run; beyond it the run stops before its first update. null: not compared.",
+    )
+
+
+class VllmConfig(Section):
+    """The vLLM engine."""
+
+    later: ClassVar[dict[str, str]] = {
+        "enable_return_routed_experts": "router replay",
+        "expose_http_server": "an HTTP server on the engines",
+        "http_server_serving_chat_kwargs": "an HTTP server on the engines",
+        "reasoning_parser_plugin": "an HTTP server on the engines",
+        "tool_parser_plugin": "an HTTP server on the engines",
+        "http_refit_api_key_env_var": "weight transfer over HTTP",
+        "http_refit_server_port": "weight transfer over HTTP",
+        "zmq_refit_server_port": "weight transfer over ZMQ",
+        "is_mx": "MXFP8 generation",
+        "num_first_layers_in_bf16": "fp8 generation",
+        "num_last_layers_in_bf16": "fp8 generation",
+        "use_deep_gemm": "fp8 generation",
+        "reset_encoder_cache_after_weight_update": "multimodal generation",
+        "video": "multimodal generation",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "cap_max_tokens_to_context": "answers always end at the context length",
+        "distributed_executor_backend": "the adapter chooses it",
+        "enable_vllm_metrics_logger": "engine metrics are always reported",
+        "load_format": "the adapter chooses it",
+        "skip_tokenizer_init": "the adapter chooses it",
+        "use_tqdm": "engines show no progress bar",
+        "vllm_metrics_logger_interval": "engine metrics are reported once a step",
+    }
+
+    max_model_len: PositiveInt = derived(
+        "${...max_total_sequence_length}",
+        "Context length of the engine in tokens, prompt and answer together.",
+    )
+    precision: EnginePrecision = derived(
+        "${...precision}",
+        "Number format of weights and activations in the engine.",
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.6, description="Share of a GPU's memory that the engine may take."
+    )
+    kv_cache_memory_mb: PositiveInt | None = Field(
+        default=None,
+        description="Mebibytes of KV cache of an engine; null: from gpu_memory_utilization on GPUs, 256 on the CPU.",
+    )
+    kv_cache_dtype: Annotated[str, Only(("auto",), "A quantised KV cache")] = Field(
+        default="auto", description="Number format of the KV cache."
+    )
+    enforce_eager: bool = Field(
+        default=False, description="Run without compilation and CUDA graphs; the CPU always does."
+    )
+    logprobs_mode: Annotated[str, Only(("processed_logprobs",), "The use of raw log-probs")] = Field(
+        default="processed_logprobs",
+        description="Which log-probs the engine reports: after temperature and truncation.",
+    )
+    tensor_parallel_size: Annotated[PositiveInt, Only((1,), "Tensor parallelism in the engine")] = Field(
+        default=1, description="GPUs that share one engine's layers."
+    )
+    pipeline_parallel_size: Annotated[PositiveInt, Only((1,), "Pipeline parallelism in the engine")] = Field(
+        default=1, description="Stages of one engine."
+    )
+    expert_parallel_size: Annotated[PositiveInt, Only((1,), "Expert parallelism in the engine")] = Field(
+        default=1, description="GPUs that share one engine's experts."
+    )
+    async_engine: Annotated[bool, Only((False,), "The asynchronous vLLM engine")] = Field(
+        default=False, description="Use vLLM's asynchronous engine."
+    )
+    env_vars: dict[str, str] | None = Field(default=None, description="Environment variables of the engine's process.")
+
+
+class GenerationConfig(Section):
+    """Sampling of answers."""
+
+    later: ClassVar[dict[str, str]] = {
+        "_debug_payload_metrics": "payload size metrics",
+        "_mtp_weights_from_refit": "multi-token prediction",
+        "bad_words": "forbidding words",
+        "quant_cfg": "quantised generation",
+        "real_quant": "quantised generation",
+        "real_quant_ignore": "quantised generation",
+        "refit_transport": "another weight transport (see policy.generation.weight_sync)",
+        "use_async_rollouts": "the choice of a rollout path",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "_pad_token_id": "it comes from the tokenizer",
+        "dynamo_cfg": "it belongs to another backend",
+        "mcore_generation_config": "it belongs to another backend",
+        "model_name": "engines always serve policy.model_name",
+        "pad_token_id": "it comes from the tokenizer",
+        "port_range_high": "engines open no ports of their own",
+        "port_range_low": "engines open no ports of their own",
+        "real_quant_export_cpu_offload": "it belongs to quantised generation",
+        "refit_cfg": "it belongs to another backend",
+        "sglang_cfg": "it belongs to another backend",
+        "trtllm_cfg": "it belongs to another backend",
+    }
+
+    backend: Annotated[
+        Literal["vllm", "hf", "megatron", "sglang", "trtllm", "dynamo"],
+        Only(("vllm", "hf"), "This generation backend"),
+    ] = Field(default="vllm", description="Engine: vLLM, or Hugging Face generate (hf), which needs nothing.")
+    temperature: NonNegativeFloat = Field(
+        default=1.0, description="Sampling temperature; 0 takes the most likely token (not for training)."
+    )
+    top_p: TopP = Field(default=1.0, description="Sample from the smallest set with this much probability.")
+    top_k: TopK | None = Field(default=None, description="Sample from the k most likely tokens; null or -1: from all.")
+    max_new_tokens: PositiveInt = derived(
+        "${..max_total_sequence_length}",
+        "Most tokens of one answer; prompt and answer together end at max_model_len.",
+    )
+    stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer.")
+    stop_token_ids: list[int] | None = Field(
+        default=None,
+        description="More tokens that end an answer, beside the tokenizer's end-of-sequence token and those of the "
+        "model's generation_config.",
+    )
+    val_temperature: NonNegativeFloat = derived(
+        "${.temperature}",
+        "Sampling temperature in validation.",
+    )
+    val_top_p: TopP = derived(
+        "${.top_p}",
+        "top_p in validation.",
+    )
+    val_top_k: TopK | None = derived(
+        "${.top_k}",
+        "top_k in validation.",
+    )
+    colocated: ColocatedConfig = Field(
+        default_factory=ColocatedConfig, description="Sharing of devices with the policy."
+    )
+    weight_sync: WeightSyncConfig = Field(
+        default_factory=WeightSyncConfig, description="Transfer of weights to the engines."
+    )
+    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig, description="The vLLM engine.")
+    vllm_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="More arguments for vLLM's engine, passed on unchecked."
+    )
+
+    @property
+    def greedy_choice(self) -> str | None:
+        """The setting that leaves one answer for each prompt, None where answers differ."""
+        if self.temperature == 0:
+            return "temperature=0"
+        return "top_k=1" if self.top_k == 1 else None

@@ -1,0 +1,97 @@
+"""Keys of `loss_fn` for the policy-gradient family (GRPO, DAPO, GSPO, CISPO, REINFORCE++).
+
+Rules between keys are in `config.rules.loss`. Invariant: each key only selects a formula.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from nemo_rl.config.base.section import Section
+
+
+class ClippedPGLossConfig(Section):
+    """How the clipped policy-gradient loss is formed."""
+
+    later: ClassVar[dict[str, str]] = {
+        "positive_example_nll_weight": "an extra likelihood loss on correct samples (VAPO)",
+    }
+
+    reference_policy_kl_penalty: NonNegativeFloat = Field(
+        default=0.01,
+        description="Weight of the KL term against the reference policy; 0 switches it off. With top_k or top_p both "
+        "sides are filtered (in NeMo RL neither), so that the KL is that of the distribution that is sampled from.",
+    )
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field(
+        default="k3",
+        description="Estimator of the per-token KL divergence; the gradients of k1 and k3 are those of the divergence "
+        "in expectation, that of k2 is about twice as large.",
+    )
+    kl_input_clamp_value: PositiveFloat | None = Field(
+        default=20.0, description="Bound in nats on the log ratio before the KL estimator; null: none."
+    )
+    kl_output_clamp_value: PositiveFloat | None = Field(
+        default=10.0,
+        description="Bound in nats on a token's weighted KL estimate, beyond which it has no gradient; null: none.",
+    )
+    use_on_policy_kl_approximation: bool = Field(
+        default=False,
+        description="Weight the KL term, before its output clamp, by the ratio of current to generation probabilities.",
+    )
+    sequence_level_kl_weight: bool = Field(
+        default=False,
+        description="Take the KL term's weight as the geometric mean over the sequence instead of for each token: with "
+        "use_on_policy_kl_approximation the ratio itself, without it only its gradient.",
+    )
+    use_kl_in_reward: bool = Field(
+        default=False, description="Subtract the KL term from the reward instead of adding it to the loss."
+    )
+    ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.2, description="Lower clip epsilon: the ratio is clipped below 1 - ratio_clip_min."
+    )
+    ratio_clip_max: Annotated[float, Field(gt=-1)] = Field(
+        default=0.2,
+        description="Upper clip epsilon: the ratio is clipped above 1 + ratio_clip_max; below 0 only with use_cispo.",
+    )
+    ratio_clip_c: Annotated[float, Field(gt=1)] | None = Field(
+        default=None, description="Dual-clip bound for negative advantages, greater than 1; null: off."
+    )
+    disable_ppo_ratio: bool = Field(
+        default=False,
+        description="Use the REINFORCE loss -A log p, without ratio and clipping; with force_on_policy_ratio the value "
+        "is -A, the gradient the same.",
+    )
+    force_on_policy_ratio: bool = Field(
+        default=False, description="Take the ratio as exactly 1; needs one optimizer update per rollout batch."
+    )
+    use_cispo: bool = Field(
+        default=False,
+        description="CISPO: clip the importance weight and stop its gradient, keep all tokens; needs token_level_loss.",
+    )
+    sequence_level_importance_ratios: bool = Field(
+        default=False,
+        description="GSPO: one ratio per sequence, the geometric mean over its tokens; needs token_level_loss=false.",
+    )
+    token_level_loss: bool = Field(
+        default=True, description="Average the loss over all tokens (true) or over sequences first (false)."
+    )
+    constant_sample_length: PositiveFloat | None = Field(
+        default=None,
+        description="Dr.GRPO: divide the sum over tokens by this many tokens for each sample that counts, for example "
+        "max_new_tokens, instead of by the tokens that count; null: off.",
+    )
+    use_importance_sampling_correction: bool = Field(
+        default=False, description="Weight tokens by training over generation probability to undo mismatch."
+    )
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = Field(
+        default=None,
+        description="What happens to correction weights out of bounds: tis clamps them, icepop zeroes the token, "
+        "seq-mask-tis zeroes the whole sequence; null: there are no bounds.",
+    )
+    truncated_importance_sampling_ratio: PositiveFloat | None = Field(
+        default=None, description="Upper bound of the correction weight; needed by each type."
+    )
+    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = Field(
+        default=None,
+        description="Lower bound of the correction weight, needed by icepop and seq-mask-tis; null with tis: 0.",
+    )

@@ -1,0 +1,166 @@
+"""Keys of `policy`: the model, its tokenizer, batches, optimizer and generation.
+
+A teacher or reward model may reuse `PolicyConfig` under another name. Invariant: derived defaults refer to other keys
+relatively, so the section works at any place of a file.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic_core import PydanticCustomError
+
+from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.generation import GenerationConfig
+from nemo_rl.config.schema.policy_parallel import (
+    DTensorConfig,
+    DynamicBatchingConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    SchedulerMilestones,
+    SequencePackingConfig,
+    TrainingBackendConfig,
+)
+
+SchedulerList = list[SchedulerConfig | SchedulerMilestones]
+
+_SCHEDULER_SHAPE = (
+    "a list of schedulers is [{name, kwargs}, {name, kwargs}, ..., {milestones: [step, ...]}] "
+    "with one milestone fewer than schedulers, in rising order"
+)
+
+
+def _ends_with_milestones(entries: SchedulerList) -> SchedulerList:
+    schedulers = [e for e in entries if isinstance(e, SchedulerConfig)]
+    last = entries[-1] if entries else None
+    points = last.milestones if isinstance(last, SchedulerMilestones) else []
+    shaped = len(schedulers) >= 1 and len(entries) - len(schedulers) == bool(points)
+    if not shaped or len(points) != len(schedulers) - 1 or points != sorted(set(points)):
+        raise PydanticCustomError(
+            "scheduler",
+            "{shape}; got {schedulers} schedulers and {milestones} milestones",
+            {"shape": _SCHEDULER_SHAPE, "schedulers": len(schedulers), "milestones": len(points)},
+        )
+    return entries
+
+
+class TokenizerConfig(Section):
+    """The tokenizer and its chat template."""
+
+    later: ClassVar[dict[str, str]] = {
+        "use_fastokens": "the fastokens tokenizer",
+        "use_processor": "multimodal processors",
+        "audio": "multimodal processors",
+        "video": "multimodal processors",
+    }
+
+    name: str = derived(
+        "${..model_name}",
+        "Hub id or folder of the tokenizer.",
+    )
+    chat_template: str | None = Field(
+        default="default",
+        description="default: the tokenizer's own; null: message texts as they are; a .jinja file; or a template text.",
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="More arguments for the chat template."
+    )
+
+
+class RewardModelConfig(Section):
+    """A scalar head instead of a vocabulary."""
+
+    enabled: bool = Field(default=False, description="Give the model a scalar head (reward models).")
+    reward_model_type: Literal["bradley_terry"] = Field(
+        default="bradley_terry", description="What the score means: the log-odds of being preferred."
+    )
+
+
+class PolicyConfig(Section):
+    """The model that is trained."""
+
+    later: ClassVar[dict[str, str]] = {
+        "activation_checkpointing_enabled": "the old FSDP1 worker (use policy.dtensor_cfg.activation_checkpointing)",
+        "disable_modelopt_layer_spec": "quantised training",
+        "draft": "training of a draft model",
+        "fsdp_offload_enabled": "the old FSDP1 worker (use policy.dtensor_cfg.cpu_offload)",
+        "is_vlm": "vision-language models",
+        "megatron_cfg": "the Megatron backend",
+        "offload_optimizer_for_logprob": "moving the optimizer away during log-prob passes",
+        "pretrained_checkpoint": "the Megatron backend",
+        "quant_batch_size": "quantised training",
+        "quant_calib_data": "quantised training",
+        "quant_calib_size": "quantised training",
+        "quant_cfg": "quantised training",
+        "quant_sequence_length": "quantised training",
+        "router_replay": "router replay",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "refit_buffer_size_gb": "see policy.generation.weight_sync.bucket_size_mb",
+    }
+
+    model_name: str = Field(description="Hub id or folder of the model.")
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="Tokenizer and chat template.")
+    precision: Annotated[
+        Literal["bfloat16", "float16", "float32", "fp8"],
+        Only(("bfloat16", "float16", "float32"), "fp8 training"),
+    ] = Field(
+        default="bfloat16",
+        description="Number format of the forward and backward pass; float16 only for models that are not trained.",
+    )
+    max_total_sequence_length: PositiveInt = Field(
+        default=512, description="Most tokens of a prompt and its answer together."
+    )
+    train_global_batch_size: PositiveInt = Field(
+        default=512, description="Samples of one optimizer update, over all ranks."
+    )
+    train_micro_batch_size: PositiveInt = Field(
+        default=4, description="Samples of one forward and backward pass of a rank."
+    )
+    logprob_batch_size: PositiveInt = derived(
+        "${.train_micro_batch_size}",
+        "Samples of one log-prob pass of a rank.",
+    )
+    logprob_chunk_size: PositiveInt | None = Field(
+        default=None, description="Tokens whose vocabulary is held at a time in log-prob work; null: all."
+    )
+    make_sequence_length_divisible_by: PositiveInt = derived(
+        "${.dtensor_cfg.tensor_parallel_size}",
+        "Sequence lengths are padded to a multiple of this many tokens.",
+    )
+    max_grad_norm: PositiveFloat | None = Field(
+        default=1.0, description="Norm to which the whole gradient is clipped; null: no clipping."
+    )
+    optimizer: OptimizerConfig | None = Field(
+        default_factory=OptimizerConfig, description="The optimizer; null: a model that only answers."
+    )
+    scheduler: Annotated[SchedulerList, AfterValidator(_ends_with_milestones)] | SchedulerConfig | None = Field(
+        default=None,
+        description="Learning-rate schedule: one, or a list that ends with milestones; null: constant.",
+    )
+    hf_config_overrides: dict[str, Any] | None = Field(
+        default_factory=dict, description="Fields of the Hugging Face model config to change."
+    )
+    dtensor_cfg: DTensorConfig = Field(
+        default_factory=DTensorConfig, description="The PyTorch-native training backend."
+    )
+    training_backend: TrainingBackendConfig | None = Field(
+        default=None, description="A training backend of your own, with dtensor_cfg.enabled: false."
+    )
+    dynamic_batching: DynamicBatchingConfig = Field(
+        default_factory=DynamicBatchingConfig, description="Microbatches by token budget."
+    )
+    sequence_packing: SequencePackingConfig = Field(
+        default_factory=SequencePackingConfig, description="Packing of sequences."
+    )
+    reward_model_cfg: RewardModelConfig = Field(
+        default_factory=RewardModelConfig, description="A scalar head, for reward models."
+    )
+    generation: GenerationConfig | None = Field(
+        default_factory=GenerationConfig, description="Sampling; null: the policy never generates."
+    )
+
+    @property
+    def backend_section(self) -> DTensorConfig | TrainingBackendConfig:
+        """The section of the backend that trains: parallel sizes and processes."""
+        return self.training_backend or self.dtensor_cfg

@@ -1,0 +1,183 @@
+"""Keys of `policy` that say how the model is spread and fed: training backends, batching, packing.
+
+Invariant: these keys change speed and memory, never the result; only `lora_cfg` changes what is trained.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
+
+from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.section import Section, derived
+
+_TRAIN_TOKENS = "${mul:${..max_total_sequence_length},${..train_micro_batch_size}}"
+_LOGPROB_TOKENS = "${mul:${..max_total_sequence_length},${..logprob_batch_size}}"
+
+
+class LoraConfig(Section):
+    """Train low-rank adapters instead of the model's weights."""
+
+    ignored: ClassVar[dict[str, str]] = {"use_triton": "adapters are plain matrix products"}
+
+    enabled: bool = Field(default=False, description="Freeze the model and train adapters on its linear layers.")
+    dim: PositiveInt = Field(default=8, description="Rank of the adapters.")
+    alpha: PositiveInt = Field(default=32, description="The adapters' product is scaled by alpha / dim.")
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability in the adapters.")
+    dropout_position: Literal["pre", "post"] = Field(
+        default="post", description="Dropout on the adapter's input (pre) or on its output (post)."
+    )
+    match_all_linear: bool = Field(default=True, description="Adapt every linear layer but the output head.")
+    target_modules: list[str] = Field(
+        default_factory=list,
+        description="Layers to adapt, with match_all_linear: false: full names, last parts (q_proj) or wildcards.",
+    )
+    exclude_modules: list[str] = Field(
+        default_factory=list, description="Layers to leave as they are, named like target_modules."
+    )
+    lora_A_init: Literal["xavier", "uniform"] = Field(
+        default="xavier", description="First values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."
+    )
+
+    @model_validator(mode="after")
+    def _names_layers_once(self) -> Self:
+        if self.enabled and self.match_all_linear == bool(self.target_modules):
+            raise PydanticCustomError(
+                "lora_targets",
+                "{finding}",
+                {
+                    "finding": "match_all_linear=true adapts every linear layer, but target_modules names some; set "
+                    "match_all_linear=false to adapt only those"
+                    if self.match_all_linear
+                    else "match_all_linear=false needs target_modules, for example [q_proj, v_proj]"
+                },
+            )
+        return self
+
+
+class DTensorConfig(Section):
+    """The PyTorch-native training backend (FSDP2)."""
+
+    later: ClassVar[dict[str, str]] = {
+        "automodel_kwargs": "the Automodel library",
+        "custom_parallel_plan": "a user's tensor-parallel plan",
+        "defer_fsdp_grad_sync": "delayed gradient reduction",
+        "dp_replicate_size": "hybrid sharding",
+        "moe_parallelizer": "expert parallelism",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "_v2": "there is one DTensor worker",
+        "clear_cache_every_n_steps": "cached GPU memory is freed between phases",
+    }
+
+    enabled: bool = Field(default=True, description="Train with this backend.")
+    cpu_offload: bool = Field(
+        default=False, description="Keep parameters and optimizer state in host memory between uses."
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward pass to save memory."
+    )
+    tensor_parallel_size: Annotated[PositiveInt, Only((1,), "Tensor parallelism")] = Field(
+        default=1, description="Ranks that share each layer."
+    )
+    context_parallel_size: Annotated[PositiveInt, Only((1,), "Context parallelism")] = Field(
+        default=1, description="Ranks that share each sequence."
+    )
+    expert_parallel_size: Annotated[PositiveInt, Only((1,), "Expert parallelism")] = Field(
+        default=1, description="Ranks that share the experts of a layer."
+    )
+    sequence_parallel: Annotated[bool, Only((False,), "Sequence parallelism")] = Field(
+        default=False, description="Split norms and dropout along the sequence between tensor-parallel ranks."
+    )
+    lora_cfg: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
+    env_vars: dict[str, str] | None = Field(
+        default=None, description="Environment variables of the policy's processes."
+    )
+
+
+class TrainingBackendConfig(Section):
+    """A training backend of your own, in place of the sections of the library's."""
+
+    name: str = Field(description="Dotted class, derived from nemo_rl.models.backends.TrainingBackend.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="What the backend wants to know.")
+    pipeline_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
+    dp_replicate_size: PositiveInt = Field(default=1, description="Copies of the sharded model.")
+    context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
+    tensor_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each layer.")
+    expert_parallel_size: PositiveInt = Field(default=1, description="Ranks that share the experts of a layer.")
+    env_vars: dict[str, str] | None = Field(
+        default=None, description="Environment variables of the policy's processes."
+    )
+
+
+class DynamicBatchingConfig(Section):
+    """Microbatches with a token budget instead of a fixed number of samples."""
+
+    enabled: bool = Field(default=False, description="Fill microbatches up to a number of padded tokens.")
+    train_mb_tokens: PositiveInt = derived(
+        _TRAIN_TOKENS,
+        "Padded tokens of one training microbatch.",
+    )
+    logprob_mb_tokens: PositiveInt = derived(
+        _LOGPROB_TOKENS,
+        "Padded tokens of one log-prob microbatch.",
+    )
+    sequence_length_round: PositiveInt = Field(
+        default=64, description="Microbatch lengths are rounded up to a multiple of this many tokens."
+    )
+
+
+class SequencePackingConfig(Section):
+    """Several sequences end to end in one row; attention never crosses a boundary."""
+
+    later: ClassVar[dict[str, str]] = {"fuse_loss": "one fused loss call for a packed row"}
+
+    enabled: bool = Field(default=True, description="Pack sequences instead of padding them.")
+    train_mb_tokens: PositiveInt = derived(
+        _TRAIN_TOKENS,
+        "Tokens of one packed row in training.",
+    )
+    logprob_mb_tokens: PositiveInt = derived(
+        _LOGPROB_TOKENS,
+        "Tokens of one packed row in log-prob passes.",
+    )
+    algorithm: Literal[
+        "concatenative",
+        "first_fit_decreasing",
+        "first_fit_shuffle",
+        "modified_first_fit_decreasing",
+    ] = Field(default="modified_first_fit_decreasing", description="How sequences are assigned to rows.")
+    sequence_length_round: PositiveInt = Field(
+        default=64, description="Packed rows are padded to a multiple of this many tokens."
+    )
+    microbatch_order: Annotated[
+        Literal["packer", "largest_first"], Only(("packer",), "Another order of microbatches")
+    ] = Field(default="packer", description="Order in which packed rows are processed.")
+
+
+class SchedulerConfig(Section):
+    """One learning-rate schedule."""
+
+    name: str = Field(description="Dotted class, e.g. torch.optim.lr_scheduler.LinearLR.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments of the class.")
+
+
+class SchedulerMilestones(Section):
+    """Where a list of schedules switches from one to the next."""
+
+    milestones: list[PositiveInt] = Field(description="Steps at which the next schedule of the list takes over.")
+
+
+class OptimizerConfig(Section):
+    """The optimizer."""
+
+    name: str = Field(default="torch.optim.AdamW", description="Dotted class of the optimizer.")
+    kwargs: dict[str, Any] = Field(
+        default_factory=lambda: {
+            "lr": 5.0e-6,
+            "weight_decay": 0.01,
+            "betas": [0.9, 0.999],
+            "eps": 1e-8,
+        },
+        description="Arguments of the class; written whole, they are not merged with these.",
+    )

@@ -1,0 +1,55 @@
+"""Keys that all algorithms share in which the policy itself writes what it learns from: GRPO and distillation.
+
+Steps, prompts and validation only; how a batch becomes a loss is in the algorithm's own section.
+"""
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from nemo_rl.config.base.section import Section
+
+
+class RolloutTrainingConfig(Section):
+    """Steps, prompts and validation of a run that samples answers."""
+
+    num_prompts_per_step: PositiveInt = Field(
+        default=32, description="Prompts drawn from the data for each training step."
+    )
+    num_generations_per_prompt: PositiveInt = Field(
+        default=16, description="Answers sampled for each prompt, the group size."
+    )
+    max_num_steps: PositiveInt = Field(default=1_000_000, description="Training stops after this many steps.")
+    max_num_epochs: PositiveInt = Field(
+        default=1, description="Training stops after this many passes over the training data."
+    )
+    max_rollout_turns: PositiveInt = Field(default=1, description="Most turns of model and environment in one rollout.")
+    max_idle_steps: PositiveInt = Field(
+        default=5,
+        description="The run ends with an error after this many steps in a row in which no sample counts in the loss.",
+    )
+    seed: NonNegativeInt = Field(default=42, description="Seed of data order, initialisation and sampling.")
+    overlong_filtering: bool = Field(
+        default=False, description="Give answers that hit the length limit no weight in the loss."
+    )
+    val_period: NonNegativeInt = Field(
+        default=10, description="Validate every this many steps; 0: only at start or end."
+    )
+    val_start_at: int = Field(
+        default=-1, ge=-1, description="First step at which periodic validation may run; -1: no delay."
+    )
+    val_at_start: bool = Field(default=False, description="Validate before the first step.")
+    val_at_end: bool = Field(default=False, description="Validate after the last step.")
+    val_batch_size: PositiveInt | None = Field(
+        default=256, description="Prompts in one validation batch; null: all at once."
+    )
+    max_val_samples: PositiveInt | None = Field(
+        default=256, description="Prompts validated in total; null: all of the validation data."
+    )
+    val_num_generations_per_prompt: PositiveInt = Field(
+        default=1, description="Answers per validation prompt; more than 1 adds the metric pass_k."
+    )
+    stop_at_validation_metric: str | None = Field(
+        default=None, description="Validation metric, e.g. accuracy, that ends the run early; null: none."
+    )
+    stop_at_validation_threshold: float | None = Field(
+        default=None, description="Value of stop_at_validation_metric at which the run ends."
+    )
