@@ -81,13 +81,6 @@ def workers_at_zero(sharding: NamedSharding, axes: Sequence[str]) -> list[int]:
     return [idx for idx in range(sharding.size) if sharding.is_axis_zero(sharding.get_worker_coords(idx), axes)]
 
 
-def pick_shard(nested: Any, at: Sequence[int]) -> Any:
-    """The shard at a position of nested lists."""
-    for position in at:
-        nested = nested[position]
-    return nested
-
-
 def check_nesting(shards: Mapping[str, Any], sizes: Sequence[int]) -> None:
     """Check that nested lists have the sizes of the sharded axes, outermost first.
 

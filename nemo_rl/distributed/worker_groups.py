@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import ray
@@ -29,7 +31,6 @@ from nemo_rl.distributed.worker_builder import RayWorkerBuilder, plan_places
 from nemo_rl.distributed.worker_calls import (
     MultiWorkerFuture,
     check_nesting,
-    pick_shard,
     plan_sharded_calls,
     workers_at_zero,
 )
@@ -257,7 +258,7 @@ class RayWorkerGroup:
         for call in plan:
             if call.coords is not None and call.coords not in shards:
                 shards[call.coords] = {
-                    name: _stored(pick_shard(nested, call.coords), several) for name, nested in kwargs.items()
+                    name: _stored(reduce(getitem, call.coords, nested), several) for name, nested in kwargs.items()
                 }
             own = shards[call.coords]
             refs.append(self._call(call.worker_idx, method_name, (), {**common, **own}))

@@ -88,10 +88,6 @@ class LoraLinear(nn.Module):
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
 
-    def extra_repr(self) -> str:
-        """Shape and scaling, for `print(model)`."""
-        return f"{self.in_features} -> {self.out_features}, dim={self.lora_A.shape[0]}, scaling={self.scaling:g}"
-
 
 def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
     """Freeze the model and put adapters on its linear layers, in place; before sharding.
