@@ -92,7 +92,10 @@ class PolicyBackend(ABC):
 
     @abstractmethod
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, full tensor)` for every weight and persistent buffer, tied ones once, as hub checkpoints do."""
+        """Yield `(name, full tensor)` for every weight and persistent buffer, tied ones once, as hub checkpoints do.
+
+        On every rank, in the same order: any of them may be the one that sends.
+        """
 
     @abstractmethod
     def save(self, paths: CheckpointPaths) -> None:

@@ -31,8 +31,13 @@ class PolicyRank(PolicyWorker):
         torch_device = device.activate()
         init_process_group(device, settings.collective_timeout_s)
         layout, rank = settings.layout, dist.get_rank()
-        make_backend = import_dotted(settings.backend, ConfigError, f"rank_class={settings.backend!r}", "Name a class.")
-        backend = make_backend(
+        backend_class = import_dotted(
+            settings.backend,
+            ConfigError,
+            f"rank_class={settings.backend!r}",
+            "Name a PolicyBackend by its dotted path.",
+        )
+        backend = backend_class(
             config,
             torch_device,
             layout,
