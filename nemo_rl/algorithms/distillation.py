@@ -20,7 +20,7 @@ from nemo_rl.losses.distillation import DistillationLossFn
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 
-__all__ = ["DistillationConfig", "MasterConfig", "check_vocab_equality", "distillation_train", "setup"]
+__all__ = ["DistillationConfig", "MasterConfig", "check_vocab_equality", "distillation_train", "recipe", "setup"]
 
 
 def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
@@ -31,8 +31,18 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
         started_at: `time.perf_counter()` at process start, to report the time to the first step.
 
     Raises:
-        ConfigError, DataError: the configuration, the data or the teacher cannot be used; raised before Ray starts.
+        ConfigError, DataError, CheckpointError: the configuration, the data or a checkpoint cannot be used; raised
+            before Ray starts.
         ResourceInsufficientError: the cluster lacks what is asked for.
+    """
+    return start_run(config, recipe(config), started_at)
+
+
+def recipe(config: MasterConfig) -> RolloutRecipe:
+    """What makes a run that samples one of distillation; starts nothing.
+
+    Raises:
+        ConfigError, DataError: the configuration, the data or the teacher cannot be used.
     """
     set_seed(config.distillation.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer)
@@ -44,7 +54,7 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
         k = config.distillation.topk_logits_k
         return [TeacherScores(roles["teacher"], k, vocab_size, temperature=generation.temperature)]
 
-    recipe = RolloutRecipe(
+    return RolloutRecipe(
         tokenizer=tokenizer,
         data=setup_response_data(tokenizer, config.data, list(config.env)),
         loss_fn=DistillationLossFn(config.loss_fn),
@@ -52,4 +62,3 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
         stages=stages,
         needs_reward=False,
     )
-    return start_run(config, recipe, started_at)

@@ -20,7 +20,7 @@ from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 
-__all__ = ["DPOConfig", "MasterConfig", "ReferenceLogprobs", "dpo_train", "setup"]
+__all__ = ["DPOConfig", "MasterConfig", "ReferenceLogprobs", "dpo_train", "recipe", "setup"]
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,22 @@ class ReferenceLogprobs:
 
 
 def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
-    """Build a DPO run and start its workers, also one with the loss of KTO; arguments and errors as `sft.setup`."""
+    """Build a DPO run and start its workers; arguments and errors as `sft.setup`."""
+    return start_run(config, recipe(config), started_at)
+
+
+def recipe(config: MasterConfig) -> SupervisedRecipe:
+    """What makes a run of written data one of DPO, or of KTO; starts nothing. Errors as `sft.recipe`."""
     set_seed(config.dpo.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer)
     if config.dpo.preference_loss == "kto":
-        return start_run(config, kto.recipe(config, tokenizer), started_at)
+        return kto.recipe(config, tokenizer)
     loss_fn = DPOLossFn(from_section(DPOLossConfig, config.dpo))
 
     def stages(policy: Policy) -> list[Stage]:
         return [ReferenceLogprobs(policy)] if loss_fn.needs_reference else []
 
-    recipe = SupervisedRecipe(
+    return SupervisedRecipe(
         tokenizer=tokenizer,
         data=setup_preference_data(tokenizer, config.data),
         collate=collate_pairs(config, tokenizer),
@@ -62,4 +67,3 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
         keeps_reference=loss_fn.needs_reference,
         stages=stages,
     )
-    return start_run(config, recipe, started_at)

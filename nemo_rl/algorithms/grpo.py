@@ -24,7 +24,7 @@ from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 
-__all__ = ["GRPOConfig", "MasterConfig", "grpo_train", "setup"]
+__all__ = ["GRPOConfig", "MasterConfig", "grpo_train", "recipe", "setup"]
 
 
 def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
@@ -35,8 +35,18 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
         started_at: `time.perf_counter()` at process start, to report the time to the first step.
 
     Raises:
-        ConfigError, DataError: the configuration or the data cannot be used; raised before Ray starts.
+        ConfigError, DataError, CheckpointError: the configuration, the data or a checkpoint cannot be used; raised
+            before Ray starts.
         ResourceInsufficientError: the cluster lacks what is asked for.
+    """
+    return start_run(config, recipe(config), started_at)
+
+
+def recipe(config: MasterConfig) -> RolloutRecipe:
+    """What makes a run that samples one of GRPO; starts nothing.
+
+    Raises:
+        ConfigError, DataError: the configuration or the data cannot be used.
     """
     grpo = config.grpo
     set_seed(grpo.seed)
@@ -54,7 +64,7 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
             return fresh
         return DynamicSampling(fresh, grpo.num_prompts_per_step, grpo.dynamic_sampling_max_gen_batches)
 
-    recipe = RolloutRecipe(
+    return RolloutRecipe(
         tokenizer=tokenizer,
         data=setup_response_data(tokenizer, config.data, list(config.env)),
         loss_fn=loss_fn,
@@ -63,7 +73,6 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
         source=source,
         prompt_factor=grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0,
     )
-    return start_run(config, recipe, started_at)
 
 
 def forward_passes(config: MasterConfig, loss_fn: ClippedPGLossFn, credit: CreditAssignment) -> tuple[bool, bool]:

@@ -24,13 +24,18 @@ from nemo_rl.losses.pair_losses import CentredMargin
 from nemo_rl.losses.preference import PreferenceLossFn
 from nemo_rl.utils.seed import set_seed
 
-__all__ = ["MasterConfig", "RMConfig", "RMValidator", "calibration_error", "rm_train", "setup"]
+__all__ = ["MasterConfig", "RMConfig", "RMValidator", "calibration_error", "recipe", "rm_train", "setup"]
 
 CALIBRATION_BINS = 10
 
 
 def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
     """Build a reward-model run and start its workers; arguments and errors as `sft.setup`."""
+    return start_run(config, recipe(config), started_at)
+
+
+def recipe(config: MasterConfig) -> SupervisedRecipe:
+    """What makes a run of written data one of a reward model; starts nothing. Errors as `sft.recipe`."""
     set_seed(config.rm.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer)
     ensure_distinct_pad_token(tokenizer)
@@ -38,7 +43,7 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
     overrides = {"pad_token_id": tokenizer.pad_token_id} | (config.policy.hf_config_overrides or {})
     config.policy.hf_config_overrides = overrides
     loss_fn = PreferenceLossFn(CentredMargin(config.rm.margin, config.rm.center_rewards_coefficient))
-    recipe = SupervisedRecipe(
+    return SupervisedRecipe(
         tokenizer=tokenizer,
         data=setup_preference_data(tokenizer, config.data),
         collate=collate_pairs(config, tokenizer),
@@ -46,7 +51,6 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
         rows_per_sample=2,
         validator=lambda policy, batches: RMValidator(batches, policy, loss_fn),
     )
-    return start_run(config, recipe, started_at)
 
 
 class Scorer(Protocol):

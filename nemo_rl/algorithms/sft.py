@@ -16,7 +16,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.utils.seed import set_seed
 
-__all__ = ["MasterConfig", "SFTConfig", "setup", "sft_train"]
+__all__ = ["MasterConfig", "SFTConfig", "recipe", "setup", "sft_train"]
 
 
 def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
@@ -27,12 +27,22 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
         started_at: `time.perf_counter()` at process start, to report the time to the first step.
 
     Raises:
-        ConfigError, DataError: the configuration or the data cannot be used; raised before Ray starts.
+        ConfigError, DataError, CheckpointError: the configuration, the data or a checkpoint cannot be used; raised
+            before Ray starts.
         ResourceInsufficientError: the cluster lacks what is asked for.
+    """
+    return start_run(config, recipe(config), started_at)
+
+
+def recipe(config: MasterConfig) -> SupervisedRecipe:
+    """What makes a run of written data one of SFT; starts nothing.
+
+    Raises:
+        ConfigError, DataError: the configuration or the data cannot be used.
     """
     set_seed(config.sft.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer)
-    recipe = SupervisedRecipe(
+    return SupervisedRecipe(
         tokenizer=tokenizer,
         data=setup_sft_data(tokenizer, config.data),
         collate=partial(
@@ -44,4 +54,3 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
         loss_fn=NLLLossFn(),
         validated_names=(("loss", "val_loss"), ("num_valid_samples", "num_valid_samples")),
     )
-    return start_run(config, recipe, started_at)

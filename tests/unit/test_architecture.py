@@ -33,6 +33,18 @@ LAYERS: list[set[str]] = [
 SHARED_LAYERS = [{"config", "utils"}]
 """Packages of one layer that may import each other, as long as no circle of files arises."""
 
+LEVELS: dict[str, list[set[str]]] = {
+    "config": [{"base"}, {"schema"}, {"rules"}, {"runs"}, {"loading"}],
+    "algorithms": [
+        {"runtime"},
+        {"rollout", "credit", "supervised"},
+        {"kto"},
+        {"grpo", "distillation", "sft", "dpo", "rm"},
+        {"advantage_estimator", "reward_functions", "utils", "loss"},
+    ],
+}
+"""Levels within a package: its folders and files, from the lowest; entries of one level do not know each other."""
+
 UPWARD_IMPORTS: set[tuple[str, str]] = set()
 """(file, imported module) pairs that break the layers; may only shrink."""
 
@@ -107,9 +119,10 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def imports_of(file: Path) -> Iterator[str]:
-    """Dotted names a file imports at run time, `from a import b` as `a.b` and `a`."""
-    skipped = {id(node) for block in ast.walk(tree_of(file)) if is_typing_block(block) for node in ast.walk(block)}
+def imports_of(file: Path, *, with_typing: bool = False) -> Iterator[str]:
+    """Dotted names a file imports at run time (or `with_typing` for type checkers too), `from a import b` as both."""
+    blocks = [] if with_typing else [block for block in ast.walk(tree_of(file)) if is_typing_block(block)]
+    skipped = {id(node) for block in blocks for node in ast.walk(block)}
     for node in ast.walk(tree_of(file)):
         if id(node) in skipped:
             continue
@@ -156,6 +169,28 @@ def test_files_import_from_their_own_package_or_a_lower_layer():
             if other != package and not shared and layer_of(other) >= layer_of(package):
                 found.add((name_of(file), module))
     assert found == UPWARD_IMPORTS
+
+
+@pytest.mark.parametrize("package", LEVELS)
+def test_arrows_inside_a_package_run_one_way(package):
+    levels = {name: level for level, names in enumerate(LEVELS[package]) for name in names}
+    entries = {path.name.removesuffix(".py") for path in (PACKAGE / package).iterdir()}
+    assert entries - {"__init__", "__pycache__"} == levels.keys()
+    found = set()
+    for file in files():
+        own = file.relative_to(PACKAGE).with_suffix("").parts
+        if own[0] != package or own[1] == "__init__":
+            continue
+        for module in imports_of(file, with_typing=True):
+            parts = module.split(".")
+            if parts[:2] != ["nemo_rl", package]:
+                continue
+            other = parts[2] if len(parts) > 2 and parts[2] in levels else None
+            if other is None and parts != ["nemo_rl", package]:
+                other = "__init__"
+            if other not in (None, own[1]) and (other == "__init__" or levels[other] >= levels[own[1]]):
+                found.add((name_of(file), module))
+    assert found == set()
 
 
 MODEL_ARROWS: dict[str, set[str]] = {

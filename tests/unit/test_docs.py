@@ -1,6 +1,7 @@
 """The documentation tells the truth where a test can tell: paths, links, names, commands, metrics, code."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.loss import ClippedPGLossFn
+from nemo_rl.algorithms.rollout.source import Group
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.experience.metrics import rollout_metrics, validation_metrics
 from nemo_rl.experience.trajectory import Trajectory
@@ -66,6 +68,16 @@ def top_level_names(file: Path) -> set[str]:
     return names
 
 
+@pytest.mark.parametrize(("algorithm", "most"), [("GRPO", 22), ("SFT", 16)])
+def test_a_step_is_read_in_few_files(algorithm, most):
+    page = text_of(ROOT / "docs/design-docs/one-training-step.md")
+    listed = re.search(rf"^{algorithm}:\n\n((?:\d+\. .*\n)+)", page, flags=re.MULTILINE)
+    assert listed is not None
+    named = re.findall(r"^\d+\. `([\w/.]+)`: ", listed[1], flags=re.MULTILINE)
+    assert len(named) == len(listed[1].splitlines()) == len(set(named)) <= most
+    assert named[0] == f"examples/run_{algorithm.lower()}.py"
+
+
 def test_ci_runs_the_test_command_of_the_readme():
     """Each part of the command is a line of its own there."""
     commands = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines() if "pytest" in line]
@@ -108,10 +120,10 @@ def policy_rows(num_rows: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def shown() -> dict:
-    """What the Python blocks of `adding-things.md` define, all but the one that starts a run."""
+    """What the Python blocks of `adding-things.md` define, all but those that start a run."""
     namespace: dict = {"__name__": "adding_things"}
     for block in blocks(ADDING, "python"):
-        if "assemble_grpo" not in block:
+        if "grpo_train" not in block:
             exec(compile(block, str(ADDING), "exec"), namespace)
     return namespace
 
@@ -138,16 +150,20 @@ def test_the_shown_loss_is_invariant(shown):
 
 def test_the_shown_rollout_source_leaves_out_truncated_groups(shown):
     class Inner:
-        def collect(self, step):
+        metrics = {"asked": 1.0}
+        epoch = 3
+
+        def next_groups(self, step):
             outcomes = ["truncated", "truncated", "finished", "truncated"]
             made = [Trajectory(row // 2, row % 2, row, "math", [], 0) for row in range(4)]
             for trajectory, outcome in zip(made, outcomes, strict=True):
                 trajectory.outcome = outcome
-            return shown["Rollouts"](made)
+            yield from (Group((0, group), made[2 * group : 2 * group + 2]) for group in range(2))
 
-    kept = shown["WithoutTruncated"](Inner()).collect(1)
-    assert [t.group_index for t in kept.trajectories] == [1, 1]
-    assert kept.metrics == {"num_groups_kept": 1.0}
+    source = shown["WithoutTruncated"](Inner())
+    assert [group.order for group in source.next_groups(1)] == [(0, 1)]
+    assert source.metrics == {"asked": 1.0, "num_groups_kept": 1.0}
+    assert source.epoch == 3
 
 
 def test_the_shown_data_set_has_rows(shown):
@@ -156,10 +172,19 @@ def test_the_shown_data_set_has_rows(shown):
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_the_shown_run_with_an_own_advantage_trains(tmp_path):
+@pytest.mark.parametrize(
+    ("shown_class", "line", "steps"), [("class BestOfGroup", "run.stages[-1]", 3), ("class Fluency", "with_critic", 2)]
+)
+def test_the_shown_run_trains(tmp_path, shown_class, line, steps):
     """As a reader would: the class and the lines that start the run, in a script."""
-    wanted = ("class BestOfGroup", "assemble_grpo")
-    script = "\n\n".join(block for block in blocks(ADDING, "python") if any(name in block for name in wanted))
+    wanted = (shown_class, line)
+    script = "\n\n".join(block for block in blocks(ADDING, "python") if any(text in block for text in wanted))
     (tmp_path / "my_run.py").write_text(script)
     subprocess.run([sys.executable, "my_run.py"], cwd=tmp_path, check=True, timeout=240)
-    assert len(list(tmp_path.glob("logs/exp_001/train_data_step*.jsonl"))) == 3
+    (folder,) = tmp_path.glob("logs/exp_*")
+    assert len(list(folder.glob("train_data_step*.jsonl"))) == steps
+    if line == "with_critic":
+        logged = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+        trained = [row["metrics"] for row in logged if row["prefix"] == "train"]
+        assert len(trained) == steps
+        assert all(-20 < metrics["fluency"] < 0 for metrics in trained)

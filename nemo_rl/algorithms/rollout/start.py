@@ -94,7 +94,7 @@ class Workers:
     environments: Mapping[str, EnvironmentClient]
 
 
-def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: float) -> Run:
+def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: float = 0.0) -> Run:
     """Start Ray and all workers, and connect them.
 
     Args:

@@ -14,17 +14,16 @@ def place_roles(cluster: ClusterConfig, roles: Mapping[str, PolicyConfig]) -> di
 
     Args:
         cluster: the machines.
-        roles: sections of the models by name; "policy" says where generation runs, each other one whether it shares
-            the policy's devices.
+        roles: sections of the models by name; "policy" says where generation runs; another one shares the policy's
+            devices, unless it has a key `colocated` that says otherwise.
     """
-    others = {name: section for name, section in roles.items() if isinstance(section, TeacherConfig)}
     places, left = {}, cluster
-    for name, section in others.items():
-        if not section.colocated.enabled:
+    for name, section in roles.items():
+        if isinstance(section, TeacherConfig) and not section.colocated.enabled:
             share = teachers_share(cluster, section.colocated)
             places[name] = _reserve(share, name, share.num_nodes, share.policy_ranks_per_node, 1)
             left = students_share(left, section.colocated)
-    guests = others.keys() - places.keys()
+    guests = roles.keys() - places.keys() - {"policy"}
     places["policy"], places["generation"] = make_clusters(left, roles["policy"], len(guests))
     return places | dict.fromkeys(guests, places["policy"])
 

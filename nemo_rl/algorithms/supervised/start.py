@@ -71,7 +71,7 @@ class SupervisedRecipe:
     validated_names: tuple[tuple[str, str], ...] | None = None
 
 
-def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float) -> Run:
+def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:
     """Start Ray and the policy's ranks, and connect them; arguments and errors as `rollout.start.start_run`."""
     loader = _train_loader(config, recipe)
     steps = num_steps(config, len(loader))

@@ -1,0 +1,257 @@
+"""The one loop, with parts made for it: the order of things, who has the devices, and what a checkpoint remembers."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.rollout.batches import RolloutBatches
+from nemo_rl.algorithms.rollout.source import FreshRollouts, Group
+from nemo_rl.algorithms.runtime.memory import MemorySharing
+from nemo_rl.algorithms.runtime.roles import start_together
+from nemo_rl.algorithms.runtime.run import Run, StepBatch, train
+from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.config import CheckpointingConfig, LoggerConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.prompt_stream import DataExhausted, PromptStream
+from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.logger import Logger
+
+
+class Recorder:
+    """A party on shared devices, a stage and a model, which write down what happens."""
+
+    def __init__(self, events: list[str], name: str, roles: tuple[str, ...] = ()):
+        self.events, self.name, self.roles = events, name, roles
+
+    def rest(self) -> None:
+        self.events.append(f"{self.name} rests")
+
+    def wake(self) -> None:
+        self.events.append(f"{self.name} wakes")
+
+    def apply(self, batch: StepBatch) -> dict[str, float]:
+        self.events.append(self.name)
+        return {self.name: 1.0}
+
+    def train(self, data: Any, loss_fn: Any, gbs: int | None = None) -> dict[str, Any]:
+        self.events.append(f"update of {gbs} rows")
+        return {"metrics": {"loss": 0.5, "global_valid_toks": 2.0}}
+
+    def save_checkpoint(self, weights: str, optimizer: str | None, tokenizer: str | None, consolidated: bool) -> None:
+        Path(weights).mkdir(parents=True)
+
+
+class Prompts:
+    """A loader of two epochs with four batches of one prompt each."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def __iter__(self) -> Iterator[BatchedDataDict[Any]]:
+        while self.done < 4:
+            self.done += 1
+            yield BatchedDataDict({"idx": [self.done]})
+        self.done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+def trajectory(idx: int) -> Trajectory:
+    message = {"role": "assistant", "content": "", "token_ids": torch.tensor([idx])}
+    return Trajectory(0, 0, idx, "math", [message | {"generation_logprobs": torch.zeros(1)}], 0, reward=1.0)
+
+
+class SamplesAhead:
+    """A source that draws two prompts ahead of training and keeps what is not trained on in its state."""
+
+    def __init__(self, prompts: PromptStream):
+        self.prompts = prompts
+        self.metrics: dict[str, float] = {}
+        self.ahead: list[int] = []
+        self.in_training: list[int] = []
+        self.trained_on: list[int] = []
+
+    @property
+    def epoch(self) -> int:
+        return self.prompts.epoch
+
+    def next_groups(self, step: int) -> Iterator[Group]:
+        while len(self.ahead) < 3:
+            try:
+                self.ahead += self.prompts.next_batch()["idx"]
+            except DataExhausted:
+                break
+        if not self.ahead:
+            raise DataExhausted("no prompt is left")
+        self.in_training.append(self.ahead.pop(0))
+        yield Group((0, 0), [trajectory(self.in_training[-1])])
+
+    def trained(self) -> None:
+        self.trained_on += self.in_training
+        self.in_training = []
+        self.prompts.trained()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"prompts": self.prompts.state_dict(), "ahead": self.in_training + self.ahead}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.prompts.load_state_dict(state["prompts"])
+        self.ahead = list(state["ahead"])
+
+
+def layout(trajectories: Any) -> BatchedDataDict[Any]:
+    return BatchedDataDict({"idx": [t.idx for t in trajectories]})
+
+
+def make_run(folder: Path, rollouts: Any, steps: int, events: list[str]) -> Run:
+    """A run that goes on from the newest checkpoint below `folder`."""
+    config = CheckpointingConfig.build(checkpoint_dir=str(folder / "checkpoints"), save_period=1)
+    checkpoints = CheckpointManager(config)
+    latest = checkpoints.get_latest_checkpoint_path()
+    refitter = SimpleNamespace(
+        ensure_fresh=lambda: events.append("sync"), before_training=lambda: None, last_sync={"sync_s": 0.1}
+    )
+    quiet = SimpleNamespace(check=lambda batch: None, write_training=lambda *_: None)
+    source = RolloutBatches(rollouts, refitter, quiet, quiet, layout)  # type: ignore[arg-type]
+    policy = Recorder(events, "policy")
+    parts = SessionParts(
+        cadence=Cadence(steps, save_period=1),
+        logger=Logger(LoggerConfig.build(log_dir=str(folder)), folder / "exp"),
+        checkpointing=config,
+        checkpoints=checkpoints,
+        models={"policy": policy},
+        source=source,
+        validate=None,
+        run_config=config,
+    )
+    parties = {name: Recorder(events, name) for name in ("generation", "teacher", "policy")}
+    return Run(
+        session=Session(parts, None if latest is None else Path(latest), started_at=0.0),
+        source=source,
+        stages=[Recorder(events, "scores", roles=("teacher",)), Recorder(events, "credit")],
+        roles={"policy": policy},  # type: ignore[dict-item]
+        loss_fn=None,  # type: ignore[arg-type]
+        memory=MemorySharing(parties),
+        resources=ExitStack(),
+    )
+
+
+def test_a_step_runs_its_stages_in_order_and_hands_the_devices_on(tmp_path: Path) -> None:
+    events: list[str] = []
+    run = make_run(tmp_path, SamplesAhead(PromptStream(Prompts(), 1)), 1, events)  # type: ignore[arg-type]
+    train(run)
+    assert events == [
+        *("sync", "generation rests", "policy rests", "teacher wakes", "scores", "credit"),
+        *("generation rests", "teacher rests", "policy wakes", "update of None rows"),
+    ]
+
+
+def test_memory_stays_where_it_is_for_those_who_share_none() -> None:
+    events: list[str] = []
+    memory = MemorySharing({"policy": Recorder(events, "policy")})
+    memory.hand_to(())
+    memory.hand_to(("teacher",))
+    assert events == []
+    memory.hand_to(("policy",))
+    memory.hand_to(("policy",))
+    assert events == ["policy wakes"]
+
+
+@pytest.mark.parametrize("kill_before_save", [False, True])
+def test_what_was_sampled_ahead_is_neither_lost_nor_trained_on_twice(tmp_path: Path, kill_before_save: bool) -> None:
+    """A run that samples ahead ends after three steps, or dies in the fourth; the next one goes on."""
+    first = SamplesAhead(PromptStream(Prompts(), 2))  # type: ignore[arg-type]
+    run = make_run(tmp_path, first, 8 if kill_before_save else 3, [])
+    if kill_before_save:
+
+        class Killed(Exception):  # noqa: N818
+            pass
+
+        def die_in_the_fourth(batch: StepBatch) -> dict[str, float]:
+            if batch.tensors["idx"] == [4]:
+                raise Killed
+            return {}
+
+        run.stages[0].apply = die_in_the_fourth  # type: ignore[method-assign]
+        with pytest.raises(Killed):
+            train(run)
+    else:
+        train(run)
+    assert first.trained_on == [1, 2, 3]
+    assert len(first.ahead) == 2
+    second = SamplesAhead(PromptStream(Prompts(), 2))  # type: ignore[arg-type]
+    train(make_run(tmp_path, second, 99, []))
+    assert second.trained_on == [4, 1, 2, 3, 4]
+
+
+def test_a_position_never_runs_ahead_of_what_was_trained() -> None:
+    prompts = PromptStream(Prompts(), 1)  # type: ignore[arg-type]
+    runner = SimpleNamespace(collect=lambda batch, *_: [trajectory(batch["idx"][0])])
+    source = FreshRollouts(prompts, runner, None, 1, 0)  # type: ignore[arg-type]
+    start = source.state_dict()
+    list(source.next_groups(1)), list(source.next_groups(1, round_index=1))
+    assert source.state_dict() == start == {"epoch": 0, "loader": {"done": 0}}
+    source.trained()
+    assert source.state_dict()["loader"] == {"done": 2}
+    fresh = FreshRollouts(PromptStream(Prompts(), 1), runner, None, 1, 0)  # type: ignore[arg-type]
+    fresh.load_state_dict(source.state_dict())
+    (group,) = fresh.next_groups(2)
+    assert group.trajectories[0].idx == 3
+
+
+def test_groups_are_trained_on_in_their_order_whenever_they_finish() -> None:
+    class Late:
+        metrics = {"asked": 2.0}
+
+        def next_groups(self, step: int) -> Iterator[Group]:
+            for order in ((1, 0), (0, 4), (0, 2)):
+                yield Group(order, [trajectory(10 * order[0] + order[1])])
+
+    refitter = SimpleNamespace(ensure_fresh=lambda: None, before_training=lambda: None, last_sync={})
+    source = RolloutBatches(Late(), refitter, SimpleNamespace(check=lambda _: None), None, layout)  # type: ignore[arg-type]
+    batch = source.next_batch(1, lambda name: nullcontext())
+    assert batch.tensors["idx"] == [2, 4, 10]
+    assert [t.group_index for t in batch.trajectories] == [0, 1, 2]
+    assert (batch.num_prompts, batch.metrics["asked"]) == (3, 2.0)
+
+
+class Started:
+    def __init__(self, ended: list[str], name: str, fails_to_end: bool = False):
+        self.ended, self.name, self.fails_to_end = ended, name, fails_to_end
+
+    def shutdown(self) -> None:
+        self.ended.append(self.name)
+        if self.fails_to_end:
+            raise RuntimeError(f"{self.name} does not end")
+
+
+def test_what_has_started_ends_when_another_part_fails_to_start() -> None:
+    ended: list[str] = []
+
+    def fail() -> Started:
+        raise ValueError("no engine")
+
+    starts = {"engines": fail, "teacher": lambda: Started(ended, "teacher"), "policy": lambda: Started(ended, "policy")}
+    with pytest.raises(ValueError, match="no engine"), ExitStack() as resources:
+        start_together(starts, resources)
+    assert ended == ["policy", "teacher"]
+
+
+def test_one_part_that_fails_to_end_does_not_keep_the_others(tmp_path: Path) -> None:
+    ended: list[str] = []
+    run = make_run(tmp_path, SamplesAhead(PromptStream(Prompts(), 1)), 1, [])  # type: ignore[arg-type]
+    start_together({name: partial(Started, ended, name, name == "b") for name in "abc"}, run.resources)
+    with pytest.raises(RuntimeError, match="b does not end"), run:
+        pass
+    assert ended == ["c", "b", "a"]
