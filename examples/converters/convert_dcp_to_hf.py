@@ -1,4 +1,4 @@
-"""Export a checkpoint of the DTensor backend as a Hugging Face folder.
+"""Export a checkpoint as a Hugging Face folder, whichever training backend wrote it.
 
     uv run examples/converters/convert_dcp_to_hf.py --config results/grpo/step_10/config.yaml \
         --dcp-ckpt-path results/grpo/step_10/policy/weights --hf-ckpt-path results/grpo/hf [--verify]
@@ -40,15 +40,16 @@ def main(arguments: list[str] | None = None) -> int:
 def convert(options: argparse.Namespace) -> int:
     """Export as the command line says; 1 if the export is not what was trained."""
     # Imported here so that --help does not wait for torch.
-    from nemo_rl.models.huggingface.export import export_checkpoint, find_weights, verify_export
+    from nemo_rl.models.backends import backend_of_checkpoint
 
-    weights = find_weights(options.dcp_ckpt_path)
+    backend = backend_of_checkpoint(options.dcp_ckpt_path, options.config)
+    weights = backend.find_weights(options.dcp_ckpt_path)
     tokenizer = tokenizer_name(options.config or weights.parents[1] / "config.yaml", options.config is not None)
-    export_checkpoint(weights, options.hf_ckpt_path, tokenizer, options.dtype)
+    backend.export(weights, options.hf_ckpt_path, tokenizer, options.dtype)
     print(f"Exported to {options.hf_ckpt_path}")
     if not options.verify:
         return 0
-    check = verify_export(weights, options.hf_ckpt_path)
+    check = backend.verify_export(weights, options.hf_ckpt_path)
     print(check)
     return 0 if check.holds_for(options.dtype) else 1
 

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 def convert(options: argparse.Namespace) -> int:
     """Export as the command line says; 1 if the export is not what was trained."""
     # Imported here so that --help does not wait for torch.
-    from nemo_rl.models.huggingface.adapter_export import (
+    from nemo_rl.models.dtensor.adapter_export import (
         adapter_source,
         export_adapter,
         export_merged,

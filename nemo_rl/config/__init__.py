@@ -14,6 +14,7 @@ from nemo_rl.config.rules.loss import check_loss_options
 from nemo_rl.config.rules.topology import (
     Topology,
     data_parallel_ranks,
+    parallel_sizes,
     plan_topology,
     students_share,
     teachers_share,
@@ -140,6 +141,7 @@ __all__ = [
     "data_parallel_ranks",
     "find_path",
     "load_config",
+    "parallel_sizes",
     "plan_topology",
     "report_findings",
     "save_resolved",

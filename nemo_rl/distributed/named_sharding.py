@@ -9,11 +9,8 @@ from typing import Any, Union
 
 import numpy as np
 
-REPLICATED_AXES: tuple[str, ...] = (
-    "tensor_parallel",
-    "context_parallel",
-    "pipeline_parallel",
-)
+REPLICATED_AXES = ("pipeline_parallel", "context_parallel", "tensor_parallel")
+"""Axes of a model's ranks along which all get the same rows."""
 
 
 class NamedSharding:

@@ -10,7 +10,9 @@ import sys
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from nemo_rl.distributed.parallel_layout import AXES, ParallelLayout
 from nemo_rl.distributed.rendezvous import take_port
 from nemo_rl.utils.device import Device
 from nemo_rl.utils.errors import ConfigError
@@ -57,6 +59,20 @@ def open_store(address: str, port: int, rank: int, world_size: int, timeout: tim
     """
     listening = take_port(port) if rank == 0 else None
     return dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening)
+
+
+def device_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
+    """The ranks of the default process group as a mesh with the axes of `parallel_layout`; collective.
+
+    Raises:
+        ConfigError: the group has another number of ranks than the layout.
+    """
+    if layout.num_ranks != dist.get_world_size():
+        raise ConfigError(
+            f"the parallel layout {dict(zip(AXES, layout.shape, strict=True))} has {layout.num_ranks} ranks, the "
+            f"process group {dist.get_world_size()}."
+        )
+    return init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES)
 
 
 def destroy_process_group() -> None:

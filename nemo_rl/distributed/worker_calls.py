@@ -48,12 +48,15 @@ def plan_sharded_calls(
     replicate_on_axes: Sequence[str],
     output_is_replicated: Sequence[str],
     make_dummy_calls_to_free_axes: bool = False,
+    return_from_workers: Sequence[int] | None = None,
 ) -> list[ShardedCall]:
     """Decide who is called with which shard and whose answer counts; see `RayWorkerGroup`.
 
     Raises:
-        ValueError: unknown axis, or an axis that is both sharded and replicated.
+        ValueError: unknown axis, an axis that is both sharded and replicated, or two ways to choose the answers.
     """
+    if output_is_replicated and return_from_workers is not None:
+        raise ValueError("give output_is_replicated or return_from_workers, not both.")
     if both := set(in_sharded_axes) & set(replicate_on_axes):
         raise ValueError(f"axes {sorted(both)} cannot be both sharded and replicated.")
     for axis in [*in_sharded_axes, *replicate_on_axes, *output_is_replicated]:
@@ -67,6 +70,8 @@ def plan_sharded_calls(
         if gets_data or make_dummy_calls_to_free_axes:
             at = tuple(coords[axis] for axis in in_sharded_axes) if gets_data else None
             wanted = sharding.is_axis_zero(coords, output_is_replicated)
+            if return_from_workers is not None:
+                wanted = idx in return_from_workers
             calls.append(ShardedCall(idx, at, wanted))
     return calls
 
@@ -74,13 +79,6 @@ def plan_sharded_calls(
 def workers_at_zero(sharding: NamedSharding, axes: Sequence[str]) -> list[int]:
     """Workers at position 0 of all the axes, in order."""
     return [idx for idx in range(sharding.size) if sharding.is_axis_zero(sharding.get_worker_coords(idx), axes)]
-
-
-def pick_shard(nested: Any, at: Sequence[int]) -> Any:
-    """The shard at a position of nested lists."""
-    for position in at:
-        nested = nested[position]
-    return nested
 
 
 def check_nesting(shards: Mapping[str, Any], sizes: Sequence[int]) -> None:

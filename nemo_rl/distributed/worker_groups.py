@@ -12,10 +12,13 @@ process is left.
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import ray
@@ -28,7 +31,6 @@ from nemo_rl.distributed.worker_builder import RayWorkerBuilder, plan_places
 from nemo_rl.distributed.worker_calls import (
     MultiWorkerFuture,
     check_nesting,
-    pick_shard,
     plan_sharded_calls,
     workers_at_zero,
 )
@@ -217,6 +219,7 @@ class RayWorkerGroup:
         replicate_on_axes: list[str] | None = None,
         output_is_replicated: list[str] | None = None,
         make_dummy_calls_to_free_axes: bool = False,
+        return_from_workers: Sequence[int] | None = None,
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> MultiWorkerFuture:
@@ -229,22 +232,25 @@ class RayWorkerGroup:
                 list only workers at position 0 are called.
             output_is_replicated: axes along which answers are equal; only position 0 is returned.
             make_dummy_calls_to_free_axes: call the remaining workers too, with None as data.
+            return_from_workers: workers whose answers are returned, where they are not those at position 0.
             common_kwargs: arguments that all workers get as they are.
             **kwargs: nested lists indexed by the positions on `in_sharded_axes`. A shard that
                 several workers get is stored once.
 
         Raises:
-            ValueError: unknown axis, an axis in both lists, or a list of the wrong length.
+            ValueError: unknown axis, an axis in both lists, a list of the wrong length, or both ways to choose answers.
         """
         self._refuse_when_dead()
-        sharding, sharded = self.sharding_annotations, in_sharded_axes or []
+        sharding, sharded, replicated = self.sharding_annotations, in_sharded_axes or [], replicate_on_axes or []
         plan = plan_sharded_calls(
             sharding,
             sharded,
-            replicate_on_axes or [],
+            replicated,
             output_is_replicated or [],
             make_dummy_calls_to_free_axes,
+            return_from_workers,
         )
+        several = math.prod(sharding.get_axis_size(axis) for axis in replicated) > 1
         check_nesting(kwargs, [sharding.get_axis_size(axis) for axis in sharded])
         common = {name: _stored(value) for name, value in (common_kwargs or {}).items()}
         shards: dict[tuple[int, ...] | None, dict[str, Any]] = {None: dict.fromkeys(kwargs)}
@@ -252,8 +258,7 @@ class RayWorkerGroup:
         for call in plan:
             if call.coords is not None and call.coords not in shards:
                 shards[call.coords] = {
-                    name: _stored(pick_shard(nested, call.coords), bool(replicate_on_axes))
-                    for name, nested in kwargs.items()
+                    name: _stored(reduce(getitem, call.coords, nested), several) for name, nested in kwargs.items()
                 }
             own = shards[call.coords]
             refs.append(self._call(call.worker_idx, method_name, (), {**common, **own}))
@@ -284,15 +289,14 @@ class RayWorkerGroup:
             WorkerDiedError: with the last log lines of the worker.
             Exception: what a worker raised; its cause is the remote traceback.
         """
-        called = future_bundle.called_workers
-        if called is None:
-            called = list(range(len(future_bundle.futures)))
         calls = self.pending_calls(future_bundle)
         with self._one_dies_all_die():
             answers = gather(calls, self._seats, self._call_timeout_s if timeout_s is None else timeout_s, phase)
         wanted = future_bundle.return_from_workers
-        by_worker = dict(zip(called, answers, strict=True))
-        return [by_worker[idx] for idx in (called if wanted is None else wanted)]
+        if wanted is None:
+            return answers
+        by_worker = {call.seat.rank: answer for call, answer in zip(calls, answers, strict=True)}
+        return [by_worker[idx] for idx in wanted]
 
     def seat(self, worker_idx: int) -> WorkerSeat:
         """Name and place of a worker, for waits and errors."""

@@ -120,7 +120,7 @@ def test_the_environment_dies_and_returns_then_a_policy_rank_dies(
     run.wait_for("environment 'math' is gone")
     run.wait_for("step 6/500")
     run.processes()
-    pid = run.kill("ray::DTensorPolicyWorker")
+    pid = run.kill("ray::PolicyRank")
     assert run.finish(timeout_s=60) == 1
     assert f"WorkerDiedError: Worker lm_policy-0-0 (rank 0, node 127.0.0.1, pid {pid}) died" in run.log()
     assert run.survivors() == []

@@ -193,6 +193,57 @@ def test_arrows_inside_a_package_run_one_way(package):
     assert found == set()
 
 
+MODEL_ARROWS: dict[str, set[str]] = {
+    "inputs": set(),
+    "interfaces": {"inputs"},
+    "huggingface": set(),
+    "backends": set(),
+    "dtensor": {"inputs", "interfaces", "huggingface", "backends"},
+    "policy.interfaces": set(),
+    "policy.metrics": set(),
+    "policy.workers": {"inputs", "interfaces", "huggingface", "policy.metrics"},
+    "policy": {"backends", "policy.interfaces", "policy.metrics", "policy.workers"},
+    "generation": {"huggingface"},
+}
+"""Parts of `nemo_rl.models`, lowest first, and the parts that each imports; policy, backends and engines never meet."""
+
+
+def model_part(module: str) -> str:
+    """The part of `nemo_rl.models` that a dotted name below it belongs to."""
+    return max((part for part in MODEL_ARROWS if f"{module}.".startswith(f"{part}.")), key=len)
+
+
+def test_arrows_inside_models_run_one_way():
+    arrows: dict[str, set[str]] = {part: set() for part in MODEL_ARROWS}
+    known = {module_name(file) for file in files()}
+    for file in (PACKAGE / "models").rglob("*.py"):
+        if file.parent == PACKAGE / "models" and file.stem == "__init__":
+            continue
+        part = model_part(module_name(file).removeprefix("nemo_rl.models."))
+        targets = [name for name in imports_of(file) if name in known and name.startswith("nemo_rl.models.")]
+        arrows[part] |= {model_part(name.removeprefix("nemo_rl.models.")) for name in targets} - {part}
+    assert arrows == MODEL_ARROWS
+    assert find_circle(arrows) is None
+
+
+RANK_READERS = {
+    "models/dtensor/adapter_io.py": "one rank writes for all",
+    "models/dtensor/checkpoint_io.py": "one rank writes for all, and each its random numbers",
+    "models/policy/workers/rank.py": "asks the layout what this rank is there for",
+}
+
+
+def test_ranks_are_numbers_of_processes_only():
+    """`get_rank()` says which process this is; `ParallelLayout` says what it is there for."""
+    readers = {
+        name_of(file)
+        for file in files()
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Attribute) and node.attr == "get_rank"
+    }
+    assert readers == set(RANK_READERS)
+
+
 def test_files_import_in_no_circle():
     modules = {module_name(file): file for file in files()}
     edges = {

@@ -26,7 +26,9 @@ def check_machine(config: MasterConfig | EvalMasterConfig) -> None:
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _check_environments(config)
     if isinstance(config, MasterConfig):
-        _check_optimizer(config.policy)
+        from nemo_rl.models.backends import training_backend
+
+        training_backend(config.policy).check(config.policy)
 
 
 def _check_models(config: MasterConfig | EvalMasterConfig) -> None:
@@ -49,18 +51,6 @@ def _models(config: MasterConfig | EvalMasterConfig) -> Iterator[tuple[str, str,
         return
     for section, model in zip(("policy", "teacher"), config.models, strict=False):
         yield f"{section}.model_name", f"{section}.tokenizer.name", model
-
-
-def _check_optimizer(policy: PolicyConfig) -> None:
-    """Make optimizer and schedule for one number."""
-    import torch
-
-    from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, check_classes
-
-    check_classes(policy)
-    if policy.optimizer is not None:
-        optimizer = build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], policy.optimizer)
-        build_scheduler(optimizer, policy.scheduler)
 
 
 def _check_environments(config: RolloutMasterConfig | EvalMasterConfig) -> None:

@@ -6,6 +6,7 @@ Vocabularies are compared in `algorithms.rollout.teacher`, which may read tokeni
 from nemo_rl.config.rules.data import check_model_files
 from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.rules.topology import students_share
+from nemo_rl.config.rules.training import check_training_backend
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.distillation import DistillationLossConfig, TeacherConfig
 from nemo_rl.config.schema.policy import PolicyConfig
@@ -15,8 +16,7 @@ def check_teacher(policy: PolicyConfig, teacher: TeacherConfig, cluster: Cluster
     """The teacher is a language model that can read the student's answers, on devices that exist."""
     yield from check_model_files("teacher", teacher)
     yield from _check_placement(teacher, cluster)
-    if not teacher.dtensor_cfg.enabled:
-        yield "teacher.dtensor_cfg.enabled=false leaves no backend (Megatron is not available yet). Set it to true."
+    yield from check_training_backend("teacher", teacher)
     if teacher.dtensor_cfg.lora_cfg.enabled:
         yield "teacher.dtensor_cfg.lora_cfg.enabled=true adds untrained adapters. Set it to false."
     if teacher.reward_model_cfg.enabled:

@@ -4,11 +4,21 @@ Invariant: the numbers follow from configuration alone; whether the machines exi
 `nemo_rl.distributed`.
 """
 
+import math
 from dataclasses import dataclass
 
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.distillation import TeacherPlacementConfig
 from nemo_rl.config.schema.policy import PolicyConfig
+from nemo_rl.utils.errors import ConfigError
+
+_SIZE_KEYS = {
+    "pp": "pipeline_parallel_size",
+    "dp_replicate": "dp_replicate_size",
+    "cp": "context_parallel_size",
+    "tp": "tensor_parallel_size",
+}
+"""Keys of the sizes that a backend's section asks for; a section without one has size 1."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +92,32 @@ def teachers_share(cluster: ClusterConfig, placement: TeacherPlacementConfig) ->
     return cluster.model_copy(update={"num_nodes": nodes, "gpus_per_node": gpus, "ranks_per_node": None})
 
 
+def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:
+    """Sizes of the parallel axes and of the expert view; `dp_shard` takes what the others leave.
+
+    Raises:
+        ConfigError: the ranks do not divide into the axes that are given, or a stage's ranks into those of experts.
+    """
+    section = policy.backend_section
+    asked = {axis: getattr(section, key, 1) for axis, key in _SIZE_KEYS.items()}
+    copies = math.prod(asked.values())
+    if ranks % copies:
+        product = " x ".join(f"{_SIZE_KEYS[axis]}={size}" for axis, size in asked.items() if size > 1)
+        raise ConfigError(
+            f"{ranks} ranks are no multiple of {copies} ({product}). Nearest numbers of ranks: "
+            f"{', '.join(str(n) for n in (ranks // copies * copies, -(-ranks // copies) * copies) if n)}."
+        )
+    sizes = asked | {"dp_shard": ranks // copies, "ep": section.expert_parallel_size}
+    sharing = sizes["dp_shard"] * asked["cp"] * asked["tp"]
+    if sharing % sizes["ep"]:
+        raise ConfigError(
+            f"expert_parallel_size={sizes['ep']} does not divide the {sharing} ranks that hold one copy of a stage "
+            f"(dp_shard {sizes['dp_shard']} x cp {asked['cp']} x tp {asked['tp']}). Use a divisor of {sharing}."
+        )
+    return sizes
+
+
 def data_parallel_ranks(cluster: ClusterConfig, policy: PolicyConfig) -> int:
     """Groups of ranks that work on different samples."""
-    parallel = policy.dtensor_cfg
-    return plan_topology(cluster, policy).policy_ranks // (
-        parallel.tensor_parallel_size * parallel.context_parallel_size
-    )
+    sizes = parallel_sizes(policy, plan_topology(cluster, policy).policy_ranks)
+    return sizes["dp_replicate"] * sizes["dp_shard"]

@@ -16,6 +16,7 @@ from nemo_rl.config.schema.grpo import GRPOConfig, RewardScalingConfig, RewardSh
 from nemo_rl.config.schema.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.policy import PolicyConfig
 from nemo_rl.config.schema.rollout_training import RolloutTrainingConfig
+from nemo_rl.utils.errors import ConfigError
 
 
 def check_batches(
@@ -62,9 +63,29 @@ def check_precision(policy: PolicyConfig) -> Findings:
         )
 
 
+def check_training_backend(section: str, policy: PolicyConfig) -> Findings:
+    """Exactly one backend trains, or answers as `section`."""
+    own = policy.training_backend
+    if own is None and not policy.dtensor_cfg.enabled:
+        yield (
+            f"{section}.dtensor_cfg.enabled=false leaves no training backend (Megatron is not available yet). Set it "
+            f"to true, or name a backend of your own: {section}.training_backend.name."
+        )
+    if own is not None and policy.dtensor_cfg.enabled:
+        yield (
+            f"{section}.dtensor_cfg.enabled=true and {section}.training_backend.name={own.name} name two training "
+            f"backends. Set {section}.dtensor_cfg.enabled=false, or leave {section}.training_backend out."
+        )
+
+
 def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     """An optimizer update divides into ranks and microbatches."""
-    ranks, topology = data_parallel_ranks(cluster, policy), plan_topology(cluster, policy)
+    topology = plan_topology(cluster, policy)
+    try:
+        ranks = data_parallel_ranks(cluster, policy)
+    except ConfigError as error:
+        yield str(error)
+        return
     nodes, each = topology.policy_nodes, topology.policy_ranks_per_node
     which = f" (cluster.num_nodes={nodes} x {each} on each)" if nodes > 1 else ""
     batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
@@ -244,11 +265,7 @@ def check_reward_shaping(shaping: RewardShapingConfig) -> Findings:
 
 def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     """Training and generation each have a backend and devices."""
-    if not policy.dtensor_cfg.enabled:
-        yield (
-            "policy.dtensor_cfg.enabled=false leaves no training backend (Megatron is not available "
-            "yet). Set it to true."
-        )
+    yield from check_training_backend("policy", policy)
     if policy.optimizer is None:
         yield "policy.optimizer is null, but the policy is trained. Name an optimizer."
     generation = policy.generation

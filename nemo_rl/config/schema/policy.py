@@ -19,6 +19,7 @@ from nemo_rl.config.schema.policy_parallel import (
     SchedulerConfig,
     SchedulerMilestones,
     SequencePackingConfig,
+    TrainingBackendConfig,
 )
 
 SchedulerList = list[SchedulerConfig | SchedulerMilestones]
@@ -143,6 +144,9 @@ class PolicyConfig(Section):
     dtensor_cfg: DTensorConfig = Field(
         default_factory=DTensorConfig, description="The PyTorch-native training backend."
     )
+    training_backend: TrainingBackendConfig | None = Field(
+        default=None, description="A training backend of your own, with dtensor_cfg.enabled: false."
+    )
     dynamic_batching: DynamicBatchingConfig = Field(
         default_factory=DynamicBatchingConfig, description="Microbatches by token budget."
     )
@@ -155,3 +159,8 @@ class PolicyConfig(Section):
     generation: GenerationConfig | None = Field(
         default_factory=GenerationConfig, description="Sampling; null: the policy never generates."
     )
+
+    @property
+    def backend_section(self) -> DTensorConfig | TrainingBackendConfig:
+        """The section of the backend that trains: parallel sizes and processes."""
+        return self.training_backend or self.dtensor_cfg

@@ -1,4 +1,4 @@
-"""Keys of `policy` that say how the model is spread and fed: dtensor_cfg, batching, packing.
+"""Keys of `policy` that say how the model is spread and fed: training backends, batching, packing.
 
 Invariant: these keys change speed and memory, never the result; only `lora_cfg` changes what is trained.
 """
@@ -90,6 +90,21 @@ class DTensorConfig(Section):
         default=False, description="Split norms and dropout along the sequence between tensor-parallel ranks."
     )
     lora_cfg: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
+    env_vars: dict[str, str] | None = Field(
+        default=None, description="Environment variables of the policy's processes."
+    )
+
+
+class TrainingBackendConfig(Section):
+    """A training backend of your own, in place of the sections of the library's."""
+
+    name: str = Field(description="Dotted class, derived from nemo_rl.models.backends.TrainingBackend.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="What the backend wants to know.")
+    pipeline_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
+    dp_replicate_size: PositiveInt = Field(default=1, description="Copies of the sharded model.")
+    context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
+    tensor_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each layer.")
+    expert_parallel_size: PositiveInt = Field(default=1, description="Ranks that share the experts of a layer.")
     env_vars: dict[str, str] | None = Field(
         default=None, description="Environment variables of the policy's processes."
     )

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER, failing_together, fill, local_part, saved_weights
+from nemo_rl.models.dtensor.checkpoint_io import failing_together, fill, held_here, local_part, saved_weights
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
 from nemo_rl.models.huggingface.checkpoint_names import converts
+from nemo_rl.models.huggingface.folders import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
 
 ADAPTER_FOLDER = "adapter"
@@ -159,7 +160,7 @@ def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None
     for name, value in saved_weights(hf, folder):
         if name in adapted:
             merged = adapted.pop(name).merged_weight(device)
-            close[name] = _close(_local(merged), local_part(value, merged).to(device))
+            close[name] = _close(held_here(merged), local_part(value, merged).to(device))
     if adapted:
         raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: it lacks {next(iter(adapted))}.")
     agreed = torch.tensor(list(close.values()), device=device).int()
@@ -228,10 +229,6 @@ def _require_same_shapes(folder: Path, saved: dict[str, Tensor], wanted: dict[st
             f"{first}: {saved_shapes.get(first, 'missing')} in the checkpoint, "
             f"{wanted_shapes.get(first, 'missing')} in this run."
         )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _full(tensor: Tensor) -> Tensor:

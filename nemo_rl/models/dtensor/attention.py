@@ -1,7 +1,7 @@
 """Attention that never crosses the boundary between sequences packed into one row.
 
 Registered with transformers under `VARLEN_ATTENTION`; the model's forward carries `cu_seq_lens_q`
-down to it. `models.policy.workers.microbatches` builds the packed rows, `models.huggingface.load`
+down to it. `models.inputs` builds the packed rows, `models.huggingface.load`
 selects this implementation when packing is on.
 
 Invariant: token i of a segment attends to tokens j <= i of the same segment, within the layer's sliding
@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.huggingface.load import WITHOUT_PACKING
-from nemo_rl.models.policy.workers.microbatches import packed_model_inputs
+from nemo_rl.models.inputs import packed_model_inputs
 from nemo_rl.utils.errors import ConfigError
 
 VARLEN_ATTENTION = "nemo_rl_varlen"

@@ -1,7 +1,7 @@
 """The PyTorch-native training backend of one rank: FSDP2 over a Hugging Face model.
 
-Implements `models.policy.interfaces.PolicyBackend`; `workers.dtensor_worker` builds it inside a Ray
-actor, tests build it in plain processes. The process group is up before it is made.
+A `models.interfaces.PolicyBackend`; `policy.workers.rank` builds it inside a Ray actor, tests build it in plain
+processes. The process group is up before it is made.
 
 Invariant: float32 master weights, sharded over the data-parallel mesh; code that changes them leaves no gathered copy
 behind. With LoRA the loaded weights are the reference and stay as they are; what goes out (engines, checkpoints) is
@@ -25,10 +25,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.findings import report_findings
 from nemo_rl.config.rules.training import check_precision
+from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
+from nemo_rl.distributed.process_group import device_mesh
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
+from nemo_rl.models.dtensor.checkpoint_io import held_here
 from nemo_rl.models.dtensor.lora import (
     adapted_weights,
     adapters_off,
@@ -40,7 +43,6 @@ from nemo_rl.models.dtensor.lora import (
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients, optimizer_settings
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
-    build_mesh,
     enable_activation_checkpointing,
     reshard,
     shard,
@@ -50,20 +52,21 @@ from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
-from nemo_rl.models.policy.interfaces import CheckpointPaths, ForwardStep
-from nemo_rl.models.policy.workers.microbatches import ModelInputs
+from nemo_rl.models.inputs import ModelInputs
+from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
 from nemo_rl.utils.device import device_for
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
 
-class DTensorBackend:
+class DTensorBackend(PolicyBackend):
     """See the module docstring and `PolicyBackend`.
 
     Args:
         config: the policy section.
         device: this rank's device; its type names the mesh's device type.
+        layout: what each rank is there for; None takes what the configuration asks of the process group.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
         init_reference_model: keep a CPU copy of the initial weights; with LoRA the frozen base serves.
         seed: run seed, for the adapters' first values.
@@ -73,6 +76,7 @@ class DTensorBackend:
         self,
         config: PolicyConfig,
         device: torch.device,
+        layout: ParallelLayout | None = None,
         *,
         init_optimizer: bool = True,
         init_reference_model: bool = True,
@@ -81,12 +85,12 @@ class DTensorBackend:
         if init_optimizer:
             report_findings(check_precision(config))
         self.device = device
-        self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
+        layout = layout or ParallelLayout.of(config, dist.get_world_size())
         self._max_grad_norm = config.max_grad_norm
         self._density = sampling_density(config)
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
-        self.model = _build_model(config, device, seed)
+        self.model = _build_model(config, device, layout, seed)
         self._has_reference = init_reference_model
         self._reference = _local_copies(self.model) if init_reference_model and not self._lora.enabled else None
         self.optimizer: Optimizer | None = None
@@ -114,10 +118,6 @@ class DTensorBackend:
         if not backward:
             reshard(self.model)
 
-    def zero_grad(self) -> None:
-        """See `PolicyBackend.zero_grad`."""
-        self.model.zero_grad(set_to_none=True)
-
     def clip_and_step(self) -> tuple[float, bool]:
         """See `PolicyBackend.clip_and_step`; a gradient that is not finite drops the update."""
         assert self.optimizer is not None, "this policy was made without an optimizer"
@@ -130,7 +130,7 @@ class DTensorBackend:
                 self._adapters_unproven = False
         else:
             logger.warning("Gradient norm is %s: this optimizer update is skipped.", norm)
-        self.zero_grad()
+        self.model.zero_grad(set_to_none=True)
         return norm, finite
 
     def advance_schedule(self) -> None:
@@ -184,7 +184,7 @@ class DTensorBackend:
             for name, tensor in merged_by_name(self.model.hf, self.device):
                 tensor = self._outgoing(tensor, dtype)
                 if not arrives and name in base:
-                    arrives = not torch.equal(_local(tensor), _local(self._outgoing(base[name], dtype)))
+                    arrives = not torch.equal(held_here(tensor), held_here(self._outgoing(base[name], dtype)))
                 yield name, tensor
 
         for name, tensor in in_checkpoint(self.model.hf, outgoing()):
@@ -237,11 +237,6 @@ class DTensorBackend:
                 self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer
             )
 
-    def close(self) -> None:
-        """See `PolicyBackend.close`."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
 
 def sampling_density(config: PolicyConfig) -> SamplingDensity:
     """The density that `policy.generation` samples from; the plain softmax without that section."""
@@ -252,10 +247,12 @@ def sampling_density(config: PolicyConfig) -> SamplingDensity:
     return SamplingDensity(generation.temperature, top_k, generation.top_p)
 
 
-def _build_model(config: PolicyConfig, device: torch.device, seed: int) -> CausalLMWithLogprobs | RewardModel:
+def _build_model(
+    config: PolicyConfig, device: torch.device, layout: ParallelLayout, seed: int
+) -> CausalLMWithLogprobs | RewardModel:
     """Load, check, adapt and shard the model."""
     if config.reward_model_cfg.enabled:
-        return _shard(build_reward_model(config), config, device)
+        return _shard(build_reward_model(config), config, device, layout)
     packed = config.sequence_packing.enabled
     hf = load_causal_lm(
         config.model_name,
@@ -269,22 +266,18 @@ def _build_model(config: PolicyConfig, device: torch.device, seed: int) -> Causa
     model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
-    return _shard(model, config, device)
+    return _shard(model, config, device, layout)
 
 
 def _shard[ModelT: CausalLMWithLogprobs | RewardModel](
-    model: ModelT, config: PolicyConfig, device: torch.device
+    model: ModelT, config: PolicyConfig, device: torch.device, layout: ParallelLayout
 ) -> ModelT:
     """Spread a loaded model over the ranks."""
     if config.dtensor_cfg.activation_checkpointing:
         enable_activation_checkpointing(model.hf)
-    mesh = build_mesh(device.type, dist.get_world_size())
+    mesh = device_mesh(layout, device.type)
     spec = ShardingSpec(torch_dtype(config.precision), config.dtensor_cfg.cpu_offload, device)
     return shard(model, mesh, spec)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -292,11 +285,11 @@ def _local_copies(model: CausalLMWithLogprobs | RewardModel) -> dict[str, Tensor
     """CPU copies of this rank's part of every weight."""
     reshard(model)
     weights = checkpoint_io.weights_by_name(model.hf)
-    return {name: _local(tensor).detach().to("cpu", copy=True) for name, tensor in weights.items()}
+    return {name: held_here(tensor).detach().to("cpu", copy=True) for name, tensor in weights.items()}
 
 
 @torch.no_grad()
 def _copy_into(model: CausalLMWithLogprobs | RewardModel, copies: dict[str, Tensor]) -> None:
     reshard(model)
     for name, tensor in checkpoint_io.weights_by_name(model.hf).items():
-        _local(tensor).copy_(copies[name])
+        held_here(tensor).copy_(copies[name])

@@ -39,7 +39,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.dtensor.optimizer import OptimizerSettings, hyperparameters_now
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
-from nemo_rl.models.policy.interfaces import MODEL_FOLDER
+from nemo_rl.models.huggingface.folders import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.plain_load import load_plain
 
@@ -147,8 +147,12 @@ def saved_weights(hf: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tens
 
 def fill(parameter: Tensor, value: Tensor) -> None:
     """Copy this rank's part of a whole tensor into a parameter."""
-    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    own.copy_(local_part(value, parameter))
+    held_here(parameter).copy_(local_part(value, parameter))
+
+
+def held_here(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(value: Tensor, like: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
+from nemo_rl.models.dtensor.checkpoint_io import held_here, weights_by_name
 from nemo_rl.utils.errors import ConfigError, WeightSyncError
 from nemo_rl.utils.seed import derive_seed
 
@@ -87,10 +87,6 @@ class LoraLinear(nn.Module):
         return DTensor.from_local(
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
-
-    def extra_repr(self) -> str:
-        """Shape and scaling, for `print(model)`."""
-        return f"{self.in_features} -> {self.out_features}, dim={self.lora_A.shape[0]}, scaling={self.scaling:g}"
 
 
 def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
@@ -225,8 +221,7 @@ def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
         ConfigError: adapters whose B is still zero, by name.
     """
     modules = adapted_modules(hf)
-    locals_ = [m.lora_B.to_local() if isinstance(m.lora_B, DTensor) else m.lora_B for m in modules.values()]
-    moved = torch.stack([b.count_nonzero().to(device) for b in locals_])
+    moved = torch.stack([held_here(module.lora_B).count_nonzero().to(device) for module in modules.values()])
     dist.all_reduce(moved)
     still = [name for name, count in zip(modules, moved.tolist(), strict=True) if count == 0]
     if still:

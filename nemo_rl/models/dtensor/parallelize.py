@@ -1,6 +1,6 @@
-"""Spread a model over the ranks: device mesh, FSDP2, precision, activation checkpointing, offload.
+"""Spread a model over the ranks: FSDP2, precision, activation checkpointing, offload.
 
-Called in this order: `build_mesh`, `enable_activation_checkpointing`, `shard`. Invariant: after backward each gradient
+`enable_activation_checkpointing` comes before `shard`. Invariant: after backward each gradient
 is the SUM over data-parallel ranks, because losses are divided by global token counts already; and nothing here renames
 a parameter.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -24,9 +24,6 @@ from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-MESH_AXES = ("dp_replicate", "dp_shard")
-"""Axes of the device mesh, outermost first; tensor, context and pipeline axes go inside them."""
 
 
 class ShardableModel(nn.Module):
@@ -54,26 +51,6 @@ class ShardingSpec:
     device: torch.device
 
 
-def build_mesh(device_type: str, world_size: int, dp_replicate: int = 1) -> DeviceMesh:
-    """The device mesh: `dp_replicate` copies of the model, each sharded over the other ranks.
-
-    Args:
-        device_type: torch device type of the ranks.
-        world_size: number of ranks.
-        dp_replicate: copies of the model (HSDP); 1 shards over all ranks.
-
-    Raises:
-        ConfigError: the ranks do not divide into the copies.
-    """
-    if dp_replicate < 1 or world_size % dp_replicate:
-        raise ConfigError(
-            f"policy.dtensor_cfg.dp_replicate_size={dp_replicate} does not divide {world_size} policy "
-            f"ranks. Use one of {[n for n in range(1, world_size + 1) if world_size % n == 0]}."
-        )
-    shape = (dp_replicate, world_size // dp_replicate)
-    return init_device_mesh(device_type, shape, mesh_dim_names=MESH_AXES)
-
-
 def enable_activation_checkpointing(hf: PreTrainedModel) -> None:
     """Recompute each decoder layer's activations in the backward pass (training mode only).
 
@@ -97,12 +74,12 @@ def shard[ModelT: ShardableModel](model: ModelT, mesh: DeviceMesh, spec: Shardin
 
     Args:
         model: the wrapped model on the CPU, parameters in float32.
-        mesh: from `build_mesh`.
+        mesh: from `process_group.device_mesh`.
         spec: precision, offload and device.
     """
     if mesh.size() == 1 and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
         return model.to(spec.device)
-    fsdp_mesh = mesh if mesh[MESH_AXES[0]].size() > 1 else mesh[MESH_AXES[1]]
+    fsdp_mesh = mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
     offload = _offload_policy(spec)
     for layer in decoder_layers(model.hf):
         fully_shard(layer, mesh=fsdp_mesh, mp_policy=_precision(spec, root=False), offload_policy=offload)

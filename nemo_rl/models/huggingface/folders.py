@@ -12,6 +12,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from nemo_rl.utils.errors import CheckpointError
+
+MODEL_FOLDER = "model"
+"""Subfolder of a weights folder that loads with `from_pretrained`."""
 CONSOLIDATED_FOLDER = "consolidated"
 TENSOR_FILES = "*.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -36,6 +40,16 @@ def copy_model_folder(source: Path, target: Path, dtype: torch.dtype | None = No
             shutil.copyfile(file, target / file.name)
     if dtype is not None:
         _note_dtype(target, dtype)
+
+
+def require_empty(target: Path) -> None:
+    """Check that an export overwrites nothing.
+
+    Raises:
+        CheckpointError: the folder holds files.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{str(target)!r} is not empty. Give a new folder for the exported model.")
 
 
 def _convert(source: Path, target: Path, dtype: torch.dtype) -> None:

@@ -1,9 +1,9 @@
 """The policy as the controller sees it: one object, many ranks.
 
 Algorithms call `train`, `get_logprobs` and checkpoints here; `workers` do the work, one process per
-rank. Flow of a call:
+rank; `ParallelLayout` says which rows a rank gets and whose results count. Flow of a call:
 
-    batch ─► global batches ─► plan (data.packing) ─► each rank its own rows ─► workers ─► gather, reorder
+    batch ─► global batches ─► plan (data.packing) ─► each data-parallel rank its rows ─► workers ─► gather, reorder
 
 Every call blocks with a deadline from `cluster.timeouts`; a worker that raises or dies ends the call
 with its error, and the group with it.
@@ -12,6 +12,7 @@ Invariant: results do not depend on the number of ranks or on how microbatches a
 """
 
 import logging
+from collections import Counter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import PolicyConfig, TimeoutsConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.named_sharding import REPLICATED_AXES
+from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_builder import plan_places
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.losses.interfaces import AnyLossFunction, LossInputType
-from nemo_rl.models.huggingface.folders import CONSOLIDATED_FOLDER, copy_model_folder
+from nemo_rl.models.backends import training_backend
 from nemo_rl.models.policy.batching import (
     ShardedBatch,
     count_valid,
@@ -35,24 +39,22 @@ from nemo_rl.models.policy.batching import (
     training_strategy,
 )
 from nemo_rl.models.policy.interfaces import (
-    MODEL_FOLDER,
     LogprobOutputSpec,
     PolicyInterface,
     ReferenceLogprobOutputSpec,
     ScoreOutputSpec,
     TopkLogitsOutputSpec,
     TrainResult,
-    UpdateResult,
 )
 from nemo_rl.models.policy.metrics import join_updates, reduce_metrics
 from nemo_rl.models.policy.portable_loss import make_portable
-from nemo_rl.models.policy.workers.base import WorkerSettings
+from nemo_rl.models.policy.workers.base import UpdateResult, WorkerSettings
 from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-DTENSOR_WORKER = "nemo_rl.models.policy.workers.dtensor_worker.DTensorPolicyWorker"
+_WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
 # By default OpenMP threads spin for so long at a barrier that one busy core stalls a step for seconds;
 # a short spin costs nothing on an idle machine.
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
@@ -79,10 +81,12 @@ class Policy(PolicyInterface):
         seed: run seed, for dropout.
 
     Attributes:
+        layout: what each rank is there for.
         weight_version: counts training calls; `weight_stream` and the engines go by it.
 
     Raises:
-        ConfigError: no training backend is enabled, or a worker refuses the configuration.
+        ConfigError: no training backend is enabled, the ranks do not divide into the parallel sizes, or a worker
+            refuses the configuration.
         ResourceInsufficientError, DeadlineExceededError, WorkerDiedError: the ranks did not start.
     """
 
@@ -102,16 +106,19 @@ class Policy(PolicyInterface):
         threads_per_rank: int | None = None,
         seed: int = 0,
     ) -> None:
-        if not config.dtensor_cfg.enabled:
-            raise ConfigError("policy.dtensor_cfg.enabled=false: no training backend is left; set it to true.")
         self.config = config
         self.tokenizer = tokenizer
         self.weight_version = 0
         self._timeouts = timeouts or TimeoutsConfig()
+        self._backend = training_backend(config)
+        ranks_of_node = Counter(place.node_idx for place in plan_places(cluster.bundle_counts, workers_per_node, None))
+        self.layout = ParallelLayout.of(config, ranks_of_node.total())
         settings = WorkerSettings(
+            backend=self._backend.rank_class,
+            layout=self.layout,
             uses_gpu=cluster.use_gpus,
             num_threads=threads_per_rank,
-            ranks_per_node=_ranks_per_node(cluster, workers_per_node),
+            ranks_per_node=max(ranks_of_node.values()),
             collective_timeout_s=self._timeouts.train_s,
             seed=seed,
             init_optimizer=init_optimizer,
@@ -119,10 +126,11 @@ class Policy(PolicyInterface):
         )
         self.worker_group = RayWorkerGroup(
             cluster,
-            RayWorkerBuilder(DTENSOR_WORKER, config, settings),
+            RayWorkerBuilder(_WORKER, config, settings),
             workers_per_node=workers_per_node,
             name_prefix=name_prefix,
-            env_vars=_WORKER_ENVIRONMENT | (config.dtensor_cfg.env_vars or {}),
+            sharding_annotations=self.layout.sharding,
+            env_vars=_WORKER_ENVIRONMENT | (config.backend_section.env_vars or {}),
             setup_timeout_s=self._timeouts.setup_s,
             call_timeout_s=self._timeouts.train_s,
         )
@@ -132,7 +140,7 @@ class Policy(PolicyInterface):
     @property
     def data_parallel_size(self) -> int:
         """Ranks that work on different rows."""
-        return self.worker_group.dp_size
+        return self.layout.data_parallel_size
 
     def train(
         self,
@@ -201,7 +209,8 @@ class Policy(PolicyInterface):
         reports: list[tuple[list[str], list[torch.Tensor]]] = self._run_everywhere(
             "layer_outputs", "comparing layers", token_ids=token_ids
         )
-        return reports[0]
+        stages = [reports[rank] for rank in self.layout.stage_ranks]
+        return [name for names, _ in stages for name in names], [output for _, outputs in stages for output in outputs]
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
@@ -265,13 +274,13 @@ class Policy(PolicyInterface):
         tokenizer_path: str | PathLike[str] | None = None,
         consolidated: bool = False,
     ) -> None:
-        """Write a checkpoint; `<weights_path>/model` loads with `from_pretrained`, tokenizer included.
+        """Write a checkpoint; what is in its folders is the training backend's own.
 
         Args:
             weights_path: new or empty folder, on storage that all ranks and this process see.
             optimizer_path: folder for optimizer, schedule and random-number state; None leaves them out.
             tokenizer_path: folder for one more copy of the tokenizer.
-            consolidated: write the model once more, in `precision`, as `<weights_path>/model/consolidated`.
+            consolidated: also write the model in `precision` to hand on.
         """
         self._run_everywhere(
             "save_checkpoint",
@@ -279,10 +288,8 @@ class Policy(PolicyInterface):
             weights_path=_absolute(weights_path),
             optimizer_path=_absolute(optimizer_path),
         )
-        model = Path(weights_path) / MODEL_FOLDER
-        self.tokenizer.save_pretrained(str(model))
-        if consolidated:
-            copy_model_folder(model, model / CONSOLIDATED_FOLDER, getattr(torch, self.config.precision))
+        precision = self.config.precision if consolidated else None
+        self._backend.complete_checkpoint(Path(weights_path), self.tokenizer, precision)
         if tokenizer_path is not None:
             self.tokenizer.save_pretrained(str(tokenizer_path))
 
@@ -331,10 +338,12 @@ class Policy(PolicyInterface):
         return sharded, self._run_sharded(method, sharded, **common)
 
     def _run_sharded(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:
-        """Call a method on every rank with its own rows; answers in data-parallel order."""
+        """Call a method on every rank with the rows of its data-parallel rank; their results in that order."""
         future = self.worker_group.run_all_workers_sharded_data(
             method,
             in_sharded_axes=["data_parallel"],
+            replicate_on_axes=list(REPLICATED_AXES),
+            return_from_workers=self.layout.result_ranks,
             common_kwargs=common,
             data=sharded.data,
             sizes=sharded.sizes,
@@ -391,12 +400,6 @@ def _train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> 
         metrics=metrics,
         all_mb_metrics={name: [u[name] for u in made if name in u] for name in names},
     )
-
-
-def _ranks_per_node(cluster: RayVirtualCluster, workers_per_node: int | list[int] | None) -> int:
-    if workers_per_node is None:
-        return max(cluster.bundle_counts)
-    return workers_per_node if isinstance(workers_per_node, int) else max(workers_per_node)
 
 
 def _absolute(path: str | PathLike[str] | None) -> str | None:

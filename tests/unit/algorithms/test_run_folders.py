@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_rl.algorithms.runtime import checkpoint_size
-from nemo_rl.algorithms.runtime.checkpoint_size import estimate_bytes
 from nemo_rl.algorithms.runtime.run_folders import RunFolders, open_folders
 from nemo_rl.config import SFTMasterConfig, load_config
+from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
@@ -143,12 +143,12 @@ def test_parameters_are_counted_from_headers(tmp_path):
 def test_the_first_checkpoint_is_estimated_from_the_model(tmp_path, overrides, bytes_per_parameter):
     config = config_of(tmp_path, *overrides)
     parameters = count_parameters(config.policy.model_name)
-    assert estimate_bytes(config.policy, config.checkpointing) == bytes_per_parameter * parameters
+    assert DTensorTraining().checkpoint_bytes(config.policy, config.checkpointing) == bytes_per_parameter * parameters
 
 
 def test_a_disk_without_room_is_refused_and_a_scarce_one_warned_of(tmp_path, monkeypatch, caplog):
     config = config_of(tmp_path)
-    one = estimate_bytes(config.policy, config.checkpointing)
+    one = DTensorTraining().checkpoint_bytes(config.policy, config.checkpointing)
     for free, said in ((one * 5, False), (one * 5 - 1, True)):
         monkeypatch.setattr(checkpoint_size, "free_bytes", lambda folder, free=free: free)
         start(tmp_path)

@@ -75,6 +75,11 @@ REFUSED: list[tuple[list[str], str]] = [
         r"needs policy\.generation\.colocated\.resources\.num_nodes",
     ),
     (["policy.dtensor_cfg.enabled=false"], "leaves no training backend"),
+    (["policy.training_backend.name=my.Backend"], r"training_backend\.name=my\.Backend name two training backends"),
+    (
+        ["policy.dtensor_cfg.enabled=false", "policy.training_backend={name: my.Backend, tensor_parallel_size: 2}"],
+        r"1 ranks are no multiple of 2 \(tensor_parallel_size=2\)\. Nearest numbers of ranks: 2\.",
+    ),
     (["policy.optimizer=null"], r"policy\.optimizer is null"),
     (["policy.generation=null"], r"policy\.generation is null"),
     (["policy.generation.temperature=0"], r"temperature=0 makes all answers of a group equal"),

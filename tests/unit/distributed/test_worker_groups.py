@@ -16,7 +16,8 @@ import torch
 
 from nemo_rl.distributed import virtual_cluster
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.named_sharding import NamedSharding
+from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
+from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.distributed.worker_process import process_start_ticks
@@ -143,6 +144,31 @@ def test_sharded_and_replicated_axes(make_group):
         "echo", data=["x"], in_sharded_axes=["data_parallel"], make_dummy_calls_to_free_axes=True
     )
     assert group.get_all_worker_results(future) == [(0, "x", 1), (1, None, 1)]
+
+
+def test_ranks_of_a_layout_get_their_rows_and_answer_once(local_ray):
+    wide = RayVirtualCluster([4], use_gpus=False, cpus_per_bundle=0.1)
+    layout = ParallelLayout(dp_shard=2, tp=2)
+    group = RayWorkerGroup(
+        wide,
+        RayWorkerBuilder("sample_workers.Plain"),
+        name_prefix="layout",
+        sharding_annotations=layout.sharding,
+        env_vars=ENV,
+    )
+    try:
+        asked = {"in_sharded_axes": ["data_parallel"], "replicate_on_axes": list(REPLICATED_AXES)}
+        future = group.run_all_workers_sharded_data("echo", data=["a", "b"], **asked)
+        assert group.get_all_worker_results(future) == [(0, "a", 1), (1, "a", 1), (2, "b", 1), (3, "b", 1)]
+        once = group.run_all_workers_sharded_data(
+            "echo", data=["a", "b"], return_from_workers=layout.result_ranks, **asked
+        )
+        assert once.called_workers == [0, 1, 2, 3]
+        assert group.get_all_worker_results(once) == [(0, "a", 1), (2, "b", 1)]
+        assert (group.dp_size, group.get_dp_leader_worker_idx(1)) == (2, 2)
+    finally:
+        group.shutdown(force=True)
+        wide.shutdown()
 
 
 def test_exception_in_one_rank_surfaces_while_the_other_hangs(make_group):

@@ -12,7 +12,7 @@ from generation_helpers import MAX_MODEL_LEN, PROMPTS, ask, make_settings, refer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.models.dtensor.checkpoint_io import save_weights
-from nemo_rl.models.huggingface.export import export_checkpoint
+from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 
@@ -43,7 +43,7 @@ def _exported(model_type: str, folder: Path) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     save_weights(model, folder / "weights")
     make_char_tokenizer().save_pretrained(folder / "weights/model")
-    export_checkpoint(folder / "weights", folder / "hf")
+    DTensorTraining().export(folder / "weights", folder / "hf")
     fix_rotary_frequencies(model, MAX_MODEL_LEN)
     return model
 

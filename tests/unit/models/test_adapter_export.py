@@ -20,9 +20,9 @@ from policy_helpers import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nemo_rl.models.dtensor.adapter_export import adapter_source, export_merged, find_adapter, verify_merged
 from nemo_rl.models.dtensor.adapter_io import read_adapter_config
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.huggingface.adapter_export import adapter_source, export_merged, find_adapter, verify_merged
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker

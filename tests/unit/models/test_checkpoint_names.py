@@ -16,7 +16,7 @@ from nemo_rl.models.generation.hf.engine import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
-from nemo_rl.models.policy.interfaces import CheckpointPaths
+from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError
 
 CPU = torch.device("cpu")

@@ -10,10 +10,11 @@ from policy_helpers import policy_config, process_group, save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.config import CheckpointingConfig
+from nemo_rl.models.backends import training_backend
 from nemo_rl.models.dtensor import checkpoint_io
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
-from nemo_rl.models.policy.interfaces import CheckpointPaths
+from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.models.policy.lm_policy import Policy
 
 CPU = torch.device("cpu")
@@ -23,11 +24,12 @@ class InProcessPolicy(Policy):
     """A policy whose only rank is this process."""
 
     def __init__(self, config, backend: DTensorBackend) -> None:
-        self.config, self.tokenizer, self._backend = config, make_char_tokenizer(), backend
+        self.config, self.tokenizer, self._rank = config, make_char_tokenizer(), backend
+        self._backend = training_backend(config)
 
     def _run_everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
         optimizer = kwargs["optimizer_path"]
-        self._backend.save(CheckpointPaths(Path(kwargs["weights_path"]), optimizer and Path(optimizer)))
+        self._rank.save(CheckpointPaths(Path(kwargs["weights_path"]), optimizer and Path(optimizer)))
         return [None]
 
 

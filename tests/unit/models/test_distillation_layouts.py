@@ -146,7 +146,7 @@ def _train(rank: int, world_size: int, name: str, values: dict, setting: str) ->
         for key, parameter in worker.backend.model.hf.named_parameters():
             grad = parameter.grad
             grads[key] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
-        worker.backend.zero_grad()
+        worker.backend.model.zero_grad()
         return 0.0, True
 
     worker.backend.clip_and_step = keep

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from nemo_rl.models.dtensor import checkpoint_io
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.huggingface.export import export_checkpoint, find_weights, verify_export
-from nemo_rl.models.policy.interfaces import CheckpointPaths
+from nemo_rl.models.dtensor.training_backend import DTensorTraining
+from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.manifest import write_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY_CHAT = ROOT / "examples/assets/tiny-chat"
+BACKEND = DTensorTraining()
 
 
 def _converter():
@@ -58,7 +59,7 @@ def trained(tmp_path_factory) -> tuple[Path, PreTrainedModel]:
 @pytest.mark.parametrize("given", ["", "policy", "policy/weights", "policy/weights/model"])
 def test_weights_are_found_from_any_folder_of_a_step(trained, given) -> None:
     step, _ = trained
-    assert find_weights(step / given) == step / "policy/weights"
+    assert BACKEND.find_weights(step / given) == step / "policy/weights"
 
 
 def test_the_command_exports_the_trained_model(trained, tmp_path, capsys) -> None:
@@ -80,15 +81,15 @@ def test_the_command_exports_the_trained_model(trained, tmp_path, capsys) -> Non
 
 def test_a_damaged_export_is_noticed(trained, tmp_path) -> None:
     step, _ = trained
-    weights = find_weights(step)
-    export_checkpoint(weights, tmp_path / "hf")
-    assert verify_export(weights, tmp_path / "hf").max_difference <= 1e-6
+    weights = BACKEND.find_weights(step)
+    BACKEND.export(weights, tmp_path / "hf")
+    assert BACKEND.verify_export(weights, tmp_path / "hf").max_difference <= 1e-6
     file = next((tmp_path / "hf").glob("*.safetensors"))
     tensors = load_file(file)
     name = next(name for name in tensors if "down_proj" in name)
     tensors[name] = tensors[name] * 1.1
     save_file(tensors, file, metadata={"format": "pt"})
-    assert verify_export(weights, tmp_path / "hf").max_difference > 1e-3
+    assert BACKEND.verify_export(weights, tmp_path / "hf").max_difference > 1e-3
 
 
 def test_damaged_weights_are_not_exported(trained, tmp_path) -> None:
@@ -98,24 +99,24 @@ def test_damaged_weights_are_not_exported(trained, tmp_path) -> None:
     (step / "policy/optimizer/trainer.pt").write_text("x")
     write_manifest(step)
     (step / "policy/optimizer/trainer.pt").unlink()
-    export_checkpoint(find_weights(step), tmp_path / "hf")
+    BACKEND.export(BACKEND.find_weights(step), tmp_path / "hf")
     (file,) = (step / "policy/weights/model").glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"policy/weights/model/{file.name} has other content than was written"):
-        export_checkpoint(find_weights(step), tmp_path / "other")
+        BACKEND.export(BACKEND.find_weights(step), tmp_path / "other")
 
 
 def test_weights_in_half_the_bytes(trained, tmp_path) -> None:
     step, model = trained
-    weights = find_weights(step)
-    export_checkpoint(weights, tmp_path / "hf", dtype="bfloat16")
+    weights = BACKEND.find_weights(step)
+    BACKEND.export(weights, tmp_path / "hf", dtype="bfloat16")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert exported.dtype == torch.bfloat16
     for name, parameter in model.named_parameters():
         assert torch.equal(exported.get_parameter(name), parameter.to(torch.bfloat16)), name
-    assert 1e-6 < verify_export(weights, tmp_path / "hf").max_difference < 0.5
+    assert 1e-6 < BACKEND.verify_export(weights, tmp_path / "hf").max_difference < 0.5
 
 
 def test_a_tokenizer_from_the_configuration(trained, tmp_path) -> None:
@@ -130,7 +131,7 @@ def test_a_tokenizer_from_the_configuration(trained, tmp_path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("37+85=")["input_ids"]
     (bare / "config.yaml").unlink()
     with pytest.raises(CheckpointError, match="has no tokenizer"):
-        export_checkpoint(find_weights(bare), tmp_path / "other")
+        BACKEND.export(BACKEND.find_weights(bare), tmp_path / "other")
 
 
 def test_mistakes_are_named(trained, tmp_path, capsys) -> None:
@@ -138,9 +139,9 @@ def test_mistakes_are_named(trained, tmp_path, capsys) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").touch()
     with pytest.raises(CheckpointError, match="is not empty"):
-        export_checkpoint(find_weights(step), tmp_path / "full")
+        BACKEND.export(BACKEND.find_weights(step), tmp_path / "full")
     with pytest.raises(CheckpointError, match="is no policy checkpoint"):
-        find_weights(tmp_path)
+        BACKEND.find_weights(tmp_path)
     assert _converter().main(["--dcp-ckpt-path", str(tmp_path), "--hf-ckpt-path", str(tmp_path / "hf")]) == 1
     assert "CheckpointError" in capsys.readouterr().err
 
@@ -152,11 +153,11 @@ def test_several_files_keep_their_index(trained, tmp_path, monkeypatch) -> None:
             policy_config(str(TINY_CHAT)), torch.device("cpu"), init_optimizer=False, init_reference_model=False
         )
         backend.save(CheckpointPaths(tmp_path / "weights", None))
-    export_checkpoint(tmp_path / "weights", tmp_path / "hf", str(TINY_CHAT), "bfloat16")
+    BACKEND.export(tmp_path / "weights", tmp_path / "hf", str(TINY_CHAT), "bfloat16")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {file.name for file in (tmp_path / "hf").glob("*.safetensors")}
-    assert verify_export(tmp_path / "weights", tmp_path / "hf").max_difference < 0.5
+    assert BACKEND.verify_export(tmp_path / "weights", tmp_path / "hf").max_difference < 0.5
 
 
 def test_a_reward_model_is_compared_by_its_scores(tmp_path) -> None:
@@ -164,13 +165,13 @@ def test_a_reward_model_is_compared_by_its_scores(tmp_path) -> None:
     with process_group():
         backend = DTensorBackend(config, torch.device("cpu"), init_optimizer=False, init_reference_model=False)
         backend.save(CheckpointPaths(tmp_path / "weights", None))
-    export_checkpoint(tmp_path / "weights", tmp_path / "hf", str(TINY_CHAT))
+    BACKEND.export(tmp_path / "weights", tmp_path / "hf", str(TINY_CHAT))
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
     assert model.num_labels == 1
-    check = verify_export(tmp_path / "weights", tmp_path / "hf")
+    check = BACKEND.verify_export(tmp_path / "weights", tmp_path / "hf")
     assert (check.num_values, check.max_difference <= 1e-6) == (3, True)
     file = next((tmp_path / "hf").glob("*.safetensors"))
     tensors = load_file(file)
     tensors["score.weight"] = tensors["score.weight"] * 2 + 0.1
     save_file(tensors, file, metadata={"format": "pt"})
-    assert verify_export(tmp_path / "weights", tmp_path / "hf").max_difference > 1e-4
+    assert BACKEND.verify_export(tmp_path / "weights", tmp_path / "hf").max_difference > 1e-4

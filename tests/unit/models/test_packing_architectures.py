@@ -9,7 +9,7 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 
 from nemo_rl.models.dtensor.attention import VARLEN_ATTENTION, register_varlen_attention, verify_packing
 from nemo_rl.models.huggingface.load import load_causal_lm
-from nemo_rl.models.policy.workers.microbatches import packed_model_inputs
+from nemo_rl.models.inputs import packed_model_inputs
 from nemo_rl.utils.errors import ConfigError
 
 PACKS = (

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.models.dtensor import checkpoint_io
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, hyperparameters_now
+from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
-from nemo_rl.models.policy.interfaces import CheckpointPaths
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 

@@ -17,9 +17,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.causal_lm import build_causal_lm, has_plain_head
+from nemo_rl.models.inputs import InputLayout, all_targets, build_model_inputs
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker, input_layout
-from nemo_rl.models.policy.workers.microbatches import InputLayout, all_targets, build_model_inputs
 from nemo_rl.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def _gradients(worker: PolicyWorker, config, data):
     def keep() -> tuple[float, bool]:
         for name, parameter in worker.backend.model.hf.named_parameters():
             grads[name] = parameter.grad.clone()
-        worker.backend.zero_grad()
+        worker.backend.model.zero_grad()
         return 0.0, True
 
     worker.backend.clip_and_step = keep

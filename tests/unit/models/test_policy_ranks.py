@@ -13,11 +13,14 @@ from policy_helpers import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.process_group import device_mesh
 from nemo_rl.losses.interfaces import LossType
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.causal_lm import build_causal_lm
 from nemo_rl.models.dtensor.optimizer import clip_gradients, total_norm
-from nemo_rl.models.dtensor.parallelize import ShardingSpec, build_mesh, shard
+from nemo_rl.models.dtensor.parallelize import ShardingSpec, shard
 from nemo_rl.models.huggingface.load import load_causal_lm
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.metrics import join_updates, reduce_metrics
@@ -109,7 +112,7 @@ def test_the_same_run_gives_the_same_bits(tmp_path) -> None:
 
 def _sharded_gradients(rank: int, world_size: int, name: str, dp_replicate: int, dtype, offload) -> dict:
     hf = load_causal_lm(name)
-    mesh = build_mesh("cpu", world_size, dp_replicate)
+    mesh = device_mesh(ParallelLayout(dp_replicate=dp_replicate, dp_shard=world_size // dp_replicate), "cpu")
     model = shard(build_causal_lm(hf), mesh, ShardingSpec(dtype, offload, CPU))
     gen = torch.Generator().manual_seed(rank)
     ids = torch.randint(3, 97, (2, 12), generator=gen)
@@ -151,8 +154,8 @@ def test_gradients_are_summed_over_ranks(world_size, dp_replicate, dtype, offloa
 
 
 def _mixed_norms(rank: int, world_size: int) -> tuple[float, float, list[torch.Tensor]]:
-    row = build_mesh("cpu", world_size)["dp_shard"]
-    square = build_mesh("cpu", world_size, 2)
+    row = device_mesh(ParallelLayout(dp_shard=world_size), "cpu")["dp_shard"]
+    square = device_mesh(ParallelLayout(dp_replicate=2, dp_shard=world_size // 2), "cpu")["dp_replicate", "dp_shard"]
     gen = torch.Generator().manual_seed(0)
     values = [torch.randn(8, 6, generator=gen) for _ in range(4)]
     placed = [
@@ -184,8 +187,9 @@ def test_clipping_combines_meshes() -> None:
 
 
 def test_replicas_must_divide_the_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"does not divide 6 policy ranks. Use one of \[1, 2, 3, 6\]"):
-        build_mesh("cpu", 6, 4)
+    backend = {"name": "my.Backend", "dp_replicate_size": 4}
+    with pytest.raises(ConfigError, match=r"6 ranks are no multiple of 4 \(dp_replicate_size=4\). .*: 4, 8\."):
+        ParallelLayout.of(PolicyConfig.build(model_name="m", training_backend=backend), 6)
 
 
 def test_an_update_with_a_gradient_that_is_not_finite_is_dropped(tmp_path) -> None:

@@ -10,9 +10,8 @@ microbatches is the same on every rank, and a rank with nothing to count runs an
 
 import logging
 import os
-import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,21 @@ from torch import Tensor
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import TopK
+from nemo_rl.distributed.process_group import destroy_process_group
 from nemo_rl.losses.interfaces import AnyLossFunction, LossMetrics
 from nemo_rl.models.huggingface.layers import recorded_outputs
-from nemo_rl.models.policy.interfaces import CheckpointPaths, PolicyBackend, UpdateResult
-from nemo_rl.models.policy.metrics import reduce_metrics
-from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
-from nemo_rl.models.policy.workers.microbatches import (
+from nemo_rl.models.inputs import (
     InputLayout,
     all_targets,
     build_model_inputs,
     build_score_inputs,
     build_topk_inputs,
 )
+from nemo_rl.models.interfaces import CheckpointPaths, PolicyBackend
+from nemo_rl.models.policy.metrics import reduce_metrics
+from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.interfaces import TransportSpec
@@ -46,6 +47,8 @@ class WorkerSettings:
     """What a worker needs beyond the policy section.
 
     Attributes:
+        backend: dotted name of the `PolicyBackend`.
+        layout: what each rank of the policy is there for.
         uses_gpu: whether each rank owns a GPU.
         num_threads: CPU threads of the process; None divides the machine's cores by `ranks_per_node`.
         ranks_per_node: workers that share the machine.
@@ -55,6 +58,8 @@ class WorkerSettings:
         init_reference_model: keep the initial weights for reference log-probabilities.
     """
 
+    backend: str
+    layout: ParallelLayout
     uses_gpu: bool
     num_threads: int | None
     ranks_per_node: int
@@ -70,17 +75,38 @@ class WorkerSettings:
         return max(1, len(os.sched_getaffinity(0)) // self.ranks_per_node)
 
 
+@dataclass
+class UpdateResult:
+    """What one rank contributes to one optimizer update.
+
+    Attributes:
+        loss: this rank's part of the loss; the global loss is the sum over ranks.
+        metrics: this rank's part of each metric; sums over ranks, `_min`/`_max` by extreme.
+        grad_norm: of the whole model, equal on all ranks.
+        lr: learning rate of the update.
+        skipped: whether the update was dropped because its gradient was not finite.
+    """
+
+    loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    skipped: bool = False
+
+
 class PolicyWorker:
     """One rank of the policy.
 
     Args:
         backend: holds model, optimizer and mesh.
         config: the policy section.
+        gives_scores: whether scores leave this rank; see `ParallelLayout.result_ranks`.
     """
 
-    def __init__(self, backend: PolicyBackend, config: PolicyConfig) -> None:
+    def __init__(self, backend: PolicyBackend, config: PolicyConfig, *, gives_scores: bool = True) -> None:
         self.backend = backend
         self._layout = input_layout(config)
+        self._gives_scores = gives_scores
         self._sender: WeightSender | None = None
 
     def train(
@@ -139,7 +165,8 @@ class PolicyWorker:
             sizes: rows of each microbatch.
 
         Returns:
-            `[b, T]` float32 on the CPU; position 0 and padding are 0.
+            `[b, T]` float32 on the CPU; position 0 and padding are 0. Empty where another rank gives the scores; so for
+            every method that scores.
         """
         microbatches = list(split_rows(data, sizes))
         inputs = [
@@ -152,7 +179,7 @@ class PolicyWorker:
             scores.append(torch.nn.functional.pad(scored, (1, 0)).cpu())
 
         self.backend.run(inputs, forward_step, backward=False)
-        return torch.cat(scores)
+        return self._given(scores)
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[Tensor]]:
         """The names of the decoder layers, and the hidden states `[T, D]` float32 behind each for one sequence."""
@@ -181,7 +208,7 @@ class PolicyWorker:
             scores.append(scores_K.float().cpu())
 
         self.backend.run(inputs, forward_step, backward=False)
-        return torch.cat(scores)
+        return self._given(scores)
 
     def get_topk_logits(
         self, data: BatchedDataDict[Any], sizes: Sequence[int], k: int, vocab_size: int | None = None
@@ -208,7 +235,7 @@ class PolicyWorker:
             indices.append(inputs[index].scatter(indices_Kk).cpu())
 
         self.backend.run(inputs, forward_step, backward=False)
-        return torch.cat(logits), torch.cat(indices)
+        return self._given(logits), self._given(indices)
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
         """`get_logprobs` under the weights the run started from."""
@@ -255,23 +282,16 @@ class PolicyWorker:
         """Restore a checkpoint; the reference weights stay those of `policy.model_name`."""
         self.backend.load(_paths(weights_path, optimizer_path))
 
-    def report_identity(self) -> dict[str, Any]:
-        """Identity of this worker: rank, data-parallel rank, process, host, device and CPU threads."""
-        return {
-            "rank": int(os.environ.get("RANK", "0")),
-            "dp_rank": self.backend.dp_rank,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "device": str(self.backend.device),
-            "threads": torch.get_num_threads(),
-        }
-
     def shutdown(self) -> bool:
         """Free the weight transport and leave the process group."""
         if self._sender is not None:
             self._sender.close()
-        self.backend.close()
+        destroy_process_group()
         return True
+
+    def _given(self, parts: list[Tensor]) -> Tensor:
+        """The scores of all microbatches; nothing where another rank gives them, or this stage has none."""
+        return torch.cat(parts) if self._gives_scores else torch.empty(0)
 
 
 def input_layout(config: PolicyConfig) -> InputLayout:

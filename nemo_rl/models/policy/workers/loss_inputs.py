@@ -19,7 +19,7 @@ from nemo_rl.losses.interfaces import (
     LossMetrics,
     TopkLossFunction,
 )
-from nemo_rl.models.policy.workers.microbatches import (
+from nemo_rl.models.inputs import (
     InputLayout,
     ModelInputs,
     build_distillation_inputs,

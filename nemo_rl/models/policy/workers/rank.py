@@ -1,21 +1,22 @@
-"""The policy worker that trains with PyTorch itself (FSDP2).
+"""The process of one rank: settings, process group, the backend that the configuration names.
 
-Built by name in a worker process. It only assembles: process settings, process group, `DTensorBackend`; what a worker
-does is in `base`.
+Built by name in a worker process. It only assembles; what a worker does is in `base`.
 """
 
 import torch
+import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.process_group import init_process_group
-from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
 from nemo_rl.utils.device import device_for
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import import_dotted
 from nemo_rl.utils.seed import derive_seed, set_seed
 
 
-class DTensorPolicyWorker(PolicyWorker):
+class PolicyRank(PolicyWorker):
     """One rank.
 
     Args:
@@ -29,12 +30,20 @@ class DTensorPolicyWorker(PolicyWorker):
         device = device_for(settings.uses_gpu)
         torch_device = device.activate()
         init_process_group(device, settings.collective_timeout_s)
-        backend = DTensorBackend(
+        layout, rank = settings.layout, dist.get_rank()
+        backend_class = import_dotted(
+            settings.backend,
+            ConfigError,
+            f"rank_class={settings.backend!r}",
+            "Name a PolicyBackend by its dotted path.",
+        )
+        backend = backend_class(
             config,
             torch_device,
+            layout,
             init_optimizer=settings.init_optimizer,
             init_reference_model=settings.init_reference_model,
             seed=settings.seed,
         )
-        set_seed(derive_seed(settings.seed, "policy", backend.dp_rank))
-        super().__init__(backend, config)
+        set_seed(derive_seed(settings.seed, "policy", layout.data_parallel_rank(rank)))
+        super().__init__(backend, config, gives_scores=rank in layout.result_ranks)

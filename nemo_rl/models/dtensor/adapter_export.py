@@ -1,6 +1,6 @@
 """From a LoRA adapter and its base model to one folder for `transformers` and vLLM, and the proof that it is both.
 
-For adapters that travel without merged weights (a checkpoint's own merged weights are exported by `export`), saved by
+For adapters that travel without merged weights (`training_backend` exports a checkpoint's own merged weights), saved by
 this library or by PEFT. Invariant: weights are merged in float32, `W + (alpha / r) B A`; `verify_merged` compares the
 folder with the base model and the adapter computed side by side, unmerged.
 """
@@ -8,7 +8,6 @@ folder with the base model and the adapter computed side by side, unmerged.
 import json
 import logging
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,16 +18,17 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import find_path
 from nemo_rl.models.dtensor.adapter_io import ADAPTER_FOLDER, CONFIG_FILE, attach_adapter, read_adapter_config
-from nemo_rl.models.dtensor.checkpoint_io import MODEL_FOLDER
 from nemo_rl.models.dtensor.lora import merge_adapters
-from nemo_rl.models.huggingface.export import VERIFY_TEXTS, ExportCheck, compare_models, find_weights, require_empty
+from nemo_rl.models.dtensor.training_backend import DTensorTraining
+from nemo_rl.models.huggingface.comparison import ExportCheck, compare_models
+from nemo_rl.models.huggingface.folders import MODEL_FOLDER, require_empty
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
 from nemo_rl.utils.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 MERGE_TOLERANCE = 1e-4
-"""As `export.VERIFY_TOLERANCE`, for two computations that add up in another order."""
+"""As `comparison.VERIFY_TOLERANCE`, for two computations that add up in another order."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def adapter_source(adapter: str | Path, base: str | None = None, model_name: str
         raise CheckpointError(f"{folder / CONFIG_FILE} names no base model. Name it with --base-ckpt.")
     found = find_path(named)
     if found is not None and not (found / "config.json").exists():
-        found = find_weights(found) / MODEL_FOLDER
+        found = DTensorTraining().find_weights(found) / MODEL_FOLDER
     resolved = str(found or named)
     return AdapterSource(folder, resolved, str(find_path(model_name) or model_name) if model_name else resolved)
 
@@ -127,16 +127,15 @@ def export_adapter(source: AdapterSource, target: Path) -> None:
     (target / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
-def verify_merged(source: AdapterSource, target: Path, texts: Sequence[str] = VERIFY_TEXTS) -> ExportCheck:
+def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
     """Compare the exported model with base and adapter side by side, in float32 on the CPU.
 
     Args:
         source: what `adapter_source` returns.
         target: the exported folder.
-        texts: what is scored; each needs at least two tokens.
     """
     exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    check = compare_models(_adapted(source), exported, AutoTokenizer.from_pretrained(target), texts)
+    check = compare_models(_adapted(source), exported, AutoTokenizer.from_pretrained(target))
     return replace(check, tolerance=MERGE_TOLERANCE)
 
 

@@ -1,0 +1,133 @@
+"""Which training backend a configuration asks for, and what it says about runs and checkpoints without a model.
+
+`TrainingBackend` lives in the controller, in tools and before Ray starts; it names the `PolicyBackend` that each rank
+builds. Invariant: nothing outside of a backend knows what is in the folders `weights` and `optimizer` of a checkpoint.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import yaml
+
+from nemo_rl.config import CheckpointingConfig, PolicyConfig
+from nemo_rl.utils.errors import CheckpointError, ConfigError
+from nemo_rl.utils.imports import import_dotted
+
+if TYPE_CHECKING:  # they take seconds to import, and a wrong configuration is answered before
+    from transformers import PreTrainedTokenizerBase
+
+    from nemo_rl.models.huggingface.comparison import ExportCheck
+
+BACKENDS = {"dtensor_cfg": "nemo_rl.models.dtensor.training_backend.DTensorTraining"}
+"""Backends of the library: the section of `policy` that enables each, and its class."""
+
+
+class TrainingBackend(ABC):
+    """A training backend, as everything but its ranks sees it. Imports no library that only ranks need."""
+
+    rank_class: ClassVar[str]
+    """Dotted name of its `PolicyBackend`, imported in the ranks."""
+
+    @abstractmethod
+    def check(self, policy: PolicyConfig) -> None:
+        """Refuse, before Ray starts, what cannot be trained.
+
+        Raises:
+            ConfigError: names the key.
+        """
+
+    @abstractmethod
+    def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
+        """Add to a checkpoint that all ranks have written what one process writes.
+
+        Args:
+            weights: the folder that the ranks wrote.
+            tokenizer: belongs beside the weights where that makes a folder that can be loaded.
+            precision: also leave a Hugging Face model in this format to hand on; None does not.
+        """
+
+    @abstractmethod
+    def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
+        """Bytes that the disk needs for the first checkpoint, at least; None where that is unknown."""
+
+    @abstractmethod
+    def find_weights(self, path: Path) -> Path:
+        """The weights folder of a checkpoint, from it or from a folder above it.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+
+    @abstractmethod
+    def export(self, weights: Path, target: Path, tokenizer_name: str | None = None, dtype: str | None = None) -> None:
+        """Write a folder that `from_pretrained` and engines load.
+
+        Args:
+            weights: what `find_weights` returns.
+            target: a new or empty folder.
+            tokenizer_name: tokenizer for checkpoints that have none.
+            dtype: number format of floating-point weights; None keeps that of the checkpoint.
+
+        Raises:
+            CheckpointError: the target holds files already, or the checkpoint lacks something.
+        """
+
+    @abstractmethod
+    def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
+        """Compare what an exported model answers with what the checkpoint answers."""
+
+
+def training_backend(policy: PolicyConfig) -> TrainingBackend:
+    """The backend that a policy section asks for.
+
+    Raises:
+        ConfigError: none is enabled, or `training_backend.name` is no class of one.
+    """
+    own = policy.training_backend
+    return _make(own.name if own else None, [name for name in BACKENDS if getattr(policy, name).enabled])
+
+
+def backend_of_checkpoint(path: Path, config_file: Path | None = None) -> TrainingBackend:
+    """The backend that wrote a checkpoint, by the configuration in its step folder; the library's own without one.
+
+    Args:
+        path: a step folder or a folder in it.
+        config_file: that configuration, where it is elsewhere.
+
+    Raises:
+        CheckpointError: the file is no configuration of a run.
+        ConfigError: the backend cannot be imported.
+    """
+    folder = path.expanduser().absolute()
+    places = [config_file] if config_file else [above / "config.yaml" for above in (folder, *folder.parents[:3])]
+    found = next((place for place in places if place.exists()), None)
+    if found is None:
+        return _make(None, list(BACKENDS))
+    content = yaml.safe_load(found.read_text(encoding="utf-8"))
+    policy = content.get("policy") if isinstance(content, dict) else None
+    if not isinstance(policy, dict):
+        raise CheckpointError(f"{str(found)!r} has no policy.model_name, so it is no configuration of a run.")
+    own = policy.get("training_backend")
+    enabled = [name for name in BACKENDS if (policy.get(name) or {}).get("enabled", True)]
+    return _make(own["name"] if own else None, enabled)
+
+
+def _make(own: str | None, enabled: Sequence[str]) -> TrainingBackend:
+    """The user's backend by its dotted name, or else that of the first enabled section."""
+    if own is None and not enabled:
+        raise ConfigError(f"no training backend is enabled: set policy.{next(iter(BACKENDS))}.enabled=true.")
+    dotted_name = own or BACKENDS[enabled[0]]
+    found = import_dotted(
+        dotted_name,
+        ConfigError,
+        f"policy.training_backend.name={dotted_name!r}",
+        "Give the dotted path of a class that Python can import from where the run was started.",
+    )
+    if not (isinstance(found, type) and issubclass(found, TrainingBackend)):
+        raise ConfigError(
+            f"policy.training_backend.name={dotted_name!r} is no training backend: derive it from "
+            "nemo_rl.models.backends.TrainingBackend."
+        )
+    return found()

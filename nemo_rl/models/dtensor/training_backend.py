@@ -1,0 +1,137 @@
+"""The PyTorch-native backend as runs and tools see it: what it can train, and its checkpoints without a model.
+
+Checkpoints hold safetensors under Hugging Face names already (`models.dtensor.checkpoint_io`), so an export copies them
+(`huggingface.folders`), adds the tokenizer and, if asked, changes the number format. Works for any head. Adapters whose
+base is elsewhere: `adapter_export`. Invariant: `verify_export` compares the folder as `transformers` reads it with the
+checkpoint as training reads it.
+"""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from nemo_rl.config import CheckpointingConfig, PolicyConfig
+from nemo_rl.models.backends import TrainingBackend
+from nemo_rl.models.huggingface.folders import (
+    CONSOLIDATED_FOLDER,
+    MODEL_FOLDER,
+    TENSOR_FILES,
+    TOKENIZER_FILES,
+    copy_model_folder,
+    require_empty,
+)
+from nemo_rl.models.huggingface.sizes import count_parameters
+from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.utils.manifest import find_damage
+
+if TYPE_CHECKING:  # see `models.backends`
+    from transformers import PreTrainedTokenizerBase
+
+    from nemo_rl.models.huggingface.comparison import ExportCheck
+
+logger = logging.getLogger(__name__)
+
+
+class DTensorTraining(TrainingBackend):
+    """FSDP2 over a Hugging Face model; `model/` in the weights folder loads with `from_pretrained`."""
+
+    rank_class = "nemo_rl.models.dtensor.backend.DTensorBackend"
+
+    def check(self, policy: PolicyConfig) -> None:
+        """Make optimizer and schedule for one number; see `TrainingBackend.check`."""
+        from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, check_classes
+
+        check_classes(policy)
+        if policy.optimizer is not None:
+            optimizer = build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], policy.optimizer)
+            build_scheduler(optimizer, policy.scheduler)
+
+    def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
+        """Put the tokenizer into `model/`, and the model to hand on into `model/consolidated/`."""
+        from nemo_rl.models.huggingface.load import torch_dtype
+
+        model = weights / MODEL_FOLDER
+        tokenizer.save_pretrained(str(model))
+        if precision is not None:
+            copy_model_folder(model, model / CONSOLIDATED_FOLDER, torch_dtype(precision))
+
+    def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
+        """What is certain: weights in float32 (twice while ranks' parts are joined), an Adam's two moments, a model
+        to hand on.
+        """
+        parameters = count_parameters(policy.model_name)
+        if parameters is None:
+            return None
+        weights = 4 * parameters
+        has_moments = policy.optimizer is not None and "adam" in policy.optimizer.name.lower()
+        trains_all = not policy.dtensor_cfg.lora_cfg.enabled
+        moments = 2 * weights if checkpointing.save_optimizer and has_moments and trains_all else 0
+        to_hand_on = weights if policy.precision == "float32" else weights // 2
+        return max(2 * weights, weights + moments + (to_hand_on if checkpointing.save_consolidated else 0))
+
+    def find_weights(self, path: Path) -> Path:
+        """The folder that holds `model/`, from a step folder, its `policy`, `policy/weights` or `policy/weights/model`.
+
+        Raises:
+            CheckpointError: none of these holds weights.
+        """
+        given = path.expanduser()
+        for folder in (given, given / "weights", given / "policy" / "weights", given.parent):
+            if any((folder / MODEL_FOLDER).glob(TENSOR_FILES)) and (
+                folder != given.parent or given.name == MODEL_FOLDER
+            ):
+                return folder
+        raise CheckpointError(
+            f"{str(given)!r} is no policy checkpoint: neither it nor its policy/weights has a folder {MODEL_FOLDER} "
+            f"with {TENSOR_FILES} files. Give a step folder, for example results/grpo/step_10, or its policy/weights."
+        )
+
+    def export(self, weights: Path, target: Path, tokenizer_name: str | None = None, dtype: str | None = None) -> None:
+        """See `TrainingBackend.export`.
+
+        Raises:
+            CheckpointError: the target holds files already, there is no tokenizer, or a file of the weights is damaged.
+            ConfigError: the dtype is unknown.
+        """
+        from transformers import AutoTokenizer
+
+        from nemo_rl.models.huggingface.load import torch_dtype
+
+        source = weights / MODEL_FOLDER
+        require_empty(target)
+        tokenizer_files = [source / name for name in TOKENIZER_FILES if (source / name).exists()]
+        if not tokenizer_files and tokenizer_name is None:
+            raise CheckpointError(
+                f"{source} has no tokenizer. Name one: policy.tokenizer.name in the file of --config."
+            )
+        damage = find_damage(weights.absolute().parents[1], "policy/weights/")
+        if damage:
+            raise CheckpointError(f"{weights} is damaged: {'; '.join(damage)}. Export another checkpoint.")
+        copy_model_folder(source, target, None if dtype is None else torch_dtype(dtype))
+        if not tokenizer_files:
+            AutoTokenizer.from_pretrained(tokenizer_name).save_pretrained(target)
+        logger.info("Exported %s to %s.", source, target)
+
+    def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
+        """See `TrainingBackend.verify_export`; in float32 on the CPU.
+
+        The checkpoint goes through the reader of training into a model with random weights, the exported folder
+        through `from_pretrained`: two readers that share no more than the rules for names and shapes.
+
+        Raises:
+            CheckpointError: the weights do not fit the model.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+        from nemo_rl.models.dtensor.checkpoint_io import load_weights
+        from nemo_rl.models.huggingface.comparison import SCORING_SUFFIX, compare_models
+
+        config = AutoConfig.from_pretrained(weights / MODEL_FOLDER)
+        scores = any(name.endswith(SCORING_SUFFIX) for name in config.architectures or ())
+        kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        trained = kind.from_config(config, dtype=torch.float32).eval()
+        load_weights(trained, weights)
+        exported = kind.from_pretrained(target, dtype=torch.float32).eval()
+        return compare_models(trained, exported, AutoTokenizer.from_pretrained(target))
