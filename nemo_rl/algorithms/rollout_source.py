@@ -8,13 +8,13 @@ it cannot.
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.metrics import mean_metrics
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
-from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import NothingToLearnError
 
@@ -23,19 +23,6 @@ logger = logging.getLogger(__name__)
 
 PromptSource = Callable[[], BatchedDataDict[Any]]
 """Gives the next batch of prompts; raises `prompt_stream.DataExhausted` after the last epoch."""
-
-
-@dataclass
-class Rollouts:
-    """One step's experience.
-
-    Attributes:
-        trajectories: ordered by group, then sample.
-        metrics: what the source has to tell about how it got them.
-    """
-
-    trajectories: list[Trajectory]
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class RolloutSource(Protocol):
@@ -73,8 +60,7 @@ class FreshRollouts:
     def collect(self, step: int, round_index: int = 0) -> Rollouts:
         """See `RolloutSource.collect`; `round_index` tells repeated collections of a step apart."""
         key = RolloutKey(self._run_seed, "train", step, round_index)
-        trajectories = self._runner.collect(self._next_prompts(), self._num_generations, self._sampling, key)
-        return Rollouts(trajectories)
+        return self._runner.collect(self._next_prompts(), self._num_generations, self._sampling, key)
 
 
 class DynamicSampling:
@@ -101,14 +87,16 @@ class DynamicSampling:
             NothingToLearnError: not one sample of all these collections could be graded.
         """
         kept: list[list[Trajectory]] = []
+        rounds: list[Rollouts] = []
         num_groups_seen, some_reward = 0, False
         for round_index in range(self._max_rounds):
-            groups = _by_group(self._inner.collect(step, round_index).trajectories)
+            rounds.append(self._inner.collect(step, round_index))
+            groups = _by_group(rounds[-1].trajectories)
             num_groups_seen += len(groups)
             some_reward = some_reward or any(t.has_reward for group in groups for t in group)
             kept += [group for group in groups if _rewards_differ(group)]
             if len(kept) >= self._num_groups:
-                return self._result(kept, round_index + 1, num_groups_seen)
+                return self._result(kept, rounds, num_groups_seen)
         if not some_reward:
             raise NothingToLearnError(
                 f"Dynamic sampling got no reward for any answer to {num_groups_seen} prompts (step {step}). "
@@ -120,15 +108,15 @@ class DynamicSampling:
             f"raise grpo.dynamic_sampling_max_gen_batches={self._max_rounds} or grpo.batch_multiplier"
         )
 
-    def _result(self, kept: list[list[Trajectory]], rounds: int, seen: int) -> Rollouts:
+    def _result(self, kept: list[list[Trajectory]], rounds: list[Rollouts], seen: int) -> Rollouts:
         chosen = kept[: self._num_groups]
         trajectories = []
         for group_index, group in enumerate(chosen):
             for trajectory in group:
                 trajectory.group_index = group_index
                 trajectories.append(trajectory)
-        metrics = {
-            "dynamic_sampling_num_gen_batches": float(rounds),
+        metrics = mean_metrics(rounds) | {
+            "dynamic_sampling_num_gen_batches": float(len(rounds)),
             "dynamic_sampling_num_discarded_valid_samples": float(
                 sum(len(group) for group in kept[self._num_groups :])
             ),

@@ -14,6 +14,9 @@ from typing import Any
 from nemo_rl.distributed.local_ray import LIVENESS_PERIOD_S, check_local_ray
 from nemo_rl.utils.errors import DeadlineExceededError
 
+CLEAN_UP_S = 5.0
+"""How long a coroutine that was cancelled may take to end, to close what it opened."""
+
 
 class EventLoopThread:
     """Runs coroutines from synchronous code."""
@@ -27,11 +30,12 @@ class EventLoopThread:
         """Run a coroutine to its end.
 
         Raises:
-            DeadlineExceededError: it takes longer than `timeout_s`; it is cancelled.
+            DeadlineExceededError: it takes longer than `timeout_s`; it is cancelled, and awaited for `CLEAN_UP_S`.
             RayDiedError: the local Ray ended; what the coroutine made of it is dropped.
         """
         end = time.monotonic() + timeout_s
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        ended = threading.Event()
+        future = asyncio.run_coroutine_threadsafe(_announced(coroutine, ended), self._loop)
         try:
             while not future.done():
                 left = end - time.monotonic()
@@ -41,9 +45,17 @@ class EventLoopThread:
                 check_local_ray()
             return future.result()
         finally:
-            future.cancel()
+            if future.cancel():
+                ended.wait(CLEAN_UP_S)
 
     def close(self) -> None:
         """Stop the loop; what still runs on it is dropped."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
+
+
+async def _announced[T](coroutine: Coroutine[Any, Any, T], ended: threading.Event) -> T:
+    try:
+        return await coroutine
+    finally:
+        ended.set()
