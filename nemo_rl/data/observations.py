@@ -20,6 +20,8 @@ from nemo_rl.utils.errors import DataError
 _QUESTION = {"role": "user", "content": "QUESTION"}
 _ANSWER = "ANSWER"
 _SAID = "OBSERVATION"
+_LONGEST_OPENING = 256
+"""Most tokens of the header of an assistant turn and of words that a prompt begins it with."""
 _TEMPLATE_ROLES = {"environment": "user"}
 """Roles that chat templates do not know, and the one under which a message is rendered instead."""
 
@@ -63,15 +65,16 @@ class ObservationRenderer:
             DataError: the content is not text, or the template refuses or leaves out the message.
         """
         message = template_message(observation)
-        written = [token for message in message_log for token in message["token_ids"].tolist()]
-        if not self._is_chat(written[:prompt_length]):
+        prompt_ids = torch.cat([turn["token_ids"] for turn in message_log])[:prompt_length]
+        if not self._is_chat(prompt_ids[-_LONGEST_OPENING:]):
             return encode_text(message["content"], self._tokenizer)
-        return self._continuation(self._added(message), self._head(message["role"]), written)
+        return self._continuation(self._added(message), self._head(message["role"]), message_log[-1]["token_ids"].tolist())
 
-    def _is_chat(self, prompt_ids: list[int]) -> bool:
+    def _is_chat(self, prompt_end: torch.Tensor) -> bool:
+        """Whether the template's header of an assistant turn is at the end of a prompt, words put behind it or not."""
         if self._tokenizer.chat_template is None:
             return False
-        text = self._tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(prompt_end, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return self._opening in text
 
     @cached_property

@@ -127,7 +127,8 @@ class Rounds:
     def collect(self, step: int, round_index: int = 0) -> Rollouts:
         self.asked.append(round_index)
         groups = self.rounds[round_index]
-        return Rollouts([make_trajectory(g, r) for g, rewards in enumerate(groups) for r in rewards])
+        found = [make_trajectory(g, r) for g, rewards in enumerate(groups) for r in rewards]
+        return Rollouts(found, {"math/round": float(round_index)})
 
 
 def test_dynamic_sampling_keeps_groups_that_differ_and_asks_again() -> None:
@@ -138,6 +139,7 @@ def test_dynamic_sampling_keeps_groups_that_differ_and_asks_again() -> None:
     assert rollouts.metrics["dynamic_sampling_num_gen_batches"] == 2
     assert rollouts.metrics["dynamic_sampling_num_discarded_valid_samples"] == 2
     assert rollouts.metrics["dynamic_sampling_kept_share"] == 0.5
+    assert rollouts.metrics["math/round"] == 0.5
 
 
 def test_dynamic_sampling_ends_the_run_in_order_when_nothing_differs_any_more() -> None:
