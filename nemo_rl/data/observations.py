@@ -68,7 +68,9 @@ class ObservationRenderer:
         prompt_ids = torch.cat([turn["token_ids"] for turn in message_log])[:prompt_length]
         if not self._is_chat(prompt_ids[-_LONGEST_OPENING:]):
             return encode_text(message["content"], self._tokenizer)
-        return self._continuation(self._added(message), self._head(message["role"]), message_log[-1]["token_ids"].tolist())
+        return self._continuation(
+            self._added(message), self._head(message["role"]), message_log[-1]["token_ids"].tolist()
+        )
 
     def _is_chat(self, prompt_end: torch.Tensor) -> bool:
         """Whether the template's header of an assistant turn is at the end of a prompt, words put behind it or not."""

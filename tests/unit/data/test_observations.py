@@ -85,10 +85,7 @@ def says(*texts, role="environment"):
 def test_a_conversation_reads_as_the_template_writes_it(named, words, finished):
     name, tokenizer = named
     observations = says("Wrong,  try\nagain.", "Once more: é 你", "Last")[: len(words)]
-    if name == "plain" or not finished:
-        sampled = words
-    else:
-        sampled = [word + ENDS[name] for word in words]
+    sampled = [word + ENDS[name] * finished for word in words]
     found = text_of(tokenizer, play(tokenizer, list(zip(sampled, observations, strict=True))))
     expected = whole(tokenizer, list(zip(words, observations, strict=True)))
     if name == "llama2":  # its white space around a turn is the template's, no model writes it
@@ -136,7 +133,9 @@ def test_a_tool_answer_is_rendered_as_one(chat_tokenizer):
     log = play(chat_tokenizer, [(call, says("4", role="tool")[0])], tools)
     assert '{"type": "function", "function": {"name": "add"' in log[0]["content"]
     text = chat_tokenizer.decode(log[-1]["token_ids"])
-    assert text.startswith("\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert text.startswith(
+        "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_text_parts_are_joined_and_images_refused(qwen3):

@@ -1,5 +1,6 @@
 """Episodes: opened once, closed however they end, with first observations, tools, corrected rewards and metrics."""
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,15 +98,12 @@ def test_an_episode_is_closed_when_its_collection_ends_early(loop: EventLoopThre
         async def generate(self, request: Any) -> Any:
             if problem == "engine breaks" and request.prompt_token_ids == [ord("b")]:
                 raise GenerationError("broken")
-            await asyncio_sleep(60)
+            await asyncio.sleep(60)
 
-    import asyncio
-
-    asyncio_sleep = asyncio.sleep
     environment = Counting(lambda log, meta: graded(1.0))
 
     async def close_slowly(metadata: Any) -> None:
-        await asyncio_sleep(0.1)
+        await asyncio.sleep(0.1)
         environment.closed.append(metadata)
 
     environment.close_episode = close_slowly  # type: ignore[method-assign]
@@ -156,7 +154,9 @@ def test_a_first_observation_is_one_more_message_of_the_prompt(loop: EventLoopTh
     environment = Counting(lambda log, meta: graded(1.0))
     environment.observation = {"role": "environment", "content": "The board is empty."}
     found = play_chat(loop, qwen3, environment, ["x<|im_end|>"])
-    prompt = "<|im_start|>user\n2+2=?<|im_end|>\n<|im_start|>user\nThe board is empty.<|im_end|>\n<|im_start|>assistant\n"
+    prompt = (
+        "<|im_start|>user\n2+2=?<|im_end|>\n<|im_start|>user\nThe board is empty.<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert found.message_log[0]["content"] == prompt
     assert found.message_log[0]["token_ids"].tolist() == encode_text(prompt, qwen3).tolist()
     assert found.prompt_length == len(found.message_log[0]["token_ids"])
