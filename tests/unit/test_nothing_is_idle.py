@@ -1,8 +1,8 @@
 """Nothing that the library offers is idle: a method that a user may implement is called on some run.
 
 Read with `ast`. A hook is a method of an abstract class that is abstract, or whose own body makes nothing of `self`: a
-default to be replaced. What hosts an implementation, in the package of the interface, only passes calls on, and so does a
-method of the same name or a call through `super()`: a public hook has to be called from another package.
+default to be replaced. What hosts an implementation, in the package of the interface, only passes calls on, and so does
+a method of the same name or a call through `super()`: a public hook has to be called from another package.
 """
 
 import ast
