@@ -18,16 +18,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
+import torch
 from ray.actor import ActorHandle
 
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart, StepResult
 from nemo_rl.environments.loading import EnvironmentClass, class_path, load_env_class, plain_env_class
-
-if TYPE_CHECKING:
-    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +114,13 @@ class EnvironmentActor:
         return [self._close_one(item) for item in metadata]
 
     def global_post_process_and_metrics(
-        self, batch: "BatchedDataDict[Any]"
-    ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Give the environment a copy of the batch: what Ray hands over may be read-only."""
-        batch, metrics = self._finished(self._env.global_post_process_and_metrics(copy.deepcopy(batch)))
-        return batch, metrics
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """Give the environment the batch with tensors that it may write; returns its `rewards` and metrics."""
+        own = copy.copy(batch)
+        own.update({name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)})
+        returned, metrics = self._finished(self._env.global_post_process_and_metrics(own))
+        return BatchedDataDict(rewards=returned["rewards"]), metrics
 
     def shutdown(self) -> None:
         """Let the environment release what it holds."""

@@ -180,7 +180,8 @@ class EnvironmentClient:
         """Ask the environment for its corrections of a finished batch, and its metrics.
 
         Returns:
-            What it returned; the same batch and no metrics, with a warning, if it raised or took too long.
+            A batch with the `rewards` it returned, and its metrics; the same batch and no metrics, with a warning,
+            if it raised or took too long.
 
         Raises:
             WorkerDiedError: The environment cannot be kept alive.
