@@ -13,10 +13,30 @@ from typing import Any, NotRequired, Protocol, TypedDict
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.data.content import Content, ImagePart, TextPart, content_text
 from nemo_rl.utils.errors import DataError
 
+__all__ = [
+    "Chat",
+    "Content",
+    "DatumSpec",
+    "FeedbackDatumSpec",
+    "FlatMessagesType",
+    "ImagePart",
+    "LLMMessageLogType",
+    "Message",
+    "PathLike",
+    "PreferenceDatumSpec",
+    "TaskDataPreProcessFnCallable",
+    "TaskDataProcessFnCallable",
+    "TaskDataSpec",
+    "TextPart",
+    "TokenizerType",
+    "content_text",
+]
+
 type Message = dict[str, Any]
-"""One turn: `role` (system, user, assistant, environment, tool), `content` (text for people),
+"""One turn: `role` (system, user, assistant, environment, tool), `content` (a `Content`, for people),
 `token_ids` (1-D int64, the truth); assistant turns of an engine add `generation_logprobs`
 (1-D float32); training adds `token_loss_mask` (1-D int64)."""
 
@@ -24,6 +44,15 @@ LLMMessageLogType = list[Message]
 FlatMessagesType = dict[str, list[str] | torch.Tensor]
 PathLike = str | os.PathLike[str]
 TokenizerType = PreTrainedTokenizerBase
+
+
+class Chat(TypedDict):
+    """A prompt as the chat template takes it."""
+
+    messages: list[Message]
+    """Messages with `role` and `content`."""
+    tools: list[dict[str, Any]] | None
+    """Function schemas in OpenAI's form, None without any."""
 
 
 class DatumSpec(TypedDict):
@@ -41,6 +70,8 @@ class DatumSpec(TypedDict):
     task_name: NotRequired[str]
     """Environment that grades the sample."""
     stop_strings: NotRequired[list[str] | None]
+    chat: NotRequired[Chat]
+    """What `message_log` was rendered from; an environment's first observation is rendered with it."""
     fault: NotRequired[str]
     """Why the row cannot be used, of a datum that stands in for it."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl.data.content import with_texts
 from nemo_rl.data.interfaces import (
     FlatMessagesType,
     LLMMessageLogType,
@@ -199,8 +200,16 @@ def with_task_prompts(messages: LLMMessageLogType, spec: TaskDataSpec) -> LLMMes
     """Add the task's system prompt, and put its prompt around the first user message.
 
     A system message that the row already has follows the task's, after a blank line.
+
+    Returns:
+        The messages without tensors; lists of parts are joined to texts.
+
+    Raises:
+        DataError: A part is not text.
     """
-    texts = [{key: value for key, value in message.items() if key not in TENSOR_KEYS} for message in messages]
+    texts = [
+        {key: value for key, value in message.items() if key not in TENSOR_KEYS} for message in with_texts(messages)
+    ]
     for message in texts:
         if message["role"] == "user":
             message["content"] = spec.format_problem(message["content"])

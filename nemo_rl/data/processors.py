@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from nemo_rl.data.content import content_text
 from nemo_rl.data.interfaces import (
+    Chat,
     DatumSpec,
     FeedbackDatumSpec,
     LLMMessageLogType,
@@ -22,6 +24,7 @@ from nemo_rl.data.interfaces import (
 )
 from nemo_rl.data.llm_message_utils import get_formatted_message_log, with_task_prompts
 from nemo_rl.data.rendering import encode_text, render_chat
+from nemo_rl.data.tools import tools_of
 from nemo_rl.utils.errors import DataError
 
 STUB_TOKENS = 4
@@ -38,15 +41,12 @@ def math_hf_data_processor(
     """Prompt from a row's `messages`: all but the last are the prompt, the last is the answer.
 
     The log holds one user entry: the rendered chat, generation prompt included.
-    `extra_env_info.ground_truth` is the text of the answer.
+    `extra_env_info.ground_truth` is the text of the answer. The row's `tools` (a list of function schemas, or its
+    JSON text) are offered in the chat and are in `extra_env_info.tools`.
     """
     *prompt, answer = datum_dict["messages"]
-    return _prompt_datum(
-        prompt,
-        {"ground_truth": answer["content"]},
-        datum_dict.get("task_name"),
-        _Rendering(task_data_spec, tokenizer, max_seq_length, idx),
-    )
+    how = _Rendering(task_data_spec, tokenizer, max_seq_length, idx)
+    return _prompt_datum(prompt, {"ground_truth": content_text(answer["content"])}, datum_dict, how)
 
 
 def math_data_processor(
@@ -61,7 +61,7 @@ def math_data_processor(
     return _prompt_datum(
         [{"role": "user", "content": str(problem)}],
         {"ground_truth": str(answer)},
-        datum_dict.get("task_name"),
+        datum_dict,
         _Rendering(task_data_spec, tokenizer, max_seq_length, idx),
     )
 
@@ -93,7 +93,7 @@ def multichoice_qa_processor(
     return _prompt_datum(
         [{"role": "user", "content": text}],
         info,
-        datum_dict.get("task_name"),
+        datum_dict,
         _Rendering(spec, tokenizer, max_seq_length, idx),
     )
 
@@ -238,11 +238,27 @@ class _Rendering:
         self.idx = idx
 
 
-def _prompt_datum(prompt: list[Message], info: dict[str, Any], task_name: str | None, how: _Rendering) -> DatumSpec:
-    messages = with_task_prompts(prompt, how.spec)
-    text = render_chat(messages, how.tokenizer, add_generation_prompt=True)
-    entry = {"role": "user", "content": text, "token_ids": encode_text(text, how.tokenizer, how.max_seq_length)}
-    return _finish([entry], info, task_name, how.max_seq_length, how.idx)
+def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, Any], how: _Rendering) -> DatumSpec:
+    chat = Chat(messages=with_task_prompts(prompt, how.spec), tools=tools_of(row))
+    if chat["tools"] is not None:
+        info["tools"] = chat["tools"]
+    entry = prompt_entry(chat, how.tokenizer, how.max_seq_length)
+    datum = _finish([entry], info, row.get("task_name"), how.max_seq_length, how.idx)
+    if datum["loss_multiplier"]:
+        datum["chat"] = chat
+    return datum
+
+
+def prompt_entry(chat: Chat, tokenizer: TokenizerType, longest: int | None = None) -> Message:
+    """The one entry of a prompt's log: its rendered chat, generation prompt included.
+
+    Args:
+        chat: messages and tools.
+        tokenizer: renders and tokenises.
+        longest: see `encode_text`.
+    """
+    text = render_chat(chat["messages"], tokenizer, add_generation_prompt=True, tools=chat["tools"])
+    return {"role": "user", "content": text, "token_ids": encode_text(text, tokenizer, longest)}
 
 
 def _finish(
@@ -283,7 +299,7 @@ def cut_to_stub(datum: Any, max_seq_length: int | None) -> None:
             for key, value in message.items():
                 if isinstance(value, torch.Tensor):
                     message[key] = value[:keep].clone()
-            message["content"] = str(message["content"])[:keep]
+            message["content"] = content_text(message["content"])[:keep]
         datum[f"length{side}"] = sum(len(message["token_ids"]) for message in message_log)
     datum["loss_multiplier"] = 0.0
 

@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 import torch
 
+from nemo_rl.data.content import with_texts
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.utils.errors import DataError
 
@@ -27,7 +28,8 @@ def render_chat(
     """Text of the chat under the tokenizer's chat template.
 
     Raises:
-        DataError: The tokenizer has no chat template, or the template refuses these messages.
+        DataError: The tokenizer has no chat template, the template refuses these messages, or one of their parts
+            is not text.
     """
     if tokenizer.chat_template is None:
         raise DataError(
@@ -38,7 +40,7 @@ def render_chat(
     optional: dict[str, Any] = {} if tools is None else {"tools": tools}
     try:
         rendered = tokenizer.apply_chat_template(
-            list(messages),
+            with_texts(messages),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **optional,

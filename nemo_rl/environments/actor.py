@@ -1,6 +1,6 @@
 """The Ray actor that hosts an environment, and the one place that catches what user code raises.
 
-`client` launches it and calls `step`; the environment inside is a plain object. Invariant: `step` returns one
+`client` launches it and calls it; the environment inside is a plain object. Invariant: `step` returns one
 `StepResult` for each sample, whatever the environment does short of killing the process; what it raises goes with the
 sample it belongs to.
 
@@ -18,16 +18,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
+import torch
 from ray.actor import ActorHandle
 
-from nemo_rl.environments.interfaces import EnvironmentReturn, StepResult
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart, StepResult
 from nemo_rl.environments.loading import EnvironmentClass, class_path, load_env_class, plain_env_class
-
-if TYPE_CHECKING:
-    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +52,23 @@ def launch_environment_actor(env_class: "str | EnvironmentClass", cfg: dict[str,
     plain_class, options = loaded
     hosted = env_class if isinstance(env_class, str) else class_path(plain_class) or plain_class
     import_path = [entry for entry in sys.path if entry]
-    options = {"num_cpus": 0, **options, "max_concurrency": step_concurrency(env_class), "max_restarts": 0}
+    options = {"num_cpus": 0, **options, "max_concurrency": step_concurrency(plain_class), "max_restarts": 0}
     remote_class: Any = ray.remote(EnvironmentActor)
     return remote_class.options(**options).remote(hosted, cfg, import_path)
 
 
-def step_concurrency(env_class: "str | EnvironmentClass") -> int:
-    """How many calls of `step` the actor of a class, or of its dotted path, runs at the same time."""
-    plain_class, _ = load_env_class(env_class) if isinstance(env_class, str) else plain_env_class(env_class)
+def step_concurrency(plain_class: EnvironmentClass) -> int:
+    """How many calls the actor of a class runs at the same time."""
     concurrency = plain_class.max_concurrent_steps
     if inspect.iscoroutinefunction(plain_class.step) and concurrency == 1:
         return _COROUTINE_STEPS
     return concurrency
+
+
+def own_hooks(plain_class: EnvironmentClass) -> frozenset[str]:
+    """Names of the optional methods that a class has of its own."""
+    optional = ("open_episode", "close_episode", "global_post_process_and_metrics")
+    return frozenset(name for name in optional if getattr(plain_class, name) is not getattr(EnvironmentInterface, name))
 
 
 class EnvironmentActor:
@@ -101,11 +105,22 @@ class EnvironmentActor:
             )
         return [self._step_one(log, item) for log, item in zip(*untouched, strict=True)]
 
+    def open_episode(self, metadata: list[Any]) -> list[EpisodeStart[Any]]:
+        """Open episodes one after another; one that raises gets an error."""
+        return [self._open_one(item) for item in metadata]
+
+    def close_episode(self, metadata: list[Any]) -> list[str | None]:
+        """Close episodes one after another; returns what each raised."""
+        return [self._close_one(item) for item in metadata]
+
     def global_post_process_and_metrics(
-        self, batch: "BatchedDataDict[Any]"
-    ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Pass on to the environment."""
-        return self._env.global_post_process_and_metrics(batch)
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """Give the environment the batch with tensors that it may write; returns its `rewards` and metrics."""
+        own = copy.copy(batch)
+        own.update({name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)})
+        returned, metrics = self._finished(self._env.global_post_process_and_metrics(own))
+        return BatchedDataDict(rewards=returned["rewards"]), metrics
 
     def shutdown(self) -> None:
         """Let the environment release what it holds."""
@@ -118,10 +133,31 @@ class EnvironmentActor:
             return StepResult.failed(_describe(error), metadata)
 
     def _step_batch(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        outcome = self._env.step(message_logs, metadata, **self._step_options)
-        if inspect.iscoroutine(outcome):
-            outcome = asyncio.run_coroutine_threadsafe(outcome, self._event_loop()).result()
+        outcome = self._finished(self._env.step(message_logs, metadata, **self._step_options))
         return split_return(outcome, len(metadata), type(self._env).__name__)
+
+    def _open_one(self, metadata: Any) -> EpisodeStart[Any]:
+        try:
+            start = self._finished(self._env.open_episode(copy.deepcopy(metadata)))
+            if not isinstance(start, EpisodeStart):
+                raise TypeError(f"open_episode returned {type(start).__name__}, not an EpisodeStart")
+            return start
+        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+            return EpisodeStart(metadata, error=_describe(error))
+
+    def _close_one(self, metadata: Any) -> str | None:
+        close: Any = self._env.close_episode  # may be a coroutine function
+        try:
+            self._finished(close(metadata))
+        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+            return _describe(error)
+        return None
+
+    def _finished(self, outcome: Any) -> Any:
+        """What a method returned; if it is a coroutine function, what that returns."""
+        if inspect.iscoroutine(outcome):
+            return asyncio.run_coroutine_threadsafe(outcome, self._event_loop()).result()
+        return outcome
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         """The loop that coroutine steps share, running in its own thread."""

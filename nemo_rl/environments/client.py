@@ -1,12 +1,14 @@
 """How rollouts talk to an environment: awaitable, batched, with deadlines, surviving its death.
 
 Runs in the driver, on the event loop of the rollouts; the environment runs in the Ray actor of `actor`. Invariant:
-every `step` ends, with a result or with an error of its sample; only an environment that cannot be kept alive stops
+every call ends, with a result or with an error of its sample; only an environment that cannot be kept alive stops
 the run.
 
     rollout coroutines ── step() ──► queue of this tick ── flush ──► task: one Ray call
            ▲                                                        │ waits: its turn, start_timeout_s,
            └────── StepResult for each sample ◄─────────────────────┘ then step_timeout_s
+
+    open_episode, close_episode: one Ray call each, in the same way; none where the class has no method of its own
 
     its turn            the actor has as many calls as it runs at the same time, so that no deadline counts the
                         time of others
@@ -20,6 +22,7 @@ the run.
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +30,10 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from nemo_rl.environments.actor import launch_environment_actor, step_concurrency
-from nemo_rl.environments.interfaces import StepResult
-from nemo_rl.environments.loading import EnvironmentClass
-from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
+from nemo_rl.environments.actor import launch_environment_actor, own_hooks, step_concurrency
+from nemo_rl.environments.interfaces import EpisodeStart, StepResult
+from nemo_rl.environments.loading import EnvironmentClass, load_env_class, plain_env_class
+from nemo_rl.utils.errors import WorkerDiedError
 
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import LLMMessageLogType
@@ -42,12 +45,24 @@ _DEATHS_BEFORE_SPLIT = 2
 _DEATHS_BEFORE_BLAME = 3
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What is asked for one sample.
+
+    Attributes:
+        arguments: of the actor's method, which takes a list of each.
+        failed: makes the result of a sample over which the environment hung or died, of the reason.
+    """
+
+    arguments: tuple[Any, ...]
+    failed: Callable[[str], Any]
+
+
 @dataclass(eq=False)
 class _Waiting:
     """A sample whose coroutine waits for its step."""
 
-    message_log: list[dict[str, Any]]
-    metadata: Any
+    call: _Call
     future: "asyncio.Future[StepResult]"
 
 
@@ -92,6 +107,8 @@ class EnvironmentClient:
         self.num_restarts = 0
         self.num_calls = 0
         self._env_class = env_class
+        loaded = load_env_class(env_class) if isinstance(env_class, str) else plain_env_class(env_class)
+        self._concurrency, self._hooks = step_concurrency(loaded[0]), own_hooks(loaded[0])
         self._cfg = cfg
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
@@ -100,7 +117,7 @@ class EnvironmentClient:
         self._failure: WorkerDiedError | None = None
         self._turns = asyncio.Semaphore()
         self._queue: list[_Waiting] = []
-        self._queue_loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._incarnation: _Incarnation | None = self._launch()
 
@@ -120,41 +137,74 @@ class EnvironmentClient:
         Raises:
             WorkerDiedError: The environment cannot be started or kept alive, or was shut down.
         """
-        loop = asyncio.get_running_loop()
-        if self._queue_loop is not loop:
-            self._queue, self._queue_loop = [], loop
-            self._turns = asyncio.Semaphore(step_concurrency(self._env_class))
+        loop = self._running_loop()
         texts = [{"role": turn["role"], "content": turn["content"]} for turn in message_log]
-        waiting = _Waiting(texts, metadata, loop.create_future())
+        call = _Call((texts, metadata), lambda reason: StepResult.failed(reason, metadata))
+        waiting = _Waiting(call, loop.create_future())
         self._queue.append(waiting)
         if len(self._queue) == 1:
             loop.call_soon(self._flush)
         return await waiting.future
 
+    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+        """Let the environment begin one sample.
+
+        Returns:
+            What it returned; its `error` is set if the environment raised, hung or died over it.
+
+        Raises:
+            WorkerDiedError: The environment cannot be started or kept alive, or was shut down.
+        """
+        if "open_episode" not in self._hooks:
+            return EpisodeStart(metadata)
+        self._running_loop()
+        call = _Call((metadata,), lambda reason: EpisodeStart(metadata, error=reason))
+        (start,) = await self._together("open_episode", [call])
+        return start
+
+    async def close_episode(self, metadata: Any) -> None:
+        """Let the environment end one sample; what goes wrong is logged."""
+        if "close_episode" not in self._hooks or self._failure is not None:
+            return
+        self._running_loop()
+        try:
+            (error,) = await self._together("close_episode", [_Call((metadata,), str)])
+        except WorkerDiedError:
+            return  # nothing of the episode is left; the coroutines that wait for a step report it
+        if error is not None:
+            logger.warning("Environment %r could not close an episode: %s", self.name, error)
+
     async def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Ask the environment for its metrics over a finished batch.
+        """Ask the environment for its corrections of a finished batch, and its metrics.
+
+        Returns:
+            A batch with the `rewards` it returned, and its metrics; the same batch and no metrics, with a warning,
+            if it raised or took too long.
 
         Raises:
             WorkerDiedError: The environment cannot be kept alive.
-            DeadlineExceededError: It took longer than `step_timeout_s`.
         """
-        reference = ray.put(batch)
+        name = "global_post_process_and_metrics"
+        if name not in self._hooks:
+            return batch, {}
+        self._running_loop()
         while True:
-            incarnation = self._living()
             try:
-                await self._until_ready(incarnation)
-                call: ray.ObjectRef[Any] = incarnation.handle.global_post_process_and_metrics.remote(reference)
-                return await _answer(call, self._step_timeout_s)
-            except RayActorError as error:
-                self._replace(incarnation, _death_in_short(error))
-            except TimeoutError as error:
-                self._end_hung(incarnation)
-                raise DeadlineExceededError(
-                    f"metrics of environment {self.name!r} took longer than "
-                    f"{self._step_timeout_s:g} s (cluster.timeouts.environment_s)"
-                ) from error
+                outcome = await self._call(name, batch)
+            except RayActorError:
+                continue  # `_call` has replaced the actor, or ends the run
+            except TimeoutError:
+                reason = f"no answer in {self._step_timeout_s:g} s (cluster.timeouts.environment_s)"
+            except RayTaskError as error:
+                reason = str(error).strip().splitlines()[-1]
+            else:
+                if outcome is None:
+                    continue
+                return outcome
+            logger.warning("Environment %r gives no metrics, %s failed: %s", self.name, name, reason)
+            return batch, {}
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """End the actor and whatever it started; later steps raise. Idempotent.
@@ -172,6 +222,14 @@ class EnvironmentClient:
             logger.warning("Environment %r did not shut down by itself: %s", self.name, error)
         ray.kill(incarnation.handle)
 
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of the caller; a new one begins with an empty queue."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._queue, self._loop = [], loop
+            self._turns = asyncio.Semaphore(self._concurrency)
+        return loop
+
     def _flush(self) -> None:
         """Send what has gathered in this tick, in a task of its own."""
         batch, self._queue = self._queue, []
@@ -182,7 +240,7 @@ class EnvironmentClient:
     async def _run(self, batch: list[_Waiting]) -> None:
         """Deliver to each waiting coroutine its result, or the exception that stops the run."""
         try:
-            results = await self._step_together(batch)
+            results = await self._together("step", [waiting.call for waiting in batch])
         except Exception as error:  # relay: each waiting coroutine raises it
             for waiting in batch:
                 if not waiting.future.done():
@@ -193,29 +251,28 @@ class EnvironmentClient:
             if not waiting.future.done():
                 waiting.future.set_result(result)
 
-    async def _step_together(self, batch: list[_Waiting], num_deaths: int = 0) -> list[StepResult]:
-        """Step samples in one Ray call, again after each death of the actor, apart when they took too long together."""
+    async def _together(self, method: str, batch: Sequence[_Call], num_deaths: int = 0) -> list[Any]:
+        """Make calls in one Ray call, again after each death of the actor, apart when they took too long together."""
         while True:
             try:
-                results = await self._call_step(batch)
+                columns = [list(column) for column in zip(*(call.arguments for call in batch), strict=True)]
+                results = await self._call(method, *columns)
                 if results is not None:
                     return results
             except TimeoutError:
                 if len(batch) > 1:
-                    apart = await asyncio.gather(*(self._step_together([one], num_deaths) for one in batch))
+                    apart = await asyncio.gather(*(self._together(method, [one], num_deaths) for one in batch))
                     return [result for (result,) in apart]
-                reason = f"environment {self.name!r} gave no answer in {self._step_timeout_s:g} s"
-                return [StepResult.failed(reason, batch[0].metadata)]
+                return [batch[0].failed(f"environment {self.name!r} gave no answer in {self._step_timeout_s:g} s")]
             except RayActorError:
                 num_deaths += 1
             if len(batch) > 1 and num_deaths >= _DEATHS_BEFORE_SPLIT:
-                return [(await self._step_together([one], num_deaths))[0] for one in batch]
+                return [(await self._together(method, [one], num_deaths))[0] for one in batch]
             if num_deaths >= _DEATHS_BEFORE_BLAME:
-                reason = f"environment {self.name!r} died {num_deaths} times over this sample"
-                return [StepResult.failed(reason, batch[0].metadata)]
+                return [batch[0].failed(f"environment {self.name!r} died {num_deaths} times over this sample")]
 
-    async def _call_step(self, batch: list[_Waiting]) -> list[StepResult] | None:
-        """Step samples in one Ray call; None when its actor was ended for the sake of another call.
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the actor; None when the actor was ended for the sake of another call.
 
         Raises:
             TimeoutError: No answer in time; the actor is replaced.
@@ -226,10 +283,8 @@ class EnvironmentClient:
             try:
                 await self._until_ready(incarnation)
                 self.num_calls += 1
-                logs = [waiting.message_log for waiting in batch]
-                metadata = [waiting.metadata for waiting in batch]
-                call: ray.ObjectRef[Any] = incarnation.handle.step.remote(logs, metadata)
-                results = await _answer(call, self._step_timeout_s)
+                call: ray.ObjectRef[Any] = getattr(incarnation.handle, method).remote(*arguments)
+                outcome = await _answer(call, self._step_timeout_s)
             except TimeoutError:
                 self._end_hung(incarnation)
                 raise
@@ -239,7 +294,7 @@ class EnvironmentClient:
                 self._replace(incarnation, _death_in_short(error))
                 raise
         self._restarts_in_a_row = 0
-        return results
+        return outcome
 
     async def _until_ready(self, incarnation: _Incarnation) -> None:
         """Wait until the environment is constructed.

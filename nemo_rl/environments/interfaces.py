@@ -22,7 +22,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
     """What `step` returns for a batch of B samples.
 
     Attributes:
-        observations: B messages with `role` (usually "environment") and `content`.
+        observations: B messages with `role` and `content`, a text or a list of text parts. What follows goes on
+            through the chat template: the role "environment" is rendered as "user", others as they are ("tool").
         metadata: B items, passed to the next `step` of the same sample; None ends its memory.
         next_stop_strings: B lists of stop strings for the next turn alone, in place of the prompt's own and
             beside `policy.generation.stop_strings`; None keeps the prompt's own.
@@ -34,7 +35,7 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
             not train the model.
     """
 
-    observations: list[dict[str, str]]
+    observations: list[dict[str, Any]]
     metadata: list[MetadataT]
     next_stop_strings: list[list[str] | None] | list[None]
     rewards: Tensor | dict[str, Tensor]
@@ -43,13 +44,29 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
     errors: list[str | None] | None = None
 
 
+@dataclass(frozen=True)
+class EpisodeStart(Generic[MetadataT]):  # noqa: UP046
+    """What `open_episode` returns.
+
+    Attributes:
+        metadata: For the first `step`, in place of the prompt's `extra_env_info`.
+        observation: One more message of the prompt, with `role` and `content`; None for none.
+        error: Why the episode could not be opened; such a sample is not played and does not train.
+    """
+
+    metadata: MetadataT
+    observation: dict[str, Any] | None = None
+    error: str | None = None
+
+
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     """Answers turns of a model and rewards them.
 
-    A plain class, constructed with its section of the configuration (a dict) inside a Ray actor.
-    `step` may also be a coroutine function. It need not be safe to repeat, but it should keep the
-    state of an episode in `metadata`: when `step` raises for a batch, is too slow or ends its process, it is
-    called again for each sample alone, with untouched copies, to find the one that fails.
+    A plain class, constructed with its section of the configuration (a dict) inside a Ray actor. Only `step` is
+    required; the other methods are called where a class has its own. All but `shutdown` may also be coroutine
+    functions. `step` need not be safe to repeat, but it should keep the state of an episode in `metadata`: when it
+    raises for a batch, is too slow or ends its process, it is called again for each sample alone, with untouched
+    copies, to find the one that fails.
 
     Attributes:
         max_concurrent_steps: How many calls of `step` may run at the same time. With 1 they run
@@ -71,15 +88,44 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
 
         Args:
             message_log_batch: B conversations of messages with `role` and `content`.
-            metadata: B items: `extra_env_info` of the prompt at first, then what the last `step`
-                of the same sample returned.
+            metadata: B items: `extra_env_info` of the prompt, or what `open_episode` made of it, at first, then
+                what the last `step` of the same sample returned.
         """
 
-    @abc.abstractmethod
+    def open_episode(self, metadata: MetadataT) -> EpisodeStart[MetadataT]:
+        """Begin one sample, before its first response; called once, again only if its process died meanwhile.
+
+        Args:
+            metadata: `extra_env_info` of the prompt, with its `tools` if there are any.
+        """
+        return EpisodeStart(metadata)
+
+    def close_episode(self, metadata: MetadataT) -> None:  # noqa: B027  (optional hook)
+        """End one sample, however it ended: finished, truncated, failed, cancelled, or not opened for an error.
+
+        Args:
+            metadata: The last one of the sample that was not None.
+        """
+
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Correct a finished batch of rollouts if need be, and compute metrics over it."""
+        """Correct the rewards of a collection's samples if need be, and compute metrics over them.
+
+        Called once for each collection (of a training step, a batch of a validation or an evaluation) with the
+        samples of this environment that have a reward, also those that were cut off.
+
+        Args:
+            batch: B samples: `rewards` [B] float32, or [B, C] for C named components; `total_reward` [B] float32;
+                `is_end` [B] int64, 0 where the last response was cut off, and `truncated` [B] bool, its opposite;
+                `generation_lengths` and `prompt_lengths` [B] int64, in tokens; lists of B: `text` (prompts as text),
+                `message_log` (messages with `role` and `content`), `extra_env_info` (metadata of the last step),
+                `idx` (rows of the data set).
+
+        Returns:
+            The batch, of which `rewards` is read again, and numbers to be logged as `<environment>/<name>`.
+        """
+        return batch, {}
 
     def shutdown(self) -> None:  # noqa: B027  (optional hook)
         """Release what this object holds; called once before its actor ends."""
@@ -99,7 +145,7 @@ class StepResult:
         error: Why `reward` is None: the environment raised, hung or died; else None.
     """
 
-    observation: dict[str, str]
+    observation: dict[str, Any]
     metadata: Any
     reward: float | dict[str, float] | None
     terminated: bool

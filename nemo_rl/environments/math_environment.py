@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config.schema.env import MathEnvironmentConfig
+from nemo_rl.data.content import content_text
 from nemo_rl.environments.grading.boxed import grade_plain_number
 from nemo_rl.environments.grading.pool import GradingPool
 from nemo_rl.environments.grading.verdict import Grade, Reward, Verdict
@@ -98,19 +99,15 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Zero the reward of answers that were cut off, and compute metrics over B rollouts.
+        """Metrics over B rollouts; rewards stay as they are.
+
+        What an answer that was cut off is worth is said by `grpo.reward_shaping.stop_properly_penalty_coef`.
 
         Args:
-            batch: `rewards` [B] (or [B, components]), `is_end` [B] (1 where the answer ended by
-                itself), `generation_lengths` [B] and `prompt_lengths` [B] in tokens, `text` (B
-                prompts: [B, S] token ids or strings).
-
-        Returns:
-            The batch with `rewards` replaced, and the metrics.
+            batch: see `EnvironmentInterface.global_post_process_and_metrics`; `text` may also be [B, S] token ids.
         """
         rewards, is_end = batch["rewards"].float(), batch["is_end"].float()
-        batch["rewards"] = rewards * (is_end if rewards.ndim == 1 else is_end[:, None])
-        correct = batch["rewards"] if rewards.ndim == 1 else batch["rewards"][:, 0]
+        correct = rewards if rewards.ndim == 1 else rewards[:, 0]
         lengths = batch["generation_lengths"].float()
         return batch, {
             "accuracy": _mean(correct),
@@ -163,7 +160,7 @@ class MathMultiRewardEnvironment(MathEnvironment):
 
 
 def _assistant_text(message_log: "LLMMessageLogType") -> str:
-    return "".join(message["content"] for message in message_log if message["role"] == "assistant")
+    return "".join(content_text(message["content"]) for message in message_log if message["role"] == "assistant")
 
 
 def _component(verdict: Verdict | None, name: str | None) -> float:

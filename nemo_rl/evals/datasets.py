@@ -16,7 +16,7 @@ import numpy as np
 from nemo_rl.config import DatasetConfig
 from nemo_rl.config.base.names import ARITHMETIC
 from nemo_rl.config.rules.evaluation import LOCALES, is_local_dataset
-from nemo_rl.config.runs.eval import EvalDataConfig
+from nemo_rl.config.schema.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.arithmetic import VALIDATION
 from nemo_rl.data.datasets.hub import HubSource, load_table

@@ -105,9 +105,9 @@ def ask_all(
         stop = min(start + size, total) if size > 0 else total
         batch = prompts.batch(start, stop)
         key = RolloutKey(wanted.seed, "evaluation", step=0, first_group=start)
-        trajectories = asker.runner.collect(batch, wanted.num_tests_per_prompt, asker.sampling, key)
+        rollouts = asker.runner.collect(batch, wanted.num_tests_per_prompt, asker.sampling, key)
         topics = [prompts.topic(index) for index in range(start, stop)]
-        store.append([_record(t, start, batch, topics) for t in trajectories])
+        store.append([_record(t, start, batch, topics) for t in rollouts.trajectories])
         num_right = sum(record.is_correct for record in store.records)
         logger.info(
             "%d of %d prompts, %.1f %% of the answers right, %.1f s",
@@ -116,6 +116,8 @@ def ask_all(
             100 * num_right / len(store.records),
             time.perf_counter() - started,
         )
+        for name, value in rollouts.metrics.items():
+            logger.info("%s %g", name, value)
         if signals is not None and signals.received is not None and stop < total:
             raise RunInterruptedError(
                 f"{signals.received.name} was received. The answers to {stop} of {total} prompts are written; "
@@ -130,7 +132,7 @@ def _record(trajectory: Trajectory, start: int, batch: BatchedDataDict[Any], top
     return AnswerRecord(
         idx=start + row,
         sample=trajectory.sample_index,
-        prompt="".join(message["content"] for message in batch["message_log"][row]),
+        prompt=trajectory.prompt_text,
         response=trajectory.response_text,
         ground_truth=None if truth is None else str(truth),
         answer=trajectory.answer,

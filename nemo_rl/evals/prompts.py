@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl.config.runs.eval import EvalDataConfig
+from nemo_rl.config.schema.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import report_bad_rows
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset

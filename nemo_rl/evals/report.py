@@ -167,6 +167,6 @@ def _answer_statistics(records: Sequence[AnswerRecord]) -> dict[str, float]:
         "mean_response_length": mean([float(record.response_length) for record in records]),
         "truncated_share": outcomes[Outcome.TRUNCATED] / count,
         "without_answer_share": sum(record.answer is None for record in records) / count,
-        "num_not_graded": float(outcomes[Outcome.REWARD_ERROR] + outcomes[Outcome.ENV_ERROR]),
+        "num_not_graded": float(outcomes[Outcome.REWARD_ERROR]),
         "num_prompts_too_long": float(sum(r.outcome == Outcome.PROMPT_TOO_LONG and r.sample == 0 for r in records)),
     }

@@ -5,14 +5,20 @@ thread is a daemon and ends with `close`.
 """
 
 import asyncio
-import concurrent.futures
+import contextlib
+import queue
 import threading
 import time
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, cast
 
 from nemo_rl.distributed.local_ray import LIVENESS_PERIOD_S, check_local_ray
 from nemo_rl.utils.errors import DeadlineExceededError
+
+_END = object()
+
+CLEAN_UP_S = 5.0
+"""How long a coroutine that was cancelled may take to end, to close what it opened."""
 
 
 class EventLoopThread:
@@ -24,26 +30,65 @@ class EventLoopThread:
         self._thread.start()
 
     def run[T](self, coroutine: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
-        """Run a coroutine to its end.
+        """Run a coroutine to its end; errors as `stream`."""
+
+        def start(_: Callable[[None], None]) -> Coroutine[Any, Any, T]:
+            return coroutine
+
+        items = self.stream(start, timeout_s, phase)
+        try:
+            next(items)
+        except StopIteration as end:
+            return cast("T", end.value)
+        raise AssertionError("the coroutine gives no items")
+
+    def stream[ItemT, T](
+        self, start: Callable[[Callable[[ItemT], None]], Coroutine[Any, Any, T]], timeout_s: float, phase: str
+    ) -> Generator[ItemT, None, T]:
+        """Run a coroutine, and yield what it hands over on its way.
+
+        Args:
+            start: makes the coroutine; it hands an item over by calling the argument.
+            timeout_s: limit for all of it. A coroutine that is cancelled is awaited for `CLEAN_UP_S`.
+            phase: for the message.
+
+        Returns:
+            What the coroutine returns.
 
         Raises:
             DeadlineExceededError: it takes longer than `timeout_s`; it is cancelled.
             RayDiedError: the local Ray ended; what the coroutine made of it is dropped.
         """
         end = time.monotonic() + timeout_s
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        ended = threading.Event()
+        items: queue.SimpleQueue[ItemT] = queue.SimpleQueue()
+        future = asyncio.run_coroutine_threadsafe(_announced(start(items.put), ended), self._loop)
+        woken = cast("queue.SimpleQueue[Any]", items)
+        future.add_done_callback(lambda _: woken.put(_END))
         try:
-            while not future.done():
+            while True:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise DeadlineExceededError(f"{phase} did not finish within {timeout_s:g} s.")
-                concurrent.futures.wait([future], timeout=min(left, LIVENESS_PERIOD_S))
+                with contextlib.suppress(queue.Empty):
+                    item = items.get(timeout=min(left, LIVENESS_PERIOD_S))
+                    if item is _END:
+                        check_local_ray()
+                        return future.result()
+                    yield item
                 check_local_ray()
-            return future.result()
         finally:
-            future.cancel()
+            if future.cancel():
+                ended.wait(CLEAN_UP_S)
 
     def close(self) -> None:
         """Stop the loop; what still runs on it is dropped."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
+
+
+async def _announced[T](coroutine: Coroutine[Any, Any, T], ended: threading.Event) -> T:
+    try:
+        return await coroutine
+    finally:
+        ended.set()

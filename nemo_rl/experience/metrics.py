@@ -7,12 +7,21 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
 
 
 def mean(values: Sequence[float]) -> float:
     """Arithmetic mean, NaN for no values."""
     return sum(values) / len(values) if values else math.nan
+
+
+def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
+    """Metrics of several collections: the mean over those that have one, weighted by their trajectories."""
+    values: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for collection in collections:
+        for name, value in collection.metrics.items():
+            values[name].append((value, len(collection.trajectories)))
+    return {name: sum(v * n for v, n in found) / sum(n for _, n in found) for name, found in values.items()}
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -21,7 +30,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     rewards = [t.reward for t in trajectories if t.reward is not None]
     outcomes = Counter(t.outcome for t in trajectories)
     count = max(len(trajectories), 1)
-    failed = outcomes[Outcome.REWARD_ERROR] + outcomes[Outcome.ENV_ERROR]
+    failed = outcomes[Outcome.REWARD_ERROR]
     metrics = {
         "num_samples": float(len(trajectories)),
         "reward": mean(rewards),

@@ -2,42 +2,56 @@
 
 Map of one collection:
 
-    collect() (training thread) ─► event loop: one _run_sample task per sample
-        _run_sample: generate ─► environment step ─► (again, until done or out of room) ─► Trajectory
+    collect() (training thread) ─► event loop: one _run_sample task per sample, then post_process
+        _run_sample: open episode ─► _play: generate ─► environment step ─► (again, until done or out of room)
+                     ─► close episode ─► Trajectory
 
 Samples never wait for each other, so a long one does not hold up short ones. The same code serves one and many turns,
-training, validation and evaluation. Invariant: token ids only grow at the end; a sample's seed depends on (run seed,
+training, validation and evaluation. Invariant: sampled token ids stay, more only come behind them; an episode is closed
+however its sample ends; a sample's seed depends on (run seed,
 phase, step, group, sample, turn) and on nothing that varies between runs.
 """
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.data.interfaces import Chat, Message
+from nemo_rl.data.observations import ObservationRenderer, template_message
+from nemo_rl.data.processors import prompt_entry
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import StepResult
+from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.event_loop import EventLoopThread
-from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.experience.post_processing import PostProcessor, post_process
+from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
     GenerationResult,
     SamplingParams,
 )
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, DataError
 from nemo_rl.utils.seed import derive_seed
 
 
-class EnvironmentPort(Protocol):
+class EnvironmentPort(PostProcessor, Protocol):
     """What a rollout needs of an environment; `environments.client.EnvironmentClient` offers it."""
 
-    async def step(self, message_log: list[dict[str, Any]], metadata: Any) -> StepResult:
+    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+        """Begin one sample."""
+
+    async def step(self, message_log: list[Message], metadata: Any) -> StepResult:
         """Take one turn."""
+
+    async def close_episode(self, metadata: Any) -> None:
+        """End one sample; never raises."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,26 @@ class RolloutKey:
     first_group: int = 0
 
 
+class Collection:
+    """The groups of a collection, each as soon as it is finished: the samples of one prompt, in order.
+
+    Environments may correct rewards once all groups are finished: in place, before the iteration ends.
+
+    Args:
+        groups: them; its value is the metrics.
+
+    Attributes:
+        metrics: what the environments have to tell, once all groups are finished.
+    """
+
+    def __init__(self, groups: Generator[list[Trajectory], None, dict[str, float]]):
+        self._groups = groups
+        self.metrics: dict[str, float] = {}
+
+    def __iter__(self) -> Iterator[list[Trajectory]]:
+        self.metrics = yield from self._groups
+
+
 class RolloutRunner:
     """Collects trajectories.
 
@@ -97,6 +131,7 @@ class RolloutRunner:
         self._generation = generation
         self._environments = environments
         self._tokenizer = tokenizer
+        self._observations = ObservationRenderer(tokenizer)
         self._limits = limits
         self._loop = loop
 
@@ -106,7 +141,20 @@ class RolloutRunner:
         num_generations: int,
         sampling: SamplingParams,
         key: RolloutKey,
-    ) -> list[Trajectory]:
+    ) -> Rollouts:
+        """As `stream`, all at once: trajectories ordered by prompt, then sample, and the metrics."""
+        collection = self.stream(prompts, num_generations, sampling, key)
+        trajectories = [sample for group in collection for sample in group]
+        trajectories.sort(key=lambda t: (t.group_index, t.sample_index))
+        return Rollouts(trajectories, collection.metrics)
+
+    def stream(
+        self,
+        prompts: BatchedDataDict[Any],
+        num_generations: int,
+        sampling: SamplingParams,
+        key: RolloutKey,
+    ) -> Collection:
         """Sample `num_generations` responses per prompt.
 
         Args:
@@ -115,18 +163,16 @@ class RolloutRunner:
             sampling: how to sample.
             key: names the collection.
 
-        Returns:
-            Trajectories ordered by prompt, then sample.
-
         Raises:
             ConfigError: a prompt names an environment that does not run.
             DeadlineExceededError: the collection takes longer than the limit.
         """
-        return self._loop.run(
-            self._run_all(prompts, num_generations, sampling, key),
+        groups = self._loop.stream(
+            partial(self._run_all, prompts, num_generations, sampling, key),
             self._limits.timeout_s,
             f"The rollouts of {key.phase} step {key.step} (cluster.timeouts.rollout_s)",
         )
+        return Collection(groups)
 
     async def _run_all(
         self,
@@ -134,7 +180,8 @@ class RolloutRunner:
         num_generations: int,
         sampling: SamplingParams,
         key: RolloutKey,
-    ) -> list[Trajectory]:
+        hand_over: Callable[[list[Trajectory]], None],
+    ) -> dict[str, float]:
         starts = [_start(prompts, group, sample) for group in range(prompts.size) for sample in range(num_generations)]
         for start in starts:
             if start.task_name not in self._environments:
@@ -143,41 +190,98 @@ class RolloutRunner:
                     f"{sorted(self._environments)}. Add it under `env:` or change its `env_name`."
                 )
         stops = prompts.get("stop_strings") or [None] * prompts.size
+        groups: dict[int, list[Trajectory]] = defaultdict(list)
+
+        async def run(start: Trajectory) -> Trajectory:
+            sample = await self._run_sample(start, sampling, stops[start.group_index], key)
+            group = groups[sample.group_index]
+            group.append(sample)
+            if len(group) == num_generations:
+                hand_over(sorted(group, key=lambda t: t.sample_index))
+            return sample
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(self._run_sample(start, sampling, stops[start.group_index], key))
-                    for start in starts
-                ]
+                running = [tasks.create_task(run(start)) for start in starts]
         except ExceptionGroup as failures:
             # All samples fail for the same reason as a rule; the first one is the one to read.
             raise failures.exceptions[0] from failures
-        return [task.result() for task in running]
+        return await post_process(self._environments, [task.result() for task in running])
 
     async def _run_sample(
         self, sample: Trajectory, sampling: SamplingParams, prompt_stops: list[str] | None, key: RolloutKey
     ) -> Trajectory:
-        """Play one sample to its end; fills in and returns the trajectory."""
-        stops = prompt_stops
-        room = self._limits.max_sequence_length - sample.prompt_length
-        if sample.loss_multiplier == 0 or room < 1:
-            sample.outcome = Outcome.PROMPT_TOO_LONG
+        """Play one sample in an episode of its own; fills in and returns the trajectory."""
+        if self._has_no_room(sample):
             return sample
+        environment = self._environments[sample.task_name]
+        metadata = sample.extra_env_info
+        try:
+            started = time.perf_counter()
+            start = await environment.open_episode(metadata)
+            sample.environment_s += time.perf_counter() - started
+            sample.extra_env_info = metadata = start.metadata
+            if self._begin(sample, start):
+                await self._play(sample, sampling, prompt_stops, key)
+        finally:
+            await environment.close_episode(metadata if sample.extra_env_info is None else sample.extra_env_info)
+        return sample
+
+    def _has_no_room(self, sample: Trajectory) -> bool:
+        if sample.loss_multiplier != 0 and sample.prompt_length < self._limits.max_sequence_length:
+            return False
+        sample.outcome = Outcome.PROMPT_TOO_LONG
+        return True
+
+    def _begin(self, sample: Trajectory, start: EpisodeStart[Any]) -> bool:
+        """Add the first observation to the prompt; returns False when there is nothing to play."""
+        if start.error is not None:
+            _fail(sample, start.error)
+            return False
+        if start.observation is None:
+            return True
+        try:
+            self._add_to_prompt(sample, start.observation)
+        except DataError as error:
+            _fail(sample, f"the first observation cannot be rendered: {error}")
+            return False
+        return not self._has_no_room(sample)
+
+    def _add_to_prompt(self, sample: Trajectory, observation: Message) -> None:
+        """Render the prompt with one more message: nothing is sampled yet, so nothing has to stay."""
+        if sample.chat is None:
+            raise DataError(
+                "its data processor does not say what the prompt was rendered from: give the datum `chat`, a dict "
+                "with `messages` and `tools`, or put the observation into the prompt there"
+            )
+        messages = [*sample.chat["messages"], template_message(observation)]
+        entry = prompt_entry(Chat(messages=messages, tools=sample.chat["tools"]), self._tokenizer)
+        sample.message_log = [entry]
+        sample.prompt_length = len(entry["token_ids"])
+
+    async def _play(
+        self, sample: Trajectory, sampling: SamplingParams, prompt_stops: list[str] | None, key: RolloutKey
+    ) -> None:
+        """Take turns until the environment or a limit ends the sample."""
+        stops = prompt_stops
         while True:
             result = await self._take_turn(sample, _with_stops(sampling, stops), key)
             step = await self._ask_environment(sample)
             if not _absorb(sample, step):
-                return sample
-            room = self._limits.max_sequence_length - sample.length
+                return
             if step.terminated or sample.num_turns >= self._limits.max_turns:
                 if result.finish_reason == "length":
                     sample.outcome = Outcome.TRUNCATED
-                return sample
-            observation = self._encode(step.observation)
-            if len(observation["token_ids"]) >= room:
+                return
+            try:
+                ids = self._observations.token_ids(step.observation, sample.message_log, sample.prompt_length)
+            except DataError as error:
+                _fail(sample, f"an observation cannot be rendered: {error}")
+                return
+            if len(ids) >= self._limits.max_sequence_length - sample.length:
                 sample.outcome = Outcome.TRUNCATED
-                return sample
-            sample.message_log.append(observation)
+                return
+            sample.message_log.append({**step.observation, "token_ids": ids})
             stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
 
     async def _take_turn(self, sample: Trajectory, sampling: SamplingParams, key: RolloutKey) -> GenerationResult:
@@ -211,14 +315,9 @@ class RolloutRunner:
     async def _ask_environment(self, sample: Trajectory) -> StepResult:
         started = time.perf_counter()
         environment = self._environments[sample.task_name]
-        texts = [{"role": m["role"], "content": m["content"]} for m in sample.message_log]
-        step = await environment.step(texts, sample.extra_env_info)
+        step = await environment.step(sample.turns, sample.extra_env_info)
         sample.environment_s += time.perf_counter() - started
         return step
-
-    def _encode(self, observation: dict[str, str]) -> dict[str, Any]:
-        ids = self._tokenizer(observation["content"], add_special_tokens=False)["input_ids"]
-        return {**observation, "token_ids": torch.tensor(ids, dtype=torch.int64)}
 
 
 def _start(prompts: BatchedDataDict[Any], group: int, sample: int) -> Trajectory:
@@ -233,6 +332,7 @@ def _start(prompts: BatchedDataDict[Any], group: int, sample: int) -> Trajectory
         prompt_length=sum(len(message["token_ids"]) for message in message_log),
         loss_multiplier=float(prompts["loss_multiplier"][group]),
         extra_env_info=prompts["extra_env_info"][group],
+        chat=(prompts.get("chat") or [None] * prompts.size)[group],
     )
 
 
@@ -249,9 +349,7 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
     sample.extra_env_info = step.metadata
     sample.answer = step.answer
     if step.error is not None or step.reward is None:
-        sample.outcome = Outcome.REWARD_ERROR
-        sample.error = step.error or "the environment returned no reward"
-        sample.reward = None
+        _fail(sample, step.error or "the environment returned no reward")
         return False
     components = step.reward if isinstance(step.reward, dict) else {}
     for name, value in components.items():
@@ -259,3 +357,10 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
     earned = sum(components.values()) if components else float(step.reward)  # type: ignore[arg-type]
     sample.reward = (sample.reward or 0.0) + earned
     return True
+
+
+def _fail(sample: Trajectory, reason: str) -> None:
+    """End a sample that has no reward."""
+    sample.outcome = Outcome.REWARD_ERROR
+    sample.error = reason
+    sample.reward = None

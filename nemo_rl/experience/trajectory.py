@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from nemo_rl.data.content import content_text
+from nemo_rl.data.interfaces import Chat, Message
+
 
 class Outcome(StrEnum):
     """How a rollout ended."""
 
     FINISHED = "finished"
     TRUNCATED = "truncated"
-    ENV_ERROR = "env_error"
     REWARD_ERROR = "reward_error"
     PROMPT_TOO_LONG = "prompt_too_long"
 
@@ -40,6 +42,7 @@ class Trajectory:
         weight_versions: weight version of each response turn.
         num_turns: response turns.
         extra_env_info: the environment's metadata after the last turn.
+        chat: what the prompt was rendered from; None where the data does not say.
         generation_s: seconds spent waiting for the engine.
         environment_s: seconds spent waiting for the environment.
     """
@@ -48,7 +51,7 @@ class Trajectory:
     sample_index: int
     idx: int
     task_name: str
-    message_log: list[dict[str, Any]]
+    message_log: list[Message]
     prompt_length: int
     loss_multiplier: float = 1.0
     reward: float | None = None
@@ -59,6 +62,7 @@ class Trajectory:
     weight_versions: list[int] = field(default_factory=list)
     num_turns: int = 0
     extra_env_info: Any = None
+    chat: Chat | None = None
     generation_s: float = 0.0
     environment_s: float = 0.0
 
@@ -80,4 +84,28 @@ class Trajectory:
     @property
     def response_text(self) -> str:
         """The policy's turns as text."""
-        return "".join(m["content"] for m in self.message_log if "generation_logprobs" in m)
+        return "".join(content_text(m["content"]) for m in self.message_log if "generation_logprobs" in m)
+
+    @property
+    def prompt_text(self) -> str:
+        """The messages before the first response as text."""
+        written = (number for number, m in enumerate(self.message_log) if "generation_logprobs" in m)
+        return "".join(content_text(m["content"]) for m in self.message_log[: next(written, None)])
+
+    @property
+    def turns(self) -> list[Message]:
+        """The messages without tokens: `role` and `content`."""
+        return [{"role": m["role"], "content": m["content"]} for m in self.message_log]
+
+
+@dataclass
+class Rollouts:
+    """Trajectories of one collection, or of several.
+
+    Attributes:
+        trajectories: ordered by group, then sample.
+        metrics: what environments and sources have to tell about them.
+    """
+
+    trajectories: list[Trajectory]
+    metrics: dict[str, float] = field(default_factory=dict)

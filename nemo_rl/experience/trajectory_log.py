@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.data.content import with_texts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.utils.log_backends.jsonl import write_whole
@@ -55,7 +56,7 @@ def _describe(trajectory: Trajectory) -> dict[str, Any]:
         "group": trajectory.group_index,
         "sample": trajectory.sample_index,
         "task_name": trajectory.task_name,
-        "content": [{"role": message["role"], "content": message["content"]} for message in trajectory.message_log],
+        "content": with_texts(trajectory.turns),
         "rewards": trajectory.reward,
         "reward_components": trajectory.reward_components,
         "outcome": str(trajectory.outcome),

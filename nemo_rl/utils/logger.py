@@ -119,14 +119,6 @@ class Logger(LoggerInterface):
         """See `LoggerInterface.log_hyperparams`."""
         self._on_all(lambda backend: backend.log_hyperparams(params))
 
-    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """See `LoggerInterface.log_histogram`."""
-        self._on_all(lambda backend: backend.log_histogram(histogram, step, name))
-
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """See `LoggerInterface.log_plot`."""
-        self._on_all(lambda backend: backend.log_plot(figure, step, name))
-
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> None:
         """Write a batch as `<log_dir>/<filename>`, one line for each sample.
 

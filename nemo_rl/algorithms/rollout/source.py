@@ -7,14 +7,14 @@ ahead of it.
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nemo_rl.experience.metrics import mean_metrics
 from nemo_rl.experience.prompt_stream import DataExhausted, PromptStream
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
-from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import NothingToLearnError
 
@@ -91,23 +91,20 @@ class FreshRollouts:
         self._sampling = sampling
         self._num_generations = num_generations
         self._run_seed = run_seed
+        self.metrics: dict[str, float] = {}
 
     @property
     def epoch(self) -> int:
         """Finished passes over the prompts."""
         return self._prompts.epoch
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Nothing to tell."""
-        return {}
-
     def next_groups(self, step: int, round_index: int = 0) -> Iterator[Group]:
         """See `RolloutSource.next_groups`; `round_index` tells repeated collections of a step apart."""
         key = RolloutKey(self._run_seed, "train", step, round_index)
-        trajectories = self._runner.collect(self._prompts.next_batch(), self._num_generations, self._sampling, key)
-        for index, samples in _by_group(trajectories).items():
-            yield Group((round_index, index), samples)
+        collection = self._runner.stream(self._prompts.next_batch(), self._num_generations, self._sampling, key)
+        for samples in collection:
+            yield Group((round_index, samples[0].group_index), samples)
+        self.metrics = collection.metrics
 
     def trained(self) -> None:
         """All prompts drawn so far are done with."""
@@ -152,17 +149,17 @@ class DynamicSampling:
             NothingToLearnError: not one sample of all these collections could be graded.
         """
         num_kept, num_seen, some_reward = 0, 0, False
+        rounds: list[Rollouts] = []
         for round_index in range(self._max_rounds):
             groups = sorted(self._inner.next_groups(step, round_index), key=lambda group: group.order)
             num_seen += len(groups)
-            some_reward = some_reward or any(t.has_reward for group in groups for t in group.trajectories)
+            rounds.append(Rollouts([t for group in groups for t in group.trajectories], self._inner.metrics))
+            some_reward = some_reward or any(t.has_reward for t in rounds[-1].trajectories)
             differing = [group for group in groups if _rewards_differ(group)]
             yield from differing[: self._num_groups - num_kept]
             num_kept += len(differing)
             if num_kept >= self._num_groups:
-                self._note(
-                    round_index + 1, num_kept, num_seen, differing[len(differing) - num_kept + self._num_groups :]
-                )
+                self._note(rounds, num_kept, num_seen, differing[len(differing) - num_kept + self._num_groups :])
                 return
         if not some_reward:
             raise NothingToLearnError(
@@ -187,19 +184,12 @@ class DynamicSampling:
         """Go to a stored position."""
         self._inner.load_state_dict(state)
 
-    def _note(self, rounds: int, num_kept: int, num_seen: int, surplus: Sequence[Group]) -> None:
-        self.metrics = {
-            "dynamic_sampling_num_gen_batches": float(rounds),
+    def _note(self, rounds: Sequence[Rollouts], num_kept: int, num_seen: int, surplus: Sequence[Group]) -> None:
+        self.metrics = mean_metrics(rounds) | {
+            "dynamic_sampling_num_gen_batches": float(len(rounds)),
             "dynamic_sampling_num_discarded_valid_samples": float(sum(len(g.trajectories) for g in surplus)),
             "dynamic_sampling_kept_share": num_kept / num_seen,
         }
-
-
-def _by_group(trajectories: Sequence[Trajectory]) -> dict[int, list[Trajectory]]:
-    groups: dict[int, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        groups[trajectory.group_index].append(trajectory)
-    return groups
 
 
 def _rewards_differ(group: Group) -> bool:

@@ -32,6 +32,7 @@ from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.config import RolloutMasterConfig
+from nemo_rl.data.content import with_texts
 from nemo_rl.data.datasets.setup import ResponseData
 from nemo_rl.data.loader import build_loader
 from nemo_rl.distributed.virtual_cluster import init_ray
@@ -281,7 +282,7 @@ def make_validation(
         metrics, trajectories = validator.validate()
         trajectory_log.write_validation(step, trajectories)
         if config.logger.num_val_samples_to_print:
-            logs = [t.message_log for t in trajectories]
+            logs = [with_texts(t.turns) for t in trajectories]
             rewards = [t.reward if t.reward is not None else math.nan for t in trajectories]
             print_message_log_samples(logs, rewards, config.logger.num_val_samples_to_print, step)
         return metrics

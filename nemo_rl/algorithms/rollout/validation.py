@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.metrics import validation_metrics
+from nemo_rl.experience.metrics import mean_metrics, validation_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
-from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams
 
 
@@ -46,11 +46,14 @@ class Validator:
             Metrics for the prefix `validation/` and the trajectories.
         """
         trajectories: list[Trajectory] = []
+        collections: list[Rollouts] = []
         for index, prompts in enumerate(self._batches):
             key = RolloutKey(self._run_seed, "validation", step=0, round=index)
-            batch = self._runner.collect(prompts, self._num_generations, self._sampling, key)
+            collections.append(self._runner.collect(prompts, self._num_generations, self._sampling, key))
+            batch = collections[-1].trajectories
             offset = trajectories[-1].group_index + 1 if trajectories else 0
             for trajectory in batch:
                 trajectory.group_index += offset
             trajectories += batch
-        return validation_metrics(trajectories, self._num_generations), trajectories
+        metrics = mean_metrics(collections) | validation_metrics(trajectories, self._num_generations)
+        return metrics, trajectories

@@ -4,18 +4,20 @@
 descriptions reach the chat template as the mappings it expects.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
+from nemo_rl.data.content import content_text
 from nemo_rl.data.datasets.arithmetic import TRAIN
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.readers import RowTable
 from nemo_rl.data.datasets.row_values import kind_of, plain_text, text_of, value_of
+from nemo_rl.data.tools import parsed_json, tools_of
+from nemo_rl.utils.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "environment")
 ASSISTANT = "assistant"
@@ -177,24 +179,27 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if calls:
         kept["tool_calls"] = calls
         kept.setdefault("content", "")
-    kept["content"] = _content(kept.get("content"), number)
+    kept["content"] = message_text(kept.get("content"), number)
     if not calls and role == ASSISTANT:
         text_of(kept, "content")
     return kept
 
 
-def _content(content: Any, number: int) -> str:
-    """The text of a message, which may stand in a list of typed parts."""
+def message_text(content: Any, number: int) -> str:
+    """The text of a message, which may stand in a list of typed parts.
+
+    Raises:
+        RowError: It is neither, or one of the parts is not text.
+    """
     what = f"the content of message {number}"
     if content is None:
         raise RowError(f"message {number} has no content")
-    if not isinstance(content, list):
-        return plain_text(content, what)
-    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-    if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
-        kinds = {str(part.get("type")) if isinstance(part, Mapping) else kind_of(part) for part in content}
-        raise RowError(f"{what} has parts that are not text: {', '.join(sorted(kinds))}")
-    return plain_text("".join(map(str, texts)), what)
+    if isinstance(content, list):
+        try:
+            content = content_text(content, what)
+        except DataError as error:
+            raise RowError(str(error)) from None
+    return plain_text(content, what)
 
 
 def _tool_call(call: Any, number: int) -> dict[str, Any]:
@@ -204,28 +209,5 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
         raise RowError(f"message {number} has a tool call without a name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _parsed(arguments, f"the tool arguments of message {number}")
+        arguments = parsed_json(arguments, f"the tool arguments of message {number}")
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def tools_of(row: Row, key: str) -> list[dict[str, Any]] | None:
-    """The tool descriptions of a row; None without any.
-
-    Raises:
-        RowError: They are not a list of objects.
-    """
-    tools = row.get(key)
-    if isinstance(tools, str) and tools.strip():
-        tools = _parsed(tools, repr(key))
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RowError(f"{key!r} is not a list of tool descriptions")
-    return [dict(tool) for tool in tools]
-
-
-def _parsed(text: str, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # `int` refuses thousands of digits by a ValueError
-        raise RowError(f"{what} is not valid JSON") from None

@@ -19,6 +19,7 @@ from nemo_rl.data.datasets.conversation_datasets import (
     MessagesDataset,
     OpenAIFormatDataset,
     OpenAssistantDataset,
+    message_text,
 )
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
@@ -188,7 +189,10 @@ def _own_messages(row: Row) -> list[dict[str, str]]:
     messages = value_of(row, "messages")
     if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, Mapping) for m in messages):
         raise RowError("'messages' is not a list of at least two messages")
-    return [{"role": text_of(m, "role"), "content": text_of(m, "content")} for m in messages]
+    return [
+        {"role": text_of(m, "role"), "content": text_of({**m, "content": message_text(m.get("content"), n)}, "content")}
+        for n, m in enumerate(messages)
+    ]
 
 
 DatasetFactory = Callable[[DatasetConfig, str], RawDataset]

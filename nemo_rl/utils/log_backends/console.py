@@ -6,7 +6,7 @@ numbers that the trackers get.
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -86,9 +86,6 @@ class ConsoleLogger(LoggerInterface):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """The configuration is stored beside the run; nothing is printed."""
-
-    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Distributions are for trackers."""
 
     def close(self) -> None:
         """Remove the progress bar."""

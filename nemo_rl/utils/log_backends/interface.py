@@ -5,7 +5,7 @@ and a number that is not finite is logged as such, never hidden.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -40,14 +40,6 @@ class LoggerInterface(ABC):
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Log the run's configuration, a nested mapping."""
-
-    @abstractmethod
-    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Log a distribution."""
-
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """Log a matplotlib figure; a tracker without pictures ignores it."""
-        return None
 
     def close(self) -> None:
         """Write out what is pending; nothing to do by default."""

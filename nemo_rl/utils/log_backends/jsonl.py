@@ -8,7 +8,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,6 @@ class JsonlLogger(LoggerInterface):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """The configuration has its own file beside the run."""
-
-    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Distributions follow from the trajectories."""
 
     def close(self) -> None:
         """See `LoggerInterface.close`."""

@@ -3,7 +3,7 @@
 Chosen by `logger.mlflow_enabled`. Invariant: the only file that imports mlflow.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,6 @@ class MLflowLogger(LoggerInterface):
         items = [(name, str(value)[:_LONGEST_VALUE]) for name, value in flat.items()]
         for start in range(0, len(items), _PARAMS_PER_CALL):
             mlflow.log_params(dict(items[start : start + _PARAMS_PER_CALL]))
-
-    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """See `LoggerInterface.log_histogram`; MLflow has none, so the mean is kept."""
-        values = list(histogram)
-        mlflow.log_metric(f"{name}/mean", sum(values) / max(len(values), 1), step=step)
-
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """See `LoggerInterface.log_plot`."""
-        mlflow.log_figure(figure, f"{name}_{step}.png")
 
     def close(self) -> None:
         """See `LoggerInterface.close`."""

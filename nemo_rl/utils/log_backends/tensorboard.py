@@ -3,11 +3,10 @@
 Chosen by `logger.tensorboard_enabled`. Invariant: the only file that imports TensorBoard.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from nemo_rl.config import TensorboardConfig
@@ -43,14 +42,6 @@ class TensorboardLogger(LoggerInterface):
         """See `LoggerInterface.log_hyperparams`; as a text page."""
         lines = [f"    {name}: {value}" for name, value in flatten_dict(params, expand_lists=False).items()]
         self._writer.add_text("config", "\n".join(lines), 0)
-
-    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """See `LoggerInterface.log_histogram`."""
-        self._writer.add_histogram(name, np.asarray(histogram), step)
-
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """See `LoggerInterface.log_plot`."""
-        self._writer.add_figure(name, figure, step)
 
     def close(self) -> None:
         """See `LoggerInterface.close`."""

@@ -3,7 +3,7 @@
 Chosen by `logger.wandb_enabled`. Invariant: the only file that imports wandb.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,6 @@ class WandbLogger(LoggerInterface):
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `LoggerInterface.log_hyperparams`."""
         self._run.config.update(dict(params))
-
-    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """See `LoggerInterface.log_histogram`."""
-        self._run.log({name: wandb.Histogram(list(histogram)), "train/step": step})
-
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """See `LoggerInterface.log_plot`."""
-        self._run.log({name: wandb.Image(figure), "train/step": step})
 
     def close(self) -> None:
         """See `LoggerInterface.close`."""

@@ -1,6 +1,6 @@
 """The one loop, with parts made for it: the order of things, who has the devices, and what a checkpoint remembers."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.prompt_stream import DataExhausted, PromptStream
+from nemo_rl.experience.rollouts import Collection
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger
@@ -110,6 +111,11 @@ class SamplesAhead:
         self.ahead = list(state["ahead"])
 
 
+def one_group(sample: Trajectory) -> Generator[list[Trajectory], None, dict[str, float]]:
+    yield [sample]
+    return {"math/asked": 1.0}
+
+
 def layout(trajectories: Any) -> BatchedDataDict[Any]:
     return BatchedDataDict({"idx": [t.idx for t in trajectories]})
 
@@ -197,7 +203,7 @@ def test_what_was_sampled_ahead_is_neither_lost_nor_trained_on_twice(tmp_path: P
 
 def test_a_position_never_runs_ahead_of_what_was_trained() -> None:
     prompts = PromptStream(Prompts(), 1)  # type: ignore[arg-type]
-    runner = SimpleNamespace(collect=lambda batch, *_: [trajectory(batch["idx"][0])])
+    runner = SimpleNamespace(stream=lambda batch, *_: Collection(one_group(trajectory(batch["idx"][0]))))
     source = FreshRollouts(prompts, runner, None, 1, 0)  # type: ignore[arg-type]
     start = source.state_dict()
     list(source.next_groups(1)), list(source.next_groups(1, round_index=1))
@@ -208,6 +214,7 @@ def test_a_position_never_runs_ahead_of_what_was_trained() -> None:
     fresh.load_state_dict(source.state_dict())
     (group,) = fresh.next_groups(2)
     assert group.trajectories[0].idx == 3
+    assert fresh.metrics == {"math/asked": 1.0}
 
 
 def test_groups_are_trained_on_in_their_order_whenever_they_finish() -> None:

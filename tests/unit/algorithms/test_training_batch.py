@@ -127,6 +127,7 @@ class Rounds:
 
     def next_groups(self, step: int, round_index: int = 0) -> Iterator[Group]:
         self.asked.append(round_index)
+        self.metrics = {"math/round": float(round_index)}
         groups = list(enumerate(self.rounds[round_index]))
         for g, rewards in reversed(groups):
             yield Group((round_index, g), [make_trajectory(g, r) for r in rewards])
@@ -144,6 +145,7 @@ def test_dynamic_sampling_keeps_groups_that_differ_and_asks_again() -> None:
     assert source.metrics["dynamic_sampling_num_gen_batches"] == 2
     assert source.metrics["dynamic_sampling_num_discarded_valid_samples"] == 2
     assert source.metrics["dynamic_sampling_kept_share"] == 0.5
+    assert source.metrics["math/round"] == 0.5
 
 
 def test_dynamic_sampling_ends_the_run_in_order_when_nothing_differs_any_more() -> None:

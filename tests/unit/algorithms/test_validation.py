@@ -10,7 +10,7 @@ from nemo_rl.algorithms.rollout.start import RolloutRecipe, make_validation
 from nemo_rl.config import load_config
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
 
 CONFIG = Path(__file__).parents[3] / "examples/configs/grpo_math_cpu.yaml"
 
@@ -21,13 +21,14 @@ class Runner:
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
 
-    def collect(self, prompts: Any, num_generations: int, sampling: Any, key: Any) -> list[Trajectory]:
+    def collect(self, prompts: Any, num_generations: int, sampling: Any, key: Any) -> Rollouts:
         self.rows.append(prompts["idx"])
-        return [
+        found = [
             Trajectory(group, sample, 0, "math", [], 2, reward=float(idx), outcome=Outcome.FINISHED)
             for group, idx in enumerate(prompts["idx"])
             for sample in range(num_generations)
         ]
+        return Rollouts(found, {"math/rows": float(len(found))})
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,4 @@ def test_all_rows_that_are_asked_for_are_validated_once(asked: Any, batch_size: 
     assert sum(runner.rows, []) == list(range(sum(batches)))
     assert metrics["num_samples"] == sum(batches)
     assert metrics["accuracy"] == pytest.approx((sum(batches) - 1) / 2)
+    assert metrics["math/rows"] == pytest.approx(sum(n * n for n in batches) / sum(batches))

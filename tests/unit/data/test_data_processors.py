@@ -1,6 +1,7 @@
 """Tokenizer loading, and processors against the chat template itself."""
 
 import copy
+import json
 import logging
 import pickle
 from types import SimpleNamespace
@@ -145,3 +146,30 @@ def test_registry(monkeypatch):
         processors.register_processor("mine", processors.math_data_processor)
     with pytest.raises(DataError, match="'math_procesor' is unknown; choose one of"):
         processors.get_processor("math_procesor")
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("given", [TOOLS, json.dumps(TOOLS)], ids=["list", "text"])
+def test_tools_of_a_row_are_offered_in_the_prompt_and_known_to_the_environment(chat_tokenizer, given):
+    datum = processors.math_hf_data_processor(row(tools=given), TaskDataSpec(), chat_tokenizer, None, 0)
+    question = [{"role": "user", "content": "What is 2+2?"}]
+    wanted = chat_tokenizer.apply_chat_template(question, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    assert datum["message_log"][0]["content"] == wanted
+    assert datum["extra_env_info"] == {"ground_truth": "4", "tools": TOOLS}
+    assert datum["chat"] == {"messages": question, "tools": TOOLS}
+    without = processors.math_hf_data_processor(row(), TaskDataSpec(), chat_tokenizer, None, 0)
+    assert without["extra_env_info"] == {"ground_truth": "4"} and without["chat"]["tools"] is None
+
+
+def test_parts_of_a_prompt_are_joined_and_images_refused(chat_tokenizer):
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2+2?"}]
+    plain, joined = (
+        processors.math_hf_data_processor(row(question), TaskDataSpec(), chat_tokenizer, None, 0)
+        for question in ("What is 2+2?", parts)
+    )
+    assert joined["message_log"][0]["content"] == plain["message_log"][0]["content"]
+    image = [*parts, {"type": "image", "image": None}]
+    with pytest.raises(DataError, match="parts that are not text: image; no model here reads others"):
+        processors.math_hf_data_processor(row(image), TaskDataSpec(), chat_tokenizer, None, 0)

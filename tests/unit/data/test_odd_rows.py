@@ -13,10 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.config import DatasetConfig, SupervisedDataConfig
-from nemo_rl.config.runs.eval import EvalDataConfig
+from nemo_rl.config.schema.evaluation import EvalDataConfig
+from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn, rl_collate_fn, sft_collate_fn
 from nemo_rl.data.datasets import setup_response_data
 from nemo_rl.data.datasets.readers import read_file
+from nemo_rl.data.datasets.response_datasets import _own_messages
 from nemo_rl.data.datasets.setup_supervised import setup_feedback_data, setup_preference_data, setup_sft_data
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.rendering import encode_text
@@ -119,13 +121,18 @@ def test_each_odd_content_is_left_out_by_name(chars, tmp_path, kind):
     assert len(collate([data[i] for i in range(len(data))])["idx"]) >= len(fine)
 
 
-def test_text_parts_are_joined_and_other_parts_named(chars, tmp_path):
+@pytest.mark.parametrize("kind", ["sft", "chat prompts"])
+def test_text_parts_are_joined_and_other_parts_named(chars, tmp_path, kind):
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
     image = [*parts, {"type": "image_url", "image_url": {"url": "x"}}]
-    rows = [with_user_content("sft", TALK, value) for value in (parts, image)]
-    data, bad, _ = KINDS["sft"][1](write_lines(tmp_path / "rows.jsonl", *rows), chars, max_bad_row_share=0.5)
+    good, load = KINDS[kind]
+    rows = [with_user_content(kind, good, value) for value in (parts, image)]
+    data, bad, _ = load(write_lines(tmp_path / "rows.jsonl", *rows), chars, max_bad_row_share=0.5)
     assert "1+1=" in data[0]["message_log"][0]["content"]
-    assert places(bad) == {2: "the content of message 0 has parts that are not text: image_url, text"}
+    assert list(places(bad)) == [2]
+    assert places(bad)[2].startswith("the content of message 0 has parts that are not text: image_url; no model")
+    with pytest.raises(DataError, match="parts that are not text: image_url"):
+        load(write_lines(tmp_path / "images.jsonl", *rows[1:]), chars, max_bad_row_share=0.5)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
@@ -136,6 +143,13 @@ def test_numbers_of_thousands_of_digits_cost_their_row(tmp_path, name):
     table = read_file(str(tmp_path / name))
     assert [row["a"] for row in table.rows] == [1, 2]
     assert {row.reason for row in table.bad_rows} == {"a number has more digits than Python reads"}
+
+
+def test_rows_of_an_own_class_may_have_text_parts():
+    row = {"messages": [say("user", [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]), say("a", 2)]}
+    assert _own_messages(row) == [say("user", "1+1="), say("a", "2")]
+    with pytest.raises(RowError, match="content of message 0 has parts that are not text: image"):
+        _own_messages({"messages": [say("user", [{"type": "image", "image": None}]), say("assistant", "2")]})
 
 
 def test_numbers_of_thousands_of_digits_in_tool_arguments(chars, tmp_path):

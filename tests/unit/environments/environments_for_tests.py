@@ -8,7 +8,7 @@ import time
 import ray
 import torch
 
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 
 
 class GuessTheNumber(EnvironmentInterface[dict]):
@@ -92,9 +92,6 @@ class Slow(EnvironmentInterface[dict]):
             [item.get("problem") for item in metadata],
         )
 
-    def global_post_process_and_metrics(self, batch):
-        return batch, {}
-
 
 class Wrong(EnvironmentInterface[dict]):
     """Returns one item too few for batches."""
@@ -112,5 +109,35 @@ class Wrong(EnvironmentInterface[dict]):
             torch.ones(n),
         )
 
+
+class Sandboxes(EnvironmentInterface[dict]):
+    """Each episode has a file in the folder `at` of its metadata while it is open; some commands fail."""
+
+    def __init__(self, cfg):
+        pass
+
+    async def open_episode(self, metadata):
+        if metadata.get("command") == "hang":
+            time.sleep(60)
+        if metadata.get("command") == "raise":
+            raise OSError("no sandbox is free")
+        if metadata.get("command") == "wrong":
+            return metadata
+        path = os.path.join(metadata["at"], str(metadata["number"]))
+        open(path, "w").close()
+        return EpisodeStart({**metadata, "path": path}, {"role": "user", "content": "ready"})
+
+    def step(self, message_log_batch, metadata):
+        count = len(metadata)
+        assert all(os.path.exists(item["path"]) for item in metadata)
+        done = [{"role": "environment", "content": ""}] * count
+        return EnvironmentReturn(done, metadata, [None] * count, torch.ones(count), torch.ones(count))
+
+    def close_episode(self, metadata):
+        os.remove(metadata["path"])
+
     def global_post_process_and_metrics(self, batch):
-        return batch, {}
+        batch["rewards"] *= 0.5
+        if len(batch["rewards"]) > 2:
+            raise ValueError("too many for me")
+        return batch, {"count": len(batch["rewards"])}

@@ -3,22 +3,37 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import ray
 import torch
-from environments_for_tests import Decorated, GuessTheNumber, Slow
+from environments_for_tests import Decorated, GuessTheNumber, Sandboxes, Slow
 from processes_for_tests import children, is_alive, wait_until_gone
+from transformers import AutoTokenizer
 
+from nemo_rl.data.collate_fn import rl_collate_fn
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.processors import math_hf_data_processor
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentClient
+from nemo_rl.environments.interfaces import EpisodeStart
 from nemo_rl.environments.utils import create_env
+from nemo_rl.experience.event_loop import EventLoopThread
+from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
+from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationResult, SamplingParams
 from nemo_rl.utils.errors import WorkerDiedError
 
 pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).resolve().parents[3]
+ADDING = ROOT / "docs/design-docs/adding-things.md"
+TOKENIZERS = ROOT / "tests/assets/tokenizers"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -195,6 +210,115 @@ def test_metrics_come_from_the_actor_and_survive_its_death(make):
     os.kill(int(metrics["pid"]), signal.SIGKILL)
     _, metrics = asyncio.run(client.global_post_process_and_metrics(batch))
     assert metrics["mean_reward"] == 0.5 and client.num_restarts == 1
+
+
+def test_episodes_are_opened_and_closed_in_the_actor(make, tmp_path, caplog):
+    client = make(Sandboxes, step_timeout_s=1.5)
+
+    async def main(commands):
+        metadata = [{"at": str(tmp_path), "number": n, "command": c} for n, c in enumerate(commands)]
+        starts = await asyncio.gather(*[client.open_episode(item) for item in metadata])
+        opened = sorted(os.listdir(tmp_path))
+        good = [start for start in starts if start.error is None]
+        results = await asyncio.gather(*[client.step(say(""), start.metadata) for start in good])
+        with caplog.at_level(logging.WARNING):
+            await asyncio.gather(*[client.close_episode(start.metadata) for start in starts])
+        return starts, opened, results
+
+    starts, opened, results = asyncio.run(main(["", "raise", "wrong", "hang", ""]))
+    assert opened == ["0", "4"] and os.listdir(tmp_path) == []
+    assert starts[0].observation == {"role": "user", "content": "ready"}
+    assert [start.error and start.error.split(" (")[0] for start in starts] == [
+        None,
+        "OSError: no sandbox is free",
+        "TypeError: open_episode returned dict, not an EpisodeStart",
+        "environment 'game' gave no answer in 1.5 s",
+        None,
+    ]
+    assert [result.reward for result in results] == [1.0, 1.0]
+    assert caplog.text.count("could not close an episode: KeyError: 'path'") == 3
+
+
+def test_metrics_that_fail_are_a_warning_and_rewards_stay(make, caplog):
+    client = make(Sandboxes)
+
+    def ask(rewards):
+        return asyncio.run(client.global_post_process_and_metrics(BatchedDataDict(rewards=rewards)))
+
+    given = torch.ones(2)
+    batch, metrics = ask(given)
+    assert (batch["rewards"].tolist(), given.tolist(), metrics) == ([0.5, 0.5], [1.0, 1.0], {"count": 2})
+    with caplog.at_level(logging.WARNING):
+        batch, metrics = ask(torch.ones(3))
+    assert (batch["rewards"].tolist(), metrics) == ([1.0] * 3, {})
+    assert "Environment 'game' gives no metrics" in caplog.text and "ValueError: too many for me" in caplog.text
+
+
+def test_hooks_that_a_class_does_not_have_cost_no_call(make):
+    client = make(Slow)
+
+    async def main():
+        start = await client.open_episode({"a": 1})
+        await client.close_episode({"a": 1})
+        return start, await client.global_post_process_and_metrics({"rewards": 1})
+
+    assert asyncio.run(main()) == (EpisodeStart({"a": 1}), ({"rewards": 1}, {}))
+    assert client.num_calls == 0
+
+
+class ScriptedEngine(GenerationInterface):
+    """Answers each request with what `script` makes of it."""
+
+    def __init__(self, script):
+        self.script = script
+        self.weight_version = 1
+
+    async def generate(self, request):
+        ids = self.script(request)
+        return GenerationResult(ids, [-0.5] * len(ids), "stop", self.weight_version)
+
+    def shutdown(self):
+        pass
+
+
+def test_the_shown_environment_with_two_turns_plays_them(make, tmp_path, monkeypatch):
+    """The page's code as a module of the user's, in its actor, with real rollouts over a scripted engine."""
+    blocks = re.findall(r"^```python\n(.*?)^```", ADDING.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    (shown,) = (block for block in blocks if "class SecondTry" in block)
+    (tmp_path / "second_try.py").write_text(shown)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    client = make("second_try.SecondTry", cfg={"second_reward": 0.25})
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZERS / "minimind")
+    rows = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in (("2+2=", "4"), ("3+3=", "6"), ("5+5=", "99"))
+    ]
+    prompts = rl_collate_fn(
+        [
+            math_hf_data_processor({**row, "task_name": "game"}, TaskDataSpec(), tokenizer, None, idx)
+            for idx, row in enumerate(rows)
+        ]
+    )
+
+    def answer(request):
+        seen = tokenizer.decode(request.prompt_token_ids)
+        said = "It is 6" if "Think again" in seen else "It is 4"
+        return tokenizer(said + "<|im_end|>", add_special_tokens=False)["input_ids"]
+
+    loop = EventLoopThread()
+    try:
+        runner = RolloutRunner(ScriptedEngine(answer), {"game": client}, tokenizer, RolloutLimits(512, 2, 60.0), loop)
+        rollouts = runner.collect(prompts, 1, SamplingParams(max_new_tokens=32), RolloutKey(0, "train", 1))
+    finally:
+        loop.close()
+    assert [(t.reward, t.num_turns) for t in rollouts.trajectories] == [(1.0, 1), (0.25, 2), (0.0, 2)]
+    assert rollouts.metrics == {"game/share_of_second_tries": pytest.approx(2 / 3)}
+    second = rollouts.trajectories[1].message_log
+    assert "".join(tokenizer.decode(m["token_ids"]) for m in second) == (
+        "<|im_start|>user\n3+3=<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nIt is 4<|im_end|>\n"
+        "<|im_start|>user\nThat is wrong. Think again.<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\nIt is 6<|im_end|>"
+    )
 
 
 def math_client():

@@ -100,15 +100,15 @@ def test_metrics_of_six_rollouts(math):
         "text": torch.tensor([[1, 1], [1, 1], [1, 1], [2, 2], [2, 2], [3, 3]]),
     }
     after, metrics = math.global_post_process_and_metrics(batch)
-    assert after["rewards"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]  # the cut-off one is wrong
+    assert after["rewards"].tolist() == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     assert metrics == pytest.approx(
         {
-            "accuracy": 2 / 6,
+            "accuracy": 3 / 6,
             "pass@samples_per_prompt": 2 / 3,
             "fraction_of_samples_properly_ended": 5 / 6,
             "num_problems_in_batch": 6,
             "generation_lengths": 35.0,
             "prompt_lengths": 34 / 6,
-            "correct_solution_generation_lengths": 25.0,
+            "correct_solution_generation_lengths": 80 / 3,
         }
     )

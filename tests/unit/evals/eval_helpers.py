@@ -7,7 +7,7 @@ from nemo_rl.config import load_config
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import StepResult
+from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.evals.evaluator import Asker
 from nemo_rl.evals.prompts import EvalPrompts
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -47,6 +47,15 @@ class InProcessEngine(GenerationInterface):
 
 class BoxedNumbers:
     """An environment port that compares the boxed number, without processes."""
+
+    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+        return EpisodeStart(metadata)
+
+    async def close_episode(self, metadata: Any) -> None:
+        pass
+
+    async def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float | int]]:
+        return batch, {}
 
     async def step(self, message_log: list[dict[str, Any]], metadata: Any) -> StepResult:
         from nemo_rl.environments.grading.boxed import last_boxed

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import StepResult
+from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
@@ -37,15 +37,29 @@ class ScriptedEngine(GenerationInterface):
 
 
 class ScriptedEnvironment:
-    """Calls `judge(messages, metadata)` for every turn."""
+    """Calls `judge(messages, metadata)` for every turn; `opened` and `closed` list the metadata of episodes."""
 
     def __init__(self, judge: Callable[[list[dict[str, Any]], Any], StepResult]):
         self.judge = judge
         self.num_steps = 0
+        self.opened: list[Any] = []
+        self.closed: list[Any] = []
+        self.batches: list[BatchedDataDict[Any]] = []
+
+    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+        self.opened.append(metadata)
+        return EpisodeStart(metadata)
 
     async def step(self, message_log: list[dict[str, Any]], metadata: Any) -> StepResult:
         self.num_steps += 1
         return self.judge(message_log, metadata)
+
+    async def close_episode(self, metadata: Any) -> None:
+        self.closed.append(metadata)
+
+    async def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float | int]]:
+        self.batches.append(batch)
+        return batch, {}
 
 
 class LetterTokenizer:
@@ -53,11 +67,12 @@ class LetterTokenizer:
 
     eos_token_id = 0
     pad_token_id = 0
+    chat_template = None
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(i) for i in ids)
 
-    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = False, verbose: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) for c in text]}
 
 

@@ -36,7 +36,7 @@ def test_trajectories_come_ordered_by_prompt_and_sample_with_the_engines_tokens(
     engine = ScriptedEngine(lambda r: [ord("a") + r.seed % 3, 0])
     environment = ScriptedEnvironment(lambda log, meta: graded(float(len(log))))
     runner = make_runner(loop, engine, environment)
-    found = runner.collect(prompts("one", "two"), 3, SAMPLING, KEY)
+    found = runner.collect(prompts("one", "two"), 3, SAMPLING, KEY).trajectories
     assert [(t.group_index, t.sample_index) for t in found] == [(g, s) for g in (0, 1) for s in (0, 1, 2)]
     by_prompt = {tuple(r.prompt_token_ids): [] for r in engine.requests}
     for request in engine.requests:
@@ -78,7 +78,7 @@ def test_several_turns_keep_the_exact_prefix_and_add_rewards(loop: EventLoopThre
         )
 
     runner = make_runner(loop, engine, ScriptedEnvironment(judge), max_turns=5)
-    (t,) = runner.collect(prompts("p"), 1, SAMPLING, KEY)
+    (t,) = runner.collect(prompts("p"), 1, SAMPLING, KEY).trajectories
     assert "".join(m["content"] for m in t.message_log) == "pxygoxygoxy"
     prefixes = ["".join(map(chr, r.prompt_token_ids)) for r in engine.requests]
     assert prefixes == ["p", "pxygo", "pxygoxygo"]
@@ -90,7 +90,7 @@ def test_a_response_never_grows_past_the_sequence_limit(loop: EventLoopThread) -
     engine = ScriptedEngine(lambda r: [ord("z")] * 50)
     environment = ScriptedEnvironment(lambda log, meta: graded(1.0))
     runner = make_runner(loop, engine, environment, max_sequence_length=10)
-    short, full = runner.collect(prompts("abc", "x" * 10), 1, SAMPLING, KEY)
+    short, full = runner.collect(prompts("abc", "x" * 10), 1, SAMPLING, KEY).trajectories
     assert (short.length, short.outcome) == (10, Outcome.TRUNCATED)
     assert (full.outcome, full.reward, full.num_turns) == (Outcome.PROMPT_TOO_LONG, None, 0)
 
@@ -100,7 +100,7 @@ def test_an_observation_without_room_ends_the_episode(loop: EventLoopThread) -> 
     talk = {"role": "environment", "content": "w" * 30}
     environment = ScriptedEnvironment(lambda log, meta: graded(0.5, terminated=False, observation=talk))
     runner = make_runner(loop, engine, environment, max_turns=9, max_sequence_length=20)
-    (t,) = runner.collect(prompts("hi"), 1, SAMPLING, KEY)
+    (t,) = runner.collect(prompts("hi"), 1, SAMPLING, KEY).trajectories
     assert (t.outcome, t.length, t.reward, t.num_turns) == (Outcome.TRUNCATED, 6, 0.5, 1)
 
 
@@ -113,7 +113,7 @@ def test_a_failed_grading_is_an_outcome_and_never_a_zero(loop: EventLoopThread) 
         return graded(1.0)
 
     runner = make_runner(loop, engine, ScriptedEnvironment(judge))
-    good, bad = runner.collect(prompts("good", "bad"), 1, SAMPLING, KEY)
+    good, bad = runner.collect(prompts("good", "bad"), 1, SAMPLING, KEY).trajectories
     assert (good.reward, good.outcome, good.has_reward) == (1.0, Outcome.FINISHED, True)
     assert (bad.reward, bad.outcome, bad.error) == (None, Outcome.REWARD_ERROR, "grader exploded")
     metrics = rollout_metrics([good, bad])
@@ -125,7 +125,7 @@ def test_a_failed_grading_is_an_outcome_and_never_a_zero(loop: EventLoopThread) 
 def test_reward_components_are_kept_and_summed(loop: EventLoopThread) -> None:
     environment = ScriptedEnvironment(lambda log, meta: graded({"right": 1.0, "format": 0.5}))
     runner = make_runner(loop, ScriptedEngine(lambda r: [0]), environment)
-    (t,) = runner.collect(prompts("q"), 1, SAMPLING, KEY)
+    (t,) = runner.collect(prompts("q"), 1, SAMPLING, KEY).trajectories
     assert (t.reward, t.reward_components) == (1.5, {"right": 1.0, "format": 0.5})
 
 
@@ -165,7 +165,7 @@ def test_stop_strings_of_the_data_reach_the_engine(loop: EventLoopThread) -> Non
 
 
 def test_an_unknown_environment_is_named(loop: EventLoopThread) -> None:
-    runner = make_runner(loop, ScriptedEngine(lambda r: [0]), None)
+    runner = make_runner(loop, ScriptedEngine(lambda r: [0]), ScriptedEnvironment(lambda log, meta: graded(1.0)))
     with pytest.raises(ConfigError, match=r"environment 'chess'; running are \['game'\]"):
         runner.collect(prompts("q", task_name=["chess"]), 1, SAMPLING, KEY)
 
@@ -175,7 +175,8 @@ def test_what_breaks_one_sample_surfaces_as_itself(loop: EventLoopThread) -> Non
         async def generate(self, request: Any) -> Any:
             raise GenerationError("the engine is broken")
 
-    runner = make_runner(loop, Broken(lambda r: [0]), None)
+    environment = ScriptedEnvironment(lambda log, meta: graded(1.0))
+    runner = make_runner(loop, Broken(lambda r: [0]), environment)
     with pytest.raises(GenerationError, match="the engine is broken"):
         runner.collect(prompts("q", "r"), 2, SAMPLING, KEY)
 
@@ -187,7 +188,8 @@ def test_a_collection_has_a_deadline(loop: EventLoopThread) -> None:
 
             await asyncio.sleep(60)
 
-    runner = make_runner(loop, Stuck(lambda r: [0]), None, timeout_s=0.2)
+    environment = ScriptedEnvironment(lambda log, meta: graded(1.0))
+    runner = make_runner(loop, Stuck(lambda r: [0]), environment, timeout_s=0.2)
     with pytest.raises(DeadlineExceededError, match=r"train step 3 .*rollout_s.* 0.2 s"):
         runner.collect(prompts("q"), 1, SAMPLING, KEY)
 

@@ -68,7 +68,6 @@ def test_tensorboard_and_metrics_file_hold_the_same_numbers(tmp_path):
     logger = Logger(LoggerConfig(tensorboard_enabled=True), tmp_path)
     logger.log_metrics({"loss": 0.25, "reward": torch.tensor(1 / 3, dtype=torch.float64)}, 1, prefix="train")
     logger.log_metrics({"loss": float("nan"), "histogram": [1, 2]}, 2, prefix="train")
-    logger.log_histogram([1.0, 2.0, 2.5], 2, "lengths")
     logger.log_hyperparams({"grpo": {"num_prompts_per_step": 8}})
     logger.finish()
 
@@ -77,7 +76,6 @@ def test_tensorboard_and_metrics_file_hold_the_same_numbers(tmp_path):
     assert set(events.Tags()["scalars"]) == {"train/loss", "train/reward"}
     assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(1, pytest.approx(1 / 3, rel=1e-6))]
     assert math.isnan(events.Scalars("train/loss")[1].value)
-    assert events.Tags()["histograms"] == ["lengths"]
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "grpo.num_prompts_per_step: 8" in text
 
@@ -146,7 +144,7 @@ def test_tracker_classes_are_offered_without_importing_their_libraries():
         logger_module.CometLogger  # noqa: B018
 
 
-def test_a_user_backend_needs_three_methods():
+def test_a_user_backend_needs_two_methods():
     class Mine(LoggerInterface):
         def log_metrics(self, metrics, step, prefix="", step_metric=None, step_finished=False):
             self.seen = (metrics, step, prefix)
@@ -154,12 +152,8 @@ def test_a_user_backend_needs_three_methods():
         def log_hyperparams(self, params):
             pass
 
-        def log_histogram(self, histogram, step, name):
-            pass
-
     mine = Mine()
     mine.log_metrics({"a": 1}, 1)
-    mine.log_plot(None, 1, "plot")
     mine.close()
     assert mine.seen == ({"a": 1}, 1, "")
 
@@ -247,7 +241,6 @@ from nemo_rl.utils.logger import Logger
 logger = Logger(LoggerConfig(wandb_enabled=True, wandb={{"project": "p", "name": "n"}}), {str(tmp_path)!r})
 logger.log_hyperparams({{"grpo": {{"num_prompts_per_step": 8}}}})
 logger.log_metrics({{"loss": 0.3671875}}, 31, prefix="train")
-logger.log_histogram([1.0, 2.0], 31, "lengths")
 logger.close()
 """
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
@@ -257,7 +250,7 @@ logger.close()
     records = wandb_records(path)
     for name, value in ((b"train/loss", b"0.3671875"), (b"train/step", b"31")):
         assert re.search(name + rb".{1,4}" + value, records, re.DOTALL), name
-    assert b"lengths" in records and b"num_prompts_per_step" in records
+    assert b"num_prompts_per_step" in records
 
 
 def test_mlflow_file_store(tmp_path):

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from nemo_rl.utils.closing import close_all
+
 from nemo_rl.utils.stop_signals import STOP_SIGNALS
 
 PROGRAM = """

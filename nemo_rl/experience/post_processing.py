@@ -1,0 +1,90 @@
+"""What environments say about a finished collection: corrected rewards and metrics of their own.
+
+Invariant: a reward that an environment leaves as it is stays the same number, bit for bit; an environment that fails
+here changes nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.utils.log_backends.interface import to_scalars
+
+logger = logging.getLogger(__name__)
+
+type _Batch = BatchedDataDict[Any]
+
+
+class PostProcessor(Protocol):
+    """An environment as far as finished collections go."""
+
+    async def global_post_process_and_metrics(self, batch: _Batch) -> tuple[_Batch, dict[str, float | int]]:
+        """See `environments.interfaces.EnvironmentInterface`."""
+
+
+async def post_process(
+    environments: Mapping[str, PostProcessor], trajectories: Sequence[Trajectory]
+) -> dict[str, float]:
+    """Let each environment correct the rewards of its own trajectories, in place.
+
+    Returns:
+        The environments' metrics as `<environment>/<name>`.
+    """
+    graded: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            graded.setdefault(trajectory.task_name, []).append(trajectory)
+    found = await asyncio.gather(*(_post_process(name, environments[name], own) for name, own in graded.items()))
+    return {f"{name}/{metric}": value for name, own in zip(graded, found, strict=True) for metric, value in own.items()}
+
+
+async def _post_process(name: str, environment: PostProcessor, own: list[Trajectory]) -> dict[str, float]:
+    batch, components = _rollout_batch(own)
+    before = batch["rewards"].clone()
+    batch, metrics = await environment.global_post_process_and_metrics(batch)
+    after = torch.as_tensor(batch["rewards"])
+    if after.shape != before.shape or not after.isfinite().all():
+        logger.warning(
+            "Environment %r returned rewards of shape %s for %s, or some that are not finite; they stay as they were.",
+            name,
+            list(after.shape),
+            list(before.shape),
+        )
+        return to_scalars(metrics)
+    for trajectory, old, new in zip(own, before, after, strict=True):
+        if not old.equal(new.to(old)):
+            _correct(trajectory, components, new)
+    return to_scalars(metrics)
+
+
+def _rollout_batch(own: list[Trajectory]) -> tuple[_Batch, list[str]]:
+    """The batch that `EnvironmentInterface.global_post_process_and_metrics` documents, and names of components."""
+    components = list(dict.fromkeys(name for t in own for name in t.reward_components))
+    total = torch.tensor([t.reward for t in own], dtype=torch.float32)
+    parts = torch.tensor([[t.reward_components.get(name, 0.0) for name in components] for t in own])
+    truncated = torch.tensor([t.outcome == Outcome.TRUNCATED for t in own])
+    batch: _Batch = BatchedDataDict(
+        rewards=parts if components else total.clone(),
+        total_reward=total,
+        is_end=(~truncated).long(),
+        truncated=truncated,
+        generation_lengths=torch.tensor([t.response_length for t in own]),
+        prompt_lengths=torch.tensor([t.prompt_length for t in own]),
+        text=[t.prompt_text for t in own],
+        message_log=[t.turns for t in own],
+        extra_env_info=[t.extra_env_info for t in own],
+        idx=[t.idx for t in own],
+    )
+    return batch, components
+
+
+def _correct(trajectory: Trajectory, components: list[str], reward: Tensor) -> None:
+    if components:
+        trajectory.reward_components = dict(zip(components, reward.tolist(), strict=True))
+    trajectory.reward = float(reward.sum())

@@ -1,0 +1,163 @@
+"""Nothing that the library offers is idle: a method that a user may implement is called on some run.
+
+Read with `ast`. A hook is a method of an abstract class that is abstract, or whose own body makes nothing of `self`: a
+default to be replaced. What hosts an implementation, in the package of the interface, only passes calls on, and so does
+a method of the same name or a call through `super()`: a public hook has to be called from another package.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "nemo_rl"
+
+type Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def library() -> dict[str, ast.Module]:
+    return {
+        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def last_name(node: ast.expr) -> str:
+    """`ABC` of `abc.ABC` and `Generic` of `Generic[T]`."""
+    if isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def hooks(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str, str]]:
+    """(package, class, method) of what a user may implement."""
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and {"ABC", "ABCMeta"} & {
+                last_name(base) for base in [*node.bases, *(keyword.value for keyword in node.keywords)]
+            }:
+                yield from ((package_of(file), node.name, function.name) for function in node.body if is_hook(function))
+
+
+def package_of(file: str) -> str:
+    return file.split("/")[0]
+
+
+def is_hook(node: ast.stmt) -> bool:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("__"):
+        return False
+    names = {last_name(decorator) for decorator in node.decorator_list}
+    if "abstractmethod" in names:
+        return True
+    uses_self = any(isinstance(inner, ast.Name) and inner.id == "self" for inner in ast.walk(node))
+    return not node.name.startswith("_") and not names and not uses_self
+
+
+def called_names(tree: ast.AST, inside: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Names of methods that are called, as `x.name(...)`, as `x.name.remote(...)` or by their name as a text.
+
+    Args:
+        tree: where to look.
+        inside: names of the functions around it.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from called_names(node, inside | {node.name})
+            continue
+        if isinstance(node, ast.Call):
+            yield from (name for name in names_in_call(node) if name not in inside)
+        yield from called_names(node, inside)
+
+
+def names_in_call(call: ast.Call) -> Iterator[str]:
+    function = call.func
+    if isinstance(function, ast.Attribute) and function.attr == "remote":
+        function = function.value
+    if isinstance(function, ast.Attribute):
+        owner = function.value
+        if not (isinstance(owner, ast.Call) and last_name(owner.func) == "super"):
+            yield function.attr
+    yield from (
+        text.value for text in call.args if isinstance(text, ast.Constant) and isinstance(text.value, str)
+    )  # `run_all("method", ...)`: the name travels to a worker
+
+
+def idle_hooks(trees: Mapping[str, ast.Module]) -> set[tuple[str, str]]:
+    callers: dict[str, set[str]] = {}
+    for file, tree in trees.items():
+        for name in called_names(tree):
+            callers.setdefault(name, set()).add(package_of(file))
+    return {
+        (owner, name)
+        for package, owner, name in hooks(trees)
+        if not callers.get(name, set()) - (set() if name.startswith("_") else {package})
+    }
+
+
+def test_every_hook_is_called_by_the_library():
+    trees = library()
+    found = {(owner, name) for _, owner, name in hooks(trees)}
+    assert {owner for owner, _ in found} >= {
+        "EnvironmentInterface",
+        "GenerationInterface",
+        "LoggerInterface",
+        "PolicyInterface",
+    }
+    optional = {"open_episode", "close_episode", "global_post_process_and_metrics", "shutdown", "step"}
+    assert {name for owner, name in found if owner == "EnvironmentInterface"} == optional
+    assert idle_hooks(trees) == set()
+
+
+def test_a_hook_that_nobody_calls_is_found():
+    """Each line that calls a hook of an environment is needed; without it the test above fails."""
+    calls = {
+        "open_episode": "experience/rollouts.py",
+        "close_episode": "experience/rollouts.py",
+        "global_post_process_and_metrics": "experience/post_processing.py",
+    }
+    for name, file in calls.items():
+        trees = library()
+        source = (PACKAGE / file).read_text(encoding="utf-8")
+        assert f"environment.{name}(" in source
+        trees[file] = ast.parse(source.replace(f"environment.{name}(", "environment.other("))
+        assert idle_hooks(trees) == {("EnvironmentInterface", name)}
+
+
+def test_new_idle_hooks_are_found_and_relays_do_not_count():
+    interface = """
+import abc
+class Interface(abc.ABC):
+    @abc.abstractmethod
+    def used(self): ...
+    @abc.abstractmethod
+    def remote(self): ...
+    @abc.abstractmethod
+    def by_name(self): ...
+    @abc.abstractmethod
+    def relayed(self): ...
+    @abc.abstractmethod
+    def mentioned(self): ...
+    def optional(self, value):
+        return value
+    @abc.abstractmethod
+    def hosted(self): ...
+    @abc.abstractmethod
+    def _private(self): ...
+    def concrete(self):
+        return self._private()
+def host(thing):
+    thing.hosted()
+"""
+    user = """
+class Relay:
+    def relayed(self):
+        return self.inner.relayed()
+    def optional(self, value):
+        return super().optional(value)
+def run(thing, group):
+    thing.used()
+    thing.remote.remote()
+    group.run_all("by_name", 1)
+    return thing.mentioned
+"""
+    idle = {("Interface", name) for name in ("relayed", "mentioned", "optional", "hosted")}
+    assert idle_hooks({"one/interface.py": ast.parse(interface), "two/user.py": ast.parse(user)}) == idle
