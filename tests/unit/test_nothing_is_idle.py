@@ -15,9 +15,13 @@ type Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def library() -> dict[str, ast.Module]:
+    """The library's files by their path within it, and its commands: a checkpoint is exported by one of those."""
+    commands = [*(PACKAGE.parent / "examples").glob("*.py"), *(PACKAGE.parent / "examples/converters").glob("*.py")]
     return {
-        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for path in sorted(PACKAGE.rglob("*.py"))
+        path.relative_to(PACKAGE if PACKAGE in path.parents else PACKAGE.parent).as_posix(): ast.parse(
+            path.read_text(encoding="utf-8")
+        )
+        for path in sorted([*PACKAGE.rglob("*.py"), *commands])
     }
 
 
@@ -39,7 +43,8 @@ def hooks(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str, str]]:
 
 
 def package_of(file: str) -> str:
-    return file.split("/")[0]
+    """The folder of a file; what is in a folder below it is another package."""
+    return str(Path(file).parent)
 
 
 def is_hook(node: ast.stmt) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nemo_rl.utils.closing import close_all
 
 from nemo_rl.utils.stop_signals import STOP_SIGNALS
 
@@ -145,15 +144,3 @@ def test_a_run_whose_terminal_is_closed_ends_in_order() -> None:
     os.close(terminal)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 75
-
-
-def test_all_are_closed_in_order_whatever_fails() -> None:
-    closed: list[str] = []
-
-    def failing() -> None:
-        closed.append("failing")
-        raise RuntimeError("will not close")
-
-    with pytest.raises(RuntimeError, match="will not close"):
-        close_all([lambda: closed.append("first"), failing, lambda: closed.append("last")])
-    assert closed == ["first", "failing", "last"]
