@@ -34,7 +34,7 @@ def assemble_grpo(config: GRPOMasterConfig, started_at: float = 0.0) -> GRPORun:
     grpo = config.grpo
     set_seed(grpo.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer)
-    data = setup_response_data(tokenizer, config.data, list(config.env))
+    data = setup_response_data(tokenizer, config.data, config.env)
     loss_fn = ClippedPGLossFn(config.loss_fn)
     credit = CreditAssignment(make_advantage_estimator(grpo, config.loss_fn), grpo)
     needs_prev, needs_reference = forward_passes(config, loss_fn, credit)

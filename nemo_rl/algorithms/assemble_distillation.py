@@ -29,7 +29,7 @@ def assemble_distillation(config: DistillationMasterConfig, started_at: float = 
     set_seed(config.distillation.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer)
     vocab_size = check_teacher_fits(config, tokenizer)
-    data = setup_response_data(tokenizer, config.data, list(config.env))
+    data = setup_response_data(tokenizer, config.data, config.env)
     folders = open_folders(config, len(data.train))
     plan = RolloutPlan(tokenizer, data, folders, teacher=config.teacher, started_at=started_at)
     parts = start_rollouts(config, plan)

@@ -26,8 +26,8 @@ CALIBRATION_BINS = 10
 class Scorer(Protocol):
     """A reward model."""
 
-    def score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """`scores [B]`."""
+    def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """`scores [B]`, computed in passes of `micro_batch_size` rows; None: as configured."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,13 @@ class RMValidator:
         batches: validation batches, iterated anew each time.
         scorer: the reward model.
         loss_fn: as in training.
+        micro_batch_rows: rows of one pass of a rank; None forms passes as configured.
     """
 
     batches: Iterable[BatchedDataDict[Any]]
     scorer: Scorer
     loss_fn: PreferenceLossFn
+    micro_batch_rows: int | None = None
 
     def __call__(self, step: int) -> dict[str, float]:
         """Loss, accuracy, mean scores, margin and calibration error over all valid pairs."""
@@ -50,7 +52,7 @@ class RMValidator:
         masks: list[Tensor] = []
         margins: list[Tensor] = []
         for batch in self.batches:
-            scores.append(self.scorer.score(batch)["scores"].double())
+            scores.append(self.scorer.score(batch, self.micro_batch_rows)["scores"].double())
             masks.append(batch["sample_mask"].double())
             margins.append(batch["margin"].double() if "margin" in batch else torch.zeros_like(masks[-1]))
         scores_B, mask_B = torch.cat(scores), torch.cat(masks)

@@ -27,7 +27,7 @@ from nemo_rl.algorithms.runtime.workers import (
     start_workers,
 )
 from nemo_rl.config import RolloutMasterConfig, TeacherConfig
-from nemo_rl.data.datasets.setup import ResponseData
+from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -53,7 +53,7 @@ class RolloutPlan:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    data: ResponseData
+    data: RunData
     folders: RunFolders
     needs_reference: bool = False
     prompt_factor: float = 1.0

@@ -38,8 +38,8 @@ from nemo_rl.config import (
 )
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn, sft_collate_fn
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
-from nemo_rl.data.datasets.setup_supervised import (
-    SupervisedData,
+from nemo_rl.data.datasets.setup import (
+    RunData,
     setup_feedback_data,
     setup_preference_data,
     setup_sft_data,
@@ -159,7 +159,7 @@ def assemble_rm(config: RMMasterConfig, started_at: float = 0.0) -> SupervisedRu
         rows_per_sample=2,
         needs_reference=False,
         prepare=lambda policy: unchanged,
-        validator=lambda policy, batches: RMValidator(batches, policy, loss_fn),
+        validator=lambda policy, batches: RMValidator(batches, policy, loss_fn, validation_rows(config, 2)),
     )
     return assemble_run(config, tokenizer, data, recipe, started_at)
 
@@ -205,7 +205,7 @@ def _pair_collate(
 def assemble_run(
     config: SupervisedMasterConfig,
     tokenizer: PreTrainedTokenizerBase,
-    data: SupervisedData,
+    data: RunData,
     recipe: Recipe,
     started_at: float,
 ) -> SupervisedRun:
@@ -267,7 +267,7 @@ def validation_rows(config: SupervisedMasterConfig, rows_per_sample: int) -> int
     return config.algorithm.val_micro_batch_size * rows_per_sample
 
 
-def _train_loader(config: SupervisedMasterConfig, data: SupervisedData, recipe: Recipe) -> PromptLoader:
+def _train_loader(config: SupervisedMasterConfig, data: RunData, recipe: Recipe) -> PromptLoader:
     return build_loader(
         data.train,
         config.policy.train_global_batch_size,
@@ -280,9 +280,7 @@ def _train_loader(config: SupervisedMasterConfig, data: SupervisedData, recipe: 
     )
 
 
-def _validation(
-    config: SupervisedMasterConfig, data: SupervisedData, recipe: Recipe, policy: Policy
-) -> Validate | None:
+def _validation(config: SupervisedMasterConfig, data: RunData, recipe: Recipe, policy: Policy) -> Validate | None:
     def validate(rows: MixedDataset) -> Validate:
         return recipe.validator(policy, _validation_batches(config, rows, recipe))
 

@@ -177,6 +177,11 @@ def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
             f"grpo.advantage_clip_low={low} and grpo.advantage_clip_high={high} must have 0 between "
             "them, the advantage of an average answer. Give low <= 0 <= high, or null."
         )
+    if grpo.reward_shaping.enabled and estimator.name == "gdpo":
+        yield (
+            "grpo.reward_shaping.enabled=true changes the total reward, of which grpo.adv_estimator.name=gdpo reads "
+            "only the components. Set it to false, or choose another estimator."
+        )
     if estimator.reward_weights is not None and estimator.name != "gdpo":
         yield "grpo.adv_estimator.reward_weights only works with grpo.adv_estimator.name=gdpo."
     if estimator.std_level == "batch" and (estimator.name != "grpo" or not estimator.normalize_rewards):

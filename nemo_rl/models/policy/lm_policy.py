@@ -242,11 +242,14 @@ class Policy(PolicyInterface):
         logits, indices = (sharded.restore(tensors) for tensors in zip(*parts, strict=True))
         return BatchedDataDict({"topk_logits": logits, "topk_indices": indices})
 
-    def score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ScoreOutputSpec]:
+    def score(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ScoreOutputSpec]:
         """Scores of whole sequences, for reward models.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
+            micro_batch_size: rows of one pass of a rank; None forms passes as configured.
 
         Returns:
             `scores [B]` float32.
@@ -256,7 +259,7 @@ class Policy(PolicyInterface):
         """
         if not self.config.reward_model_cfg.enabled:
             raise ConfigError("Policy.score needs policy.reward_model_cfg.enabled=true: this is a language model.")
-        return BatchedDataDict({"scores": self._score("score", data)})
+        return BatchedDataDict({"scores": self._score("score", data, micro_batch_size)})
 
     def save_checkpoint(
         self,

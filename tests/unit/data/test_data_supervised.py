@@ -12,7 +12,7 @@ from nemo_rl.config import DatasetConfig, SupervisedDataConfig
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
-from nemo_rl.data.datasets.setup_supervised import setup_feedback_data, setup_preference_data, setup_sft_data
+from nemo_rl.data.datasets.setup import setup_feedback_data, setup_preference_data, setup_sft_data
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.utils.errors import ConfigError, DataError

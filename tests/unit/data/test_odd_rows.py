@@ -17,7 +17,7 @@ from nemo_rl.config.runs.eval import EvalDataConfig
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn, rl_collate_fn, sft_collate_fn
 from nemo_rl.data.datasets import setup_response_data
 from nemo_rl.data.datasets.readers import read_file
-from nemo_rl.data.datasets.setup_supervised import setup_feedback_data, setup_preference_data, setup_sft_data
+from nemo_rl.data.datasets.setup import setup_feedback_data, setup_preference_data, setup_sft_data
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.rendering import encode_text
 from nemo_rl.data.tokenizer import PASSTHROUGH_TEMPLATE
@@ -208,7 +208,7 @@ def look(batch):
 
 @pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in KINDS), ("pairs", 2)])
 def test_rows_that_fail_when_they_are_drawn_do_not_train(monkeypatch, picky, tmp_path, caplog, kind, workers):
-    for place in ("setup_supervised.CHECKED_ROWS", "setup.TRIED_ROWS"):
+    for place in ("setup.CHECKED_ROWS", "setup.TRIED_ROWS"):
         monkeypatch.setattr(f"nemo_rl.data.datasets.{place}", 3)
     good, load = KINDS[kind]
     rows = [good] * 2 + [content_13(kind, good)] + [good] * 6 + [content_13(kind, good)] + [good] * 3
@@ -235,7 +235,7 @@ def test_rows_that_fail_when_they_are_drawn_do_not_train(monkeypatch, picky, tmp
 
 
 def test_too_many_rows_that_fail_when_they_are_drawn_end_the_run(monkeypatch, picky, tmp_path):
-    monkeypatch.setattr("nemo_rl.data.datasets.setup_supervised.CHECKED_ROWS", 3)
+    monkeypatch.setattr("nemo_rl.data.datasets.setup.CHECKED_ROWS", 3)
     rows = [TALK] * 10 + [content_13("sft", TALK)] * 10
     train, _, collate = KINDS["sft"][1](write_lines(tmp_path / "rows.jsonl", *rows), picky, max_bad_row_share=0.1)
     loader = build_loader(train, 4, shuffle=False, seed=1, collate_fn=collate, max_bad_row_share=0.1)

@@ -1,0 +1,23 @@
+"""Import what a dotted path names: an optimizer, an environment, a data set, a worker.
+
+Invariant: a path that leads nowhere is an error of the caller's kind that quotes the path and says why.
+"""
+
+import importlib
+from typing import Any
+
+
+def import_dotted(path: str, error: type[Exception], what: str, advice: str) -> Any:
+    """The object `name` of `package.module.name`.
+
+    Args:
+        path: the dotted path.
+        error: raised when there is no such thing.
+        what: beginning of the error: where the path stands, and the path.
+        advice: what to do instead, a sentence.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as reason:
+        raise error(f"{what} cannot be imported ({reason}). {advice}") from reason
