@@ -184,10 +184,8 @@ def test_a_notice_is_about_keys_that_are_there() -> None:
 
 
 def test_who_writes_a_key_without_effect_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    content = with_values(
-        data={"train": [{"dataset_name": "arithmetic", "num_samples": 5}, {"data_path": "README.md"}]}
-    )
-    content["data"]["train"][1] |= {"min_operand": 3}
+    generated = {"dataset_name": "arithmetic", "num_samples": 5}
+    content = with_values(data={"train": [generated, {"data_path": "README.md", "min_operand": 3}]})
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(content))
     with caplog.at_level(logging.INFO, "nemo_rl.config"):

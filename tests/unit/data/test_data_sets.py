@@ -7,6 +7,8 @@ import time
 import pytest
 from data_helpers import data_config, entry, write_lines
 
+from nemo_rl.config import MathEnvironmentConfig
+from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets import AllTaskProcessedDataset, setup_response_data
 from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
@@ -131,6 +133,14 @@ def test_setup_mixes_data_sets(bare_tokenizer, two_files, caplog):
     assert "1 of 4 rows cannot be used" in caplog.text
     with pytest.raises(IndexError):
         data.train[4]
+
+
+def test_answers_end_at_the_stop_strings_of_their_own_environment(bare_tokenizer, two_files):
+    config = data_config(train=two_files, max_input_seq_length=20, max_bad_row_share=0.5)
+    environments = {"math": MathEnvironmentConfig(stop_strings=["</answer>"]), "other": {"stop_strings": ["own"]}}
+    data = setup_response_data(bare_tokenizer, config, environments)
+    batch = rl_collate_fn([data.train[i] for i in range(4)])
+    assert batch["stop_strings"] == [["</answer>"]] * 3 + [None]
 
 
 def test_setup_joins_held_out_rows_and_validation_entries(bare_tokenizer):
