@@ -6,7 +6,6 @@ its rows are split in one way, whatever the kind.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from nemo_rl.config import DatasetConfig
@@ -15,6 +14,7 @@ from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.readers import RowTable
 from nemo_rl.data.datasets.row_values import text_of, value_of
+from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.imports import import_dotted
 
@@ -72,8 +72,7 @@ class DatasetKind:
         return raw
 
     def _own_class(self, name: str) -> Callable[..., Any]:
-        near = get_close_matches(name, self.named, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, self.named, cutoff=0.5)
         known = f"Known: {', '.join(sorted(self.named))}; or the dotted path of a class."
         if "." not in name:
             raise DataError(f"dataset_name {name!r} is unknown.{hint} {known}")

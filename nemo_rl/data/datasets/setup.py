@@ -8,11 +8,11 @@ many rows of each data set as are rendered at the start; later ones are reported
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from nemo_rl.config import DataConfig, DatasetConfig, SupervisedDataConfig
+from nemo_rl.config import DataConfig, DatasetConfig, SupervisedDataConfig, report_findings
+from nemo_rl.config.rules.data import check_environment
 from nemo_rl.config.schema.env import stop_strings_of
 from nemo_rl.data.bad_rows import BadRow, report_bad_rows
 from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
@@ -73,12 +73,12 @@ def setup_response_data(
         environments: `env` of the config, or its names. None when answers are not graded.
 
     Raises:
-        DataError: Any of the problems named at the top of this file.
+        ConfigError, DataError: Any of the problems named at the top of this file.
     """
     sections = environments if isinstance(environments, Mapping) else {}
     for entry, role in _entries(data_config):
-        if environments is not None and entry.env_name not in environments:
-            raise _unknown_env(f"data.{role}.env_name={entry.env_name!r}", str(entry.env_name), environments)
+        if environments is not None:
+            report_findings(check_environment(f"data.{role}", entry.env_name, environments))
     parts = [
         _Part(
             load_response_dataset,
@@ -188,10 +188,3 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
     num_validation = sum(len(rows) for group in validation.values() for rows in group)
     logger.info("Data: %d training and %d validation rows.", len(data.train), num_validation)
     return data
-
-
-def _unknown_env(written: str, name: str, known: Collection[str]) -> DataError:
-    near = get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    there = ", ".join(sorted(known)) or "none"
-    return DataError(f"{written} is not configured under env; there are: {there}.{hint}")

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config import PolicyConfig, TimeoutsConfig
+from nemo_rl.config import PolicyConfig, TimeoutsConfig, report_findings
+from nemo_rl.config.rules.model import check_backend
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
@@ -102,8 +103,7 @@ class Policy(PolicyInterface):
         threads_per_rank: int | None = None,
         seed: int = 0,
     ) -> None:
-        if not config.dtensor_cfg.enabled:
-            raise ConfigError("policy.dtensor_cfg.enabled=false: no training backend is left; set it to true.")
+        report_findings(check_backend("policy", config))
         self.config = config
         self.tokenizer = tokenizer
         self.weight_version = 0

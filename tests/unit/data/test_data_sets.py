@@ -14,7 +14,7 @@ from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.processors import math_data_processor, math_hf_data_processor
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import ConfigError, DataError
 
 
 def operands(rows):
@@ -55,13 +55,13 @@ def test_arithmetic_repeats_no_sum_before_all_are_used():
 
 def test_arithmetic_refuses_what_cannot_be():
     for arguments, message in [
-        ({"min_operand": 5, "max_operand": 4}, "min_operand=5 > max_operand=4"),
+        ({"min_operand": 5, "max_operand": 4}, "min_operand=5 is above max_operand=4"),
         ({"num_operands": 4}, "2 or 3 operands"),
         ({"split": "test"}, "no split 'test'"),
         ({"num_samples": 0}, "at least 1"),
         ({"split": "validation", "min_operand": 1, "max_operand": 1}, "leave no sum"),
     ]:
-        with pytest.raises(DataError, match=message):
+        with pytest.raises((ConfigError, DataError), match=message):
             ArithmeticDataset(**arguments)
 
 
@@ -163,7 +163,7 @@ def test_setup_joins_held_out_rows_and_validation_entries(bare_tokenizer):
 )
 def test_setup_refuses_before_training(bare_tokenizer, two_files, change, message):
     config = data_config(train=two_files[0] | change)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises((ConfigError, DataError), match=message):
         setup_response_data(bare_tokenizer, config, ["math"])
 
 
