@@ -4,7 +4,6 @@ Invariant: the samples of a validation depend on the run's seed and the data onl
 weights give the same numbers, and curves of two runs compare like with like.
 """
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,17 +54,3 @@ class Validator:
                 trajectory.group_index += offset
             trajectories += batch
         return validation_metrics(trajectories, self._num_generations), trajectories
-
-
-def limited(loader: Iterable[BatchedDataDict[Any]], max_batches: int | None) -> Iterable[BatchedDataDict[Any]]:
-    """The first `max_batches` batches of a loader, each time it is iterated."""
-    return _Limited(loader, max_batches)
-
-
-class _Limited:
-    def __init__(self, loader: Iterable[BatchedDataDict[Any]], max_batches: int | None):
-        self._loader = loader
-        self._max_batches = max_batches
-
-    def __iter__(self) -> Any:
-        return itertools.islice(iter(self._loader), self._max_batches)

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.algorithms.dpo import ReferenceLogprobs
 from nemo_rl.algorithms.kto import KTOPreparation
 from nemo_rl.algorithms.rm import RMValidator
-from nemo_rl.algorithms.rollout.validation import limited
 from nemo_rl.algorithms.runtime.run_folders import open_folders
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.runtime.workers import PolicyStart, make_clusters, start_policy
@@ -291,15 +290,16 @@ def _validation(config: SupervisedMasterConfig, data: RunData, recipe: Recipe, p
 
 def _validation_batches(config: SupervisedMasterConfig, rows: MixedDataset, recipe: Recipe) -> ValidationBatches:
     algorithm = config.algorithm
-    loader = build_loader(
+    batch_size = min(algorithm.val_global_batch_size, len(rows))
+    return build_loader(
         rows,
-        min(algorithm.val_global_batch_size, len(rows)),
+        batch_size,
         shuffle=False,
         seed=algorithm.seed,
         drop_last=False,
+        max_rows=None if algorithm.val_batches < 0 else algorithm.val_batches * batch_size,
         collate_fn=recipe.collate,
     )
-    return limited(loader, None if algorithm.val_batches < 0 else algorithm.val_batches)
 
 
 def _cadence(config: SupervisedMasterConfig, steps: int) -> Cadence:

@@ -71,7 +71,7 @@ class ArithmeticDataset(RawDataset):
         task_name: Put into every row.
 
     Raises:
-        DataError: An argument is out of range, or the split has no sum at all.
+        ConfigError, DataError: An argument is out of range, or the split has no sum at all.
     """
 
     def __init__(
