@@ -26,6 +26,8 @@ def check_supervised(
     """What every supervised run needs: a trainable policy, batches that divide, validation data."""
     if algorithm.max_num_steps == 0:
         yield f"{section}.max_num_steps=0 trains nothing. Use -1 for all of the data, or a number of steps."
+    if algorithm.val_batches == 0:
+        yield f"{section}.val_batches=0 validates on nothing. Use -1 for all of the data, or {section}.val_period=0."
     if policy.generation is not None:
         yield "policy.generation must be null: this run reads answers and writes none. Leave the section out."
     yield from chain(

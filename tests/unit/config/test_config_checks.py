@@ -74,7 +74,7 @@ REFUSED: list[tuple[list[str], str]] = [
         ["cluster.device=cuda", "cluster.num_nodes=2", SEPARATE],
         r"needs policy\.generation\.colocated\.resources\.num_nodes",
     ),
-    (["policy.dtensor_cfg.enabled=false"], "leaves no training backend"),
+    (["policy.dtensor_cfg.enabled=false"], "leaves no backend"),
     (["policy.optimizer=null"], r"policy\.optimizer is null"),
     (["policy.generation=null"], r"policy\.generation is null"),
     (["policy.generation.temperature=0"], r"temperature=0 makes all answers of a group equal"),
