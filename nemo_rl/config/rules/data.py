@@ -52,8 +52,8 @@ def check_environment(place: str, env_name: str | None, environments: Collection
     elif env_name not in environments:
         known = ", ".join(sorted(environments)) or "none"
         yield (
-            f"{place}.env_name={env_name!r} is not in env.{did_you_mean(env_name, environments)} Environments in env: "
-            f"{known}. Choose one of them or write a section env.{env_name}."
+            f"{place}.env_name={env_name!r} is not in env. Environments in env: {known}."
+            f"{did_you_mean(env_name, environments)} Choose one of them or write a section env.{env_name}."
         )
 
 
