@@ -56,7 +56,7 @@ def recipe(config: MasterConfig) -> RolloutRecipe:
 
     return RolloutRecipe(
         tokenizer=tokenizer,
-        data=setup_response_data(tokenizer, config.data, list(config.env)),
+        data=setup_response_data(tokenizer, config.data, config.env),
         loss_fn=DistillationLossFn(config.loss_fn),
         roles={"policy": Role(config.policy), "teacher": Role(config.teacher, trains=False)},
         stages=stages,

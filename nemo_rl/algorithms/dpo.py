@@ -13,7 +13,7 @@ from nemo_rl.algorithms.runtime.run import train as dpo_train
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_pairs, from_section, start_run
 from nemo_rl.config import DPOConfig
 from nemo_rl.config import DPOMasterConfig as MasterConfig
-from nemo_rl.data.datasets.setup_supervised import setup_preference_data
+from nemo_rl.data.datasets.setup import setup_preference_data
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn
 from nemo_rl.models.policy.interfaces import PolicyInterface

@@ -66,7 +66,7 @@ def recipe(config: MasterConfig) -> RolloutRecipe:
 
     return RolloutRecipe(
         tokenizer=tokenizer,
-        data=setup_response_data(tokenizer, config.data, list(config.env)),
+        data=setup_response_data(tokenizer, config.data, config.env),
         loss_fn=loss_fn,
         roles={"policy": Role(config.policy, keeps_reference=needs_reference)},
         stages=stages,

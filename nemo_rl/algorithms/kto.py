@@ -19,7 +19,7 @@ from nemo_rl.algorithms.runtime.run import Stage, StepBatch
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, from_section
 from nemo_rl.config import DPOMasterConfig
 from nemo_rl.data.collate_fn import feedback_collate_fn
-from nemo_rl.data.datasets.setup_supervised import setup_feedback_data
+from nemo_rl.data.datasets.setup import setup_feedback_data
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
 from nemo_rl.losses.reductions import masked_sum

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from nemo_rl.algorithms.runtime.run import Run
 from nemo_rl.algorithms.runtime.run import train as rm_train
-from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_pairs, start_run
+from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_pairs, start_run, validation_rows
 from nemo_rl.config import RMConfig
 from nemo_rl.config import RMMasterConfig as MasterConfig
-from nemo_rl.data.datasets.setup_supervised import setup_preference_data
+from nemo_rl.data.datasets.setup import setup_preference_data
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token, get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.pair_losses import CentredMargin
@@ -49,15 +49,15 @@ def recipe(config: MasterConfig) -> SupervisedRecipe:
         collate=collate_pairs(config, tokenizer),
         loss_fn=loss_fn,
         rows_per_sample=2,
-        validator=lambda policy, batches: RMValidator(batches, policy, loss_fn),
+        validator=lambda policy, batches: RMValidator(batches, policy, loss_fn, validation_rows(config, 2)),
     )
 
 
 class Scorer(Protocol):
     """A reward model."""
 
-    def score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """`scores [B]`."""
+    def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """`scores [B]`, computed in passes of `micro_batch_size` rows; None: as configured."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,13 @@ class RMValidator:
         batches: validation batches, iterated anew each time.
         scorer: the reward model.
         loss_fn: as in training.
+        micro_batch_rows: rows of one pass of a rank; None forms passes as configured.
     """
 
     batches: Iterable[BatchedDataDict[Any]]
     scorer: Scorer
     loss_fn: PreferenceLossFn
+    micro_batch_rows: int | None = None
 
     def __call__(self, step: int) -> dict[str, float]:
         """Loss, accuracy, mean scores, margin and calibration error over all valid pairs."""
@@ -80,7 +82,7 @@ class RMValidator:
         masks: list[Tensor] = []
         margins: list[Tensor] = []
         for batch in self.batches:
-            scores.append(self.scorer.score(batch)["scores"].double())
+            scores.append(self.scorer.score(batch, self.micro_batch_rows)["scores"].double())
             masks.append(batch["sample_mask"].double())
             margins.append(batch["margin"].double() if "margin" in batch else torch.zeros_like(masks[-1]))
         scores_B, mask_B = torch.cat(scores), torch.cat(masks)

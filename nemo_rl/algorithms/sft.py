@@ -11,7 +11,7 @@ from nemo_rl.algorithms.supervised.start import SupervisedRecipe, start_run
 from nemo_rl.config import SFTConfig
 from nemo_rl.config import SFTMasterConfig as MasterConfig
 from nemo_rl.data.collate_fn import sft_collate_fn
-from nemo_rl.data.datasets.setup_supervised import setup_sft_data
+from nemo_rl.data.datasets.setup import setup_sft_data
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.utils.seed import set_seed

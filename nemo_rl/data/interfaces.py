@@ -109,6 +109,7 @@ class TaskDataSpec:
         prompt_file: UTF-8 text with one `{}` where the problem goes (`str.format` rules, so a
             literal brace is written twice).
         system_prompt_file: UTF-8 text sent as the system message.
+        stop_strings: Texts that end an answer, besides those of `policy.generation`.
 
     Raises:
         DataError: A file is missing, is not UTF-8, or is not a template `str.format` accepts.
@@ -117,6 +118,7 @@ class TaskDataSpec:
     task_name: str | None = None
     prompt_file: PathLike | None = None
     system_prompt_file: PathLike | None = None
+    stop_strings: list[str] | None = None
     prompt: str | None = field(default=None, init=False)
     system_prompt: str | None = field(default=None, init=False)
 

@@ -7,10 +7,11 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import AutoTokenizer
 
+from nemo_rl.config import TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.utils.errors import ConfigError
 
@@ -20,16 +21,8 @@ PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% 
 """Chat template that sends the contents of the messages and nothing else."""
 
 
-class TokenizerSettings(Protocol):
-    """What `get_tokenizer` reads of `nemo_rl.config.TokenizerConfig`."""
-
-    name: str
-    chat_template: str | None
-    chat_template_kwargs: dict[str, Any] | None
-
-
 def get_tokenizer(
-    tokenizer_config: TokenizerSettings, *, trust_remote_code: bool = False, section: str = "policy"
+    tokenizer_config: TokenizerConfig, *, trust_remote_code: bool = False, section: str = "policy"
 ) -> TokenizerType:
     """Load the tokenizer and set its chat template and pad token.
 

@@ -22,6 +22,7 @@ from typing import Any
 import ray
 
 from nemo_rl.distributed.rendezvous import hold_port
+from nemo_rl.utils.imports import import_dotted
 
 STACK_SIGNAL = signal.SIGUSR1
 
@@ -99,7 +100,8 @@ class WorkerHost:
         """Import `pkg.module.Class` and construct the worker object, which finds its peers at `meeting_point`."""
         if meeting_point is not None:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting_point[0], str(meeting_point[1])
-        self._worker = resolve_class(class_fqn)(*args, **kwargs)
+        worker_class = import_dotted(class_fqn, ValueError, f"worker class {class_fqn!r}", "Name it pkg.Class.")
+        self._worker = worker_class(*args, **kwargs)
 
     def call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker object; tensors in the result travel without copies."""
@@ -141,21 +143,6 @@ def packed(value: Any) -> Any:
         return value
     transport = importlib.import_module("nemo_rl.distributed.tensor_transport")
     return transport.pack_tensors(value)
-
-
-def resolve_class(class_fqn: str) -> type:
-    """Import the class named `pkg.module.Class`.
-
-    Raises:
-        ValueError: not a dotted name, or the module has no such class.
-    """
-    module_name, _, class_name = class_fqn.rpartition(".")
-    if not module_name:
-        raise ValueError(f"worker class must be named 'package.module.Class', got {class_fqn!r}.")
-    found = getattr(importlib.import_module(module_name), class_name, None)
-    if not isinstance(found, type):
-        raise ValueError(f"module {module_name} has no class {class_name!r}.")
-    return found
 
 
 def configure_logging(name: str) -> None:

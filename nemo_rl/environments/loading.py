@@ -4,13 +4,13 @@ Runs in the driver, to fail early, and again where the environment runs. Invaria
 restarts and concurrency are ours, resources stay the user's.
 """
 
-import importlib
 from typing import Any
 
 from ray.actor import ActorClass
 
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import import_dotted
 
 EnvironmentClass = type[EnvironmentInterface[Any]]
 
@@ -29,15 +29,8 @@ def load_env_class(path: str) -> tuple[EnvironmentClass, dict[str, Any]]:
     Raises:
         ConfigError: The path does not lead to a subclass of `EnvironmentInterface`.
     """
-    module_name, _, class_name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"environment class {path!r} cannot be imported: {error}. Give the dotted path of "
-            "a class that Python can import from where the run was started."
-        ) from error
-    return plain_env_class(found)
+    advice = "Give the dotted path of a class that Python can import from where the run was started."
+    return plain_env_class(import_dotted(path, ConfigError, f"environment class {path!r}", advice))
 
 
 def plain_env_class(found: Any) -> tuple[EnvironmentClass, dict[str, Any]]:

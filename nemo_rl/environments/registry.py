@@ -4,13 +4,13 @@ Public as `environments.utils`. Invariant: a name leads to exactly one class, an
 anything is started.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 from pydantic import BaseModel
 
 from nemo_rl.environments.client import EnvironmentClient
+from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -64,8 +64,7 @@ def env_class_path(env_name: str) -> str:
         return ENV_REGISTRY[env_name]["actor_class_fqn"]
     if "." in env_name:
         return env_name
-    nearest = difflib.get_close_matches(env_name, ENV_REGISTRY, n=1)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    hint = did_you_mean(env_name, ENV_REGISTRY)
     raise ConfigError(
         f"unknown environment {env_name!r}.{hint} Known: {', '.join(sorted(ENV_REGISTRY))}; or give "
         "the dotted path of your own class, or register it with "

@@ -14,6 +14,7 @@ from typing import Any
 
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
+from nemo_rl.config.schema.env import stop_strings_of
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
@@ -63,7 +64,7 @@ def evaluate(config: EvalMasterConfig) -> EvalReport:
     tokenizer = get_tokenizer(config.tokenizer)
     _check_environment(config)
     check_engine_model(config.policy, config.cluster)
-    prompts = EvalPrompts(config.data, tokenizer)
+    prompts = EvalPrompts(config.data, tokenizer, stop_strings_of(config.env, config.data.env_name))
     store = RecordStore(config, len(prompts))
     try:
         if store.num_prompts_done < len(prompts):

@@ -30,15 +30,16 @@ class EvalPrompts:
     Args:
         config: the `data` section.
         tokenizer: renders and tokenises prompts.
+        stop_strings: texts that end an answer, besides those of `generation`.
 
     Raises:
         DataError: the data cannot be read, too many of its rows are unusable, or prompt files and chat
             template do not fit.
     """
 
-    def __init__(self, config: EvalDataConfig, tokenizer: TokenizerType) -> None:
+    def __init__(self, config: EvalDataConfig, tokenizer: TokenizerType, stop_strings: list[str] | None = None) -> None:
         processor = get_processor(config.processor) if config.processor else None
-        spec = TaskDataSpec(config.env_name, config.prompt_file, config.system_prompt_file)
+        spec = TaskDataSpec(config.env_name, config.prompt_file, config.system_prompt_file, stop_strings)
         problems = load_eval_dataset(config)
         raw = problems.raw
         name = config.data_path or str(config.dataset_name)

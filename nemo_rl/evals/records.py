@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.utils.atomic_write import write_atomically
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.folder_lock import FolderLock
 
@@ -212,9 +213,7 @@ def _whole_prompts(path: Path, per_prompt: int) -> list[AnswerRecord]:
             )
     if tail or kept < len(lines):
         logger.warning("%s ends within a prompt; its last %d lines are done again.", path, len(lines) - kept)
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(b"".join(line + b"\n" for line in lines[:kept]))
-        os.replace(partial, path)
+        write_atomically(path, (line.decode() + "\n" for line in lines[:kept]))
     return records
 
 
@@ -228,6 +227,4 @@ def _parse(line: bytes, path: Path, number: int) -> AnswerRecord:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

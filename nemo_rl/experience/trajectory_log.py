@@ -13,7 +13,7 @@ from typing import Any
 from nemo_rl.data.content import with_texts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
-from nemo_rl.utils.log_backends.jsonl import write_whole
+from nemo_rl.utils.atomic_write import write_atomically
 from nemo_rl.utils.optional_output import OptionalOutput
 
 _DECIMALS = 6
@@ -47,7 +47,8 @@ class TrajectoryLog:
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
         with self._output.attempt():
-            write_whole(self._folder / name, (json.dumps(line, ensure_ascii=False) for line in lines))
+            texts = (json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            write_atomically(self._folder / name, texts)
 
 
 def _describe(trajectory: Trajectory) -> dict[str, Any]:

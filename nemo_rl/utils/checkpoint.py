@@ -22,6 +22,7 @@ import yaml
 from pydantic import BaseModel
 
 from nemo_rl.config import CheckpointingConfig
+from nemo_rl.utils.atomic_write import write_atomically
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.folder_lock import FolderLock
 from nemo_rl.utils.manifest import find_damage, manifest_bytes, write_manifest
@@ -223,12 +224,9 @@ class CheckpointManager:
         self.expected_bytes = manifest_bytes(final)
 
     def _write_status(self, step: int) -> None:
-        path = self.checkpoint_dir / _STATUS_FILE
-        partial = path.with_suffix(".partial")
         saved_at = (self.checkpoint_dir / f"step_{step}").stat().st_mtime
         status = {"last_successful_ckpt_save_completion": saved_at, "last_checkpoint_step": step}
-        partial.write_text(json.dumps(status))
-        os.replace(partial, path)
+        write_atomically(self.checkpoint_dir / _STATUS_FILE, json.dumps(status))
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, oldest first."""

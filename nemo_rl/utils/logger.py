@@ -18,10 +18,11 @@ from rich.text import Text
 
 from nemo_rl.config import LoggerConfig
 from nemo_rl.config.rules.trackers import check_trackers
+from nemo_rl.utils.atomic_write import write_atomically
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
 from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict
-from nemo_rl.utils.log_backends.jsonl import JsonlLogger, write_rows, write_whole
+from nemo_rl.utils.log_backends.jsonl import JsonlLogger, to_line
 from nemo_rl.utils.optional_output import OptionalOutput
 
 if TYPE_CHECKING:
@@ -136,12 +137,12 @@ class Logger(LoggerInterface):
         num_rows = next(iter(sizes.values()), 0)
         rows = ({name: column[row] for name, column in columns.items()} for row in range(num_rows))
         with self._files.attempt():
-            write_rows(self.log_dir / filename, rows)
+            write_atomically(self.log_dir / filename, (to_line(row) + "\n" for row in rows))
 
     def log_string_list_as_jsonl(self, to_log: Sequence[str], filename: str) -> None:
         """Write texts that are JSON already as `<log_dir>/<filename>`, one a line."""
         with self._files.attempt():
-            write_whole(self.log_dir / filename, to_log)
+            write_atomically(self.log_dir / filename, (text + "\n" for text in to_log))
 
     def close(self) -> None:
         """Close all backends."""

@@ -152,7 +152,7 @@ def tokenised(algorithm: str, model: Path, text: Path) -> Iterator[dict[str, lis
     """Token ids that this library makes of the rows, in the columns that SFTTrainer and RewardTrainer take."""
     from nemo_rl.config import RMMasterConfig, SFTMasterConfig, load_config
     from nemo_rl.data.collate_fn import preference_collate_fn, sft_collate_fn
-    from nemo_rl.data.datasets.setup_supervised import setup_preference_data, setup_sft_data
+    from nemo_rl.data.datasets.setup import setup_preference_data, setup_sft_data
     from nemo_rl.data.tokenizer import get_tokenizer
 
     overrides = {**data_overrides(algorithm, text), "policy.model_name": model}

@@ -33,7 +33,7 @@ from nemo_rl.algorithms.runtime.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.config import RolloutMasterConfig
 from nemo_rl.data.content import with_texts
-from nemo_rl.data.datasets.setup import ResponseData
+from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.client import EnvironmentClient
@@ -71,7 +71,7 @@ class RolloutRecipe:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    data: ResponseData
+    data: RunData
     loss_fn: AnyLossFunction
     roles: Mapping[str, Role]
     stages: Callable[[Mapping[str, Policy]], list[Stage]]

@@ -24,7 +24,7 @@ from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateVali
 from nemo_rl.config import SupervisedConfig, SupervisedMasterConfig
 from nemo_rl.data.collate_fn import preference_collate_fn
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
-from nemo_rl.data.datasets.setup_supervised import SupervisedData
+from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import PromptLoader, build_loader
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
@@ -61,7 +61,7 @@ class SupervisedRecipe:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    data: SupervisedData
+    data: RunData
     collate: Collate
     loss_fn: LossFunction
     rows_per_sample: int = 1

@@ -44,6 +44,8 @@ class Section(BaseModel):
     Class attributes a section may set (each a mapping from key to a text for people):
         later: NeMo RL keys of features that do not exist yet; accepted while off, refused when on.
         ignored: NeMo RL keys that have no meaning here; accepted with any value and dropped.
+        idle: keys that other code may read or check but that change nothing here, with the reason; the user
+            who writes one is told.
         moved: keys that are spelled elsewhere now; always an error that names the new place.
 
     and two plain texts:
@@ -56,6 +58,7 @@ class Section(BaseModel):
 
     later: ClassVar[Mapping[str, str]] = {}
     ignored: ClassVar[Mapping[str, str]] = {}
+    idle: ClassVar[Mapping[str, str]] = {}
     moved: ClassVar[Mapping[str, str]] = {}
     place: ClassVar[str] = ""
     inherits: ClassVar[str] = ""
@@ -79,6 +82,11 @@ class Section(BaseModel):
         except ValidationError as error:
             lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
             raise ConfigError(f"{cls.__name__}: " + "; ".join(lines)) from None
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """Keys that change nothing in a section with these values, with the reason; the user is told."""
+        return {**cls.ignored, **cls.idle}
 
     @model_validator(mode="before")
     @classmethod

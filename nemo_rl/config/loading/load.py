@@ -7,7 +7,7 @@ here, before anything starts.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from nemo_rl.config.base.section import Section, fill_defaults
 from nemo_rl.config.base.structure import Slot
 from nemo_rl.config.loading.inheritance import merge_layers, read_layers
 from nemo_rl.config.loading.overrides import apply_to_schema, parse_override
-from nemo_rl.config.loading.sources import Sources
+from nemo_rl.config.loading.sources import Sources, dotted_path
 from nemo_rl.config.loading.unknown_keys import refuse_unknown_keys
 from nemo_rl.config.loading.validation_errors import config_error, without_followers
 from nemo_rl.config.runs.eval import EvalMasterConfig
@@ -65,13 +65,14 @@ def load_config[Config: Section](
         apply_to_schema(schema, tree, override, sources)
         refuse_unknown_keys(schema, OmegaConf.to_container(tree), f"the override {text!r}")
         tree = _filled(schema, tree)
-    config = _validated(schema, tree, sources)
+    config, values = _validated(schema, tree, sources)
     if isinstance(config, MasterConfig):
         make_paths_absolute(config)
     elif isinstance(config, EvalMasterConfig):
         _make_absolute(config.path_keys())
     if check and isinstance(config, MasterConfig | EvalMasterConfig):
         config.check()
+    _tell_idle(schema, values, sources)
     return config
 
 
@@ -111,8 +112,10 @@ def _filled(schema: type[Section], tree: DictConfig) -> DictConfig:
     return OmegaConf.create(fill_defaults(schema, plain)[0])
 
 
-def _validated[Config: Section](schema: type[Config], tree: DictConfig, sources: Sources) -> Config:
-    """Resolve and validate; a wrong value is reported where it is written, not where it is used."""
+def _validated[Config: Section](
+    schema: type[Config], tree: DictConfig, sources: Sources
+) -> tuple[Config, dict[str, Any]]:
+    """The checked configuration and its plain values; a wrong value is reported where it is written, not used."""
     unresolved = OmegaConf.to_container(tree, resolve=False)
     failure: ConfigError | None = None
     try:
@@ -128,8 +131,7 @@ def _validated[Config: Section](schema: type[Config], tree: DictConfig, sources:
             raise config_error(schema, written or details, values, sources) from None
     if failure is not None:
         raise failure
-    _tell_ignored(schema, values)
-    return config
+    return config, values
 
 
 def _unresolvable(error: OmegaConfBaseException, sources: Sources) -> ConfigError:
@@ -142,24 +144,24 @@ def _unresolvable(error: OmegaConfBaseException, sources: Sources) -> ConfigErro
     return ConfigError(f"{key} (set by {source}) cannot be worked out: {str(error).splitlines()[0]}.")
 
 
-def _tell_ignored(schema: type[Section], values: dict[str, Any]) -> None:
-    """Say once which given keys have no effect here."""
-    ignored = [f"{path} ({reason})" for path, reason in _ignored(Slot.of_section(schema), values, "")]
-    if ignored:
-        logger.info("Keys without effect: %s", ", ".join(ignored))
+def _tell_idle(schema: type[Section], values: dict[str, Any], sources: Sources) -> None:
+    """Say once which keys that the user wrote have no effect here."""
+    reasons = _idle(Slot.of_section(schema), values, ())
+    written = [f"{dotted_path(path)} ({reason})" for path, reason in reasons if sources.has(path)]
+    if written:
+        logger.info("Keys without effect: %s", ", ".join(written))
 
 
-def _ignored(slot: Slot, tree: Any, path: str) -> list[tuple[str, str]]:
-    if not isinstance(tree, dict):
-        return []
-    section = slot.section_for(tree)
-    reasons = getattr(section, "ignored", {})
-    found = [(f"{path}{key}", reasons[key]) for key in tree if key in reasons]
-    for key, value in tree.items():
+def _idle(slot: Slot, tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    section = slot.section_for(tree) if isinstance(tree, dict) else None
+    reasons = section.without_effect(tree) if section is not None and issubclass(section, Section) else {}
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in children:
+        if key in reasons:
+            yield (*path, str(key)), reasons[str(key)]
         child = slot.child(key, tree)
         if child is not None:
-            found += _ignored(child, value, f"{path}{key}.")
-    return found
+            yield from _idle(child, value, (*path, str(key)))
 
 
 def _escaped(value: Any) -> Any:

@@ -3,8 +3,7 @@
 Invariant: nothing is read or downloaded; only names and the existence of local paths are looked at.
 """
 
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path, looks_local
 from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.schema.data import DataConfig, DatasetConfig
 from nemo_rl.config.schema.policy import PolicyConfig
+from nemo_rl.utils.did_you_mean import did_you_mean
 
 NEED_PATH = (
     "ResponseDataset",
@@ -34,16 +34,27 @@ def check_data(data: DataConfig, environments: Mapping[str, Any]) -> Findings:
         )
     for name, entry in named_entries(data):
         yield from check_dataset(name, entry, RESPONSE_DATASET_NAMES)
-        if entry.env_name is not None and entry.env_name not in environments:
-            known = ", ".join(sorted(environments)) or "none"
-            yield (
-                f"{name}.env_name={entry.env_name!r} is not in env. Environments in env: {known}. "
-                f"Choose one of them or write a section env.{entry.env_name}."
-            )
+        yield from check_environment(name, entry.env_name, environments)
         if entry.name is not None:
             yield f"{name}.name={entry.name!r}: GRPO validates on all data together. Leave the name out."
-        if entry.env_name is None:
-            yield f"{name}.env_name is null, but answers need an environment that rewards them."
+
+
+def check_environment(place: str, env_name: str | None, environments: Collection[str]) -> Findings:
+    """The environment that grades answers is one of `env`.
+
+    Args:
+        place: key of the entry that names it.
+        env_name: the name.
+        environments: names in `env`.
+    """
+    if env_name is None:
+        yield f"{place}.env_name is null, but answers need an environment that rewards them."
+    elif env_name not in environments:
+        known = ", ".join(sorted(environments)) or "none"
+        yield (
+            f"{place}.env_name={env_name!r} is not in env. Environments in env: {known}."
+            f"{did_you_mean(env_name, environments)} Choose one of them or write a section env.{env_name}."
+        )
 
 
 def check_files(policy: PolicyConfig, data: DataConfig) -> Findings:
@@ -99,8 +110,7 @@ def check_dataset(name: str, entry: DatasetConfig, known: Sequence[str]) -> Find
     if dataset is None and entry.data_path is None:
         yield (f"{name} names no data. Set {name}.dataset_name, for example gsm8k, or {name}.data_path, a local file.")
     elif dataset is not None and dataset not in known and "." not in dataset:
-        close = difflib.get_close_matches(dataset, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(dataset, known)
         yield (
             f"{name}.dataset_name={dataset!r} is unknown.{hint} Known: "
             f"{', '.join(known)}. For a file set {name}.data_path; for a class of your "
@@ -120,8 +130,13 @@ def _check_arithmetic(name: str, entry: DatasetConfig) -> Findings:
             f"{name}.data_path={entry.data_path!r}. For the file set "
             f"{name}.dataset_name={GENERATED_DATASETS[entry.dataset_name]}."
         )
-    if entry.min_operand > entry.max_operand:
-        yield (f"{name}.min_operand={entry.min_operand} is above {name}.max_operand={entry.max_operand}.")
+    yield from check_operands(f"{name}.", entry.min_operand, entry.max_operand)
+
+
+def check_operands(place: str, low: int, high: int) -> Findings:
+    """Generated problems have a range of numbers."""
+    if low > high:
+        yield f"{place}min_operand={low} is above {place}max_operand={high}."
 
 
 def _missing(key: str, path: str, must_exist: bool) -> Findings:

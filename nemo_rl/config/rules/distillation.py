@@ -5,8 +5,8 @@ Vocabularies are compared in `algorithms.rollout.teacher`, which may read tokeni
 
 from nemo_rl.config.rules.data import check_model_files
 from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.model import check_backend, check_budgets
 from nemo_rl.config.rules.topology import students_share
-from nemo_rl.config.rules.training import check_training_backend
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.distillation import DistillationLossConfig, TeacherConfig
 from nemo_rl.config.schema.policy import PolicyConfig
@@ -16,17 +16,11 @@ def check_teacher(policy: PolicyConfig, teacher: TeacherConfig, cluster: Cluster
     """The teacher is a language model that can read the student's answers, on devices that exist."""
     yield from check_model_files("teacher", teacher)
     yield from _check_placement(teacher, cluster)
-    yield from check_training_backend("teacher", teacher)
+    yield from check_backend("teacher", teacher)
     if teacher.dtensor_cfg.lora_cfg.enabled:
         yield "teacher.dtensor_cfg.lora_cfg.enabled=true adds untrained adapters. Set it to false."
     if teacher.reward_model_cfg.enabled:
         yield "teacher.reward_model_cfg.enabled=true makes a model that scores answers as wholes. Set it to false."
-    packing, dynamic = teacher.sequence_packing, teacher.dynamic_batching
-    if packing.enabled and dynamic.enabled:
-        yield (
-            "teacher.sequence_packing.enabled=true and teacher.dynamic_batching.enabled=true exclude each other. "
-            "Switch one off, for example teacher.sequence_packing.enabled=false."
-        )
     longest = policy.max_total_sequence_length
     if teacher.max_total_sequence_length < longest:
         yield (
@@ -34,12 +28,7 @@ def check_teacher(policy: PolicyConfig, teacher: TeacherConfig, cluster: Cluster
             f"policy.max_total_sequence_length={longest}: the teacher could not read the longest answers. "
             "Set both to the same value."
         )
-    for name, section in (("sequence_packing", packing), ("dynamic_batching", dynamic)):
-        if section.enabled and section.logprob_mb_tokens < longest:
-            yield (
-                f"teacher.{name}.logprob_mb_tokens={section.logprob_mb_tokens} cannot hold one sequence of "
-                f"policy.max_total_sequence_length={longest} tokens. Set it to at least {longest}."
-            )
+    yield from check_budgets("teacher", teacher, longest, ("logprob_mb_tokens",))
 
 
 def _check_placement(teacher: TeacherConfig, cluster: ClusterConfig) -> Findings:

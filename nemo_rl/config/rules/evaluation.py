@@ -3,7 +3,6 @@
 Invariant: a rule reads nothing but names and the existence of local paths.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,10 @@ from typing import Any
 from nemo_rl.config.base.names import ARITHMETIC, RESPONSE_DATASET_NAMES
 from nemo_rl.config.base.paths import find_path, looks_local
 from nemo_rl.config.base.section import Section
+from nemo_rl.config.rules.data import check_environment, check_operands
 from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.schema.evaluation import EvalConfig, EvalDataConfig, EvalGenerationConfig
+from nemo_rl.utils.did_you_mean import did_you_mean
 
 LOCALES = (
     *("AR-XY", "BN-BD", "DE-DE", "ES-LA", "FR-FR", "HI-IN", "ID-ID"),
@@ -60,15 +61,13 @@ def check_sampling(wanted: EvalConfig, generation: EvalGenerationConfig, data: E
 def check_eval_data(data: EvalDataConfig, environments: Mapping[str, Any]) -> Findings:
     """The data set exists and its environment can grade it."""
     yield from _check_name(data)
-    if data.env_name not in environments:
-        known = ", ".join(sorted(environments)) or "none"
-        yield f"data.env_name={data.env_name!r} is not in env. Environments in env: {known}."
+    yield from check_environment("data", data.env_name, environments)
     environment = environments.get(data.env_name)
     verifier = getattr(environment, "verifier_type", None)
     if verifier is not None:
         yield from _check_verifier(data, verifier)
-    if data.dataset_name == ARITHMETIC and data.min_operand > data.max_operand:
-        yield f"data.min_operand={data.min_operand} is above data.max_operand={data.max_operand}."
+    if data.dataset_name == ARITHMETIC:
+        yield from check_operands("data.", data.min_operand, data.max_operand)
 
 
 def _check_name(data: EvalDataConfig) -> Findings:
@@ -77,8 +76,7 @@ def _check_name(data: EvalDataConfig) -> Findings:
     if name is None and data.data_path is None:
         yield "data names no problems. Set data.dataset_name, for example math500, or data.data_path, a local file."
     elif name is not None and name not in known and not is_local_dataset(name):
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name, known)
         yield f"data.dataset_name={name!r} is neither a file nor a known data set.{hint} Known: {', '.join(known)}."
     elif name is not None and is_local_dataset(name) and data.data_path is not None:
         yield f"data.dataset_name={name!r} and data.data_path={data.data_path!r} both name a file. Keep one of them."

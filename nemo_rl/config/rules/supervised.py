@@ -6,13 +6,8 @@ from itertools import chain
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES
 from nemo_rl.config.rules.data import check_dataset, check_files, named_entries
 from nemo_rl.config.rules.findings import Findings
-from nemo_rl.config.rules.training import (
-    check_lengths,
-    check_precision,
-    check_shards,
-    check_training_backend,
-    check_validation,
-)
+from nemo_rl.config.rules.model import check_backend, check_trainable
+from nemo_rl.config.rules.training import check_lengths, check_shards, check_validation
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
@@ -31,14 +26,14 @@ def check_supervised(
     """What every supervised run needs: a trainable policy, batches that divide, validation data."""
     if algorithm.max_num_steps == 0:
         yield f"{section}.max_num_steps=0 trains nothing. Use -1 for all of the data, or a number of steps."
+    if algorithm.val_batches == 0:
+        yield f"{section}.val_batches=0 validates on nothing. Use -1 for all of the data, or {section}.val_period=0."
     if policy.generation is not None:
         yield "policy.generation must be null: this run reads answers and writes none. Leave the section out."
-    if policy.optimizer is None:
-        yield "policy.optimizer is null, but the policy is trained. Name an optimizer."
     yield from chain(
-        check_training_backend("policy", policy),
+        check_backend("policy", policy),
+        check_trainable(policy),
         check_shards(policy, cluster),
-        check_precision(policy),
         check_lengths(policy, data),
         check_validation(section, algorithm, data),
         check_files(policy, data),

@@ -3,11 +3,11 @@
 Paths and data entries are in `data`, loss options in `loss`.
 """
 
-import difflib
 from typing import Protocol
 
 from nemo_rl.config.base.names import PASS_K, VALIDATION_METRICS
 from nemo_rl.config.rules.findings import Findings, nearest_multiples
+from nemo_rl.config.rules.model import check_backend, check_budgets, check_trainable
 from nemo_rl.config.rules.topology import data_parallel_ranks, plan_topology
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
@@ -16,6 +16,7 @@ from nemo_rl.config.schema.grpo import GRPOConfig, RewardScalingConfig, RewardSh
 from nemo_rl.config.schema.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.policy import PolicyConfig
 from nemo_rl.config.schema.rollout_training import RolloutTrainingConfig
+from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -51,31 +52,6 @@ def check_batches(
             f"Nearest values of policy.train_global_batch_size: {', '.join(map(str, sorted(near)))}."
         )
     yield from check_shards(policy, cluster)
-    yield from check_precision(policy)
-
-
-def check_precision(policy: PolicyConfig) -> Findings:
-    """A model that is trained computes in a format that holds small gradients."""
-    if policy.precision == "float16":
-        yield (
-            "policy.precision=float16 loses gradients below 6e-8, and there is no loss scaling that would save them. "
-            "Use bfloat16, which has the range of float32, or float32."
-        )
-
-
-def check_training_backend(section: str, policy: PolicyConfig) -> Findings:
-    """Exactly one backend trains, or answers as `section`."""
-    own = policy.training_backend
-    if own is None and not policy.dtensor_cfg.enabled:
-        yield (
-            f"{section}.dtensor_cfg.enabled=false leaves no training backend (Megatron is not available yet). Set it "
-            f"to true, or name a backend of your own: {section}.training_backend.name."
-        )
-    if own is not None and policy.dtensor_cfg.enabled:
-        yield (
-            f"{section}.dtensor_cfg.enabled=true and {section}.training_backend.name={own.name} name two training "
-            f"backends. Set {section}.dtensor_cfg.enabled=false, or leave {section}.training_backend out."
-        )
 
 
 def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
@@ -111,20 +87,7 @@ def check_lengths(policy: PolicyConfig, data: DataConfig) -> Findings:
     """Answers, prompts and token budgets fit the sequence length."""
     total = policy.max_total_sequence_length
     limit = f"policy.max_total_sequence_length={total}"
-    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-    if packing.enabled and dynamic.enabled:
-        yield (
-            "policy.sequence_packing.enabled=true and policy.dynamic_batching.enabled=true exclude each "
-            "other. Switch one off, for example policy.sequence_packing.enabled=false."
-        )
-    for name, section in (("sequence_packing", packing), ("dynamic_batching", dynamic)):
-        for key in ("train_mb_tokens", "logprob_mb_tokens"):
-            tokens = getattr(section, key)
-            if section.enabled and tokens < total:
-                yield (
-                    f"policy.{name}.{key}={tokens} cannot hold one sequence of {limit} tokens. "
-                    f"Set policy.{name}.{key} to at least {total}."
-                )
+    yield from check_budgets("policy", policy, total, ("train_mb_tokens", "logprob_mb_tokens"))
     if data.max_input_seq_length is not None and data.max_input_seq_length > total:
         yield (
             f"data.max_input_seq_length={data.max_input_seq_length} is longer than {limit}. "
@@ -198,6 +161,11 @@ def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
             f"grpo.advantage_clip_low={low} and grpo.advantage_clip_high={high} must have 0 between "
             "them, the advantage of an average answer. Give low <= 0 <= high, or null."
         )
+    if grpo.reward_shaping.enabled and estimator.name == "gdpo":
+        yield (
+            "grpo.reward_shaping.enabled=true changes the total reward, of which grpo.adv_estimator.name=gdpo reads "
+            "only the components. Set it to false, or choose another estimator."
+        )
     if estimator.reward_weights is not None and estimator.name != "gdpo":
         yield "grpo.adv_estimator.reward_weights only works with grpo.adv_estimator.name=gdpo."
     if estimator.std_level == "batch" and (estimator.name != "grpo" or not estimator.normalize_rewards):
@@ -220,8 +188,7 @@ def check_early_stop(section: str, algorithm: RolloutTrainingConfig) -> Findings
     several = algorithm.val_num_generations_per_prompt > 1
     known = [name for name in VALIDATION_METRICS if several or name != PASS_K]
     if metric is not None and metric not in known:
-        near = difflib.get_close_matches(metric, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(metric, known)
         if metric == PASS_K:
             hint = f" {PASS_K} needs {section}.val_num_generations_per_prompt of at least 2."
         yield (
@@ -265,9 +232,8 @@ def check_reward_shaping(shaping: RewardShapingConfig) -> Findings:
 
 def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     """Training and generation each have a backend and devices."""
-    yield from check_training_backend("policy", policy)
-    if policy.optimizer is None:
-        yield "policy.optimizer is null, but the policy is trained. Name an optimizer."
+    yield from check_backend("policy", policy)
+    yield from check_trainable(policy)
     generation = policy.generation
     if policy.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg.enabled=true makes a model that scores and cannot write. Set it to false."

@@ -3,10 +3,12 @@
 Invariant: a key that an entry of `train` or `validation` leaves out comes from `data.default`.
 """
 
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, Tag
 
+from nemo_rl.config.base.names import GENERATED_DATASETS
 from nemo_rl.config.base.section import Section, derived
 
 _MEDIA = "multimodal data"
@@ -86,6 +88,18 @@ class DatasetConfig(DatasetDefaults):
     """One data set; keys left out come from data.default."""
 
     inherits: ClassVar[str] = "data.default"
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """The numbers of generated problems belong to the data sets that generate some."""
+        return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
+
+
+def numbers_without_effect(dataset_name: str | None) -> dict[str, str]:
+    """Keys of generated problems that change nothing for this data set, with the reason."""
+    if dataset_name in GENERATED_DATASETS:
+        return {}
+    return dict.fromkeys(("num_samples", "min_operand", "max_operand"), "only arithmetic data sets generate problems")
 
 
 def _one_or_many(value: object) -> str:

@@ -87,6 +87,10 @@ class TeacherConfig(PolicyConfig):
     """The model that scores the student's answers; what it only shares with `policy` follows it."""
 
     place: ClassVar[str] = "teacher"
+    idle: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("train_global_batch_size", "max_grad_norm", "optimizer", "scheduler", "generation"),
+        "the teacher is frozen and only scores",
+    )
 
     precision: Literal["bfloat16", "float16", "float32"] = derived(
         "${policy.precision}", "Number format of the forward pass."

@@ -4,6 +4,7 @@ Invariant: built-in environments have a schema; any other name belongs to a user
 it untouched.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
@@ -17,7 +18,8 @@ class MathEnvironmentConfig(Section):
 
     num_workers: PositiveInt = Field(default=8, description="Processes that check answers.")
     stop_strings: list[str] | None = Field(
-        default=None, description="Texts that end generation, besides policy.generation.stop_strings."
+        default=None,
+        description="Texts that end the answers this environment grades, besides policy.generation.stop_strings.",
     )
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = Field(
         default="math", description="How answers are compared: as mathematics or as a choice letter."
@@ -28,6 +30,12 @@ class MathEnvironmentConfig(Section):
     timeout_s: PositiveFloat = Field(
         default=10.0, description="Seconds for one answer; afterwards it counts as a reward error."
     )
+
+
+def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[str] | None:
+    """Texts that end the answers an environment grades, of environments with a schema."""
+    section = environments.get(name or "")
+    return section.stop_strings if isinstance(section, MathEnvironmentConfig) else None
 
 
 class BuiltInEnvironments(TypedDict, total=False):

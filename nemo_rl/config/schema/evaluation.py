@@ -4,11 +4,13 @@ The section `generation` is that of training with the model's name added, so eva
 the same way.
 """
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.data import numbers_without_effect
 from nemo_rl.config.schema.generation import GenerationConfig, TopK, VllmConfig
 from nemo_rl.config.schema.policy import TokenizerConfig
 
@@ -28,10 +30,16 @@ class EvalVllmConfig(VllmConfig):
 
 
 class EvalGenerationConfig(GenerationConfig):
-    """The model and how it samples; `weight_sync`, `colocated` and `val_*` have no effect here."""
+    """The model and how it samples."""
 
     ignored: ClassVar[dict[str, str]] = {
         key: reason for key, reason in GenerationConfig.ignored.items() if key != "model_name"
+    }
+
+    idle: ClassVar[dict[str, str]] = {
+        "colocated": "there is no policy beside the engines",
+        "weight_sync": "engines read the weights themselves",
+        **dict.fromkeys(("val_temperature", "val_top_k", "val_top_p"), "an evaluation samples in one way"),
     }
 
     model_name: str = Field(
@@ -95,6 +103,14 @@ class EvalDataConfig(Section):
         "num_workers": "prompts are prepared in the driver",
         "shuffle": "problems are asked in the order of the data set",
     }
+    idle: ClassVar[dict[str, str]] = {
+        "file_format": "the ending of the name decides; a format that disagrees with it is refused",
+    }
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """The numbers of generated problems belong to the data set that generates some."""
+        return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
 
     dataset_name: str | None = Field(
         default="aime2024",

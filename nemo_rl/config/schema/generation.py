@@ -85,11 +85,11 @@ class VllmConfig(Section):
     ignored: ClassVar[dict[str, str]] = {
         "cap_max_tokens_to_context": "answers always end at the context length",
         "distributed_executor_backend": "the adapter chooses it",
-        "enable_vllm_metrics_logger": "engine metrics are always reported",
+        "enable_vllm_metrics_logger": "vLLM's own metrics are not reported",
         "load_format": "the adapter chooses it",
         "skip_tokenizer_init": "the adapter chooses it",
         "use_tqdm": "engines show no progress bar",
-        "vllm_metrics_logger_interval": "engine metrics are reported once a step",
+        "vllm_metrics_logger_interval": "vLLM's own metrics are not reported",
     }
 
     max_model_len: PositiveInt = derived(

@@ -65,7 +65,7 @@ class RewardScalingConfig(Section):
 class RewardShapingConfig(Section):
     """DAPO's penalties on over-long answers."""
 
-    enabled: bool = Field(default=False, description="Apply the length penalties below to each total reward.")
+    enabled: bool = Field(default=False, description="Apply the length penalties below to each reward; not with gdpo.")
     max_response_length: PositiveInt | None = derived(
         "${policy.max_total_sequence_length}",
         "Answer length in tokens at which the penalty is full; all turns count (in NeMo RL the first only), since "
@@ -98,6 +98,10 @@ class GRPOConfig(RolloutTrainingConfig):
         "deduplicate_multimodal_data": "multimodal data",
         "invalid_tool_call_advantage": "an advantage for invalid tool calls",
         "malformed_thinking_advantage": "an advantage for malformed thinking tags",
+    }
+
+    idle: ClassVar[dict[str, str]] = {
+        "skip_reference_policy_logprobs_calculation": "the reference policy runs only where a KL penalty needs it",
     }
 
     normalize_rewards: bool = Field(
@@ -137,5 +141,7 @@ class GRPOConfig(RolloutTrainingConfig):
         description="Mask a sequence whose mean ratio of training to generation probability exceeds this; null: never.",
     )
     skip_reference_policy_logprobs_calculation: bool = Field(
-        default=False, description="Never run the reference policy; needs loss_fn.reference_policy_kl_penalty=0."
+        default=False,
+        description="Assert that the reference policy never runs: true is refused unless "
+        "loss_fn.reference_policy_kl_penalty=0, where it never does.",
     )

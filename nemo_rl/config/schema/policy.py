@@ -122,7 +122,8 @@ class PolicyConfig(Section):
         "Samples of one log-prob pass of a rank.",
     )
     logprob_chunk_size: PositiveInt | None = Field(
-        default=None, description="Tokens whose vocabulary is held at a time in log-prob work; null: all."
+        default=None,
+        description="Tokens whose vocabulary is held at a time in log-prob work, which changes no result; null: 512.",
     )
     make_sequence_length_divisible_by: PositiveInt = derived(
         "${.dtensor_cfg.tensor_parallel_size}",

@@ -131,6 +131,10 @@ class SequencePackingConfig(Section):
     """Several sequences end to end in one row; attention never crosses a boundary."""
 
     later: ClassVar[dict[str, str]] = {"fuse_loss": "one fused loss call for a packed row"}
+    idle: ClassVar[dict[str, str]] = {
+        "sequence_length_round": "a packed row is as long as its sequences, rounded up to "
+        "make_sequence_length_divisible_by",
+    }
 
     enabled: bool = Field(default=True, description="Pack sequences instead of padding them.")
     train_mb_tokens: PositiveInt = derived(
@@ -148,7 +152,7 @@ class SequencePackingConfig(Section):
         "modified_first_fit_decreasing",
     ] = Field(default="modified_first_fit_decreasing", description="How sequences are assigned to rows.")
     sequence_length_round: PositiveInt = Field(
-        default=64, description="Packed rows are padded to a multiple of this many tokens."
+        default=64, description="No effect: packed rows are rounded up to make_sequence_length_divisible_by only."
     )
     microbatch_order: Annotated[
         Literal["packer", "largest_first"], Only(("packer",), "Another order of microbatches")

@@ -3,7 +3,7 @@
 Invariant: nothing here generates, so `policy.generation` is null, and a training step is one optimizer update.
 """
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -86,9 +86,12 @@ class PairPolicyConfig(SupervisedPolicyConfig):
 class SupervisedDatasetDefaults(DatasetDefaults):
     """Values for every entry of data.train and data.validation that does not set them."""
 
+    idle: ClassVar[dict[str, str]] = {"env_name": "nothing is rewarded here"}
+
     env_name: str | None = Field(default=None, description="Not used: nothing is rewarded here.")
     processor: str | None = Field(
-        default="sft_processor", description="Function that turns a row of conversations into tokens."
+        default="sft_processor",
+        description="Function that turns a row into tokens; sft_processor stands for the usual one of pairs, too.",
     )
 
 

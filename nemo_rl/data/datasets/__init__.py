@@ -4,14 +4,14 @@ from nemo_rl.data.collate_fn import eval_collate_fn, rl_collate_fn
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
 from nemo_rl.data.datasets.raw_dataset import RawDataset
 from nemo_rl.data.datasets.response_datasets import DATASET_REGISTRY, load_response_dataset
-from nemo_rl.data.datasets.setup import ResponseData, setup_response_data
+from nemo_rl.data.datasets.setup import RunData, setup_response_data
 
 __all__ = [
     "DATASET_REGISTRY",
     "AllTaskProcessedDataset",
     "MixedDataset",
     "RawDataset",
-    "ResponseData",
+    "RunData",
     "eval_collate_fn",
     "load_response_dataset",
     "rl_collate_fn",

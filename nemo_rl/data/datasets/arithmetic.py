@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from nemo_rl.config import report_findings
+from nemo_rl.config.rules.data import check_operands
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, RawDataset
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed
@@ -69,7 +71,7 @@ class ArithmeticDataset(RawDataset):
         task_name: Put into every row.
 
     Raises:
-        DataError: An argument is out of range, or the split has no sum at all.
+        ConfigError, DataError: An argument is out of range, or the split has no sum at all.
     """
 
     def __init__(
@@ -86,8 +88,7 @@ class ArithmeticDataset(RawDataset):
             raise DataError(f"arithmetic has no split {split!r}; choose {TRAIN} or {VALIDATION}.")
         if num_operands not in (2, 3):
             raise DataError(f"arithmetic adds 2 or 3 operands, not {num_operands}.")
-        if min_operand > max_operand:
-            raise DataError(f"arithmetic: min_operand={min_operand} > max_operand={max_operand}.")
+        report_findings(check_operands("", min_operand, max_operand))
         num_samples = DEFAULT_NUM_SAMPLES[split] if num_samples is None else num_samples
         if num_samples < 1:
             raise DataError(f"arithmetic: num_samples={num_samples}; at least 1 is needed.")

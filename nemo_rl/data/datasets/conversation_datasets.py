@@ -39,12 +39,7 @@ class MessagesDataset(RawDataset):
         self.config = config
         self.chat_key = config.chat_key or "messages"
         table = load_table(config, role, source or HubSource(None))
-        rows = self.format_rows(table)
-        self.dataset = rows
-        self.bad_rows = rows.bad_rows
-        self.num_rows = table.num_rows
-        if len(table.rows):
-            self.first_columns = tuple(table.rows[0])
+        self.take_rows(table, self.format_rows(table))
 
     def format_rows(self, table: RowTable) -> FormattedRows:
         """Check the rows and keep the usable ones."""

@@ -19,6 +19,7 @@ from nemo_rl.data.datasets.preference_datasets import (
     whole_conversation,
 )
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row, RowView
+from nemo_rl.data.datasets.registry import DatasetKind
 from nemo_rl.data.datasets.row_values import kind_of, value_of
 
 KEY = "feedback"
@@ -43,12 +44,7 @@ class BinaryFeedbackDataset(RawDataset):
         table = load_table(config, role, HubSource(None))
         self._keys = (config.prompt_key or "prompt", config.output_key or "completion", config.label_key or "label")
         self._needs_prompt = config.prompt_key is not None
-        rows = FormattedRows(table, self._keys, self._feedback, config.env_name, key=KEY)
-        self.dataset = rows
-        self.bad_rows = rows.bad_rows
-        self.num_rows = table.num_rows
-        if len(table.rows):
-            self.first_columns = tuple(table.rows[0])
+        self.take_rows(table, FormattedRows(table, self._keys, self._feedback, config.env_name, key=KEY))
 
     def _feedback(self, row: Row) -> dict[str, Any]:
         prompt_key, answer_key, label_key = self._keys
@@ -86,6 +82,9 @@ class AnswersOfPairs(RowView):
         return {KEY: feedback, "task_name": row["task_name"]}
 
 
+LABELLED = DatasetKind(BINARY_FEEDBACK, {BINARY_FEEDBACK: BinaryFeedbackDataset}, KEY)
+
+
 def load_feedback_dataset(config: DatasetConfig, role: str = TRAIN) -> RawDataset:
     """Load the data set of one config entry, and split it if the entry says so.
 
@@ -97,11 +96,8 @@ def load_feedback_dataset(config: DatasetConfig, role: str = TRAIN) -> RawDatase
     Raises:
         DataError: The name is unknown, or the data cannot be read.
     """
-    if config.dataset_name == BINARY_FEEDBACK:
-        raw: RawDataset = BinaryFeedbackDataset(config, role)
-        if role == TRAIN:
-            raw.split_train_validation(config.split_validation_size, config.seed)
-        return raw
+    if config.dataset_name in LABELLED.named:
+        return LABELLED.load(config, role)
     raw = load_preference_dataset(config, role)
     raw.dataset = AnswersOfPairs(raw.dataset)
     if raw.val_dataset is not None:

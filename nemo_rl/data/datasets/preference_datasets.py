@@ -6,8 +6,7 @@ Invariant: a formatted row has `pair`: `context` (messages) and two `completions
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,9 +17,8 @@ from nemo_rl.data.datasets.arithmetic_worked import WorkedPairsDataset
 from nemo_rl.data.datasets.conversation_datasets import ASSISTANT, checked_messages, message_list
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
-from nemo_rl.data.datasets.response_datasets import ExternalDataset, resolve_external_dataset_class
+from nemo_rl.data.datasets.registry import DatasetFactory, DatasetKind
 from nemo_rl.data.datasets.row_values import kind_of, text_of, value_of
-from nemo_rl.utils.errors import DataError
 
 Pair = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -47,11 +45,7 @@ class PairDataset(RawDataset):
         table = load_table(config, role, source or HubSource(None))
         margin_columns = [config.margin_key] if config.margin_key else []
         rows = FormattedRows(table, [*self.columns(), *margin_columns], self._pair_with_margin, config.env_name, "pair")
-        self.dataset = rows
-        self.bad_rows = rows.bad_rows
-        self.num_rows = table.num_rows
-        if len(table.rows):
-            self.first_columns = tuple(table.rows[0])
+        self.take_rows(table, rows)
 
     def columns(self) -> list[str]:
         """Columns that `to_pair` reads."""
@@ -254,7 +248,7 @@ def answer_messages(row: Row, key: str) -> Messages:
     return [{"role": ASSISTANT, "content": text_of(row, key)}]
 
 
-PREFERENCE_REGISTRY: dict[str, Callable[[DatasetConfig, str], RawDataset]] = {
+DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "HelpSteer3": partial(HelpSteer3Dataset, source=HubSource("nvidia/HelpSteer3", validation_split="validation")),
     "Tulu3Preference": partial(
         BinaryPreferenceDataset, source=HubSource("allenai/llama-3.1-tulu-3-8b-preference-mixture")
@@ -265,26 +259,9 @@ PREFERENCE_REGISTRY: dict[str, Callable[[DatasetConfig, str], RawDataset]] = {
 }
 
 
+PAIRS = DatasetKind("BinaryPreferenceDataset", DATASET_REGISTRY, "pair", ranked_pair)
+
+
 def load_preference_dataset(config: DatasetConfig, role: str = TRAIN) -> RawDataset:
-    """Load the data set of one config entry, and split it if the entry says so.
-
-    Args:
-        config: An entry of `data.train` or `data.validation`; a `data_path` alone is a
-            BinaryPreferenceDataset.
-        role: "train" or "validation".
-
-    Raises:
-        DataError: The name is unknown, or the data cannot be read.
-    """
-    name = config.dataset_name or "BinaryPreferenceDataset"
-    if name in PREFERENCE_REGISTRY:
-        raw = PREFERENCE_REGISTRY[name](config, role)
-    elif "." in name:
-        raw = ExternalDataset(resolve_external_dataset_class(name), config, role, ranked_pair, "pair")
-    else:
-        near = get_close_matches(name, PREFERENCE_REGISTRY, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise DataError(f"dataset_name {name!r} is unknown.{hint} Known: {', '.join(PREFERENCE_REGISTRY)}.")
-    if role == TRAIN:
-        raw.split_train_validation(config.split_validation_size, config.seed)
-    return raw
+    """Load the data set of one config entry; see `DatasetKind.load`."""
+    return PAIRS.load(config, role)

@@ -131,7 +131,10 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
                     f"there are: {', '.join(process)}."
                 )
             spec, process = process[row["task_name"]]
-        return process(row, spec, self.tokenizer, self.max_seq_length, idx)
+        datum = process(row, spec, self.tokenizer, self.max_seq_length, idx)
+        if spec.stop_strings and not datum.get("stop_strings"):
+            datum["stop_strings"] = spec.stop_strings
+        return datum
 
     def place(self, idx: int) -> tuple[str, int]:
         """File (or data set) and line of a row."""

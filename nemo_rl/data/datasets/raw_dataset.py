@@ -42,6 +42,11 @@ class RawDataset:
     num_rows: int
     first_columns: tuple[str, ...] = ()
 
+    def take_rows(self, table: RowTable, rows: "FormattedRows") -> None:
+        """Hold the usable rows of a table."""
+        self.dataset, self.bad_rows, self.num_rows = rows, rows.bad_rows, table.num_rows
+        self.first_columns = tuple(table.rows[0]) if len(table.rows) else ()
+
     def split_train_validation(self, test_size: float, seed: int) -> None:
         """Set rows aside for validation, chosen by `seed`; both parts keep the file's order.
 

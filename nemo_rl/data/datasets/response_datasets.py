@@ -4,28 +4,23 @@ Invariant: a name means the same columns wherever the rows come from: the hub, a
 data set is one line of `DATASET_REGISTRY`, or a class with one hook.
 """
 
-import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION, ArithmeticDataset
+from nemo_rl.data.datasets.arithmetic import TRAIN, ArithmeticDataset
 from nemo_rl.data.datasets.arithmetic_worked import WorkedSumsDataset
 from nemo_rl.data.datasets.conversation_datasets import (
     MessagesDataset,
     OpenAIFormatDataset,
     OpenAssistantDataset,
-    message_text,
 )
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
-from nemo_rl.data.datasets.readers import RowTable
+from nemo_rl.data.datasets.registry import DatasetFactory, DatasetKind
 from nemo_rl.data.datasets.row_values import kind_of, text_of, value_of
-from nemo_rl.utils.errors import DataError
 
 
 class ResponseDataset(RawDataset):
@@ -48,12 +43,7 @@ class ResponseDataset(RawDataset):
         self.input_key = config.input_key or source.input_key
         self.output_key = config.output_key or source.output_key
         table = load_table(config, role, source)
-        rows = FormattedRows(table, self.columns(), self.to_messages, config.env_name)
-        self.dataset = rows
-        self.bad_rows = rows.bad_rows
-        self.num_rows = table.num_rows
-        if len(table.rows):
-            self.first_columns = tuple(table.rows[0])
+        self.take_rows(table, FormattedRows(table, self.columns(), self.to_messages, config.env_name))
 
     def columns(self) -> list[str]:
         """Columns that `to_messages` reads."""
@@ -127,77 +117,6 @@ class SquadDataset(ResponseDataset):
         ]
 
 
-class ExternalDataset(RawDataset):
-    """A user's class, named by its dotted path.
-
-    It is called with the keys of the entry that are set (`data_path`, `split`, `seed` ...) and must
-    have `dataset`, a sequence of rows with `messages`; `val_dataset` is optional: rows that validate, whether
-    the class is named in `data.train`, in `data.validation` or in both.
-    """
-
-    def __init__(
-        self,
-        kind: Callable[..., Any],
-        config: DatasetConfig,
-        role: str,
-        format_row: Callable[[Row], Any] | None = None,
-        key: str = "messages",
-    ) -> None:
-        self._format_row = format_row or _own_messages
-        self._key = key
-        keys = {key: value for key, value in vars(config).items() if value is not None}
-        made = kind(**keys)
-        rows = getattr(made, "dataset", None)
-        if rows is None or not hasattr(rows, "__getitem__"):
-            raise DataError(
-                f"data set class {config.dataset_name!r} has no rows: its objects need an "
-                "attribute `dataset` with [i] and len()."
-            )
-        held_out: Any = getattr(made, "val_dataset", None)
-        self.brings_validation = held_out is not None
-        if self.brings_validation and role == VALIDATION:
-            rows, held_out = held_out, None
-        self.dataset, self.bad_rows = self._checked(rows, config)
-        self.num_rows = len(rows)
-        if held_out is not None:
-            self.val_dataset, bad = self._checked(held_out, config)
-            self.bad_rows = self.bad_rows + bad
-            self.num_rows += len(held_out)
-
-    def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Split, unless the class did it already."""
-        if not self.brings_validation:
-            super().split_train_validation(test_size, seed)
-
-    def _checked(self, rows: Any, config: DatasetConfig) -> tuple[FormattedRows, list[Any]]:
-        table = RowTable(str(config.dataset_name), rows, range(len(rows)))
-        checked = FormattedRows(table, [self._key], self._format_row, config.env_name, self._key)
-        return checked, checked.bad_rows
-
-
-def held_out_rows(raw: RawDataset, config: DatasetConfig, validation: Iterable[DatasetConfig]) -> Any:
-    """The rows of an entry that validate beside those of `data.validation`, or None.
-
-    A class that brings such rows and is named in `data.validation` too gives them there, once.
-    """
-    brings = isinstance(raw, ExternalDataset) and raw.brings_validation
-    named = brings and any(entry.dataset_name == config.dataset_name for entry in validation)
-    return None if named else raw.val_dataset
-
-
-def _own_messages(row: Row) -> list[dict[str, str]]:
-    messages = value_of(row, "messages")
-    if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, Mapping) for m in messages):
-        raise RowError("'messages' is not a list of at least two messages")
-    return [
-        {"role": text_of(m, "role"), "content": text_of({**m, "content": message_text(m.get("content"), n)}, "content")}
-        for n, m in enumerate(messages)
-    ]
-
-
-DatasetFactory = Callable[[DatasetConfig, str], RawDataset]
-
-
 def _arithmetic(config: DatasetConfig, role: str) -> RawDataset:
     return ArithmeticDataset(
         split=config.split or role,
@@ -246,47 +165,9 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
 }
 
 
+RESPONSES = DatasetKind("ResponseDataset", DATASET_REGISTRY)
+
+
 def load_response_dataset(config: DatasetConfig, role: str = TRAIN) -> RawDataset:
-    """Load the data set of one config entry, and split it if the entry says so.
-
-    Args:
-        config: An entry of `data.train` or `data.validation`.
-        role: "train" or "validation".
-
-    Raises:
-        DataError: The name is unknown, or the data cannot be read.
-    """
-    name = config.dataset_name
-    if name is None:
-        if config.data_path is None:
-            raise DataError(
-                f"data.{role} names no data: set dataset_name, or data_path to a file (with input_key and output_key)."
-            )
-        name = "ResponseDataset"
-    if name in DATASET_REGISTRY:
-        raw = DATASET_REGISTRY[name](config, role)
-    else:
-        raw = ExternalDataset(resolve_external_dataset_class(name), config, role)
-    if role == TRAIN:
-        raw.split_train_validation(config.split_validation_size, config.seed)
-    return raw
-
-
-def resolve_external_dataset_class(dataset_name: str) -> Callable[..., Any]:
-    """Import the class that a dotted path names.
-
-    Raises:
-        DataError: The name is neither a known data set nor the path of a class.
-    """
-    module_name, _, class_name = dataset_name.rpartition(".")
-    near = get_close_matches(dataset_name, DATASET_REGISTRY, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    known = f"Known: {', '.join(sorted(DATASET_REGISTRY))}; or the dotted path of a class."
-    if not module_name:
-        raise DataError(f"dataset_name {dataset_name!r} is unknown.{hint} {known}")
-    try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise DataError(
-            f"dataset_name {dataset_name!r} is unknown and cannot be imported: {error}.{hint} {known}"
-        ) from error
+    """Load the data set of one config entry; see `DatasetKind.load`."""
+    return RESPONSES.load(config, role)

@@ -1,53 +1,68 @@
-"""From `data` of the config to the training and validation data sets.
+"""From `data` of the config to prompts, conversations, or pairs of answers, to train and validate on.
 
-Runs before Ray starts. Invariant: every problem that can be seen without a model (unknown names, missing files, bad
-rows, prompt files and chat templates that do not fit) is an error here, not in the first step.
+Runs before Ray starts. Invariant: every row is either usable or reported with its place. What can be known without a
+model (unknown names, missing files, bad rows, prompt files and chat templates that do not fit) is an error here, for as
+many rows of each data set as are rendered at the start; later ones are reported when they are drawn and do not train.
 """
 
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from nemo_rl.config import DataConfig, DatasetConfig
+from nemo_rl.config import DataConfig, DatasetConfig, SupervisedDataConfig, report_findings
+from nemo_rl.config.rules.data import check_environment
+from nemo_rl.config.schema.env import stop_strings_of
 from nemo_rl.data.bad_rows import BadRow, report_bad_rows
 from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
+from nemo_rl.data.datasets.feedback_datasets import load_feedback_dataset
+from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
-from nemo_rl.data.datasets.raw_dataset import FormattedRow
-from nemo_rl.data.datasets.response_datasets import held_out_rows, load_response_dataset
-from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec, TokenizerType
-from nemo_rl.data.processors import get_processor
+from nemo_rl.data.datasets.raw_dataset import RawDataset
+from nemo_rl.data.datasets.registry import held_out_rows
+from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
+from nemo_rl.data.processors import feedback_processor, get_processor, preference_preprocessor, sft_processor
 from nemo_rl.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 TRIED_ROWS = 100
-"""Rows of each data set that are rendered at the start; later ones are reported when they are drawn."""
+"""Prompts of each data set that are rendered at the start."""
+
+CHECKED_ROWS = 2000
+"""Conversations of each data set that are rendered at the start, because one that is too long does not train."""
+
+type Loader = Callable[[DatasetConfig, str], RawDataset]
+type Processor = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class ResponseData:
-    """What `setup_response_data` returns.
+class RunData:
+    """What the functions of this file return.
 
     Attributes:
-        train: Training prompts.
-        validation: Validation prompts, or None.
-        task_env: Environment by task name; today a task is named after its environment.
+        train: Training rows.
+        validation: Validation rows without a name, or None.
         bad_rows: Rows left out of any of the data sets, with their places.
+        named_validation: Validation rows by the name of their entry.
+        task_env: Environment by task name; a task is named after its environment.
     """
 
     train: MixedDataset
     validation: MixedDataset | None
-    task_env: dict[str, str]
     bad_rows: list[BadRow]
+    named_validation: Mapping[str, MixedDataset] = field(default_factory=dict)
+    task_env: Mapping[str, str] = field(default_factory=dict)
 
 
 def setup_response_data(
     tokenizer: TokenizerType,
     data_config: DataConfig,
-    env_names: Collection[str] | None = None,
-) -> ResponseData:
-    """Load, check and combine all data sets of the config.
+    environments: Mapping[str, Any] | Collection[str] | None = None,
+) -> RunData:
+    """Load, check and combine all data sets of prompts.
 
     Validation is the rows set aside from training data (`split_validation_size`) followed by the
     entries of `data.validation`.
@@ -55,92 +70,121 @@ def setup_response_data(
     Args:
         tokenizer: Renders and tokenises prompts.
         data_config: `data` of the config.
-        env_names: Environments that exist (`env` of the config). None when answers are not graded.
+        environments: `env` of the config, or its names. None when answers are not graded.
 
     Raises:
-        DataError: Any of the problems named at the top of this file.
+        ConfigError, DataError: Any of the problems named at the top of this file.
     """
-    train_entries = data_config.train_entries
-    if not train_entries:
-        raise DataError("data.train is empty: give it a dataset_name or a data_path.")
-    validation_entries = data_config.validation_entries
-    plans = [_Plan(entry, TRAIN, tokenizer, data_config, env_names) for entry in train_entries]
-    checks = [_Plan(entry, VALIDATION, tokenizer, data_config, env_names) for entry in validation_entries]
-    train: list[AllTaskProcessedDataset] = []
-    validation: list[AllTaskProcessedDataset] = []
-    bad_rows: list[BadRow] = []
-    for plan in plans + checks:
-        loaded = plan.load()
-        bad_rows += loaded.bad_rows
-        (train if plan.role == TRAIN else validation).append(loaded.rows)
-        if loaded.held_out is not None:
-            validation.append(loaded.held_out)
-    names = sorted({plan.config.env_name for plan in plans + checks if plan.config.env_name})
-    data = ResponseData(
-        train=MixedDataset(train),
-        validation=MixedDataset(validation) if validation else None,
-        task_env={name: name for name in names},
-        bad_rows=bad_rows,
-    )
-    num_validation = len(data.validation) if data.validation else 0
-    logger.info("Data: %d training and %d validation rows.", len(data.train), num_validation)
-    return data
+    sections = environments if isinstance(environments, Mapping) else {}
+    for entry, role in _entries(data_config):
+        if environments is not None:
+            report_findings(check_environment(f"data.{role}", entry.env_name, environments))
+    parts = [
+        _Part(
+            load_response_dataset,
+            get_processor(entry.processor),
+            TRIED_ROWS,
+            over_long=False,
+            stop_strings=stop_strings_of(sections, entry.env_name),
+        )
+        for entry, _ in _entries(data_config)
+    ]
+    return _setup(tokenizer, data_config, parts)
+
+
+def setup_sft_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> RunData:
+    """Load, check and combine all data sets of conversations; as `setup_response_data`, without environments."""
+    return _setup_supervised(tokenizer, data_config, load_response_dataset, sft_processor)
+
+
+def setup_preference_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> RunData:
+    """Load, check and combine all data sets of pairs; as `setup_sft_data`."""
+    return _setup_supervised(tokenizer, data_config, load_preference_dataset, preference_preprocessor)
+
+
+def setup_feedback_data(tokenizer: TokenizerType, data_config: SupervisedDataConfig) -> RunData:
+    """Load, check and combine all data sets of labelled answers and pairs; as `setup_sft_data`."""
+    return _setup_supervised(tokenizer, data_config, load_feedback_dataset, feedback_processor)
 
 
 @dataclass(frozen=True)
-class _Loaded:
-    rows: AllTaskProcessedDataset
-    held_out: AllTaskProcessedDataset | None
-    bad_rows: list[BadRow]
+class _Part:
+    """How one entry of the config becomes rows of tokens.
+
+    Attributes:
+        load: reads its rows.
+        process: turns a row into tokens.
+        num_tried: rows that are rendered now.
+        over_long: whether a row that is too long is a bad one.
+        stop_strings: end the answers to its prompts.
+    """
+
+    load: Loader
+    process: Processor
+    num_tried: int
+    over_long: bool
+    stop_strings: list[str] | None = None
 
 
-class _Plan:
-    """One entry of the config; cheap mistakes are found when it is made, before any row is read."""
+def _setup_supervised(
+    tokenizer: TokenizerType, data_config: SupervisedDataConfig, load: Loader, usual: Processor
+) -> RunData:
+    """`sft_processor` stands for the usual processor; a user's own decides on its own what is around a row."""
+    parts = []
+    for entry, _ in _entries(data_config):
+        process: Processor = get_processor(entry.processor)
+        if process is sft_processor:
+            process = partial(
+                usual,
+                add_bos=data_config.add_bos,
+                add_eos=data_config.add_eos,
+                add_generation_prompt=data_config.add_generation_prompt,
+            )
+        parts.append(_Part(load, process, CHECKED_ROWS, over_long=True))
+    return _setup(tokenizer, data_config, parts)
 
-    def __init__(
-        self,
-        config: DatasetConfig,
-        role: str,
-        tokenizer: TokenizerType,
-        data_config: DataConfig,
-        env_names: Collection[str] | None,
-    ) -> None:
-        self.config = config
-        self.role = role
-        self.tokenizer = tokenizer
-        self.max_seq_length = data_config.max_input_seq_length
-        self.max_bad_row_share = data_config.max_bad_row_share
-        self.validation_entries = data_config.validation_entries
-        _check_env(config, role, env_names)
-        self.processor: TaskDataProcessFnCallable = get_processor(config.processor)
-        self.spec = TaskDataSpec(config.env_name, config.prompt_file, config.system_prompt_file)
 
-    def load(self) -> _Loaded:
-        """Read the rows, try the first ones, and refuse them if too many are bad."""
-        raw = load_response_dataset(self.config, self.role)
-        name = self.config.data_path or str(self.config.dataset_name)
-        rows = self._process(raw.dataset)
-        validating = held_out_rows(raw, self.config, self.validation_entries)
-        held_out = None if validating is None else self._process(validating)
-        bad = list(raw.bad_rows)
-        for part in (rows, held_out):
-            bad += [] if part is None else part.leave_out_unusable(TRIED_ROWS, over_long=False)
+def _entries(data_config: DataConfig) -> list[tuple[DatasetConfig, str]]:
+    if not data_config.train_entries:
+        raise DataError("data.train is empty: give it a dataset_name or a data_path.")
+    train = [(entry, TRAIN) for entry in data_config.train_entries]
+    return train + [(entry, VALIDATION) for entry in data_config.validation_entries]
+
+
+def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]) -> RunData:
+    train: list[AllTaskProcessedDataset] = []
+    validation: dict[str | None, list[AllTaskProcessedDataset]] = {}
+    bad_rows: list[BadRow] = []
+    entries = _entries(data_config)
+    specs = [
+        TaskDataSpec(entry.env_name, entry.prompt_file, entry.system_prompt_file, part.stop_strings)
+        for (entry, _), part in zip(entries, parts, strict=True)
+    ]
+    for (entry, role), part, spec in zip(entries, parts, specs, strict=True):
+        raw = part.load(entry, role)
+        held_out = held_out_rows(raw, entry, data_config.validation_entries)
+        bad = raw.bad_rows
+        for rows, use in ((raw.dataset, role), (held_out, VALIDATION)):
+            if rows is None:
+                continue
+            made = AllTaskProcessedDataset(
+                rows, tokenizer, spec, part.process, max_seq_length=data_config.max_input_seq_length
+            )
+            bad = bad + made.leave_out_unusable(part.num_tried, over_long=part.over_long)
+            (train if use == TRAIN else validation.setdefault(entry.name, [])).append(made)
         bad = list(dict.fromkeys(bad))
-        report_bad_rows(name, bad, raw.num_rows, self.max_bad_row_share, raw.first_columns)
-        return _Loaded(rows, held_out, bad)
-
-    def _process(self, rows: Sequence[FormattedRow]) -> AllTaskProcessedDataset:
-        return AllTaskProcessedDataset(
-            rows, self.tokenizer, self.spec, self.processor, max_seq_length=self.max_seq_length
-        )
-
-
-def _check_env(config: DatasetConfig, role: str, env_names: Collection[str] | None) -> None:
-    if env_names is None or config.env_name in env_names:
-        return
-    near = get_close_matches(str(config.env_name), env_names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise DataError(
-        f"data.{role}.env_name={config.env_name!r} is not configured under env; there are: "
-        f"{', '.join(sorted(env_names)) or 'none'}.{hint}"
+        name = entry.data_path or str(entry.dataset_name)
+        report_bad_rows(name, bad, raw.num_rows, data_config.max_bad_row_share, raw.first_columns)
+        bad_rows += bad
+    sets = {name: MixedDataset(rows) for name, rows in validation.items()}
+    env_names = sorted({entry.env_name for entry, _ in entries if entry.env_name})
+    data = RunData(
+        train=MixedDataset(train),
+        validation=sets.pop(None, None),
+        bad_rows=bad_rows,
+        named_validation={str(name): rows for name, rows in sets.items()},
+        task_env={name: name for name in env_names},
     )
+    num_validation = sum(len(rows) for group in validation.values() for rows in group)
+    logger.info("Data: %d training and %d validation rows.", len(data.train), num_validation)
+    return data

@@ -4,10 +4,12 @@ Used on both sides of the pipe between `pool` (environment actor) and `worker_ma
 answer that could not be graded has no reward, only the reason.
 """
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
+
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import import_dotted
 
 Reward = float | dict[str, float]
 
@@ -60,14 +62,7 @@ def load_verifier(name: str) -> Verifier:
         name: A key of `VERIFIERS` or `package.module.function`.
 
     Raises:
-        ValueError: The name is neither registered nor dotted.
-        ImportError, AttributeError: The dotted path does not lead to a function.
+        ConfigError: The name is neither registered nor the dotted path of a function.
     """
-    path = VERIFIERS.get(name, name)
-    module, dot, function = path.rpartition(".")
-    if not dot:
-        raise ValueError(
-            f"unknown verifier {name!r}; known: {', '.join(sorted(VERIFIERS))}, "
-            "or the dotted path of a function (response, ground_truth) -> Verdict"
-        )
-    return cast(Verifier, getattr(importlib.import_module(module), function))
+    known = f"Known: {', '.join(sorted(VERIFIERS))}, or the dotted path of a function (response, truth) -> Verdict."
+    return cast(Verifier, import_dotted(VERIFIERS.get(name, name), ConfigError, f"verifier {name!r}", known))

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.findings import report_findings
-from nemo_rl.config.rules.training import check_precision
+from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 from nemo_rl.distributed.process_group import device_mesh
@@ -83,7 +83,7 @@ class DTensorBackend(PolicyBackend):
         seed: int = 0,
     ) -> None:
         if init_optimizer:
-            report_findings(check_precision(config))
+            report_findings(check_trainable(config))
         self.device = device
         layout = layout or ParallelLayout.of(config, dist.get_world_size())
         self._max_grad_norm = config.max_grad_norm
@@ -97,8 +97,7 @@ class DTensorBackend(PolicyBackend):
         self.scheduler: LRScheduler | None = None
         self._settings = optimizer_settings(config)
         if init_optimizer:
-            if config.optimizer is None:
-                raise ConfigError("policy.optimizer is null: training needs one, e.g. torch.optim.AdamW.")
+            assert config.optimizer is not None, "checked above"
             self.optimizer = build_optimizer(self.model.hf.parameters(), config.optimizer)
             self.scheduler = build_scheduler(self.optimizer, config.scheduler)
 

@@ -3,7 +3,6 @@
 Invariant: the gradient norm is the norm of the whole model's gradient, whichever meshes its parameters live on.
 """
 
-import importlib
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, SequentialLR
 
-from nemo_rl.config import OptimizerConfig, PolicyConfig
+from nemo_rl.config import OptimizerConfig, PolicyConfig, SchedulerConfig, SchedulerMilestones
+from nemo_rl.config.schema.policy import SchedulerList
 from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import import_dotted
 
 type OptimizerSettings = dict[str, Any]
 """`policy.optimizer` and `policy.scheduler` as plain values."""
@@ -25,33 +26,13 @@ _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base
 """What schedules of torch keep in an optimizer's parameter groups."""
 
 
-def resolve_class(dotted_name: str, key: str) -> type:
-    """Import `package.module.Class`.
-
-    Args:
-        dotted_name: where the class is.
-        key: the configuration key it came from, for the error message.
-
-    Raises:
-        ConfigError: the module or the class does not exist.
-    """
-    module_name, _, class_name = dotted_name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"{key}={dotted_name!r} cannot be imported ({error}). "
-            "Give the dotted path of a class, for example torch.optim.AdamW."
-        ) from error
-
-
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     """The optimizer named by `policy.optimizer`.
 
     Raises:
         ConfigError: the class cannot be imported or refuses its kwargs.
     """
-    cls = resolve_class(config.name, "policy.optimizer.name")
+    cls = _named_class(config, "policy.optimizer.name")
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     try:
         return cls(trainable, **config.kwargs)
@@ -59,32 +40,24 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
         raise ConfigError(f"policy.optimizer.kwargs do not fit {config.name}: {error}") from error
 
 
-def build_scheduler(optimizer: Optimizer, config: Any) -> LRScheduler:
+def build_scheduler(optimizer: Optimizer, config: SchedulerList | SchedulerConfig | None) -> LRScheduler:
     """The learning-rate schedule of `policy.scheduler`; it advances once per training step.
 
-    Three shapes are allowed: null, a constant rate; one `{name, kwargs}`; a list of `{name, kwargs}` closed by one
-    `{milestones: [...]}`, with one milestone fewer than schedules, which runs them one after another.
-
-    Args:
-        optimizer: whose learning rate to drive.
-        config: the typed section.
+    Null is a constant rate; of a list the schedules run one after another, each up to its milestone.
 
     Raises:
-        ConfigError: the list has no milestones, or not one fewer than schedules.
+        ConfigError: a class cannot be imported or refuses its kwargs, or milestones do not fit the schedules.
     """
     if config is None:
         return ConstantLR(optimizer, factor=1.0, total_iters=0)
-    entries = _scheduler_entries(config)
-    milestones = [list(entry.milestones) for entry in entries if hasattr(entry, "milestones")]
-    stages = [_single_scheduler(optimizer, entry) for entry in entries if hasattr(entry, "name")]
-    if len(stages) == 1 and not milestones:
+    stages = [_single_scheduler(optimizer, entry) for entry in _schedules(config)]
+    if isinstance(config, SchedulerConfig) or len(config) == len(stages) == 1:
         return stages[0]
-    if len(milestones) != 1 or len(milestones[0]) != len(stages) - 1:
-        raise ConfigError(
-            f"policy.scheduler lists {len(stages)} schedules with milestones {milestones}: "
-            f"end the list with one `milestones` entry of {len(stages) - 1} step numbers."
-        )
-    return SequentialLR(optimizer, stages, milestones=milestones[0])
+    milestones = [step for entry in config if isinstance(entry, SchedulerMilestones) for step in entry.milestones]
+    try:
+        return SequentialLR(optimizer, stages, milestones=milestones)
+    except ValueError as error:
+        raise ConfigError(f"policy.scheduler: {error}") from error
 
 
 def check_classes(policy: PolicyConfig) -> None:
@@ -94,24 +67,27 @@ def check_classes(policy: PolicyConfig) -> None:
         ConfigError: a dotted path names no class.
     """
     if policy.optimizer is not None:
-        resolve_class(policy.optimizer.name, "policy.optimizer.name")
-    for entry in _scheduler_entries(policy.scheduler):
-        if hasattr(entry, "name"):
-            resolve_class(entry.name, "policy.scheduler.name")
+        _named_class(policy.optimizer, "policy.optimizer.name")
+    for entry in _schedules(policy.scheduler):
+        _named_class(entry, "policy.scheduler.name")
 
 
-def _scheduler_entries(config: Any) -> list[Any]:
-    if config is None:
-        return []
-    return list(config) if isinstance(config, Sequence) else [config]
+def _schedules(config: SchedulerList | SchedulerConfig | None) -> list[SchedulerConfig]:
+    entries = config if isinstance(config, list) else [config]
+    return [entry for entry in entries if isinstance(entry, SchedulerConfig)]
 
 
-def _single_scheduler(optimizer: Optimizer, entry: Any) -> LRScheduler:
-    cls = resolve_class(entry.name, "policy.scheduler.name")
+def _single_scheduler(optimizer: Optimizer, entry: SchedulerConfig) -> LRScheduler:
+    cls = _named_class(entry, "policy.scheduler.name")
     try:
         return cls(optimizer, **entry.kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"policy.scheduler.kwargs do not fit {entry.name}: {error}") from error
+
+
+def _named_class(entry: OptimizerConfig | SchedulerConfig, key: str) -> Any:
+    advice = "Give the dotted path of a class, for example torch.optim.AdamW."
+    return import_dotted(entry.name, ConfigError, f"{key}={entry.name!r}", advice)
 
 
 def optimizer_settings(config: PolicyConfig) -> OptimizerSettings:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config import PolicyConfig, TimeoutsConfig
+from nemo_rl.config import PolicyConfig, TimeoutsConfig, report_findings
+from nemo_rl.config.rules.model import check_backend
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES
 from nemo_rl.distributed.parallel_layout import ParallelLayout
@@ -106,6 +107,7 @@ class Policy(PolicyInterface):
         threads_per_rank: int | None = None,
         seed: int = 0,
     ) -> None:
+        report_findings(check_backend("policy", config))
         self.config = config
         self.tokenizer = tokenizer
         self.weight_version = 0
@@ -251,11 +253,14 @@ class Policy(PolicyInterface):
         logits, indices = (sharded.restore(tensors) for tensors in zip(*parts, strict=True))
         return BatchedDataDict({"topk_logits": logits, "topk_indices": indices})
 
-    def score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ScoreOutputSpec]:
+    def score(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ScoreOutputSpec]:
         """Scores of whole sequences, for reward models.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
+            micro_batch_size: rows of one pass of a rank; None forms passes as configured.
 
         Returns:
             `scores [B]` float32.
@@ -265,7 +270,7 @@ class Policy(PolicyInterface):
         """
         if not self.config.reward_model_cfg.enabled:
             raise ConfigError("Policy.score needs policy.reward_model_cfg.enabled=true: this is a language model.")
-        return BatchedDataDict({"scores": self._score("score", data)})
+        return BatchedDataDict({"scores": self._score("score", data, micro_batch_size)})
 
     def save_checkpoint(
         self,

@@ -8,7 +8,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,22 +54,6 @@ class JsonlLogger(LoggerInterface):
     def close(self) -> None:
         """See `LoggerInterface.close`."""
         self._file.close()
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object a line, the whole file or nothing."""
-    write_whole(path, (to_line(row) for row in rows))
-
-
-def write_whole(path: Path, lines: Iterable[str]) -> None:
-    """Write a file of lines under its name when it is whole; a failure leaves nothing behind."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in lines)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def to_line(row: Mapping[str, Any]) -> str:

@@ -118,6 +118,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (["grpo.batch_multiplier=2"], r"only works with grpo\.use_dynamic_sampling=true"),
     (["grpo.advantage_clip_low=0.5"], r"advantage_clip_low=0\.5 .* must have 0 between"),
     (["grpo.stop_at_validation_metric=accuracy"], "early stop needs both"),
+    (
+        ["grpo.adv_estimator.name=gdpo", "grpo.reward_shaping.enabled=true"],
+        r"reward_shaping\.enabled=true changes the total reward, of which grpo\.adv_estimator\.name=gdpo reads only",
+    ),
     (["grpo.adv_estimator.reward_weights=[1.0]"], "only works with grpo.adv_estimator.name=gdpo"),
     (
         ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"],

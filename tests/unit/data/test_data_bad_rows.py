@@ -14,7 +14,6 @@ from nemo_rl.data.datasets.readers import read_file
 from nemo_rl.data.datasets.response_datasets import (
     DATASET_REGISTRY,
     load_response_dataset,
-    resolve_external_dataset_class,
 )
 from nemo_rl.utils.errors import DataError
 
@@ -188,9 +187,9 @@ def test_too_many_bad_rows_are_refused(caplog):
 
 def test_unknown_names():
     with pytest.raises(DataError, match="Did you mean 'OpenMathInstruct-2'"):
-        resolve_external_dataset_class("OpenMathInstruct2")
+        load_response_dataset(entry(dataset_name="OpenMathInstruct2"))
     with pytest.raises(DataError, match="cannot be imported"):
-        resolve_external_dataset_class("no_such_package.Dataset")
+        load_response_dataset(entry(dataset_name="no_such_package.Dataset"))
     with pytest.raises(DataError, match="names no data"):
         load_response_dataset(entry())
     with pytest.raises(DataError, match="needs data_path"):

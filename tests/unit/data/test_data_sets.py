@@ -7,12 +7,14 @@ import time
 import pytest
 from data_helpers import data_config, entry, write_lines
 
+from nemo_rl.config import MathEnvironmentConfig
+from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets import AllTaskProcessedDataset, setup_response_data
 from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.processors import math_data_processor, math_hf_data_processor
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import ConfigError, DataError
 
 
 def operands(rows):
@@ -53,13 +55,13 @@ def test_arithmetic_repeats_no_sum_before_all_are_used():
 
 def test_arithmetic_refuses_what_cannot_be():
     for arguments, message in [
-        ({"min_operand": 5, "max_operand": 4}, "min_operand=5 > max_operand=4"),
+        ({"min_operand": 5, "max_operand": 4}, "min_operand=5 is above max_operand=4"),
         ({"num_operands": 4}, "2 or 3 operands"),
         ({"split": "test"}, "no split 'test'"),
         ({"num_samples": 0}, "at least 1"),
         ({"split": "validation", "min_operand": 1, "max_operand": 1}, "leave no sum"),
     ]:
-        with pytest.raises(DataError, match=message):
+        with pytest.raises((ConfigError, DataError), match=message):
             ArithmeticDataset(**arguments)
 
 
@@ -133,6 +135,14 @@ def test_setup_mixes_data_sets(bare_tokenizer, two_files, caplog):
         data.train[4]
 
 
+def test_answers_end_at_the_stop_strings_of_their_own_environment(bare_tokenizer, two_files):
+    config = data_config(train=two_files, max_input_seq_length=20, max_bad_row_share=0.5)
+    environments = {"math": MathEnvironmentConfig(stop_strings=["</answer>"]), "other": {"stop_strings": ["own"]}}
+    data = setup_response_data(bare_tokenizer, config, environments)
+    batch = rl_collate_fn([data.train[i] for i in range(4)])
+    assert batch["stop_strings"] == [["</answer>"]] * 3 + [None]
+
+
 def test_setup_joins_held_out_rows_and_validation_entries(bare_tokenizer):
     train = {"dataset_name": "arithmetic", "num_samples": 100, "split_validation_size": 0.1}
     validation = {"dataset_name": "arithmetic", "num_samples": 7, "env_name": "math"}
@@ -153,7 +163,7 @@ def test_setup_joins_held_out_rows_and_validation_entries(bare_tokenizer):
 )
 def test_setup_refuses_before_training(bare_tokenizer, two_files, change, message):
     config = data_config(train=two_files[0] | change)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises((ConfigError, DataError), match=message):
         setup_response_data(bare_tokenizer, config, ["math"])
 
 

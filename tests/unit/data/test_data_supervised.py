@@ -12,7 +12,8 @@ from nemo_rl.config import DatasetConfig, SupervisedDataConfig
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
-from nemo_rl.data.datasets.setup_supervised import setup_feedback_data, setup_preference_data, setup_sft_data
+from nemo_rl.data.datasets.setup import setup_feedback_data, setup_preference_data, setup_sft_data
+from nemo_rl.data.processors import PROCESSOR_REGISTRY, preference_preprocessor
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.utils.errors import ConfigError, DataError
@@ -33,6 +34,20 @@ def reasons(rows):
 
 def say(role, text):
     return {"role": role, "content": text}
+
+
+def test_pairs_go_through_the_processor_that_the_entry_names(chars, tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "pairs.jsonl", {"prompt": "1+1=", "chosen": "2", "rejected": "3"})
+
+    def with_margin(row, spec, tokenizer, longest, idx):
+        return preference_preprocessor(row, spec, tokenizer, longest, idx) | {"margin": 7.0}
+
+    monkeypatch.setitem(PROCESSOR_REGISTRY, "with_margin", with_margin)
+    entry = {"data_path": path}
+    assert "margin" not in setup_preference_data(chars, config(train=entry)).train[0]
+    assert setup_preference_data(chars, config(train=entry | {"processor": "with_margin"})).train[0]["margin"] == 7.0
+    with pytest.raises(DataError, match="processor 'with_margim' is unknown"):
+        setup_preference_data(chars, config(train=entry | {"processor": "with_margim"}))
 
 
 def test_conversations_with_every_kind_of_bad_row(chars, tmp_path, caplog):

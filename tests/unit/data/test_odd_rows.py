@@ -18,8 +18,8 @@ from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn, rl_collate_fn, sft_collate_fn
 from nemo_rl.data.datasets import setup_response_data
 from nemo_rl.data.datasets.readers import read_file
-from nemo_rl.data.datasets.response_datasets import _own_messages
-from nemo_rl.data.datasets.setup_supervised import setup_feedback_data, setup_preference_data, setup_sft_data
+from nemo_rl.data.datasets.registry import own_messages
+from nemo_rl.data.datasets.setup import setup_feedback_data, setup_preference_data, setup_sft_data
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.rendering import encode_text
 from nemo_rl.data.tokenizer import PASSTHROUGH_TEMPLATE
@@ -147,9 +147,9 @@ def test_numbers_of_thousands_of_digits_cost_their_row(tmp_path, name):
 
 def test_rows_of_an_own_class_may_have_text_parts():
     row = {"messages": [say("user", [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]), say("a", 2)]}
-    assert _own_messages(row) == [say("user", "1+1="), say("a", "2")]
+    assert own_messages(row) == [say("user", "1+1="), say("a", "2")]
     with pytest.raises(RowError, match="content of message 0 has parts that are not text: image"):
-        _own_messages({"messages": [say("user", [{"type": "image", "image": None}]), say("assistant", "2")]})
+        own_messages({"messages": [say("user", [{"type": "image", "image": None}]), say("assistant", "2")]})
 
 
 def test_numbers_of_thousands_of_digits_in_tool_arguments(chars, tmp_path):
@@ -222,7 +222,7 @@ def look(batch):
 
 @pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in KINDS), ("pairs", 2)])
 def test_rows_that_fail_when_they_are_drawn_do_not_train(monkeypatch, picky, tmp_path, caplog, kind, workers):
-    for place in ("setup_supervised.CHECKED_ROWS", "setup.TRIED_ROWS"):
+    for place in ("setup.CHECKED_ROWS", "setup.TRIED_ROWS"):
         monkeypatch.setattr(f"nemo_rl.data.datasets.{place}", 3)
     good, load = KINDS[kind]
     rows = [good] * 2 + [content_13(kind, good)] + [good] * 6 + [content_13(kind, good)] + [good] * 3
@@ -249,7 +249,7 @@ def test_rows_that_fail_when_they_are_drawn_do_not_train(monkeypatch, picky, tmp
 
 
 def test_too_many_rows_that_fail_when_they_are_drawn_end_the_run(monkeypatch, picky, tmp_path):
-    monkeypatch.setattr("nemo_rl.data.datasets.setup_supervised.CHECKED_ROWS", 3)
+    monkeypatch.setattr("nemo_rl.data.datasets.setup.CHECKED_ROWS", 3)
     rows = [TALK] * 10 + [content_13("sft", TALK)] * 10
     train, _, collate = KINDS["sft"][1](write_lines(tmp_path / "rows.jsonl", *rows), picky, max_bad_row_share=0.1)
     loader = build_loader(train, 4, shuffle=False, seed=1, collate_fn=collate, max_bad_row_share=0.1)

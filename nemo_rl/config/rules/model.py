@@ -1,0 +1,58 @@
+"""Rules on the section of one model, whichever it is: its backend, what training needs, its microbatches.
+
+Runs ask for them under the name of the section; workers ask again, for those who build one without a run.
+"""
+
+from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.schema.policy import PolicyConfig
+
+
+def check_backend(section: str, policy: PolicyConfig) -> Findings:
+    """Exactly one backend trains, or answers as `section`."""
+    own = policy.training_backend
+    if own is None and not policy.dtensor_cfg.enabled:
+        yield (
+            f"{section}.dtensor_cfg.enabled=false leaves no training backend (Megatron is not available yet). Set it "
+            f"to true, or name a backend of your own: {section}.training_backend.name."
+        )
+    if own is not None and policy.dtensor_cfg.enabled:
+        yield (
+            f"{section}.dtensor_cfg.enabled=true and {section}.training_backend.name={own.name} name two training "
+            f"backends. Set {section}.dtensor_cfg.enabled=false, or leave {section}.training_backend out."
+        )
+
+
+def check_trainable(policy: PolicyConfig) -> Findings:
+    """A model that is trained has an optimizer, and computes in a format that holds small gradients."""
+    if policy.optimizer is None:
+        yield "policy.optimizer is null, but the policy is trained. Name an optimizer, for example torch.optim.AdamW."
+    if policy.precision == "float16":
+        yield (
+            "policy.precision=float16 loses gradients below 6e-8, and there is no loss scaling that would save them. "
+            "Use bfloat16, which has the range of float32, or float32."
+        )
+
+
+def check_budgets(section: str, model: PolicyConfig, longest: int, keys: tuple[str, ...]) -> Findings:
+    """One way of forming microbatches is on, and each of them can hold the longest sequence.
+
+    Args:
+        section: name of the section.
+        model: the section.
+        longest: `policy.max_total_sequence_length`.
+        keys: budgets that the model's passes use.
+    """
+    packing, dynamic = model.sequence_packing, model.dynamic_batching
+    if packing.enabled and dynamic.enabled:
+        yield (
+            f"{section}.sequence_packing.enabled=true and {section}.dynamic_batching.enabled=true exclude each "
+            f"other. Switch one off, for example {section}.sequence_packing.enabled=false."
+        )
+    for name, way in (("sequence_packing", packing), ("dynamic_batching", dynamic)):
+        for key in keys:
+            tokens = getattr(way, key)
+            if way.enabled and tokens < longest:
+                yield (
+                    f"{section}.{name}.{key}={tokens} cannot hold one sequence of "
+                    f"policy.max_total_sequence_length={longest} tokens. Set it to at least {longest}."
+                )

@@ -1,0 +1,134 @@
+"""From an entry of the config to its rows: built-in names, files, and classes of the user's.
+
+Each kind of rows (conversations, pairs, labelled answers) has one table of names. Invariant: a name is looked up and
+its rows are split in one way, whatever the kind.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl.config import DatasetConfig
+from nemo_rl.data.bad_rows import RowError
+from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
+from nemo_rl.data.datasets.conversation_datasets import message_text
+from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
+from nemo_rl.data.datasets.readers import RowTable
+from nemo_rl.data.datasets.row_values import text_of, value_of
+from nemo_rl.utils.did_you_mean import did_you_mean
+from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.imports import import_dotted
+
+DatasetFactory = Callable[[DatasetConfig, str], RawDataset]
+"""Entry of the config, "train" or "validation" -> the data set."""
+
+
+def own_messages(row: Row) -> list[dict[str, str]]:
+    """The conversation of a row of a user's class.
+
+    Raises:
+        RowError: It has none.
+    """
+    messages = value_of(row, "messages")
+    if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, Mapping) for m in messages):
+        raise RowError("'messages' is not a list of at least two messages")
+    return [
+        {"role": text_of(m, "role"), "content": text_of({**m, "content": message_text(m.get("content"), n)}, "content")}
+        for n, m in enumerate(messages)
+    ]
+
+
+@dataclass(frozen=True)
+class DatasetKind:
+    """Data sets whose rows have the same form.
+
+    Attributes:
+        usual: name of the data set that reads a `data_path` without a name.
+        named: factories by name.
+        key: what a formatted row holds its content under.
+        own_row: takes the content out of a row of a user's class.
+    """
+
+    usual: str
+    named: Mapping[str, DatasetFactory]
+    key: str = "messages"
+    own_row: Callable[[Row], Any] = own_messages
+
+    def load(self, config: DatasetConfig, role: str = TRAIN) -> RawDataset:
+        """Load the data set of one config entry, and split it if the entry says so.
+
+        Args:
+            config: An entry of `data.train` or `data.validation`.
+            role: "train" or "validation".
+
+        Raises:
+            DataError: The name is unknown, or the data cannot be read.
+        """
+        name = config.dataset_name or self.usual
+        if config.dataset_name is None and config.data_path is None:
+            raise DataError(f"data.{role} names no data: set dataset_name, or data_path to a file.")
+        if name in self.named:
+            raw = self.named[name](config, role)
+        else:
+            raw = ExternalDataset(self._own_class(name), config, role, self)
+        if role == TRAIN:
+            raw.split_train_validation(config.split_validation_size, config.seed)
+        return raw
+
+    def _own_class(self, name: str) -> Callable[..., Any]:
+        hint = did_you_mean(name, self.named, cutoff=0.5)
+        known = f"Known: {', '.join(sorted(self.named))}; or the dotted path of a class."
+        if "." not in name:
+            raise DataError(f"dataset_name {name!r} is unknown.{hint} {known}")
+        what = f"dataset_name {name!r} is unknown and"
+        return import_dotted(name, DataError, what, f"{hint} {known}".strip())
+
+
+class ExternalDataset(RawDataset):
+    """A user's class, named by its dotted path.
+
+    It is called with the keys of the entry that are set (`data_path`, `split`, `seed` ...) and must
+    have `dataset`, a sequence of rows with `messages`; `val_dataset` is optional: rows that validate, whether
+    the class is named in `data.train`, in `data.validation` or in both.
+    """
+
+    def __init__(self, kind: Callable[..., Any], config: DatasetConfig, role: str, form: DatasetKind) -> None:
+        self._form = form
+        keys = {key: value for key, value in vars(config).items() if value is not None}
+        made = kind(**keys)
+        rows = getattr(made, "dataset", None)
+        if rows is None or not hasattr(rows, "__getitem__"):
+            raise DataError(
+                f"data set class {config.dataset_name!r} has no rows: its objects need an "
+                "attribute `dataset` with [i] and len()."
+            )
+        held_out: Any = getattr(made, "val_dataset", None)
+        self.brings_validation = held_out is not None
+        if self.brings_validation and role == VALIDATION:
+            rows, held_out = held_out, None
+        self.dataset, self.bad_rows = self._checked(rows, config)
+        self.num_rows = len(rows)
+        if held_out is not None:
+            self.val_dataset, bad = self._checked(held_out, config)
+            self.bad_rows = self.bad_rows + bad
+            self.num_rows += len(held_out)
+
+    def split_train_validation(self, test_size: float, seed: int) -> None:
+        """Split, unless the class did it already."""
+        if not self.brings_validation:
+            super().split_train_validation(test_size, seed)
+
+    def _checked(self, rows: Any, config: DatasetConfig) -> tuple[FormattedRows, list[Any]]:
+        table = RowTable(str(config.dataset_name), rows, range(len(rows)))
+        checked = FormattedRows(table, [self._form.key], self._form.own_row, config.env_name, self._form.key)
+        return checked, checked.bad_rows
+
+
+def held_out_rows(raw: RawDataset, config: DatasetConfig, validation: Iterable[DatasetConfig]) -> Any:
+    """The rows of an entry that validate beside those of `data.validation`, or None.
+
+    A class that brings such rows and is named in `data.validation` too gives them there, once.
+    """
+    brings = isinstance(raw, ExternalDataset) and raw.brings_validation
+    named = brings and any(entry.dataset_name == config.dataset_name for entry in validation)
+    return None if named else raw.val_dataset

@@ -1,0 +1,204 @@
+"""Every key a user may set does something, or the user is told that it does not.
+
+"Something" is an attribute access in code outside `config`, on a value that is known to be that section (see
+`attribute_reads`). Rules, loading and checks do not count: a key that is only checked changes no run. Keys that depend
+on other keys (a penalty without its loss) are the business of rules; here is whether anything reads a key at all.
+"""
+
+import ast
+import logging
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+import yaml
+from attribute_reads import AttributeReads
+from config_helpers import with_values
+from pydantic.fields import FieldInfo
+
+from nemo_rl.config import (
+    REPOSITORY_ROOT,
+    DistillationMasterConfig,
+    DPOMasterConfig,
+    EvalMasterConfig,
+    GRPOMasterConfig,
+    PolicyConfig,
+    RMMasterConfig,
+    Section,
+    SFTMasterConfig,
+    load_config,
+)
+from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.section import is_interpolation
+from nemo_rl.config.base.structure import Slot
+from nemo_rl.config.rules.model import check_backend
+from nemo_rl.losses.feedback import KTOLossConfig
+from nemo_rl.losses.preference import DPOLossConfig
+
+MASTERS = (
+    GRPOMasterConfig,
+    DistillationMasterConfig,
+    SFTMasterConfig,
+    DPOMasterConfig,
+    RMMasterConfig,
+    EvalMasterConfig,
+)
+LIBRARY = REPOSITORY_ROOT / "nemo_rl"
+TRACKERS = ("wandb", "tensorboard", "mlflow")
+
+BY_COMPUTED_NAME = {
+    ("DPOConfig", "_loss_config"): {field.name for kind in (DPOLossConfig, KTOLossConfig) for field in fields(kind)},
+    ("LoggerConfig", "make_backends"): {*TRACKERS, *(f"{name}_enabled" for name in TRACKERS)},
+}
+"""Section and function that reads keys of it by names that are not written out -> these keys."""
+
+
+REFUSED_BY_A_RULE = {"DTensorConfig.enabled": check_backend}
+"""Keys that have one value in every run, because a rule refuses the others."""
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[Path, str]:
+    return {path: path.read_text() for path in LIBRARY.rglob("*.py")}
+
+
+def reads_of(sources: dict[Path, str]) -> AttributeReads:
+    """What the code outside `config` reads, and what functions of `config` read that it calls."""
+    reads = AttributeReads(sources)
+
+    def is_rule(name: str, returns: ast.expr | None) -> bool:
+        return name.lstrip("_").startswith("check") or "Findings" in (ast.unparse(returns) if returns else "")
+
+    reads.follow(lambda path: LIBRARY / "config" not in path.parents, is_rule)
+    return reads
+
+
+def keys(section: type[Section], path: str) -> Iterator[tuple[str, type[Section], str]]:
+    """Every key below a section: its dotted path, the section it is in, and its name."""
+    for name, field in section.model_fields.items():
+        yield f"{path}{name}", section, name
+        slot = Slot.of(field.annotation, field.metadata)
+        below = {*slot.sections, *(slot.item.sections if slot.item else ())}
+        below |= set(slot.named.sections.values()) if slot.named else set()
+        for inner in below:
+            yield from keys(inner, f"{path}{name}.")
+
+
+def has_one_value(field: FieldInfo) -> bool:
+    """Whether every other value is refused by the key's type."""
+    only = [m for m in field.metadata if isinstance(m, Only)]
+    only += [m for a in get_args(field.annotation) for m in getattr(a, "__metadata__", ()) if isinstance(m, Only)]
+    literal = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+    return literal or any(len(one.allowed) == 1 for one in only)
+
+
+def is_told(section: type[Section], key: str) -> bool:
+    """Whether a user who writes the key gets a notice."""
+    return key in section.idle
+
+
+def feeds_another(master: type[Section], path: str) -> bool:
+    """Whether the default of another key follows this one."""
+    *parents, key = path.split(".")
+    for other, section, name in keys(master, ""):
+        default = section.model_fields[name].default
+        if not is_interpolation(default):
+            continue
+        above = other.split(".")[:-1]
+        for part in default.replace("${mul:", "${").split("${")[1:]:
+            reference = part.split("}")[0].split(",")[0]
+            dots = len(reference) - len(reference.lstrip("."))
+            base = above[: len(above) - dots + 1] if dots else []
+            if [*base, *reference.lstrip(".").split(".")] == [*parents, key]:
+                return True
+    return False
+
+
+def idle_keys(reads: AttributeReads) -> set[str]:
+    """Sections with their keys that nothing reads, in any master configuration."""
+    computed = {(section, key) for (section, _), names in BY_COMPUTED_NAME.items() for key in names}
+    found = reads.found | computed
+    idle = set()
+    for master in MASTERS:
+        walked = list(keys(master, ""))
+        inherited = {section.inherits: section for _, section, _ in walked if section.inherits}
+        for path, section, key in walked:
+            heirs = inherited.get(path.rpartition(".")[0])
+            places = [*section.__mro__, *(heirs.__mro__ if heirs else ())]
+            if any((place.__name__, key) in found for place in places):
+                continue
+            if has_one_value(section.model_fields[key]) or is_told(section, key) or feeds_another(master, path):
+                continue
+            idle.add(f"{section.__name__}.{key}")
+    return idle - set(REFUSED_BY_A_RULE)
+
+
+def test_no_key_is_idle(sources: dict[Path, str]) -> None:
+    reads = reads_of(sources)
+    assert idle_keys(reads) == set()
+    assert set(BY_COMPUTED_NAME) <= reads.wholes, "a function that reads by computed names is no longer there"
+    without_backend = PolicyConfig.build(model_name="m", dtensor_cfg={"enabled": False})
+    assert all(list(rule("policy", without_backend)) for rule in REFUSED_BY_A_RULE.values())
+
+
+PLANTED = {
+    "dynamic_batching.sequence_length_round, while packing has a key of the same name": (
+        ("models/policy/batching.py", "config.dynamic_batching.sequence_length_round", "round_to"),
+        ("models/policy/workers/base.py", "config.dynamic_batching.sequence_length_round", "round_to"),
+        {"DynamicBatchingConfig.sequence_length_round", "PairDynamicBatchingConfig.sequence_length_round"},
+    ),
+    "dynamic_batching.enabled, a name that many sections have": (
+        ("models/policy/batching.py", "config.dynamic_batching.enabled", "False"),
+        ("models/policy/workers/base.py", "config.dynamic_batching.enabled", "False"),
+        ("algorithms/supervised/assemble.py", "policy.dynamic_batching.enabled", "False"),
+        {"DynamicBatchingConfig.enabled", "PairDynamicBatchingConfig.enabled"},
+    ),
+    "env.math.stop_strings": (
+        ("config/schema/env.py", "section.stop_strings", "None"),
+        {"MathEnvironmentConfig.stop_strings"},
+    ),
+    "data.*.processor": (
+        ("data/datasets/setup.py", "entry.processor", "None"),
+        {"DatasetConfig.processor", "DatasetDefaults.processor", "SupervisedDatasetDefaults.processor"},
+    ),
+    "val_micro_batch_size": (
+        ("algorithms/supervised/assemble.py", "config.algorithm.val_micro_batch_size", "1"),
+        {f"{section}.val_micro_batch_size" for section in ("SFTConfig", "DPOConfig", "RMConfig")},
+    ),
+    "a key that a rule reads, and nothing else": (
+        ("models/generation/factory.py", "generation.val_top_p if validation else ", ""),
+        {"GenerationConfig.val_top_p"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_key_made_idle_is_found(sources: dict[Path, str], name: str) -> None:
+    *edits, expected = PLANTED[name]
+    edited = dict(sources)
+    for file, old, new in edits:
+        assert old in edited[LIBRARY / file]
+        edited[LIBRARY / file] = edited[LIBRARY / file].replace(old, new)
+    assert idle_keys(reads_of(edited)) == expected
+
+
+def test_a_notice_is_about_keys_that_are_there() -> None:
+    for master in MASTERS:
+        for section in {section for _, section, _ in keys(master, "")}:
+            assert set(section.idle) <= set(section.model_fields)
+            assert not set(section.ignored) & set(section.model_fields)
+
+
+def test_who_writes_a_key_without_effect_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    generated = {"dataset_name": "arithmetic", "num_samples": 5}
+    content = with_values(data={"train": [generated, {"data_path": "README.md", "min_operand": 3}]})
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with caplog.at_level(logging.INFO, "nemo_rl.config"):
+        load_config(path, ["policy.sequence_packing.sequence_length_round=32"])
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].count("(") == 2
+    assert "policy.sequence_packing.sequence_length_round (a packed row is" in caplog.messages[0]
+    assert "data.train.1.min_operand (only arithmetic" in caplog.messages[0]
