@@ -33,7 +33,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.registry import create_env
 from nemo_rl.models.generation.engine_group import EngineGroup
-from nemo_rl.models.generation.factory import engine_settings, make_engines
+from nemo_rl.models.generation.factory import engine_precision, engine_settings, make_engines
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
 from nemo_rl.utils.closing import close_all
@@ -118,10 +118,8 @@ def start_workers(
     for reserved in clusters:
         reserved.get_placement_groups()
     settings = engine_settings(policy, cluster, start.seed, load_weights=False)
-    generation = policy.generation
-    assert generation is not None, "engine_settings checks this"
     with ThreadPoolExecutor(max_workers=3) as pool:
-        engines = pool.submit(make_engines, settings, generation_cluster, cluster, generation.vllm_cfg.env_vars)
+        engines = pool.submit(make_engines, settings, generation_cluster, cluster)
         ranks = pool.submit(start_policy, policy_cluster, policy, cluster, tokenizer, start)
         teacher = None
         if start.teacher is not None:
@@ -241,9 +239,7 @@ def make_refitter(policy: PolicyConfig, cluster: ClusterConfig, workers: Workers
         verify=sync.verify,
         timeout_s=timeout_s,
     )
-    precision = generation.vllm_cfg.precision
-    dtype = policy.precision if precision == "auto" else precision
-    stream = PolicyWeightStream(workers.policy, dtype, timeout_s)
+    stream = PolicyWeightStream(workers.policy, engine_precision(policy), timeout_s)
     memory: MemorySharing = KeepBoth()
     if cluster.uses_gpu and colocated:
         memory = TakeTurns(workers.policy, workers.generation, timeout_s)
@@ -254,7 +250,7 @@ def make_probe(policy: PolicyConfig, cluster: ClusterConfig, workers: Workers, r
     """The check of the first sync."""
     generation = policy.generation
     assert generation is not None, "engine_settings checks this"
-    formats = {policy.precision, generation.vllm_cfg.precision} - {"auto"}
+    formats = {policy.precision, engine_precision(policy)}
     return SyncProbe(
         workers.policy,
         workers.generation,

@@ -22,6 +22,7 @@ from nemo_rl.config.eval import EvalConfig, EvalDataConfig, EvalMasterConfig
 from nemo_rl.config.generation import (
     ColocatedConfig,
     ColocatedResourcesConfig,
+    EngineConfig,
     GenerationConfig,
     VllmConfig,
     WeightSyncConfig,
@@ -102,6 +103,7 @@ __all__ = [
     "DatasetConfig",
     "DatasetDefaults",
     "DynamicBatchingConfig",
+    "EngineConfig",
     "EvalConfig",
     "EvalDataConfig",
     "EvalMasterConfig",

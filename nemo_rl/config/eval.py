@@ -14,13 +14,13 @@ from nemo_rl.config.checks import report_findings
 from nemo_rl.config.checks_eval import check_eval_data, check_eval_files, check_sampling, is_local_dataset
 from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.env import EnvironmentMap
-from nemo_rl.config.generation import GenerationConfig, TopK, VllmConfig
+from nemo_rl.config.generation import EngineConfig, GenerationConfig, TopK
 from nemo_rl.config.policy import PolicyConfig, TokenizerConfig
 from nemo_rl.config.section import Section, derived
 
 
-class EvalVllmConfig(VllmConfig):
-    """The vLLM engine of an evaluation."""
+class EvalEngineConfig(EngineConfig):
+    """The engine of an evaluation."""
 
     max_model_len: PositiveInt = Field(
         default=2048, description="Context length of the engine in tokens, prompt and answer together."
@@ -52,10 +52,10 @@ class EvalGenerationConfig(GenerationConfig):
     )
     top_k: TopK | None = Field(default=-1, description="Sample from the k most likely tokens; null or -1: from all.")
     max_new_tokens: PositiveInt = derived(
-        "${.vllm_cfg.max_model_len}",
+        "${.engine.max_model_len}",
         "Most tokens of one answer; prompt and answer together end at max_model_len.",
     )
-    vllm_cfg: EvalVllmConfig = Field(default_factory=EvalVllmConfig, description="The vLLM engine.")
+    engine: EvalEngineConfig = Field(default_factory=EvalEngineConfig, description="The engine, whichever it is.")
 
 
 class EvalTokenizerConfig(TokenizerConfig):
@@ -126,7 +126,7 @@ class EvalDataConfig(Section):
         default=None, description="Function that turns a row into a prompt; null: the data set's usual one."
     )
     max_input_seq_length: PositiveInt | None = derived(
-        "${generation.vllm_cfg.max_model_len}",
+        "${generation.engine.max_model_len}",
         "Longest prompt in tokens; longer ones are not asked and count as not solved; null: no limit.",
     )
     max_samples: PositiveInt | None = Field(
@@ -168,8 +168,8 @@ class EvalMasterConfig(Section):
         return PolicyConfig.build(
             model_name=self.generation.model_name,
             tokenizer=self.tokenizer.model_dump(),
-            precision=self.generation.vllm_cfg.precision,
-            max_total_sequence_length=self.generation.vllm_cfg.max_model_len,
+            precision=self.generation.engine.precision,
+            max_total_sequence_length=self.generation.engine.max_model_len,
             generation=sampling,
         )
 

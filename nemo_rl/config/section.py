@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError, PydanticUndefined
 
 from nemo_rl.config.availability import drop_switched_off
 from nemo_rl.config.resolvers import register_omegaconf_resolvers
+from nemo_rl.config.spellings import unified
 from nemo_rl.config.structure import FREE, Slot
 from nemo_rl.utils.errors import ConfigError
 
@@ -45,6 +46,8 @@ class Section(BaseModel):
         later: NeMo RL keys of features that do not exist yet; accepted while off, refused when on.
         ignored: NeMo RL keys that have no meaning here; accepted with any value and dropped.
         moved: keys that are spelled elsewhere now; always an error that names the new place.
+        written_in: section below this one, and the section beside it whose keys may be written there too
+            (`spellings`).
 
     and two plain texts:
         place: dotted path of the section in a master config, so that it can be built alone although a
@@ -57,6 +60,7 @@ class Section(BaseModel):
     later: ClassVar[Mapping[str, str]] = {}
     ignored: ClassVar[Mapping[str, str]] = {}
     moved: ClassVar[Mapping[str, str]] = {}
+    written_in: ClassVar[Mapping[str, str]] = {}
     place: ClassVar[str] = ""
     inherits: ClassVar[str] = ""
 
@@ -85,7 +89,7 @@ class Section(BaseModel):
     def _complete(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        plain = {str(key): _plain(value) for key, value in values.items()}
+        plain = unified(cls, {str(key): _plain(value) for key, value in values.items()})
         filled, derived = fill_defaults(cls, plain)
         if derived:
             filled = _resolve_alone(cls, filled, derived)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from nemo_rl.models.generation.interfaces import VersionSpan
+
 
 class Outcome(StrEnum):
     """How a rollout ended."""
@@ -37,7 +39,7 @@ class Trajectory:
         outcome: how it ended.
         error: text of what failed.
         answer: answer the grader extracted.
-        weight_versions: weight version of each response turn.
+        weight_versions: which weights wrote the response turns; spans start at positions of the whole sequence.
         num_turns: response turns.
         extra_env_info: the environment's metadata after the last turn.
         generation_s: seconds spent waiting for the engine.
@@ -56,7 +58,7 @@ class Trajectory:
     outcome: Outcome = Outcome.FINISHED
     error: str | None = None
     answer: str | None = None
-    weight_versions: list[int] = field(default_factory=list)
+    weight_versions: list[VersionSpan] = field(default_factory=list)
     num_turns: int = 0
     extra_env_info: Any = None
     generation_s: float = 0.0

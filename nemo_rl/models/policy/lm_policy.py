@@ -8,13 +8,18 @@ rank. Flow of a call:
 Every call blocks with a deadline from `cluster.timeouts`; a worker that raises or dies ends the call
 with its error, and the group with it.
 
-Invariant: results do not depend on the number of ranks or on how microbatches are formed.
+Invariant: results do not depend on the number of ranks or on how microbatches are formed. Threads take turns (`held`),
+so that all ranks get calls in one order, and a weight stream never meets weights that an update has changed halfway.
 """
 
+import functools
 import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -48,7 +53,7 @@ from nemo_rl.models.policy.metrics import join_updates, reduce_metrics
 from nemo_rl.models.policy.portable_loss import make_portable
 from nemo_rl.models.policy.workers.base import WorkerSettings
 from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +63,17 @@ DTENSOR_WORKER = "nemo_rl.models.policy.workers.dtensor_worker.DTensorPolicyWork
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 SCORING_KEYS = ("input_ids", "input_lengths")
+
+
+def _in_turn[**P, R](method: "Callable[Concatenate[Policy, P], R]") -> "Callable[Concatenate[Policy, P], R]":
+    """A method that holds the policy while it runs."""
+
+    @functools.wraps(method)
+    def call(self: "Policy", *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.held():
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Policy(PolicyInterface):
@@ -107,6 +123,7 @@ class Policy(PolicyInterface):
         self.config = config
         self.tokenizer = tokenizer
         self.weight_version = 0
+        self._turn = threading.RLock()
         self._timeouts = timeouts or TimeoutsConfig()
         settings = WorkerSettings(
             uses_gpu=cluster.use_gpus,
@@ -134,6 +151,7 @@ class Policy(PolicyInterface):
         """Ranks that work on different rows."""
         return self.worker_group.dp_size
 
+    @_in_turn
     def train(
         self,
         data: BatchedDataDict[Any],
@@ -294,6 +312,22 @@ class Policy(PolicyInterface):
         """Move optimizer state back to the GPUs before training."""
         self._run_everywhere("move_optimizer_state", "onloading the optimizer", to_host=False)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other threads from calling the ranks, for a weight stream; one thread may nest it.
+
+        Raises:
+            DeadlineExceededError: another thread's call did not end in `cluster.timeouts.train_s`.
+        """
+        if not self._turn.acquire(timeout=self._timeouts.train_s):
+            raise DeadlineExceededError(
+                f"Another thread used the policy for more than {self._timeouts.train_s:g} s (cluster.timeouts.train_s)."
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
     def shutdown(self) -> bool:
         """End the ranks; returns whether all of them ended cleanly."""
         return self.worker_group.shutdown("shutdown", timeout=self._timeouts.shutdown_s)
@@ -330,6 +364,7 @@ class Policy(PolicyInterface):
         sharded = shard_batch(self._scoring_rows(method, data), self.data_parallel_size, strategy)
         return sharded, self._run_sharded(method, sharded, **common)
 
+    @_in_turn
     def _run_sharded(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:
         """Call a method on every rank with its own rows; answers in data-parallel order."""
         future = self.worker_group.run_all_workers_sharded_data(
@@ -341,6 +376,7 @@ class Policy(PolicyInterface):
         )
         return self.worker_group.get_all_worker_results(future, phase=f"policy {method}")
 
+    @_in_turn
     def _run_everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
         future = self.worker_group.run_all_workers_single_data(method, **kwargs)
         return self.worker_group.get_all_worker_results(future, timeout_s=self._timeouts.checkpoint_s, phase=phase)

@@ -77,6 +77,6 @@ def make_prompts(config: EvalMasterConfig) -> EvalPrompts:
 def make_asker(config: EvalMasterConfig, loop: EventLoopThread) -> tuple[Asker, InProcessEngine]:
     tokenizer = get_tokenizer(config.tokenizer)
     engine = InProcessEngine(config)
-    limits = RolloutLimits(config.generation.vllm_cfg.max_model_len, 1, 60.0)
+    limits = RolloutLimits(config.generation.engine.max_model_len, 1, 60.0)
     runner = RolloutRunner(engine, {"math": BoxedNumbers()}, tokenizer, limits, loop)
     return Asker(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False)), engine

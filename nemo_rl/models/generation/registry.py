@@ -1,0 +1,59 @@
+"""The engines by name.
+
+Invariant: no engine library is imported here but by `make_engine`, in the actor.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nemo_rl.distributed.worker_process import resolve_class
+from nemo_rl.models.generation.interfaces import Engine, EngineSettings
+from nemo_rl.models.generation.vllm.settings import engine_environment
+from nemo_rl.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """One entry of the registry.
+
+    Attributes:
+        path: dotted path of a class as `interfaces.Engine`, constructed with `EngineSettings`.
+        environment: environment variables of its process on a device ("cpu" or "cuda"), set before any import.
+    """
+
+    path: str
+    environment: Callable[[str], dict[str, str]] = lambda device: {}
+
+
+ENGINES = {
+    "vllm": EngineKind("nemo_rl.models.generation.vllm.engine.VllmEngine", engine_environment),
+    "hf": EngineKind("nemo_rl.models.generation.hf.engine.HfEngine"),
+}
+"""Engines that `policy.generation.backend` may name; any other value is the path of a user's class."""
+
+
+def engine_kind(backend: str) -> EngineKind:
+    """The engine that `policy.generation.backend` names."""
+    return ENGINES.get(backend) or EngineKind(backend)
+
+
+def make_engine(settings: EngineSettings) -> Engine:
+    """Build the engine that the settings name."""
+    engine: Engine = engine_class(settings.backend)(settings)
+    return engine
+
+
+def engine_class(backend: str) -> type:
+    """Import an engine's class.
+
+    Raises:
+        ConfigError: the path leads to no class that can be imported.
+    """
+    path = engine_kind(backend).path
+    try:
+        return resolve_class(path)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"policy.generation.backend={backend!r} cannot be imported: {error} Use one of {', '.join(ENGINES)}, or the "
+            "dotted path of a class that Python can import from where the run was started."
+        ) from error
