@@ -2,8 +2,8 @@
 
 Flow of one sync, driven by the controller (`algorithms.refit`):
 
-    sender.begin(version, tensors) ─► bucket = sender.next_bucket() ─► receiver.receive(bucket) ─┐
-                                              ▲───────────────────── until bucket.is_last ◄──────┘
+    sender.begin(version, tensors) ─► bucket = sender.next_bucket() ─► receiver.received(bucket) ─┐
+                                              ▲────────────────────── until bucket.is_last ◄──────┘
     receiver.finish() ─► SyncReceipt ─► verify.check_receipts
 
 Invariant: all trainer ranks walk the tensor stream in step (gathering is collective), whichever packs.
@@ -11,7 +11,8 @@ Invariant: all trainer ranks walk the tensor stream in step (gathering is collec
 
 import dataclasses
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -139,20 +140,19 @@ class WeightReceiver:
         """Start counting for a new version."""
         self._receipt = SyncReceipt(self._name, version)
 
-    async def receive(self, bucket: Bucket, load: Callable[[list[tuple[str, torch.Tensor]]], Awaitable[None]]) -> None:
-        """Fetch a bucket, check it, and hand its tensors to `load`.
+    @contextmanager
+    def received(self, bucket: Bucket) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Fetch a bucket, check it, and give its tensors to the block that loads them.
 
         Tensors of a bucket that is not the last are copied first: an engine may keep them until a layer
-        is complete, and the sender reuses its buffers. Returns when the bucket's bytes are no longer read.
+        is complete, and the sender reuses its buffers. Behind the block the bucket's bytes are no longer read.
         """
         flat = self._transport.receive(bucket)
         self._receipt.mismatched += mismatched_names(flat, bucket.slots)
         self._receipt.num_tensors += len(bucket.slots)
         self._receipt.num_bytes += bucket.num_bytes
         tensors = unpack(flat, bucket.slots)
-        if not bucket.is_last:
-            tensors = [(name, tensor.clone()) for name, tensor in tensors]
-        await load(tensors)
+        yield tensors if bucket.is_last else [(name, tensor.clone()) for name, tensor in tensors]
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
 

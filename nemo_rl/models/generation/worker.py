@@ -101,7 +101,8 @@ class GenerationWorker:
     async def receive_bucket(self, bucket: Bucket) -> None:
         """Take one bucket of weights."""
         assert self._receiver is not None, "begin_weight_update comes first"
-        await self._receiver.receive(bucket, self._engine.load_tensors)
+        with self._receiver.received(bucket) as tensors:
+            await self._engine.load_tensors(tensors)
 
     async def finish_weight_update(self, version: int) -> SyncReceipt:
         """Put the received weights in force and answer with a receipt."""

@@ -1,5 +1,6 @@
 """Configurations and a stand-in for the processes of an evaluation."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,12 @@ class InProcessEngine(GenerationInterface):
         self._engine = HfEngine(settings)
         self.weight_version = 0
         self.num_requests = 0
+        self._turn = asyncio.Lock()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self.num_requests += 1
-        self._engine.add_request("0", request)
-        finished: list[Any] = []
-        while not finished:
-            finished = self._engine.step()
-        return finished[0][1]
+        async with self._turn:
+            return await self._engine.generate(str(self.num_requests), request)
 
     def shutdown(self) -> None:
         pass

@@ -1,6 +1,7 @@
 """Tiny models with sharp distributions, and plain Hugging Face references to hold engines against."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams
+from nemo_rl.models.generation.interfaces import (
+    Engine,
+    EngineSettings,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+)
 from nemo_rl.models.huggingface.tiny import (
     TinyArch,
     TinyShape,
@@ -179,3 +186,15 @@ def restrict_vocabulary(model: PreTrainedModel, text: str) -> PreTrainedModel:
     model.lm_head.weight[silent] = 0.0
     model.lm_head.weight[allowed[-1]] = -model.lm_head.weight[allowed[:-1]].sum(0)
     return model
+
+
+async def answered(engine: Engine, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+    """What an engine in this process says to requests that come together."""
+    return list(await asyncio.gather(*(engine.generate(str(i), request) for i, request in enumerate(requests))))
+
+
+async def load_weights(engine: Engine, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> list[str]:
+    """One update; returns what `finish_weight_update` does."""
+    await engine.begin_weight_update()
+    await engine.load_tensors(list(tensors))
+    return await engine.finish_weight_update(version)

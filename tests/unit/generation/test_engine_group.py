@@ -60,7 +60,7 @@ class FakeWorker:
             request = self.held.pop(request_id)
             error = "too long" if request.prompt_token_ids == [0] else None
             tokens = [] if error else [token + 1000 for token in request.prompt_token_ids]
-            self._finished.append((request_id, GenerationResult(tokens, [], "stop", 0, error)))
+            self._finished.append((request_id, GenerationResult(tokens, [], "stop", [], error)))
         self._changed.set()
 
     def die(self) -> None:

@@ -1,5 +1,6 @@
 """The Hugging Face engine against Hugging Face itself: tokens, log-probabilities, stops, weights."""
 
+import asyncio
 import math
 from collections import Counter
 
@@ -8,8 +9,10 @@ import torch
 from generation_helpers import (
     MAX_MODEL_LEN,
     PROMPTS,
+    answered,
     ask,
     greedy_reference,
+    load_weights,
     make_model,
     make_settings,
     reference_logprobs,
@@ -36,12 +39,7 @@ def engine(model, tmp_path_factory):
 
 
 def run(engine: HfEngine, requests: list[GenerationRequest]) -> list[GenerationResult]:
-    for index, request in enumerate(requests):
-        engine.add_request(str(index), request)
-    results = {}
-    while engine.has_unfinished():
-        results.update(engine.step())
-    return [results[str(index)] for index in range(len(requests))]
+    return asyncio.run(answered(engine, requests))
 
 
 def test_greedy_equals_hugging_face(engine, model):
@@ -145,31 +143,23 @@ def test_limits(engine):
 )
 def test_prompts_that_can_never_be_served_are_refused(engine, prompt, sentence):
     with pytest.raises(GenerationError, match=sentence):
-        engine.add_request("x", ask(prompt))
-    assert not engine.has_unfinished()
+        run(engine, [ask(prompt)])
 
 
 def test_new_weights_change_the_answers_and_the_version(engine, model):
     new = make_model("qwen2", True, seed=2)
     try:
-        engine.begin_weight_update()
-        tensors = list(new.named_parameters())
-        engine.load_tensors(tensors[:3])
-        engine.load_tensors(tensors[3:])
-        assert engine.finish_weight_update(7) == []
+        assert asyncio.run(load_weights(engine, new.named_parameters(), 7)) == []
         (result,) = run(engine, [ask(PROMPTS[1], temperature=0.0)])
-        assert result.weight_version == 7
+        assert result.weight_versions == [(0, 7)]
         assert result.token_ids == greedy_reference(new, PROMPTS[1], 12)
     finally:
-        engine.begin_weight_update()
-        engine.load_tensors(list(model.named_parameters()))
-        engine.finish_weight_update(0)
+        asyncio.run(load_weights(engine, model.named_parameters(), 0))
 
 
 def test_missing_and_unknown_tensors_are_named(engine, model):
-    engine.begin_weight_update()
     left_out = "model.layers.1.self_attn.k_proj.weight"
-    engine.load_tensors([(name, tensor) for name, tensor in model.named_parameters() if name != left_out])
-    assert engine.finish_weight_update(0) == [left_out]
+    tensors = [(name, tensor) for name, tensor in model.named_parameters() if name != left_out]
+    assert asyncio.run(load_weights(engine, tensors, 0)) == [left_out]
     with pytest.raises(GenerationError, match="no tensor named model.nothing"):
-        engine.load_tensors([("model.nothing", torch.zeros(1))])
+        asyncio.run(engine.load_tensors([("model.nothing", torch.zeros(1))]))
