@@ -198,3 +198,21 @@ async def load_weights(engine: Engine, tensors: Iterable[tuple[str, torch.Tensor
     await engine.begin_weight_update()
     await engine.load_tensors(list(tensors))
     return await engine.finish_weight_update(version)
+
+
+def check_spans(
+    request: GenerationRequest,
+    result: GenerationResult,
+    models: dict[int, PreTrainedModel],
+    spans: list[tuple[int, int]],
+) -> None:
+    """Hold each span of a response against the model whose weights wrote it."""
+    assert result.weight_versions == spans
+    for (start, version), (end, _) in zip(spans, [*spans[1:], (len(result.token_ids), -1)], strict=True):
+        prefix, span = [*request.prompt_token_ids, *result.token_ids[:start]], result.token_ids[start:end]
+        if request.sampling.temperature == 0:
+            assert span == greedy_reference(models[version], prefix, end - start)
+        for other, model in models.items():
+            expected = reference_logprobs(model, prefix, span, request.sampling)
+            agrees = max(abs(a - b) for a, b in zip(result.logprobs[start:end], expected, strict=True)) < 1e-4
+            assert agrees == (other == version), f"span {start}..{end} against version {other}"

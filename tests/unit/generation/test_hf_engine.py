@@ -11,6 +11,7 @@ from generation_helpers import (
     PROMPTS,
     answered,
     ask,
+    check_spans,
     greedy_reference,
     load_weights,
     make_model,
@@ -155,6 +156,44 @@ def test_new_weights_change_the_answers_and_the_version(engine, model):
         assert result.token_ids == greedy_reference(new, PROMPTS[1], 12)
     finally:
         asyncio.run(load_weights(engine, model.named_parameters(), 0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_response_under_way_goes_on_with_new_weights(engine, model, temperature):
+    """Each span's tokens and log-probabilities are those of its weights, for all tokens before."""
+    new = make_model("qwen2", True, seed=3)
+    requests = [ask(prompt, seed=i, temperature=temperature) for i, prompt in enumerate(PROMPTS)]
+    requests.append(ask(PROMPTS[0], max_new_tokens=2))
+
+    async def updated_on_the_way() -> list[GenerationResult]:
+        answers = asyncio.ensure_future(answered(engine, requests))
+        while not engine._running or engine.num_tokens("0") < 5:
+            await asyncio.sleep(0)
+        await load_weights(engine, new.named_parameters(), 8)
+        return await answers
+
+    asyncio.run(load_weights(engine, model.named_parameters(), 7))
+    try:
+        *results, short = asyncio.run(updated_on_the_way())
+    finally:
+        asyncio.run(load_weights(engine, model.named_parameters(), 0))
+    assert (len(short.token_ids), short.weight_versions) == (2, [(0, 7)])
+    for request, result in zip(requests, results, strict=False):
+        check_spans(request, result, {7: model, 8: new}, [(0, 7), (5, 8)])
+
+
+def test_an_update_to_the_same_weights_does_not_touch_responses_under_way(engine, model):
+    requests = [ask(prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+    asyncio.run(load_weights(engine, model.named_parameters(), 5))
+
+    async def synced_on_the_way() -> list[GenerationResult]:
+        answers = asyncio.ensure_future(answered(engine, requests))
+        while not engine._running or engine.num_tokens("0") < 5:
+            await asyncio.sleep(0)
+        await load_weights(engine, model.named_parameters(), 5)
+        return await answers
+
+    assert asyncio.run(synced_on_the_way()) == run(engine, requests)
 
 
 def test_missing_and_unknown_tensors_are_named(engine, model):
