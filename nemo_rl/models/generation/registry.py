@@ -54,6 +54,6 @@ def engine_class(backend: str) -> type:
         return resolve_class(path)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"policy.generation.backend={backend!r} cannot be imported: {error} Use one of {', '.join(ENGINES)}, or the "
-            "dotted path of a class that Python can import from where the run was started."
+            f"policy.generation.backend={backend!r} cannot be imported: {error} Use one of {', '.join(ENGINES)}, or "
+            "the dotted path of a class that Python can import from where the run was started."
         ) from error

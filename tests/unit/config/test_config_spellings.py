@@ -40,7 +40,9 @@ def test_the_defaults_that_follow_the_policy_do_so_under_either_name(tmp_path):
 @pytest.mark.parametrize(("older", "newer"), [("engine", "vllm_cfg"), ("vllm_cfg", "engine")])
 def test_the_later_file_or_override_wins_whichever_it_uses(tmp_path, older, newer):
     parent = tmp_path / "parent.yaml"
-    parent.write_text(f"defaults: {BASE}\npolicy: {{generation: {{{older}: {{max_model_len: 70, env_vars: {{A: b}}}}}}}}")
+    parent.write_text(
+        f"defaults: {BASE}\npolicy: {{generation: {{{older}: {{max_model_len: 70, env_vars: {{A: b}}}}}}}}"
+    )
     lines = f"    {newer}: {{max_model_len: 80}}\n"
     assert engine(load(tmp_path, lines, parent=str(parent))).max_model_len == 80
     overridden = load(tmp_path, lines, f"policy.generation.{older}.max_model_len=90", parent=str(parent))
@@ -52,7 +54,9 @@ def test_the_later_file_or_override_wins_whichever_it_uses(tmp_path, older, newe
 def test_two_values_in_one_file_are_refused(tmp_path):
     both = "    vllm_cfg: {{max_model_len: 70}}\n    engine: {{max_model_len: {}}}\n"
     assert engine(load(tmp_path, both.format(70))).max_model_len == 70
-    with pytest.raises(ConfigError, match=r"run.yaml: vllm_cfg.max_model_len=70 and engine.max_model_len=71 are the same"):
+    with pytest.raises(
+        ConfigError, match=r"run.yaml: vllm_cfg.max_model_len=70 and engine.max_model_len=71 are the same"
+    ):
         load(tmp_path, both.format(71))
     with pytest.raises(ValueError, match="are the same key"):
         GenerationConfig.build(max_new_tokens=4, vllm_cfg={"max_model_len": 8}, engine={"max_model_len": 9})

@@ -3,16 +3,14 @@
 import asyncio
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
-import torch
 from generation_helpers import (
     PROMPTS,
     ask,
@@ -22,72 +20,19 @@ from generation_helpers import (
     make_settings,
     save_model,
 )
-from transformers import PreTrainedModel
+from local_policy import LocalPolicy
 
 from nemo_rl.algorithms.refit import Refitter, TakeTurns
 from nemo_rl.config import ClusterConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
-from nemo_rl.distributed.worker_results import PendingCall
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import make_engines
 from nemo_rl.models.generation.interfaces import GenerationResult
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
-from nemo_rl.weight_sync.buckets import Bucket
-from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.interfaces import TransportSpec
 
 pytestmark = pytest.mark.ray
-
-
-class LocalPolicy:
-    """A policy of one rank that lives in this process."""
-
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
-        self.weight_version = 1
-        self.moves: list[str] = []
-        self.num_streams = 0
-        self._turn = threading.RLock()
-        self._sender: WeightSender | None = None
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        assert self._turn.acquire(timeout=60)
-        yield
-        self._turn.release()
-
-    def train(self, new: PreTrainedModel, half_way: Callable[[], None]) -> None:
-        """Change the weights in two halves, with something in between."""
-        with self.held(), torch.no_grad():
-            pairs = list(zip(self.model.parameters(), new.parameters(), strict=True))
-            for number, (own, given) in enumerate(pairs):
-                if number == len(pairs) // 2:
-                    half_way()
-                own.copy_(given)
-            self.weight_version += 1
-
-    def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
-        self.num_streams += 1
-        self._sender = self._sender or WeightSender(spec, rank=0, is_node_leader=True)
-        self._sender.begin(self.model.state_dict().items())
-        return []
-
-    def next_weight_bucket(self) -> Bucket:
-        assert self._sender is not None
-        return self._sender.next_bucket()
-
-    def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
-        return []
-
-    def meeting_point(self) -> tuple[str, int]:
-        raise AssertionError("shared memory needs no meeting point")
-
-    def offload_optimizer(self) -> None:
-        self.moves.append("offload")
-
-    def onload_optimizer(self) -> None:
-        self.moves.append("onload")
 
 
 @pytest.fixture
@@ -103,7 +48,9 @@ def engines(tmp_path: Path) -> Iterator[EngineGroup]:
     cluster = ClusterConfig(device="cpu", gpus_per_node=0, max_actor_restarts=2)
     init_ray(num_cpus=2)
     where = RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=0.5)
-    group = make_engines(make_settings(tmp_path, "hf", max_model_len=480, env_vars={"OMP_NUM_THREADS": "1"}), where, cluster)
+    group = make_engines(
+        make_settings(tmp_path, "hf", max_model_len=480, env_vars={"OMP_NUM_THREADS": "1"}), where, cluster
+    )
     yield group
     group.shutdown()
     ray.shutdown()
@@ -191,26 +138,24 @@ def test_requests_of_a_collection_past_its_deadline_end_in_the_engines(
         requests = [ask(prompt, max_new_tokens=num_tokens) for prompt in PROMPTS]
         return list(await asyncio.gather(*(engines.generate(request) for request in requests)))
 
-    def num_unfinished() -> list[int]:
-        """Within the engines."""
-        asked = [actor.__ray_call__.remote(lambda host: len(host._worker._engine._running)) for actor in actors]
-        return ray.get(asked, timeout=20)
+    def in_engines(look: Callable[[Any], Any]) -> list[Any]:
+        actors = engines.workers.workers
+        return ray.get([actor.__ray_call__.remote(lambda host: look(host._worker._engine)) for actor in actors])
 
-    actors = engines.workers.workers
-
-    loop.run(generate_all(1), 60, "warming up")
+    in_engines(lambda engine: engine._may_step.clear())
     with pytest.raises(DeadlineExceededError, match="too slow did not finish"):
-        loop.run(generate_all(400), 0.3, "too slow")
-    end = time.monotonic() + 0.5
-    while num_unfinished() != [0, 0]:
+        loop.run(generate_all(3), 1.0, "too slow")
+    end = time.monotonic() + 20
+    while in_engines(lambda engine: len(engine._running)) != [0, 0]:
         assert time.monotonic() < end, "the engines go on with what nobody waits for"
         time.sleep(0.02)
+    in_engines(lambda engine: engine._may_step.set())
     assert len(loop.run(generate_all(3), 60, "after that")) == len(PROMPTS)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(loop.run, generate_all(400), 60, "shut down")
         while not all(member.unfinished for member in engines._members):
             time.sleep(0.001)
         engines.shutdown()
-        with pytest.raises(WorkerDiedError, match="have been shut down"):
+        with pytest.raises(WorkerDiedError, match="been shut down"):
             waiting.result()
     assert engines.num_restarts == 0

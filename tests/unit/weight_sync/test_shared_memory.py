@@ -146,8 +146,8 @@ def test_memory_is_gone_when_the_sender_is_killed_and_the_engine_says_so():
     assert torch.equal(loaded["w"], torch.ones(4)), "a mapping that exists stays valid"
     (handle,) = bucket.handles.values()
     assert not os.path.exists(handle.path)
-    with pytest.raises(WeightSyncError, match="process has ended.*transport=collective"), WeightReceiver(SPEC, 1, "engine 1").received(bucket):
-        pass
+    with pytest.raises(WeightSyncError, match="process has ended.*transport=collective"):
+        WeightReceiver(SPEC, 1, "engine 1").received(bucket).__enter__()
 
 
 def test_a_reused_descriptor_is_not_taken_for_the_old_memory():
@@ -183,8 +183,8 @@ def test_an_engine_on_another_host_is_told_what_to_do(sender):
     sender.begin(weights(1).items())
     bucket = sender.next_bucket()
     bucket.handles = {"elsewhere": bucket.handles.popitem()[1]}
-    with pytest.raises(WeightSyncError, match=r"wrote shared memory on \['elsewhere'\].*transport=collective"), WeightReceiver(SPEC, 0, "engine 0").received(bucket):
-        pass
+    with pytest.raises(WeightSyncError, match=r"wrote shared memory on \['elsewhere'\].*transport=collective"):
+        WeightReceiver(SPEC, 0, "engine 0").received(bucket).__enter__()
 
 
 def test_failures_of_the_engine_reach_the_controller(engine, sender):
