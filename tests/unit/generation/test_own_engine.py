@@ -16,6 +16,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
+from nemo_rl.models.generation.registry import ENGINES
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.weight_sync.interfaces import TransportSpec
 
@@ -65,6 +66,11 @@ def test_the_shown_engine_runs_by_its_path(tmp_path: Path, monkeypatch: pytest.M
         expected = [float(weight[a].log_softmax(0)[b]) for a, b in zip(tokens, tokens[1:], strict=False)]
         assert (result.token_ids, result.finish_reason, result.weight_versions) == (tokens[1:], "length", [(0, 1)])
         assert result.logprobs == pytest.approx(expected, abs=1e-6)
+
+
+def test_every_registered_engine_can_be_named(tmp_path: Path) -> None:
+    for name in ENGINES:
+        assert policy_with(name, tmp_path).generation.backend == name
 
 
 @pytest.mark.parametrize("path", ["my_project.nothing.Engine", "json.dumps", "json.Nothing"])
