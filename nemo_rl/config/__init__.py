@@ -45,6 +45,7 @@ from nemo_rl.config.schema.evaluation import EvalConfig, EvalDataConfig
 from nemo_rl.config.schema.generation import (
     ColocatedConfig,
     ColocatedResourcesConfig,
+    EngineConfig,
     GenerationConfig,
     VllmConfig,
     WeightSyncConfig,
@@ -105,6 +106,7 @@ __all__ = [
     "DatasetConfig",
     "DatasetDefaults",
     "DynamicBatchingConfig",
+    "EngineConfig",
     "EvalConfig",
     "EvalDataConfig",
     "EvalMasterConfig",

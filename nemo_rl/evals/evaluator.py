@@ -186,12 +186,12 @@ def _started(config: EvalMasterConfig, tokenizer: Any) -> Iterator[Asker]:
         bundles = _bundles(cluster)
         resources.callback(bundles.shutdown)
         bundles.get_placement_groups()
-        engines = make_engines(settings, bundles, cluster, config.generation.vllm_cfg.env_vars)
+        engines = make_engines(settings, bundles, cluster)
         resources.callback(engines.shutdown)
         loop = EventLoopThread()
         resources.callback(loop.close)
         limits = RolloutLimits(
-            config.generation.vllm_cfg.max_model_len, config.eval.max_rollout_turns, cluster.timeouts.rollout_s
+            config.generation.engine.max_model_len, config.eval.max_rollout_turns, cluster.timeouts.rollout_s
         )
         runner = RolloutRunner(engines, {name: environment}, tokenizer, limits, loop)
         yield Asker(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False))

@@ -36,9 +36,9 @@ WITHOUT_INFLUENCE = (
     "eval.signal_grace_s",
     "generation.colocated",
     "generation.num_prompts_per_step",
-    "generation.vllm_cfg.env_vars",
-    "generation.vllm_cfg.gpu_memory_utilization",
-    "generation.vllm_cfg.kv_cache_memory_mb",
+    "generation.engine.env_vars",
+    "generation.engine.gpu_memory_utilization",
+    "generation.engine.kv_cache_memory_mb",
     "generation.weight_sync",
 )
 """Keys that may change between a run and the run that goes on: they choose no samples."""

@@ -36,6 +36,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
     SamplingParams,
+    VersionSpan,
 )
 from nemo_rl.utils.errors import ConfigError, DataError
 from nemo_rl.utils.seed import derive_seed
@@ -308,7 +309,9 @@ class RolloutRunner:
                 "generation_logprobs": torch.tensor(result.logprobs, dtype=torch.float32),
             }
         )
-        sample.weight_versions.append(result.weight_version)
+        sample.weight_versions += [
+            VersionSpan(len(prefix) + span.start, span.version) for span in result.weight_versions
+        ]
         sample.num_turns += 1
         return result
 

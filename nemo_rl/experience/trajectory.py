@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_rl.data.content import content_text
 from nemo_rl.data.interfaces import Chat, Message
+from nemo_rl.models.generation.interfaces import VersionSpan
 
 
 class Outcome(StrEnum):
@@ -39,7 +40,7 @@ class Trajectory:
         outcome: how it ended.
         error: text of what failed.
         answer: answer the grader extracted.
-        weight_versions: weight version of each response turn.
+        weight_versions: which weights wrote the response turns; spans start at positions of the whole sequence.
         num_turns: response turns.
         extra_env_info: the environment's metadata after the last turn.
         chat: what the prompt was rendered from; None where the data does not say.
@@ -59,7 +60,7 @@ class Trajectory:
     outcome: Outcome = Outcome.FINISHED
     error: str | None = None
     answer: str | None = None
-    weight_versions: list[int] = field(default_factory=list)
+    weight_versions: list[VersionSpan] = field(default_factory=list)
     num_turns: int = 0
     extra_env_info: Any = None
     chat: Chat | None = None

@@ -1,8 +1,8 @@
 """Weights by broadcast over a process group of trainer rank 0 and all engines (NCCL or gloo).
 
 Used when engines run on other devices or hosts than the trainers. The group is private: it does not touch the default
-groups of either side. Invariant: trainer rank 0 is rank 0 of the group, engine i is i + 1; a member whose broadcast
-fails leaves at once, so that a peer's death ends every wait and not only its neighbours'.
+groups of either side. Invariant: trainer rank 0 is rank 0 of the group, rank i of the engines' workers is i + 1; a
+member whose broadcast fails leaves at once, so that a peer's death ends every wait and not only its neighbours'.
 """
 
 import os

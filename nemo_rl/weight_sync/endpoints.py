@@ -2,8 +2,8 @@
 
 Flow of one sync, driven by the controller (`algorithms.rollout.refit`):
 
-    sender.begin(version, tensors) ─► bucket = sender.next_bucket() ─► receiver.receive(bucket) ─┐
-                                              ▲───────────────────── until bucket.is_last ◄──────┘
+    sender.begin(version, tensors) ─► bucket = sender.next_bucket() ─► receiver.received(bucket) ─┐
+                                              ▲────────────────────── until bucket.is_last ◄──────┘
     receiver.finish() ─► SyncReceipt ─► verify.check_receipts
 
 Invariant: all trainer ranks walk the tensor stream in step (gathering is collective), whichever packs.
@@ -11,7 +11,8 @@ Invariant: all trainer ranks walk the tensor stream in step (gathering is collec
 
 import dataclasses
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -33,13 +34,13 @@ def make_sender_transport(spec: TransportSpec, rank: int, is_node_leader: bool) 
     return CollectiveSender(spec) if rank == 0 else None
 
 
-def make_receiver_transport(spec: TransportSpec, engine_index: int) -> ReceiverTransport:
-    """The transport of engine `engine_index`."""
+def make_receiver_transport(spec: TransportSpec, rank: int) -> ReceiverTransport:
+    """The transport of the engines' worker `rank`."""
     if spec.name == "cuda_ipc":
         return CudaIpcReceiver(spec)
     if spec.name == "shared_memory":
         return SharedMemoryReceiver(spec)
-    return CollectiveReceiver(spec, rank=engine_index + 1)
+    return CollectiveReceiver(spec, rank=rank + 1)
 
 
 class WeightSender:
@@ -125,33 +126,33 @@ class WeightReceiver:
 
     Args:
         spec: transport agreement.
-        engine_index: which engine this is.
+        rank: place among all workers of all engines.
+        name: what receipts call it.
     """
 
-    def __init__(self, spec: TransportSpec, engine_index: int):
+    def __init__(self, spec: TransportSpec, rank: int, name: str):
         self.spec = spec
-        self._name = f"engine {engine_index} on {socket.gethostname()}"
-        self._transport = make_receiver_transport(spec, engine_index)
+        self._name = f"{name} on {socket.gethostname()}"
+        self._transport = make_receiver_transport(spec, rank)
         self._receipt = SyncReceipt(self._name, version=-1)
 
     def begin(self, version: int) -> None:
         """Start counting for a new version."""
         self._receipt = SyncReceipt(self._name, version)
 
-    def receive(self, bucket: Bucket, load: Callable[[list[tuple[str, torch.Tensor]]], None]) -> None:
-        """Fetch a bucket, check it, and hand its tensors to `load`.
+    @contextmanager
+    def received(self, bucket: Bucket) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Fetch a bucket, check it, and give its tensors to the block that loads them.
 
         Tensors of a bucket that is not the last are copied first: an engine may keep them until a layer
-        is complete, and the sender reuses its buffers. Returns when the bucket's bytes are no longer read.
+        is complete, and the sender reuses its buffers. Behind the block the bucket's bytes are no longer read.
         """
         flat = self._transport.receive(bucket)
         self._receipt.mismatched += mismatched_names(flat, bucket.slots)
         self._receipt.num_tensors += len(bucket.slots)
         self._receipt.num_bytes += bucket.num_bytes
         tensors = unpack(flat, bucket.slots)
-        if not bucket.is_last:
-            tensors = [(name, tensor.clone()) for name, tensor in tensors]
-        load(tensors)
+        yield tensors if bucket.is_last else [(name, tensor.clone()) for name, tensor in tensors]
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
 

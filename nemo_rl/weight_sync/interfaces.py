@@ -27,7 +27,7 @@ class TransportSpec:
         verify: whether fingerprints are made and checked.
         master_address: collective only, host of the rendezvous store (trainer rank 0).
         master_port: collective only.
-        world_size: collective only, 1 trainer + number of engines.
+        world_size: collective only, 1 trainer + workers of all engines.
         timeout_s: collective only, limit of one operation.
         extra: room for transport options.
     """

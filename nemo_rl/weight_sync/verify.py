@@ -22,7 +22,7 @@ class SyncReceipt:
     """A generator's answer to one weight sync.
 
     Attributes:
-        receiver: name of the engine that answers.
+        receiver: name of the engine's worker that answers.
         version: weight version it now generates with.
         num_tensors: tensors it received.
         num_bytes: payload bytes it received.

@@ -116,7 +116,7 @@ def test_an_engine_on_another_gpu_is_told_what_to_do(sender):
     bucket = sender.next_bucket()
     bucket.handles = {"GPU-elsewhere": bucket.handles.popitem()[1]}
     with pytest.raises(WeightSyncError, match="No trainer rank shares GPU .*transport=collective"):
-        WeightReceiver(IPC_SPEC, 0).receive(bucket, {}.update)
+        WeightReceiver(IPC_SPEC, 0, "engine 0").received(bucket).__enter__()
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 3, 4, 4096, (1 << 20) + 7, 5_000_003])

@@ -8,12 +8,18 @@ Connects `models.policy` and `models.generation`, which never import each other.
     engines.finish ─► receipts ─► verify: version, tensor count, checksums, nothing left unbound
 
 Every wait has the deadline `cluster.timeouts.weight_sync_s`. An engine that dies is replaced and the sync starts over.
-Invariant: after `ensure_fresh` returns, every engine answers with the policy's weight version.
+
+A sync runs in the training thread or, when an engine has died, in the thread that revives it, at any time: while others
+generate, validate, score or train. Whoever syncs holds the engines (`EngineGroup.exclusively`) and then the policy
+(`WeightSource.held`), always in this order; an update of the policy holds the policy from its first gradient to its new
+version. Invariant: a sync delivers all tensors of one version, and after `ensure_fresh` returns every engine answers
+with the policy's weight version.
 """
 
 import dataclasses
 import logging
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +39,13 @@ class WeightSource(Protocol):
     @property
     def weight_version(self) -> int:
         """Version of the current weights."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keep the weights and their version as they are, once an update that is under way is over.
+
+        Raises:
+            DeadlineExceededError: the update does not end in time (on entering).
+        """
 
     def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
         """Start a stream on all ranks; returns the calls to wait for."""
@@ -112,7 +125,7 @@ class Refitter:
             WeightSyncError: the weights did not arrive, or not as they were sent.
             DeadlineExceededError: a side did not answer in time.
         """
-        with self._generation.exclusively():
+        with self._generation.exclusively(), self._policy.held():
             self._memory.hand_to(("generation",))
             if self._synced != (self._policy.weight_version, self._generation.num_restarts):
                 self.sync()
@@ -123,7 +136,7 @@ class Refitter:
 
     def sync(self) -> None:
         """Move the policy's current weights to all engines, replacing engines that died."""
-        with self._generation.exclusively():
+        with self._generation.exclusively(), self._policy.held():
             started = time.perf_counter()
             receipts = self._generation.with_replacements(self._sync_once)
             self._note_sync(receipts, time.perf_counter() - started)
@@ -151,7 +164,7 @@ class Refitter:
             self._spec,
             master_address=address,
             master_port=port,
-            world_size=1 + self._generation.num_engines,
+            world_size=1 + len(self._generation.workers.workers),
             extra={"epoch": restarts},
         )
 

@@ -149,11 +149,9 @@ def _start_workers(
     places = place_roles(cluster, {name: role.section for name, role in recipe.roles.items()})
     reserve(places.values(), resources)
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
-    generation = config.policy.generation
-    assert generation is not None, "engine_settings checks this"
     started = start_together(
         {
-            "generation": partial(make_engines, settings, places["generation"], cluster, generation.vllm_cfg.env_vars),
+            "generation": partial(make_engines, settings, places["generation"], cluster),
             **{
                 name: partial(
                     start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path

@@ -90,7 +90,7 @@ class SyncProbe:
             f"The engines do not sample from the policy: after the weight sync mult_prob_error is {error:.4g}, at most "
             f"policy.generation.weight_sync.max_mult_prob_error={self._max_error} is allowed; nothing was learned from "
             f"this batch. {self._suspects(token_ids)} Use another engine (policy.generation.backend=hf), the trainer's "
-            "precision in the engine (policy.generation.vllm_cfg.precision), or raise the limit if the difference is "
+            "precision in the engine (policy.generation.engine.precision), or raise the limit if the difference is "
             "rounding."
         )
 
@@ -99,12 +99,12 @@ class SyncProbe:
         self._refitter.ensure_fresh()
         workers = self._generation.workers
         calls = workers.run_all_workers_single_data("layer_outputs", token_ids)
-        of_engines = workers.get_all_worker_results(calls, self._timeout_s, "comparing layers")
+        of_workers = workers.get_all_worker_results(calls, self._timeout_s, "comparing layers")
         self._refitter.before_training()
         names, of_policy = self._policy.layer_outputs(token_ids)
         return " ".join(
             f"Engine {index}: {suspect_layer(names, of_policy, outputs, self._rounding)}."
-            for index, outputs in enumerate(of_engines)
+            for index, outputs in enumerate(self._generation.of_engines(of_workers))
         )
 
 

@@ -10,6 +10,7 @@ from nemo_rl.algorithms.rollout.sync_probe import ROUNDING, SyncProbe
 from nemo_rl.algorithms.runtime.memory import MemorySharing
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.models.generation.factory import engine_precision
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
 from nemo_rl.weight_sync.interfaces import TransportName, TransportSpec
@@ -39,9 +40,8 @@ def make_refitter(
         verify=sync.verify,
         timeout_s=timeout_s,
     )
-    precision = generation.vllm_cfg.precision
-    dtype = config.precision if precision == "auto" else precision
-    return Refitter(PolicyWeightStream(policy, dtype, timeout_s), engines, spec, timeout_s, memory)
+    stream = PolicyWeightStream(policy, engine_precision(config), timeout_s)
+    return Refitter(stream, engines, spec, timeout_s, memory)
 
 
 def make_probe(
@@ -50,7 +50,7 @@ def make_probe(
     """The check of the first sync; arguments as `make_refitter`."""
     generation = config.generation
     assert generation is not None, "engine_settings checks this"
-    formats = {config.precision, generation.vllm_cfg.precision} - {"auto"}
+    formats = {config.precision, engine_precision(config)}
     return SyncProbe(
         policy,
         engines,

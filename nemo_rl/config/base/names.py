@@ -58,3 +58,6 @@ VALIDATION_METRICS: tuple[str, ...] = (
     PASS_K,
 )
 """Metrics of a validation that samples answers; pass_k with several answers per prompt."""
+
+OVERRIDE_MARKER = "_override_"
+"""Key of a mapping that replaces an inherited one as a whole."""

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError, PydanticUndefined
 
 from nemo_rl.config.base.availability import drop_switched_off
 from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
+from nemo_rl.config.base.spellings import unified
 from nemo_rl.config.base.structure import FREE, Slot
 from nemo_rl.utils.errors import ConfigError
 
@@ -47,6 +48,8 @@ class Section(BaseModel):
         idle: keys that other code may read or check but that change nothing here, with the reason; the user
             who writes one is told.
         moved: keys that are spelled elsewhere now; always an error that names the new place.
+        written_in: section below this one, and the section beside it whose keys may be written there too
+            (`spellings`).
 
     and two plain texts:
         place: dotted path of the section in a master config, so that it can be built alone although a
@@ -60,6 +63,7 @@ class Section(BaseModel):
     ignored: ClassVar[Mapping[str, str]] = {}
     idle: ClassVar[Mapping[str, str]] = {}
     moved: ClassVar[Mapping[str, str]] = {}
+    written_in: ClassVar[Mapping[str, str]] = {}
     place: ClassVar[str] = ""
     inherits: ClassVar[str] = ""
 
@@ -93,7 +97,7 @@ class Section(BaseModel):
     def _complete(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        plain = {str(key): _plain(value) for key, value in values.items()}
+        plain = unified(cls, {str(key): _plain(value) for key, value in values.items()})
         filled, derived = fill_defaults(cls, plain)
         if derived:
             filled = _resolve_alone(cls, filled, derived)

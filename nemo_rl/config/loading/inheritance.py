@@ -13,10 +13,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_rl.config.base.names import OVERRIDE_MARKER
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.utils.errors import ConfigError
-
-OVERRIDE_MARKER = "_override_"
 
 
 @dataclass(frozen=True)

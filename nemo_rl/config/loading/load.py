@@ -8,10 +8,12 @@ here, before anything starts.
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
@@ -19,8 +21,9 @@ from pydantic import BaseModel, ValidationError
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
 from nemo_rl.config.base.section import Section, fill_defaults
+from nemo_rl.config.base.spellings import in_own_section, unified
 from nemo_rl.config.base.structure import Slot
-from nemo_rl.config.loading.inheritance import merge_layers, read_layers
+from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
 from nemo_rl.config.loading.overrides import apply_to_schema, parse_override
 from nemo_rl.config.loading.sources import Sources, dotted_path
 from nemo_rl.config.loading.unknown_keys import refuse_unknown_keys
@@ -54,17 +57,19 @@ def load_config[Config: Section](
         ConfigError: a file, key, value, override or combination is wrong.
     """
     register_omegaconf_resolvers()
-    layers = read_layers(path)
+    layers = [_in_own_sections(schema, layer) for layer in read_layers(path)]
     sources = Sources.of_layers(layers)
     for name, content in sources.layers:
         refuse_unknown_keys(schema, content, name)
-    tree = _filled(schema, merge_layers(layers))
+    tree = _filled(schema, OmegaConf.to_container(merge_layers(layers)))
     for text in overrides:
         override = parse_override(text)
-        OmegaConf.set_struct(tree, True)
+        override.key_or_group = in_own_section(schema, override.key_or_group)
+        OmegaConf.set_struct(tree, not _names_elsewhere(schema, override))
         apply_to_schema(schema, tree, override, sources)
-        refuse_unknown_keys(schema, OmegaConf.to_container(tree), f"the override {text!r}")
-        tree = _filled(schema, tree)
+        plain: Any = unified(schema, OmegaConf.to_container(tree), newer_wins=True)
+        refuse_unknown_keys(schema, plain, f"the override {text!r}")
+        tree = _filled(schema, plain)
     config, values = _validated(schema, tree, sources)
     if isinstance(config, MasterConfig):
         make_paths_absolute(config)
@@ -107,8 +112,23 @@ def _make_absolute(paths: list[tuple[Section, str]]) -> None:
             setattr(section, key, str(found))
 
 
-def _filled(schema: type[Section], tree: DictConfig) -> DictConfig:
-    plain: Any = OmegaConf.to_container(tree, resolve=False)
+def _in_own_sections(schema: type[Section], layer: Layer) -> Layer:
+    try:
+        return Layer(layer.path, OmegaConf.create(unified(schema, OmegaConf.to_container(layer.content))))
+    except ConfigError as error:
+        raise ConfigError(f"{layer.path}: {error}") from None
+
+
+def _names_elsewhere(schema: type[Section], override: Override) -> bool:
+    """Whether the mapping that an override sets has keys that belong into another section, to be moved."""
+    value = None if override.type == OverrideType.DEL else override.value()
+    if not isinstance(value, dict):
+        return False
+    tree = reduce(lambda below, key: {key: below}, reversed(override.key_or_group.split(".")), value)
+    return bool(unified(schema, tree) != tree)
+
+
+def _filled(schema: type[Section], plain: Any) -> DictConfig:
     return OmegaConf.create(fill_defaults(schema, plain)[0])
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from nemo_rl.config.base.names import OVERRIDE_MARKER
 from nemo_rl.config.base.structure import FREE, Slot
-from nemo_rl.config.loading.inheritance import OVERRIDE_MARKER
 from nemo_rl.config.loading.sources import dotted_path
 from nemo_rl.utils.errors import ConfigError
 

@@ -49,13 +49,13 @@ def check_sampling(wanted: EvalConfig, generation: EvalGenerationConfig, data: E
             f"generation.{greedy} gives the same answer {n} times (eval.num_tests_per_prompt={n}). "
             "Sample with generation.temperature=1.0, or set eval.num_tests_per_prompt=1."
         )
-    context = generation.vllm_cfg.max_model_len
+    context = generation.engine.max_model_len
     for key, value in (
         ("generation.max_new_tokens", generation.max_new_tokens),
         ("data.max_input_seq_length", data.max_input_seq_length or 0),
     ):
         if value > context:
-            yield f"{key}={value} is more than generation.vllm_cfg.max_model_len={context}. Lower the first."
+            yield f"{key}={value} is more than generation.engine.max_model_len={context}. Lower the first."
 
 
 def check_eval_data(data: EvalDataConfig, environments: Mapping[str, Any]) -> Findings:

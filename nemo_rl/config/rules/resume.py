@@ -34,6 +34,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
     ),
     "engines and weight sync": (
         "policy.generation.backend",
+        "policy.generation.engine",
         "policy.generation.vllm_cfg",
         "policy.generation.vllm_kwargs",
         "policy.generation.weight_sync",

@@ -98,7 +98,7 @@ def check_lengths(policy: PolicyConfig, data: DataConfig) -> Findings:
 
 
 def _check_answer_lengths(generation: GenerationConfig, total: int) -> Findings:
-    new_tokens, context = generation.max_new_tokens, generation.vllm_cfg.max_model_len
+    new_tokens, context = generation.max_new_tokens, generation.engine.max_model_len
     if new_tokens > total:
         yield (
             f"policy.generation.max_new_tokens={new_tokens} is more than "
@@ -108,13 +108,13 @@ def _check_answer_lengths(generation: GenerationConfig, total: int) -> Findings:
         return
     if context > total:
         yield (
-            f"policy.generation.vllm_cfg.max_model_len={context} lets the engine write sequences longer "
+            f"policy.generation.engine.max_model_len={context} lets the engine write sequences longer "
             f"than policy.max_total_sequence_length={total}. Set both to the same value."
         )
     elif new_tokens > context:
         yield (
             f"policy.generation.max_new_tokens={new_tokens} does not fit into "
-            f"policy.generation.vllm_cfg.max_model_len={context}. Set it to at most {context}."
+            f"policy.generation.engine.max_model_len={context}. Set it to at most {context}."
         )
 
 

@@ -40,8 +40,8 @@ class EvalMasterConfig(Section):
         return PolicyConfig.build(
             model_name=self.generation.model_name,
             tokenizer=self.tokenizer.model_dump(),
-            precision=self.generation.vllm_cfg.precision,
-            max_total_sequence_length=self.generation.vllm_cfg.max_model_len,
+            precision=self.generation.engine.precision,
+            max_total_sequence_length=self.generation.engine.max_model_len,
             generation=sampling,
         )
 

@@ -11,12 +11,12 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.data import numbers_without_effect
-from nemo_rl.config.schema.generation import GenerationConfig, TopK, VllmConfig
+from nemo_rl.config.schema.generation import EngineConfig, GenerationConfig, TopK
 from nemo_rl.config.schema.policy import TokenizerConfig
 
 
-class EvalVllmConfig(VllmConfig):
-    """The vLLM engine of an evaluation."""
+class EvalEngineConfig(EngineConfig):
+    """The engine of an evaluation."""
 
     max_model_len: PositiveInt = Field(
         default=2048, description="Context length of the engine in tokens, prompt and answer together."
@@ -54,10 +54,10 @@ class EvalGenerationConfig(GenerationConfig):
     )
     top_k: TopK | None = Field(default=-1, description="Sample from the k most likely tokens; null or -1: from all.")
     max_new_tokens: PositiveInt = derived(
-        "${.vllm_cfg.max_model_len}",
+        "${.engine.max_model_len}",
         "Most tokens of one answer; prompt and answer together end at max_model_len.",
     )
-    vllm_cfg: EvalVllmConfig = Field(default_factory=EvalVllmConfig, description="The vLLM engine.")
+    engine: EvalEngineConfig = Field(default_factory=EvalEngineConfig, description="The engine, whichever it is.")
 
 
 class EvalTokenizerConfig(TokenizerConfig):
@@ -136,7 +136,7 @@ class EvalDataConfig(Section):
         default=None, description="Function that turns a row into a prompt; null: the data set's usual one."
     )
     max_input_seq_length: PositiveInt | None = derived(
-        "${generation.vllm_cfg.max_model_len}",
+        "${generation.engine.max_model_len}",
         "Longest prompt in tokens; longer ones are not asked and count as not solved; null: no limit.",
     )
     max_samples: PositiveInt | None = Field(

@@ -5,7 +5,8 @@ Invariant: lengths and precision follow the policy unless they are set here.
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
+from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.section import Section, derived
@@ -16,6 +17,17 @@ EnginePrecision = Annotated[
     Literal["auto", "bfloat16", "float16", "float32", "fp8"],
     Only(("auto", "bfloat16", "float16", "float32"), "fp8 generation"),
 ]
+
+
+def _check_engine_name(name: str) -> str:
+    if name in ("megatron", "sglang", "trtllm", "dynamo"):
+        raise PydanticCustomError("not_available", "This generation backend is not available yet")
+    if name not in ("vllm", "hf") and "." not in name:
+        raise PydanticCustomError("engine", "Input should be vllm, hf or the dotted path of a class")
+    return name
+
+
+EngineName = Annotated[str, AfterValidator(_check_engine_name)]
 
 
 class ColocatedResourcesConfig(Section):
@@ -63,8 +75,44 @@ class WeightSyncConfig(Section):
     )
 
 
+class EngineConfig(Section):
+    """What every engine reads. Each key may be written under `vllm_cfg` too, as NeMo RL does."""
+
+    max_model_len: PositiveInt = derived(
+        "${...max_total_sequence_length}",
+        "Context length of the engine in tokens, prompt and answer together.",
+    )
+    precision: EnginePrecision = derived(
+        "${...precision}",
+        "Number format of weights and activations in the engine.",
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.6, description="Share of a GPU's memory that the engine may take."
+    )
+    kv_cache_memory_mb: PositiveInt | None = Field(
+        default=None,
+        description="Mebibytes of KV cache of an engine; null: from gpu_memory_utilization on GPUs, 256 on the CPU.",
+    )
+    kv_cache_dtype: Annotated[str, Only(("auto",), "A quantised KV cache")] = Field(
+        default="auto", description="Number format of the KV cache."
+    )
+    enforce_eager: bool = Field(
+        default=False, description="Run without compilation and CUDA graphs; the CPU always does."
+    )
+    tensor_parallel_size: Annotated[PositiveInt, Only((1,), "Tensor parallelism in the engine")] = Field(
+        default=1, description="GPUs that share one engine's layers."
+    )
+    pipeline_parallel_size: Annotated[PositiveInt, Only((1,), "Pipeline parallelism in the engine")] = Field(
+        default=1, description="Stages of one engine."
+    )
+    expert_parallel_size: Annotated[PositiveInt, Only((1,), "Expert parallelism in the engine")] = Field(
+        default=1, description="GPUs that share one engine's experts."
+    )
+    env_vars: dict[str, str] | None = Field(default=None, description="Environment variables of the engine's process.")
+
+
 class VllmConfig(Section):
-    """The vLLM engine."""
+    """What only vLLM reads; the keys of `engine` may be written here too."""
 
     later: ClassVar[dict[str, str]] = {
         "enable_return_routed_experts": "router replay",
@@ -92,44 +140,13 @@ class VllmConfig(Section):
         "vllm_metrics_logger_interval": "vLLM's own metrics are not reported",
     }
 
-    max_model_len: PositiveInt = derived(
-        "${...max_total_sequence_length}",
-        "Context length of the engine in tokens, prompt and answer together.",
-    )
-    precision: EnginePrecision = derived(
-        "${...precision}",
-        "Number format of weights and activations in the engine.",
-    )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.6, description="Share of a GPU's memory that the engine may take."
-    )
-    kv_cache_memory_mb: PositiveInt | None = Field(
-        default=None,
-        description="Mebibytes of KV cache of an engine; null: from gpu_memory_utilization on GPUs, 256 on the CPU.",
-    )
-    kv_cache_dtype: Annotated[str, Only(("auto",), "A quantised KV cache")] = Field(
-        default="auto", description="Number format of the KV cache."
-    )
-    enforce_eager: bool = Field(
-        default=False, description="Run without compilation and CUDA graphs; the CPU always does."
-    )
     logprobs_mode: Annotated[str, Only(("processed_logprobs",), "The use of raw log-probs")] = Field(
         default="processed_logprobs",
         description="Which log-probs the engine reports: after temperature and truncation.",
     )
-    tensor_parallel_size: Annotated[PositiveInt, Only((1,), "Tensor parallelism in the engine")] = Field(
-        default=1, description="GPUs that share one engine's layers."
-    )
-    pipeline_parallel_size: Annotated[PositiveInt, Only((1,), "Pipeline parallelism in the engine")] = Field(
-        default=1, description="Stages of one engine."
-    )
-    expert_parallel_size: Annotated[PositiveInt, Only((1,), "Expert parallelism in the engine")] = Field(
-        default=1, description="GPUs that share one engine's experts."
-    )
     async_engine: Annotated[bool, Only((False,), "The asynchronous vLLM engine")] = Field(
         default=False, description="Use vLLM's asynchronous engine."
     )
-    env_vars: dict[str, str] | None = Field(default=None, description="Environment variables of the engine's process.")
 
 
 class GenerationConfig(Section):
@@ -159,10 +176,12 @@ class GenerationConfig(Section):
         "trtllm_cfg": "it belongs to another backend",
     }
 
-    backend: Annotated[
-        Literal["vllm", "hf", "megatron", "sglang", "trtllm", "dynamo"],
-        Only(("vllm", "hf"), "This generation backend"),
-    ] = Field(default="vllm", description="Engine: vLLM, or Hugging Face generate (hf), which needs nothing.")
+    written_in: ClassVar[dict[str, str]] = {"vllm_cfg": "engine"}
+
+    backend: EngineName = Field(
+        default="vllm",
+        description="Engine: vllm; hf, a plain Hugging Face model, which needs nothing; or the dotted path of a class.",
+    )
     temperature: NonNegativeFloat = Field(
         default=1.0, description="Sampling temperature; 0 takes the most likely token (not for training)."
     )
@@ -196,7 +215,8 @@ class GenerationConfig(Section):
     weight_sync: WeightSyncConfig = Field(
         default_factory=WeightSyncConfig, description="Transfer of weights to the engines."
     )
-    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig, description="The vLLM engine.")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine, whichever it is.")
+    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig, description="What only vLLM reads.")
     vllm_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="More arguments for vLLM's engine, passed on unchecked."
     )

@@ -258,7 +258,7 @@ def _build_model(
         config_overrides=config.hf_config_overrides,
         attn_implementation=register_varlen_attention() if packed else None,
     )
-    engine = config.generation.vllm_cfg if config.generation is not None else None
+    engine = config.generation.engine if config.generation is not None else None
     fix_rotary_frequencies(hf, engine.max_model_len if engine is not None else config.max_total_sequence_length)
     if packed:
         verify_packing(hf)

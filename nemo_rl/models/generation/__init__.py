@@ -10,6 +10,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
     SamplingParams,
+    VersionSpan,
 )
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "GenerationRequest",
     "GenerationResult",
     "SamplingParams",
+    "VersionSpan",
 ]

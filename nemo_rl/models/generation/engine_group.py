@@ -3,21 +3,23 @@
 Map (everything below runs on the rollout event loop, see `experience.event_loop`):
 
     generate() ─► least busy engine's outbox ─► _flush (next tick, one call per engine) ─► worker.submit
-    _watch task per submission ─► a submission that fails ends the engine's requests
+    generate() cancelled (deadline, another sample failed) ─► _flush ─► worker.abort
+    _watch task per call ─► a call that fails ends the engine's requests
     _collect task per engine ─► worker.collect (long poll) ─► resolves the futures of generate()
-    engine dies ─► _revive: new actor, current weights (`bring_up`), unfinished requests submitted again
+    engine dies ─► _revive: new actors, current weights (`bring_up`), unfinished requests submitted again
     the training thread meets a dead engine (`with_replacements`) ─► revive_dead, then the call again
 
-Both threads hold `exclusively` while they replace engines or move weights, so that an engine that both of them meet
-dead is replaced once. Invariant: a request is answered exactly once, and with the same tokens whichever engine serves
-it.
+An engine has one worker or several (`interfaces.engine_of`); requests go to its first. Both threads hold `exclusively`
+while they replace engines or move weights, so that an engine that both of them meet dead is replaced once. Invariant: a
+request is answered exactly once, and with the same tokens whichever engine serves it; one that nobody waits for any
+more ends in its engine.
 """
 
 import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
     GenerationResult,
+    engine_of,
 )
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, WorkerDiedError
 
@@ -42,17 +45,20 @@ class _Pending:
 
 
 @dataclass
-class _Slot:
-    """The requests pending at one engine; a slot that is down keeps its requests until its engine is back.
+class _Member:
+    """One engine and what is pending at it; while it is down, its requests are kept until it is back.
 
-    `num_starts` counts the engines that this slot has had; it tells whether an engine that died was replaced already.
+    `ranks` are its workers in the group, the first takes requests. `num_starts` counts the engines that have stood
+    here; it tells whether an engine that died was replaced already.
     """
 
     index: int
+    ranks: list[int] = field(default_factory=list)
     num_starts: int = 1
     is_down: bool = False
     unfinished: dict[str, _Pending] = field(default_factory=dict)
     outbox: list[tuple[str, GenerationRequest]] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
     collector: asyncio.Task[None] | None = None
 
 
@@ -60,9 +66,11 @@ class EngineGroup(GenerationInterface):
     """Engines behind one `generate`.
 
     Args:
-        workers: one `GenerationWorker` per engine, independent of each other.
+        workers: `GenerationWorker`s, independent of each other.
         setup_timeout_s: limit for building an engine.
         max_restarts: how many engine deaths the run survives.
+        turn_timeout_s: limit for another thread's turn (`exclusively`); None is `setup_timeout_s`.
+        workers_per_engine: as `EngineSettings.num_workers`.
 
     Attributes:
         workers: the worker group; `algorithms.rollout.refit` moves weights through it.
@@ -70,113 +78,159 @@ class EngineGroup(GenerationInterface):
         bring_up: gives new engines the current weights; set by `algorithms.rollout.refit`.
     """
 
-    def __init__(self, workers: RayWorkerGroup, setup_timeout_s: float, max_restarts: int):
+    def __init__(
+        self,
+        workers: RayWorkerGroup,
+        setup_timeout_s: float,
+        max_restarts: int,
+        turn_timeout_s: float | None = None,
+        workers_per_engine: int = 1,
+    ):
         self.workers = workers
         self.weight_version = 0
         self.num_restarts = 0
         self.bring_up: Callable[[], None] | None = None
         self._setup_timeout_s = setup_timeout_s
+        self._turn_timeout_s = turn_timeout_s or setup_timeout_s
         self._max_restarts = max_restarts
         self._ids = itertools.count()
         self._flush_is_due = False
+        self._is_shut_down = False
         self._watchers: set[asyncio.Task[None]] = set()
         self._replacing = threading.RLock()
-        self._slots = [_Slot(index) for index in range(len(workers.workers))]
+        members: dict[int, _Member] = {}
+        for rank in range(len(workers.workers)):
+            index, _ = engine_of(rank, workers_per_engine)
+            members.setdefault(index, _Member(index)).ranks.append(rank)
+        self._members = list(members.values())
 
     @property
     def num_engines(self) -> int:
         """How many engines run."""
-        return len(self._slots)
+        return len(self._members)
+
+    def of_engines[T](self, of_workers: Sequence[T]) -> list[T]:
+        """What the first worker of each engine answered, of the answers of all workers."""
+        return [of_workers[member.ranks[0]] for member in self._members]
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """See `GenerationInterface.generate`."""
-        loop = asyncio.get_running_loop()
-        pending = _Pending(request, loop.create_future())
-        slot = min(self._slots, key=lambda s: (s.is_down, len(s.unfinished), s.index))
+        self._refuse_when_shut_down()
+        pending = _Pending(request, asyncio.get_running_loop().create_future())
+        member = min(self._members, key=lambda m: (m.is_down, len(m.unfinished), m.index))
         request_id = str(next(self._ids))
-        slot.unfinished[request_id] = pending
-        slot.outbox.append((request_id, request))
-        if not self._flush_is_due:
-            self._flush_is_due = True
-            loop.call_soon(self._flush)
-        result = await pending.future
+        member.unfinished[request_id] = pending
+        member.outbox.append((request_id, request))
+        self._flush_soon()
+        try:
+            result = await pending.future
+        except asyncio.CancelledError:
+            self._give_up(member, request_id)
+            raise
         if result.error is not None:
             raise GenerationError(result.error)
         return result
 
+    def _refuse_when_shut_down(self) -> None:
+        if self._is_shut_down:
+            raise _shut_down()
+
+    def _give_up(self, member: _Member, request_id: str) -> None:
+        """Nobody waits for a request any more: end it where it is."""
+        if member.unfinished.pop(request_id, None) is None:
+            return
+        unsent = [item for item in member.outbox if item[0] != request_id]
+        if len(unsent) == len(member.outbox):
+            member.given_up.append(request_id)
+        member.outbox = unsent
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
     def _flush(self) -> None:
         """Send what gathered in this tick and make sure that a task collects the answers."""
         self._flush_is_due = False
-        for slot in self._slots:
-            if slot.outbox and not slot.is_down:
-                self._submit(slot, slot.outbox)
-                slot.outbox = []
-            if slot.unfinished and (slot.collector is None or slot.collector.done()):
-                slot.collector = asyncio.get_running_loop().create_task(self._collect(slot))
+        for member in self._members:
+            if self._is_shut_down:
+                self._fail(member, _shut_down())
+            if member.outbox and not member.is_down:
+                self._send(member, "submit", member.outbox)
+                member.outbox = []
+            if member.given_up:
+                if not member.is_down:
+                    self._send(member, "abort", member.given_up)
+                member.given_up = []
+            if member.unfinished and (member.collector is None or member.collector.done()):
+                member.collector = asyncio.get_running_loop().create_task(self._collect(member))
 
-    def _submit(self, slot: _Slot, requests: list[tuple[str, GenerationRequest]]) -> None:
-        watcher = asyncio.get_running_loop().create_task(self._watch(slot, self._call(slot, "submit", requests)))
+    def _send(self, member: _Member, method: str, content: list[Any]) -> None:
+        call = self._call(member.ranks[0], method, content)
+        watcher = asyncio.get_running_loop().create_task(self._watch(member, call))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
-    async def _watch(self, slot: _Slot, submission: Any) -> None:
-        """See that an engine took its requests; `_collect` handles deaths."""
+    async def _watch(self, member: _Member, call: Any) -> None:
+        """See that an engine took a call; `_collect` handles deaths."""
         try:
-            await submission
+            await call
         except RayActorError:
             return
         except Exception as failure:  # boundary: whatever broke the engine ends its requests
-            self._fail(slot, failure)
+            self._fail(member, failure)
 
-    def _call(self, slot: _Slot, method: str, *args: Any) -> Any:
-        return self.workers.run_single_worker_single_data(method, slot.index, *args)
+    def _call(self, rank: int, method: str, *args: Any) -> Any:
+        return self.workers.run_single_worker_single_data(method, rank, *args)
 
-    async def _collect(self, slot: _Slot) -> None:
+    async def _collect(self, member: _Member) -> None:
         """Take results from one engine until none is pending."""
-        while slot.unfinished:
-            called = slot.num_starts
+        while member.unfinished:
+            called = member.num_starts
             try:
-                results = await self._call(slot, "collect")
+                results = await self._call(member.ranks[0], "collect")
             except RayActorError as death:
-                await self._try_revive(slot, called, death)
+                await self._try_revive(member, called, death)
                 continue
             except Exception as failure:  # boundary: whatever broke the engine ends its requests
-                self._fail(slot, failure)
+                self._fail(member, failure)
                 return
             for request_id, result in results:
-                pending = slot.unfinished.pop(request_id, None)
+                pending = member.unfinished.pop(request_id, None)
                 if pending is not None and not pending.future.done():
                     pending.future.set_result(result)
 
-    async def _try_revive(self, slot: _Slot, called: int, death: RayActorError) -> None:
-        slot.is_down = True
+    async def _try_revive(self, member: _Member, called: int, death: RayActorError) -> None:
+        member.is_down = True
         try:
-            await asyncio.to_thread(self._revive, slot, called, death)
-            slot.is_down, slot.outbox = False, []
-            self._submit(slot, [(id_, p.request) for id_, p in slot.unfinished.items()])
-        except Exception as failure:  # boundary: a revival that fails ends the slot's requests
-            self._fail(slot, failure)
+            await asyncio.to_thread(self._revive, member, called, death)
+            member.is_down, member.outbox = False, []
+            self._send(member, "submit", [(id_, p.request) for id_, p in member.unfinished.items()])
+        except Exception as failure:  # boundary: a revival that fails ends the engine's requests
+            self._fail(member, failure)
 
-    def _revive(self, slot: _Slot, called: int, death: RayActorError) -> None:
-        """Replace the `called`-th engine of a slot, unless that has happened meanwhile."""
+    def _revive(self, member: _Member, called: int, death: RayActorError) -> None:
+        """Replace the `called`-th engine of a member, unless that has happened meanwhile."""
         with self.exclusively():
-            if slot.num_starts == called:
-                self._replace(slot, str(self.workers.explain_failure(death, slot.index, "generation")))
+            self._refuse_when_shut_down()
+            if member.num_starts == called:
+                self._replace(member, str(self.workers.explain_failure(death, member.ranks[0], "generation")))
                 if self.bring_up is not None:
                     self.bring_up()
-        logger.warning("Generation engine %d is back at version %d.", slot.index, self.weight_version)
+        logger.warning("Generation engine %d is back at version %d.", member.index, self.weight_version)
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
         """Keep other threads from replacing engines and moving weights; one thread may nest it.
 
         Raises:
-            DeadlineExceededError: another thread did not finish in `cluster.timeouts.setup_s`.
+            DeadlineExceededError: another thread did not finish in `turn_timeout_s`.
         """
-        if not self._replacing.acquire(timeout=self._setup_timeout_s):
+        if not self._replacing.acquire(timeout=self._turn_timeout_s):
             raise DeadlineExceededError(
-                f"Another thread replaced engines or moved weights for more than {self._setup_timeout_s:g} s "
-                "(cluster.timeouts.setup_s)."
+                f"Another thread replaced engines or moved weights for more than {self._turn_timeout_s:g} s "
+                "(cluster.timeouts: train_s + setup_s + weight_sync_s)."
             )
         try:
             yield
@@ -206,43 +260,51 @@ class EngineGroup(GenerationInterface):
             WorkerDiedError: the run's restarts are used up.
         """
         num_revived = 0
-        for slot in self._slots:
+        for member in self._members:
+            calls = [(rank, self._call(rank, "ready")) for rank in member.ranks]
             try:
-                ref = self._call(slot, "ready")
-                self.workers.get_worker_result(ref, slot.index, self._setup_timeout_s, "engine check")
+                for rank, call in calls:
+                    self.workers.get_worker_result(call, rank, self._setup_timeout_s, "engine check")
             except WorkerDiedError as death:
-                self._replace(slot, str(death))
+                self._replace(member, str(death))
                 num_revived += 1
         return num_revived
 
-    def _replace(self, slot: _Slot, reason: str) -> None:
-        """Put a new engine into a slot, if the run has a restart left."""
+    def _replace(self, member: _Member, reason: str) -> None:
+        """Put a new engine in a member's place, if the run has a restart left."""
         self.num_restarts += 1
         if self.num_restarts > self._max_restarts:
             raise WorkerDiedError(
-                f"Generation engine {slot.index} died and cluster.max_actor_restarts="
+                f"Generation engine {member.index} died and cluster.max_actor_restarts="
                 f"{self._max_restarts} restarts are used up. {reason}"
             )
         logger.warning(
             "Generation engine %d died; restarting it (%d of %d) and re-issuing %d requests. %s",
-            slot.index,
+            member.index,
             self.num_restarts,
             self._max_restarts,
-            len(slot.unfinished),
+            len(member.unfinished),
             reason.splitlines()[0],
         )
-        self.workers.restart_worker(slot.index, self._setup_timeout_s)
-        slot.num_starts += 1
+        for rank in member.ranks:
+            self.workers.restart_worker(rank, self._setup_timeout_s)
+        member.num_starts += 1
 
-    def _fail(self, slot: _Slot, failure: Exception) -> None:
-        """Pass a failure on to all that waits for the slot."""
+    def _fail(self, member: _Member, failure: Exception) -> None:
+        """Pass a failure on to all that waits for an engine."""
         if isinstance(failure, RayError):
-            failure = self.workers.explain_failure(failure, slot.index, "generation")
-        for pending in slot.unfinished.values():
+            failure = self.workers.explain_failure(failure, member.ranks[0], "generation")
+        for pending in member.unfinished.values():
             if not pending.future.done():
                 pending.future.set_exception(failure)
-        slot.unfinished.clear()
+        member.unfinished.clear()
+        member.outbox, member.given_up = [], []
 
     def shutdown(self) -> None:
-        """Kill the engine actors."""
+        """Kill the engine actors, and with them what they still generate; requests that are waited for fail."""
+        self._is_shut_down = True
         self.workers.shutdown(force=True)
+
+
+def _shut_down() -> WorkerDiedError:
+    return WorkerDiedError("The generation engines have been shut down.")

@@ -9,7 +9,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
-from nemo_rl.models.generation.vllm.settings import engine_environment
+from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.huggingface.stop_tokens import stop_token_ids
 from nemo_rl.utils.errors import ConfigError
@@ -34,7 +34,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
     generation = policy.generation
     if generation is None:
         raise ConfigError("policy.generation is null, but this algorithm generates. Fill it in.")
-    engine = generation.vllm_cfg
+    engine = generation.engine
     kv_cache_mb = engine.kv_cache_memory_mb
     if kv_cache_mb is None and not cluster.uses_gpu:
         kv_cache_mb = _CPU_KV_CACHE_MB
@@ -43,7 +43,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         model_name=policy.model_name,
         tokenizer_name=policy.tokenizer.name,
         device=cluster.device,
-        precision=policy.precision if engine.precision == "auto" else engine.precision,
+        precision=engine_precision(policy),
         max_model_len=engine.max_model_len,
         kv_cache_bytes=None if kv_cache_mb is None else kv_cache_mb << 20,
         gpu_memory_utilization=engine.gpu_memory_utilization,
@@ -51,18 +51,32 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         can_sleep=cluster.uses_gpu and generation.colocated.enabled,
         load_weights=load_weights,
         seed=seed % 2**31,
+        num_workers=engine.tensor_parallel_size * engine.pipeline_parallel_size,
         hf_overrides=dict(policy.hf_config_overrides or {}),
         engine_kwargs=dict(generation.vllm_kwargs),
+        env_vars=dict(engine.env_vars or {}),
     )
 
 
+def engine_precision(policy: PolicyConfig) -> str:
+    """The number format of the engines, which is that of the weights they are sent."""
+    assert policy.generation is not None, "engine_settings checks this first"
+    precision = policy.generation.engine.precision
+    return policy.precision if precision == "auto" else precision
+
+
 def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """Refuse a model that the engine is known to compute wrongly; needs no engine and no worker.
+    """Refuse an engine that is not there, or a model that it computes wrongly; needs no engine and no worker.
 
     Raises:
-        ConfigError: latent attention (DeepSeek-V3 and its like) with plain rotary embeddings in vLLM on a CPU.
+        ConfigError: `policy.generation.backend` names a class that cannot be imported; latent attention (DeepSeek-V3
+            and its like) with plain rotary embeddings in vLLM on a CPU.
     """
-    if policy.generation is None or policy.generation.backend != "vllm" or cluster.uses_gpu:
+    if policy.generation is None:
+        return
+    if policy.generation.backend not in ENGINES:
+        engine_class(policy.generation.backend)
+    if policy.generation.backend != "vllm" or cluster.uses_gpu:
         return
     model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
     rope = getattr(model, "rope_parameters", None) or {}
@@ -99,28 +113,28 @@ def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validatio
     )
 
 
-def make_engines(
-    settings: EngineSettings,
-    where: RayVirtualCluster,
-    cluster: ClusterConfig,
-    env_vars: dict[str, str] | None = None,
-) -> EngineGroup:
-    """Start one engine on every bundle; blocks until all are built.
+def make_engines(settings: EngineSettings, where: RayVirtualCluster, cluster: ClusterConfig) -> EngineGroup:
+    """Start one worker on every bundle; blocks until all are built.
 
     Args:
         settings: what to build.
-        where: the bundles.
+        where: the bundles, as many as whole engines need.
         cluster: deadlines and restarts.
-        env_vars: further environment of the engine processes (`vllm_cfg.env_vars`).
     """
-    environment = engine_environment(settings.device) if settings.backend == "vllm" else {}
+    timeouts = cluster.timeouts
     workers = RayWorkerGroup(
         where,
         RayWorkerBuilder(_WORKER, settings).asynchronous(_CONCURRENT_CALLS),
         name_prefix=f"{settings.backend}_engine",
-        env_vars=environment | (env_vars or {}),
-        setup_timeout_s=cluster.timeouts.setup_s,
-        call_timeout_s=cluster.timeouts.weight_sync_s,
+        env_vars=engine_kind(settings.backend).environment(settings.device) | settings.env_vars,
+        setup_timeout_s=timeouts.setup_s,
+        call_timeout_s=timeouts.weight_sync_s,
         independent_workers=True,
     )
-    return EngineGroup(workers, cluster.timeouts.setup_s, cluster.max_actor_restarts)
+    return EngineGroup(
+        workers,
+        timeouts.setup_s,
+        cluster.max_actor_restarts,
+        turn_timeout_s=timeouts.train_s + timeouts.setup_s + timeouts.weight_sync_s,
+        workers_per_engine=settings.num_workers,
+    )

@@ -5,14 +5,15 @@ token ids and log-probabilities come from the engine once and are never re-token
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,18 @@ class GenerationRequest:
     seed: int
 
 
+class VersionSpan(NamedTuple):
+    """A stretch of tokens that weights of one version wrote.
+
+    Attributes:
+        start: its first token; the next span, or the end, ends it.
+        version: of the weights.
+    """
+
+    start: int
+    version: int
+
+
 @dataclass(frozen=True)
 class GenerationResult:
     """One response.
@@ -60,15 +73,17 @@ class GenerationResult:
         token_ids: response tokens, stop token included.
         logprobs: log-probability of each response token under the distribution it was drawn from
             (after temperature, top-k and top-p).
-        finish_reason: "stop" (a stop id or string) or "length".
-        weight_version: version of the weights that wrote it.
-        error: why the engine refused the request; then there are no tokens.
+        finish_reason: "stop" (a stop id or string), "length", or "abort" (ended by `Engine.abort`).
+        weight_versions: which weights wrote it: spans that begin with token 0, of rising start and version. More than
+            one where weights were updated while it was written; each token's log-probability is that of its span's
+            weights for all tokens before it.
+        error: why the engine refused the request; then there are no tokens and no spans.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
-    weight_version: int
+    weight_versions: list[VersionSpan]
     error: str | None = None
 
 
@@ -77,7 +92,7 @@ class EngineSettings:
     """What a worker needs to build its engine; resolved from the configuration by `factory`.
 
     Attributes:
-        backend: "vllm" or "hf".
+        backend: a name of `registry.ENGINES`, or the dotted path of a class.
         model_name: local folder or hub id.
         tokenizer_name: local folder or hub id.
         device: "cpu" or "cuda".
@@ -89,8 +104,10 @@ class EngineSettings:
         can_sleep: whether memory is given back between generation phases (colocated GPUs).
         load_weights: read the checkpoint at start; False leaves that to the first weight sync.
         seed: engine seed; requests carry their own.
+        num_workers: worker processes of one engine, each with its device; see `engine_of`.
         hf_overrides: changes to the model's Hugging Face config.
         engine_kwargs: passed to the engine as they are (`vllm_kwargs`).
+        env_vars: further environment of the engine's processes.
     """
 
     backend: str
@@ -105,43 +122,71 @@ class EngineSettings:
     can_sleep: bool = False
     load_weights: bool = False
     seed: int = 0
+    num_workers: int = 1
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    env_vars: dict[str, str] = field(default_factory=dict)
+
+
+def engine_of(rank: int, num_workers: int) -> tuple[int, int]:
+    """Whose part a worker process is; the only place that knows how engines lie on the ranks of their group.
+
+    Args:
+        rank: of the process among all processes of all engines.
+        num_workers: processes of one engine.
+
+    Returns:
+        The engine's index, and the process's place in it. Place 0 takes the engine's requests.
+    """
+    return divmod(rank, num_workers)
 
 
 class Engine(Protocol):
-    """A continuous-batching engine inside its actor; used from one thread only."""
+    """A continuous-batching engine; called from one asyncio loop, and constructed with `EngineSettings` alone.
 
-    weight_version: int
+    Nothing here says where it computes: in this process between two calls (`stepped.SteppedEngine`), in processes or
+    on devices of its own, or behind a server.
+    """
 
-    def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """Queue a request; raises `GenerationError` when it can never be served."""
+    def generate(self, request_id: str, request: GenerationRequest) -> Awaitable[GenerationResult]:
+        """Take a request; the response can be awaited.
 
-    def has_unfinished(self) -> bool:
-        """Whether a queued or running request remains."""
+        Requests of one tick of the loop are taken in the order of the calls.
 
-    def step(self) -> list[tuple[str, GenerationResult]]:
-        """Advance all running requests by about one token; returns what finished."""
+        Raises:
+            GenerationError: the request can never be served (when awaited).
+            Exception: the engine broke (when awaited).
+        """
 
-    def begin_weight_update(self) -> None:
-        """Get ready to take new weights."""
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End requests: they are answered with the tokens they have. Ids of requests that are over are ignored."""
 
-    def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Take some tensors under Hugging Face names."""
+    async def begin_weight_update(self) -> None:
+        """Get ready to take new weights; no token is drawn until `finish_weight_update`.
 
-    def finish_weight_update(self, version: int) -> list[str]:
-        """Put the new weights in force, drop caches; returns engine parameters nothing was loaded into."""
+        An update that was broken off is begun again.
+        """
 
-    def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
+    async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Take some tensors under Hugging Face names; they are valid until this returns."""
+
+    async def finish_weight_update(self, version: int) -> list[str]:
+        """Put the new weights in force; returns engine parameters nothing was loaded into.
+
+        Requests that are under way go on with the new weights, as if these had read all of their tokens: cached keys
+        and values of another version are computed anew.
+        """
+
+    async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
         """Hidden states `[T, D]` float32 behind each decoder layer for a prompt, while no request is under way.
 
         Empty, or fewer than there are layers, where the engine cannot tell.
         """
 
-    def sleep(self) -> None:
+    async def sleep(self) -> None:
         """Give memory back until `wake_up`; nothing to do when it is asleep."""
 
-    def wake_up(self) -> None:
+    async def wake_up(self) -> None:
         """Take memory again; nothing to do when it is awake."""
 
 
@@ -152,7 +197,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one prompt; many calls may be awaited at once.
+        """Continue one prompt; many calls may be awaited at once. Cancelling one ends its request in the engine.
 
         Raises:
             GenerationError: the engine refused the request (too long, unknown token ids).

@@ -1,142 +1,122 @@
-"""The actor around one engine: queues requests, steps the engine, hands out what finished.
+"""The actor around one engine, or one worker of an engine that has several: hands requests in and answers out.
 
-Loops and who waits for whom (all on the actor's one asyncio loop, so nothing runs at the same time):
+Who waits for whom (all on the actor's one asyncio loop, so nothing runs at the same time):
 
-    submit() ──► engine queue ──► _run loop: engine.step() ──► _finished ──► collect() (long poll)
-                                     │ yields after each step, so weight updates land between steps
-    begin_weight_update() ... receive_bucket() ... finish_weight_update() ◄── controller; no step in between
+    submit() ──► engine.generate() ─► _note ──► _finished ──► collect() (long poll)
+    abort()  ──► engine.abort() ─────► (the same way, with the tokens so far)
+    begin_weight_update() ... receive_bucket() ... finish_weight_update() ◄── controller
 
-Invariant: an engine is touched only between two steps, and never steps on half of its new weights.
+Invariant: a request is answered exactly once, however it ends.
 """
 
 import asyncio
-import logging
 import os
-from typing import Any
+from contextlib import suppress
+from functools import partial
 
 import torch
 
 from nemo_rl.models.generation.interfaces import (
-    Engine,
     EngineSettings,
     GenerationRequest,
     GenerationResult,
+    engine_of,
 )
+from nemo_rl.models.generation.registry import make_engine
 from nemo_rl.utils.errors import GenerationError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightReceiver
 from nemo_rl.weight_sync.interfaces import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt
 
-logger = logging.getLogger(__name__)
-
 COLLECT_POLL_S = 60.0
-
-
-def make_engine(settings: EngineSettings) -> Engine:
-    """Build the engine a backend names; the backend's library is imported only here, in the actor."""
-    if settings.backend == "vllm":
-        from nemo_rl.models.generation.vllm.engine import VllmEngine
-
-        return VllmEngine(settings)
-    from nemo_rl.models.generation.hf.engine import HfEngine
-
-    return HfEngine(settings)
 
 
 class GenerationWorker:
     """Hosts one engine.
 
     Args:
-        settings: what to build. The engine's index among those of the run is its RANK.
+        settings: what to build. Its place among all workers of all engines is its RANK.
     """
 
     def __init__(self, settings: EngineSettings):
         self._engine = make_engine(settings)
-        self._engine_index = int(os.environ["RANK"])
+        self._rank = int(os.environ["RANK"])
+        self._name = "engine {}, worker {}".format(*engine_of(self._rank, settings.num_workers))
         self._receiver: WeightReceiver | None = None
         self._finished: list[tuple[str, GenerationResult]] = []
-        self._has_finished = asyncio.Event()
-        self._may_step = asyncio.Event()
-        self._may_step.set()
-        self._loop_task: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._has_news = asyncio.Event()
 
     async def ready(self) -> int:
-        """Answers once the engine is built; returns its index."""
-        return self._engine_index
+        """Answers once the engine is built; returns the worker's rank."""
+        return self._rank
 
     async def submit(self, requests: list[tuple[str, GenerationRequest]]) -> None:
-        """Queue requests; a request the engine refuses is answered with its error through `collect`."""
+        """Hand requests to the engine; they are answered through `collect`, also those it refuses."""
         for request_id, request in requests:
-            try:
-                self._engine.add_request(request_id, request)
-            except GenerationError as refusal:
-                version = self._engine.weight_version
-                result = GenerationResult([], [], "length", version, error=str(refusal))
-                self._deliver([(request_id, result)])
-        if self._loop_task is None or self._loop_task.done():
-            self._loop_task = asyncio.get_running_loop().create_task(self._run())
+            answer = asyncio.ensure_future(self._engine.generate(request_id, request))
+            answer.add_done_callback(partial(self._note, request_id))
 
-    async def _run(self) -> None:
-        while self._engine.has_unfinished():
-            while not self._may_step.is_set():
-                await self._may_step.wait()
-            self._deliver(self._engine.step())
-            await asyncio.sleep(0)
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests; those that were under way are answered through `collect` with the tokens so far."""
+        await self._engine.abort(request_ids)
 
-    def _deliver(self, results: list[tuple[str, GenerationResult]]) -> None:
-        if results:
-            self._finished += results
-            self._has_finished.set()
+    def _note(self, request_id: str, answer: asyncio.Future[GenerationResult]) -> None:
+        failure = answer.exception()
+        if failure is None:
+            self._finished.append((request_id, answer.result()))
+        elif isinstance(failure, GenerationError):
+            self._finished.append((request_id, GenerationResult([], [], "abort", [], error=str(failure))))
+        else:
+            self._failure = failure
+        self._has_news.set()
 
     async def collect(self) -> list[tuple[str, GenerationResult]]:
         """Results finished since the last call; waits for one up to `COLLECT_POLL_S`, then answers empty.
 
         Raises:
-            Exception: whatever broke the engine's loop.
+            Exception: whatever broke the engine.
         """
-        if not self._finished:
-            waiters: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._has_finished.wait())]
-            if self._loop_task is not None and not self._loop_task.done():
-                waiters.append(self._loop_task)
-            await asyncio.wait(waiters, timeout=COLLECT_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            waiters[0].cancel()
-        if self._loop_task is not None and self._loop_task.done() and not self._finished:
-            self._loop_task.result()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_news.wait(), COLLECT_POLL_S)
+        if self._failure is not None and not self._finished:
+            failure, self._failure = self._failure, None
+            self._has_news.clear()
+            raise failure
         results, self._finished = self._finished, []
-        self._has_finished.clear()
+        if self._failure is None:
+            self._has_news.clear()
         return results
 
     async def begin_weight_update(self, spec: TransportSpec, version: int) -> None:
         """Start taking weights of `version` through the transport of `spec`; requests wait until the end."""
-        self._may_step.clear()
         if self._receiver is None or self._receiver.spec != spec:
             if self._receiver is not None:
                 self._receiver.close()
-            self._receiver = await asyncio.to_thread(WeightReceiver, spec, self._engine_index)
+            self._receiver = await asyncio.to_thread(WeightReceiver, spec, self._rank, self._name)
         self._receiver.begin(version)
-        self._engine.begin_weight_update()
+        await self._engine.begin_weight_update()
 
     async def receive_bucket(self, bucket: Bucket) -> None:
         """Take one bucket of weights."""
         assert self._receiver is not None, "begin_weight_update comes first"
-        self._receiver.receive(bucket, self._engine.load_tensors)
+        with self._receiver.received(bucket) as tensors:
+            await self._engine.load_tensors(tensors)
 
     async def finish_weight_update(self, version: int) -> SyncReceipt:
         """Put the received weights in force and answer with a receipt."""
         assert self._receiver is not None, "begin_weight_update comes first"
-        unbound = self._engine.finish_weight_update(version)
-        self._may_step.set()
-        return self._receiver.finish(unbound)
+        return self._receiver.finish(await self._engine.finish_weight_update(version))
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
         """Hidden states `[T, D]` behind each decoder layer for a prompt; see `algorithms.rollout.sync_probe`."""
-        return self._engine.layer_outputs(token_ids)
+        return await self._engine.layer_outputs(token_ids)
 
     async def sleep(self) -> None:
         """Give memory back to the trainer sharing the device."""
-        self._engine.sleep()
+        await self._engine.sleep()
 
     async def wake_up(self) -> None:
         """Take memory again."""
-        self._engine.wake_up()
+        await self._engine.wake_up()

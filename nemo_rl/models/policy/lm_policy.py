@@ -8,14 +8,19 @@ rank; `ParallelLayout` says which rows a rank gets and whose results count. Flow
 Every call blocks with a deadline from `cluster.timeouts`; a worker that raises or dies ends the call
 with its error, and the group with it.
 
-Invariant: results do not depend on the number of ranks or on how microbatches are formed.
+Invariant: results do not depend on the number of ranks or on how microbatches are formed. Threads take turns (`held`),
+so that all ranks get calls in one order, and a weight stream never meets weights that an update has changed halfway.
 """
 
+import functools
 import logging
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -51,7 +56,7 @@ from nemo_rl.models.policy.metrics import join_updates, reduce_metrics
 from nemo_rl.models.policy.portable_loss import make_portable
 from nemo_rl.models.policy.workers.base import UpdateResult, WorkerSettings
 from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +66,17 @@ _WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 SCORING_KEYS = ("input_ids", "input_lengths")
+
+
+def _in_turn[**P, R](method: "Callable[Concatenate[Policy, P], R]") -> "Callable[Concatenate[Policy, P], R]":
+    """A method that holds the policy while it runs."""
+
+    @functools.wraps(method)
+    def call(self: "Policy", *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.held():
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Policy(PolicyInterface):
@@ -111,6 +127,7 @@ class Policy(PolicyInterface):
         self.config = config
         self.tokenizer = tokenizer
         self.weight_version = 0
+        self._turn = threading.RLock()
         self._timeouts = timeouts or TimeoutsConfig()
         self._backend = training_backend(config)
         ranks_of_node = Counter(place.node_idx for place in plan_places(cluster.bundle_counts, workers_per_node, None))
@@ -144,6 +161,7 @@ class Policy(PolicyInterface):
         """Ranks that work on different rows."""
         return self.layout.data_parallel_size
 
+    @_in_turn
     def train(
         self,
         data: BatchedDataDict[Any],
@@ -306,6 +324,22 @@ class Policy(PolicyInterface):
         """Move optimizer state back to the GPUs before training."""
         self._run_everywhere("move_optimizer_state", "onloading the optimizer", to_host=False)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other threads from calling the ranks, for a weight stream; one thread may nest it.
+
+        Raises:
+            DeadlineExceededError: another thread's call did not end in `cluster.timeouts.train_s`.
+        """
+        if not self._turn.acquire(timeout=self._timeouts.train_s):
+            raise DeadlineExceededError(
+                f"Another thread used the policy for more than {self._timeouts.train_s:g} s (cluster.timeouts.train_s)."
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
     def shutdown(self) -> bool:
         """End the ranks; returns whether all of them ended cleanly."""
         return self.worker_group.shutdown("shutdown", timeout=self._timeouts.shutdown_s)
@@ -342,6 +376,7 @@ class Policy(PolicyInterface):
         sharded = shard_batch(self._scoring_rows(method, data), self.data_parallel_size, strategy)
         return sharded, self._run_sharded(method, sharded, **common)
 
+    @_in_turn
     def _run_sharded(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:
         """Call a method on every rank with the rows of its data-parallel rank; their results in that order."""
         future = self.worker_group.run_all_workers_sharded_data(
@@ -355,6 +390,7 @@ class Policy(PolicyInterface):
         )
         return self.worker_group.get_all_worker_results(future, phase=f"policy {method}")
 
+    @_in_turn
     def _run_everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
         future = self.worker_group.run_all_workers_single_data(method, **kwargs)
         return self.worker_group.get_all_worker_results(future, timeout_s=self._timeouts.checkpoint_s, phase=phase)

@@ -4,6 +4,8 @@ Controller side: asks all ranks for each bucket and joins what they report. Inva
 so every rank is asked every time, whichever rank packs.
 """
 
+from contextlib import AbstractContextManager
+
 from nemo_rl.distributed.worker_results import PendingCall
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.weight_sync.buckets import Bucket
@@ -30,6 +32,10 @@ class PolicyWeightStream:
     def weight_version(self) -> int:
         """Version of the policy's current weights."""
         return self._policy.weight_version
+
+    def held(self) -> AbstractContextManager[None]:
+        """See `Policy.held`."""
+        return self._policy.held()
 
     def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
         """Start a stream on all ranks; returns the calls to wait for."""

@@ -1,5 +1,6 @@
 """The check of a run's first weight sync: what it lets pass, what it stops, and which layer it names."""
 
+import asyncio
 import copy
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe, suspect_layer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.hf.engine import HfEngine
-from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams
+from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.tiny import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
 from nemo_rl.utils.errors import WeightSyncError
@@ -50,9 +51,12 @@ class Engines:
         self.workers = self
 
     def run_all_workers_single_data(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(engine, method)(*args) for engine in self.engines]
+        return [asyncio.run(getattr(engine, method)(*args)) for engine in self.engines]
 
     def get_all_worker_results(self, results: list[Any], *_: Any) -> list[Any]:
+        return results
+
+    def of_engines(self, results: list[Any]) -> list[Any]:
         return results
 
 
@@ -85,12 +89,13 @@ def engine_of(folder: Path, model: PreTrainedModel) -> HfEngine:
 
 def sampled_batch(engine: HfEngine, num_rows: int = 4) -> BatchedDataDict[Any]:
     """Answers of exactly eight tokens to prompts of three, as `build_training_batch` lays them out."""
-    for row in range(num_rows):
-        engine.add_request(str(row), GenerationRequest([40 + row, 50, 60], SamplingParams(max_new_tokens=8), row))
-    results: dict[str, Any] = {}
-    while engine.has_unfinished():
-        results.update(engine.step())
-    rows = [results[str(row)] for row in range(num_rows)]
+
+    async def answers() -> list[GenerationResult]:
+        sampling = SamplingParams(max_new_tokens=8)
+        requests = [GenerationRequest([40 + row, 50, 60], sampling, row) for row in range(num_rows)]
+        return list(await asyncio.gather(*(engine.generate(str(r.seed), r) for r in requests)))
+
+    rows = asyncio.run(answers())
     return BatchedDataDict(
         {
             "input_ids": torch.tensor([[40 + i, 50, 60, *row.token_ids] for i, row in enumerate(rows)]),

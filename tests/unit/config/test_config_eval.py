@@ -17,7 +17,7 @@ def load(name: str, *overrides: str) -> EvalMasterConfig:
 def test_defaults_of_the_default_evaluation() -> None:
     config = load("eval")
     assert (config.generation.temperature, config.generation.top_k, config.generation.top_p) == (0.0, -1, 1.0)
-    assert config.generation.max_new_tokens == config.generation.vllm_cfg.max_model_len == 2048
+    assert config.generation.max_new_tokens == config.generation.engine.max_model_len == 2048
     assert config.tokenizer.name == config.generation.model_name == "Qwen/Qwen2.5-Math-1.5B-Instruct"
     assert config.data.max_input_seq_length == 2048
     assert (config.eval.metric, config.eval.k_value, config.eval.num_tests_per_prompt) == ("pass@k", 1, 1)
@@ -45,7 +45,7 @@ def test_engines_are_started_from_the_same_section_as_in_training() -> None:
         ("eval", "eval.num_tests_per_prompt=4", "generation.temperature=0 gives the same answer 4 times"),
         ("math_eval", "generation.top_k=1", "generation.top_k=1 gives the same answer 4 times"),
         ("eval", "eval.pass_k_value=1", "write eval.k_value"),
-        ("eval", "generation.max_new_tokens=4096", "more than generation.vllm_cfg.max_model_len=2048"),
+        ("eval", "generation.max_new_tokens=4096", "more than generation.engine.max_model_len=2048"),
         ("eval", "data.dataset_name=math50", "Did you mean 'math500'"),
         ("eval", "data.dataset_name=problems/none.csv", "does not exist"),
         ("eval", "data.dataset_name=mmlu", "env.math.verifier_type=english_multichoice"),

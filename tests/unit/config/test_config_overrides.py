@@ -145,7 +145,7 @@ def test_derived_defaults_follow_overrides(minimal: Path) -> None:
     assert policy.sequence_packing.train_mb_tokens == 300
     assert policy.generation is not None
     assert policy.generation.max_new_tokens == 100
-    assert policy.generation.vllm_cfg.max_model_len == 100
+    assert policy.generation.engine.max_model_len == 100
     assert policy.generation.val_temperature == 0.7
     assert config.data.max_input_seq_length == 100
     assert config.grpo.reward_shaping.max_response_length == 100

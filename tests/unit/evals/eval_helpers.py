@@ -1,5 +1,6 @@
 """Configurations and a stand-in for the processes of an evaluation."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,12 @@ class InProcessEngine(GenerationInterface):
         self._engine = HfEngine(settings)
         self.weight_version = 0
         self.num_requests = 0
+        self._turn = asyncio.Lock()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self.num_requests += 1
-        self._engine.add_request("0", request)
-        finished: list[Any] = []
-        while not finished:
-            finished = self._engine.step()
-        return finished[0][1]
+        async with self._turn:
+            return await self._engine.generate(str(self.num_requests), request)
 
     def shutdown(self) -> None:
         pass
@@ -86,6 +85,6 @@ def make_prompts(config: EvalMasterConfig) -> EvalPrompts:
 def make_asker(config: EvalMasterConfig, loop: EventLoopThread) -> tuple[Asker, InProcessEngine]:
     tokenizer = get_tokenizer(config.tokenizer)
     engine = InProcessEngine(config)
-    limits = RolloutLimits(config.generation.vllm_cfg.max_model_len, 1, 60.0)
+    limits = RolloutLimits(config.generation.engine.max_model_len, 1, 60.0)
     runner = RolloutRunner(engine, {"math": BoxedNumbers()}, tokenizer, limits, loop)
     return Asker(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False)), engine

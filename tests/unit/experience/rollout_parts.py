@@ -12,6 +12,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
     GenerationResult,
+    VersionSpan,
 )
 
 
@@ -30,7 +31,7 @@ class ScriptedEngine(GenerationInterface):
         limit = request.sampling.max_new_tokens
         reason = "length" if len(ids) > limit else "stop"
         ids = ids[:limit]
-        return GenerationResult(ids, [-0.5] * len(ids), reason, self.weight_version)
+        return GenerationResult(ids, [-0.5] * len(ids), reason, [VersionSpan(0, self.weight_version)])
 
     def shutdown(self) -> None:
         pass

@@ -47,7 +47,7 @@ def test_trajectories_come_ordered_by_prompt_and_sample_with_the_engines_tokens(
         assert answer["role"] == "assistant"
         assert answer["token_ids"].tolist()[-1] == 0
         assert answer["generation_logprobs"].tolist() == [-0.5, -0.5]
-        assert (t.reward, t.idx, t.weight_versions) == (2.0, 100 + t.group_index, [7])
+        assert (t.reward, t.idx, t.weight_versions) == (2.0, 100 + t.group_index, [(t.prompt_length, 7)])
         assert (t.prompt_length, t.response_length, t.outcome) == (3, 2, Outcome.FINISHED)
 
 

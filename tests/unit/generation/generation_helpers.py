@@ -1,6 +1,7 @@
 """Tiny models with sharp distributions, and plain Hugging Face references to hold engines against."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams
+from nemo_rl.models.generation.interfaces import (
+    Engine,
+    EngineSettings,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+)
 from nemo_rl.models.huggingface.tiny import (
     TinyArch,
     TinyShape,
@@ -179,3 +186,34 @@ def restrict_vocabulary(model: PreTrainedModel, text: str) -> PreTrainedModel:
     model.lm_head.weight[silent] = 0.0
     model.lm_head.weight[allowed[-1]] = -model.lm_head.weight[allowed[:-1]].sum(0)
     return model
+
+
+async def answered(engine: Engine, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+    """What an engine in this process says to requests that come together."""
+    return list(await asyncio.gather(*(engine.generate(str(i), request) for i, request in enumerate(requests))))
+
+
+async def load_weights(engine: Engine, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> list[str]:
+    """One update; returns what `finish_weight_update` does."""
+    await engine.begin_weight_update()
+    await engine.load_tensors(list(tensors))
+    return await engine.finish_weight_update(version)
+
+
+def check_spans(
+    request: GenerationRequest,
+    result: GenerationResult,
+    models: dict[int, PreTrainedModel],
+    spans: list[tuple[int, int]],
+) -> None:
+    """Hold each span of a response, sampled without filters, against the model whose weights wrote it."""
+    assert result.weight_versions == spans
+    for (start, version), (end, _) in zip(spans, [*spans[1:], (len(result.token_ids), -1)], strict=True):
+        prefix, span = [*request.prompt_token_ids, *result.token_ids[:start]], result.token_ids[start:end]
+        if request.sampling.temperature == 0:
+            assert span == logits_of(models[version], prefix, span).argmax(-1).tolist()
+        for other, model in models.items():
+            logits = logits_of(model, prefix, span).double() / (request.sampling.temperature or 1.0)
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(span)[:, None])[:, 0]
+            agrees = bool((torch.tensor(result.logprobs[start:end]) - expected).abs().max() < 1e-4)
+            assert agrees == (other == version), f"span {start}..{end} against version {other}"

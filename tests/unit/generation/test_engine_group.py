@@ -28,6 +28,7 @@ class FakeWorker:
         self.is_dead = False
         self.collect_failure: Exception | None = None
         self.submit_failure: Exception | None = None
+        self.aborted: list[str] = []
         self._finished: list[tuple[str, GenerationResult]] = []
         self._changed = asyncio.Event()
 
@@ -40,6 +41,14 @@ class FakeWorker:
         self.held.update(requests)
         if self.answers_at_once:
             self.answer(*self.held)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self._check_alive()
+        self.aborted += request_ids
+        for request_id in request_ids:
+            self.held.pop(request_id, None)
+            self._finished.append((request_id, GenerationResult([], [], "abort", [])))
+        self._changed.set()
 
     async def collect(self) -> list[tuple[str, GenerationResult]]:
         while not self._finished:
@@ -60,7 +69,7 @@ class FakeWorker:
             request = self.held.pop(request_id)
             error = "too long" if request.prompt_token_ids == [0] else None
             tokens = [] if error else [token + 1000 for token in request.prompt_token_ids]
-            self._finished.append((request_id, GenerationResult(tokens, [], "stop", 0, error)))
+            self._finished.append((request_id, GenerationResult(tokens, [], "stop", [], error)))
         self._changed.set()
 
     def die(self) -> None:
@@ -100,6 +109,10 @@ class FakeGroup:
 
     def explain_failure(self, error: Exception, index: int, phase: str) -> Exception:
         return WorkerDiedError(f"worker {index} died during {phase}: {error}")
+
+    def shutdown(self, force: bool) -> None:
+        for worker in self.workers:
+            worker.die()
 
     def restart_worker(self, index: int, timeout_s: float) -> None:
         assert self.restart_gate.wait(5)
@@ -262,7 +275,7 @@ async def test_the_training_thread_and_a_revival_do_not_replace_the_same_engine(
 
 async def test_a_wait_for_another_threads_replacement_has_a_deadline():
     group, _ = make_group(1)
-    group._setup_timeout_s = 0.1
+    group._turn_timeout_s = 0.1
     with group.exclusively(), group.exclusively():
         started = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="more than 0.1 s"):
@@ -329,12 +342,60 @@ async def test_restarts_are_limited():
         await asyncio.wait_for(start(group, [2])[0], 5)
 
 
-async def test_a_caller_that_gave_up_disturbs_nobody():
+async def test_what_nobody_waits_for_is_ended_in_its_engine():
     group, fake = make_group(1)
     gone, stays = start(group, [1, 2])
     await settle()
+    (first, second) = fake.workers[0].held
     gone.cancel()
     await settle()
-    fake.workers[0].answer(*fake.workers[0].held)
+    assert (fake.workers[0].aborted, list(fake.workers[0].held)) == ([first], [second])
+    fake.workers[0].answer(second)
     assert (await asyncio.wait_for(stays, 2)).token_ids == [1002]
-    await wait_for(lambda: not group._slots[0].unfinished)
+    await wait_for(lambda: not group._members[0].unfinished)
+
+
+async def test_what_is_ended_while_its_engine_is_down_is_not_issued_again():
+    group, fake = make_group(1)
+    gone, stays = start(group, [1, 2])
+    await settle()
+    fake.restart_gate.clear()
+    fake.workers[0].die()
+    await settle()
+    unsent, later = start(group, [3, 4])
+    await settle()
+    gone.cancel()
+    unsent.cancel()
+    await settle()
+    fake.restart_gate.set()
+    assert [(await asyncio.wait_for(task, 5)).token_ids for task in (stays, later)] == [[1002], [1004]]
+    assert ([len(call) for call in fake.workers[0].submissions], fake.workers[0].aborted) == ([2], [])
+
+
+async def test_after_shutdown_nothing_is_revived_and_all_who_wait_are_told():
+    group, fake = make_group(2)
+    waiting = start(group, [1, 2])
+    await settle()
+    group.shutdown()
+    for task in (*waiting, *start(group, [3])):
+        with pytest.raises(WorkerDiedError, match="have been shut down"):
+            await asyncio.wait_for(task, 5)
+    assert (fake.restarted, group.num_restarts) == ([], 0)
+
+
+async def test_an_engine_of_several_workers_is_asked_at_its_first_and_replaced_as_a_whole():
+    fake = FakeGroup(4)
+    group = EngineGroup(fake, 5.0, 3, workers_per_engine=2)  # type: ignore[arg-type]
+    tasks = start(group, [1, 2, 3])
+    await settle()
+    assert group.num_engines == 2
+    assert [len(worker.held) for worker in fake.workers] == [2, 0, 1, 0]
+    assert group.of_engines(["a", "b", "c", "d"]) == ["a", "c"]
+    fake.workers[2].die()
+    fake.workers[0].answer(*fake.workers[0].held)
+    results = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert [result.token_ids for result in results] == [[1001], [1002], [1003]]
+    assert (fake.restarted, group.num_restarts) == ([2, 3], 1)
+    fake.workers[1].die()
+    assert await asyncio.to_thread(group.revive_dead) == 1
+    assert fake.restarted == [2, 3, 0, 1]

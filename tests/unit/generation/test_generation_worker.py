@@ -84,7 +84,7 @@ async def test_no_step_is_taken_between_begin_and_finish_of_an_update(worker):
     await worker.receive_bucket(bucket)
     await worker.finish_weight_update(10)
     result = (await collect_all(worker, 1))["x"]
-    assert result.weight_version == 10
+    assert result.weight_versions == [(0, 0), (taken, 10)]
     assert len(result.token_ids) == 12
     await worker.submit([("y", ask(PROMPTS[3], temperature=0.0))])
     assert (await collect_all(worker, 1))["y"].token_ids == greedy_reference(new, PROMPTS[3], 12)
@@ -99,3 +99,32 @@ async def test_what_breaks_the_engine_reaches_collect(worker):
     await worker.submit([("x", ask([1]))])
     with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
         await asyncio.wait_for(worker.collect(), 20)
+
+
+async def test_requests_that_are_ended_are_answered_with_what_they_have(worker):
+    """One under way, one still waiting, one that is over, and one that nobody knows."""
+    await worker.submit([("a", ask(PROMPTS[0], temperature=0.0)), ("b", ask(PROMPTS[1], temperature=0.0))])
+    while worker._engine.num_tokens("a") < 5:
+        await asyncio.sleep(0)
+    await worker.submit([("c", ask(PROMPTS[2]))])
+    await worker.abort(["a", "c", "unknown"])
+    results = await collect_all(worker, 3)
+    model = make_model("qwen2", True, seed=1)
+    assert (results["a"].token_ids, results["a"].finish_reason) == (greedy_reference(model, PROMPTS[0], 5), "abort")
+    assert (results["c"].token_ids, results["c"].finish_reason) == ([], "abort")
+    assert (results["b"].token_ids, results["b"].finish_reason) == (greedy_reference(model, PROMPTS[1], 12), "length")
+    await worker.abort(["a", "b"])
+    await worker.submit([("d", ask(PROMPTS[3], temperature=0.0))])
+    results = await collect_all(worker, 1)
+    assert results["d"].token_ids == greedy_reference(model, PROMPTS[3], 12)
+
+
+async def test_requests_can_be_ended_while_weights_are_updated(worker):
+    await worker.submit([("a", ask(PROMPTS[0], max_new_tokens=200))])
+    await worker.begin_weight_update(SPEC, version=1)
+    await worker.abort(["a"])
+    assert (await collect_all(worker, 1))["a"].finish_reason == "abort"
+    await worker.finish_weight_update(1)
+    await worker.submit([("b", ask(PROMPTS[0]))])
+    result = (await collect_all(worker, 1))["b"]
+    assert (len(result.token_ids), result.weight_versions) == (12, [(0, 1)])

@@ -1,5 +1,6 @@
 """The Hugging Face engine against Hugging Face itself: tokens, log-probabilities, stops, weights."""
 
+import asyncio
 import math
 from collections import Counter
 
@@ -8,8 +9,11 @@ import torch
 from generation_helpers import (
     MAX_MODEL_LEN,
     PROMPTS,
+    answered,
     ask,
+    check_spans,
     greedy_reference,
+    load_weights,
     make_model,
     make_settings,
     reference_logprobs,
@@ -36,12 +40,7 @@ def engine(model, tmp_path_factory):
 
 
 def run(engine: HfEngine, requests: list[GenerationRequest]) -> list[GenerationResult]:
-    for index, request in enumerate(requests):
-        engine.add_request(str(index), request)
-    results = {}
-    while engine.has_unfinished():
-        results.update(engine.step())
-    return [results[str(index)] for index in range(len(requests))]
+    return asyncio.run(answered(engine, requests))
 
 
 def test_greedy_equals_hugging_face(engine, model):
@@ -145,31 +144,61 @@ def test_limits(engine):
 )
 def test_prompts_that_can_never_be_served_are_refused(engine, prompt, sentence):
     with pytest.raises(GenerationError, match=sentence):
-        engine.add_request("x", ask(prompt))
-    assert not engine.has_unfinished()
+        run(engine, [ask(prompt)])
 
 
 def test_new_weights_change_the_answers_and_the_version(engine, model):
     new = make_model("qwen2", True, seed=2)
     try:
-        engine.begin_weight_update()
-        tensors = list(new.named_parameters())
-        engine.load_tensors(tensors[:3])
-        engine.load_tensors(tensors[3:])
-        assert engine.finish_weight_update(7) == []
+        assert asyncio.run(load_weights(engine, new.named_parameters(), 7)) == []
         (result,) = run(engine, [ask(PROMPTS[1], temperature=0.0)])
-        assert result.weight_version == 7
+        assert result.weight_versions == [(0, 7)]
         assert result.token_ids == greedy_reference(new, PROMPTS[1], 12)
     finally:
-        engine.begin_weight_update()
-        engine.load_tensors(list(model.named_parameters()))
-        engine.finish_weight_update(0)
+        asyncio.run(load_weights(engine, model.named_parameters(), 0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_response_under_way_goes_on_with_new_weights(engine, model, temperature):
+    """Each span's tokens and log-probabilities are those of its weights, for all tokens before."""
+    new = make_model("qwen2", True, seed=3)
+    requests = [ask(prompt, seed=i, temperature=temperature) for i, prompt in enumerate(PROMPTS)]
+    requests.append(ask(PROMPTS[0], max_new_tokens=2))
+
+    async def updated_on_the_way() -> list[GenerationResult]:
+        answers = asyncio.ensure_future(answered(engine, requests))
+        while not engine._running or engine.num_tokens("0") < 5:
+            await asyncio.sleep(0)
+        await load_weights(engine, new.named_parameters(), 8)
+        return await answers
+
+    asyncio.run(load_weights(engine, model.named_parameters(), 7))
+    try:
+        *results, short = asyncio.run(updated_on_the_way())
+    finally:
+        asyncio.run(load_weights(engine, model.named_parameters(), 0))
+    assert (len(short.token_ids), short.weight_versions) == (2, [(0, 7)])
+    for request, result in zip(requests, results, strict=False):
+        check_spans(request, result, {7: model, 8: new}, [(0, 7), (5, 8)])
+
+
+def test_an_update_to_the_same_weights_does_not_touch_responses_under_way(engine, model):
+    requests = [ask(prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+    asyncio.run(load_weights(engine, model.named_parameters(), 5))
+
+    async def synced_on_the_way() -> list[GenerationResult]:
+        answers = asyncio.ensure_future(answered(engine, requests))
+        while not engine._running or engine.num_tokens("0") < 5:
+            await asyncio.sleep(0)
+        await load_weights(engine, model.named_parameters(), 5)
+        return await answers
+
+    assert asyncio.run(synced_on_the_way()) == run(engine, requests)
 
 
 def test_missing_and_unknown_tensors_are_named(engine, model):
-    engine.begin_weight_update()
     left_out = "model.layers.1.self_attn.k_proj.weight"
-    engine.load_tensors([(name, tensor) for name, tensor in model.named_parameters() if name != left_out])
-    assert engine.finish_weight_update(0) == [left_out]
+    tensors = [(name, tensor) for name, tensor in model.named_parameters() if name != left_out]
+    assert asyncio.run(load_weights(engine, tensors, 0)) == [left_out]
     with pytest.raises(GenerationError, match="no tensor named model.nothing"):
-        engine.load_tensors([("model.nothing", torch.zeros(1))])
+        asyncio.run(engine.load_tensors([("model.nothing", torch.zeros(1))]))

@@ -3,58 +3,37 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
-from generation_helpers import PROMPTS, ask, greedy_reference, make_model, make_settings, save_model
-from transformers import PreTrainedModel
+from generation_helpers import (
+    PROMPTS,
+    ask,
+    check_spans,
+    greedy_reference,
+    make_model,
+    make_settings,
+    save_model,
+)
+from local_policy import LocalPolicy
 
 from nemo_rl.algorithms.rollout.refit import Engines, Refitter
 from nemo_rl.algorithms.runtime.memory import MemorySharing, TrainedModel
 from nemo_rl.config import ClusterConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
-from nemo_rl.distributed.worker_results import PendingCall
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import make_engines
-from nemo_rl.weight_sync.buckets import Bucket
-from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.models.generation.interfaces import GenerationResult
+from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 from nemo_rl.weight_sync.interfaces import TransportSpec
 
 pytestmark = pytest.mark.ray
-
-
-class LocalPolicy:
-    """A policy of one rank that lives in this process."""
-
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
-        self.weight_version = 1
-        self.moves: list[str] = []
-        self._sender: WeightSender | None = None
-
-    def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
-        self._sender = self._sender or WeightSender(spec, rank=0, is_node_leader=True)
-        self._sender.begin(self.model.state_dict().items())
-        return []
-
-    def next_weight_bucket(self) -> Bucket:
-        assert self._sender is not None
-        return self._sender.next_bucket()
-
-    def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
-        return []
-
-    def meeting_point(self) -> tuple[str, int]:
-        raise AssertionError("shared memory needs no meeting point")
-
-    def offload_optimizer(self) -> None:
-        self.moves.append("offload")
-
-    def onload_optimizer(self) -> None:
-        self.moves.append("onload")
 
 
 @pytest.fixture
@@ -70,7 +49,9 @@ def engines(tmp_path: Path) -> Iterator[EngineGroup]:
     cluster = ClusterConfig(device="cpu", gpus_per_node=0, max_actor_restarts=2)
     init_ray(num_cpus=2)
     where = RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=0.5)
-    group = make_engines(make_settings(tmp_path, "hf"), where, cluster, {"OMP_NUM_THREADS": "1"})
+    group = make_engines(
+        make_settings(tmp_path, "hf", max_model_len=480, env_vars={"OMP_NUM_THREADS": "1"}), where, cluster
+    )
     yield group
     group.shutdown()
     ray.shutdown()
@@ -115,3 +96,68 @@ def test_engines_that_die_asleep_or_before_they_sleep_are_replaced(engines: Engi
     assert answers(engines, loop) == expected[1]
     assert engines.weight_version == 2
     assert policy.moves == ["offload", "onload", "offload", "onload", "offload"]
+
+
+def test_an_engine_revived_during_an_update_gets_whole_weights(engines: EngineGroup, loop: EventLoopThread) -> None:
+    """The update is half done when the new engine asks for weights: it waits and gets those of the next version."""
+    old, new, trained = (make_model("qwen2", False, seed=seed) for seed in (1, 2, 1))
+    policy = LocalPolicy(trained)
+    refitter = Refitter(policy, engines, TransportSpec("shared_memory", run_id="test"), 60.0)
+    refitter.ensure_fresh()
+    requests = [ask(prompt, temperature=0.0, max_new_tokens=200) for prompt in PROMPTS]
+
+    async def generate_all() -> list[GenerationResult]:
+        return list(await asyncio.gather(*(engines.generate(request) for request in requests)))
+
+    def until_the_new_engine_waits() -> None:
+        kill(engines, 1)
+        end = time.monotonic() + 60
+        while engines._members[1].num_starts == 1:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        time.sleep(1.0)
+        assert (policy.num_streams, engines._members[1].is_down) == (1, True)
+
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(loop.run, generate_all(), 120, "answers")
+        while not all(member.unfinished for member in engines._members):
+            time.sleep(0.001)
+        policy.train(new, until_the_new_engine_waits)
+        results = waiting.result()
+    assert (policy.num_streams, engines.weight_version, engines.num_restarts) == (2, 2, 1)
+    revived = [result for result in results if result.weight_versions == [(0, 2)]]
+    assert len(revived) == 2, "what the dead engine had, the new one wrote"
+    for request, result in zip(requests, results, strict=True):
+        check_spans(request, result, {1: old, 2: new}, [tuple(span) for span in result.weight_versions])
+    refitter.ensure_fresh()
+    assert policy.num_streams == 2, "the training thread finds the weights where they belong"
+
+
+def test_requests_of_a_collection_past_its_deadline_end_in_the_engines(
+    engines: EngineGroup, loop: EventLoopThread
+) -> None:
+    async def generate_all(num_tokens: int) -> list[GenerationResult]:
+        requests = [ask(prompt, max_new_tokens=num_tokens) for prompt in PROMPTS]
+        return list(await asyncio.gather(*(engines.generate(request) for request in requests)))
+
+    def in_engines(look: Callable[[Any], Any]) -> list[Any]:
+        actors = engines.workers.workers
+        return ray.get([actor.__ray_call__.remote(lambda host: look(host._worker._engine)) for actor in actors])
+
+    in_engines(lambda engine: engine._may_step.clear())
+    with pytest.raises(DeadlineExceededError, match="too slow did not finish"):
+        loop.run(generate_all(3), 1.0, "too slow")
+    end = time.monotonic() + 20
+    while in_engines(lambda engine: len(engine._running)) != [0, 0]:
+        assert time.monotonic() < end, "the engines go on with what nobody waits for"
+        time.sleep(0.02)
+    in_engines(lambda engine: engine._may_step.set())
+    assert len(loop.run(generate_all(3), 60, "after that")) == len(PROMPTS)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(loop.run, generate_all(400), 60, "shut down")
+        while not all(member.unfinished for member in engines._members):
+            time.sleep(0.001)
+        engines.shutdown()
+        with pytest.raises(WorkerDiedError, match="been shut down"):
+            waiting.result()
+    assert engines.num_restarts == 0

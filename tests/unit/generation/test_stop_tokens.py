@@ -1,9 +1,10 @@
 """Answers end at every token that the tokenizer, the model or the configuration names."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
-from generation_helpers import PROMPTS, ask, greedy_reference, make_model, make_settings, save_model
+from generation_helpers import PROMPTS, answered, ask, greedy_reference, make_model, make_settings, save_model
 from transformers import GenerationConfig, PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
@@ -51,9 +52,5 @@ def test_an_answer_ends_at_the_model_s_second_token_and_keeps_it(tmp_path: Path)
     )
     stop = sampling_params(policy, 258, validation=False).stop_token_ids
     engine = HfEngine(make_settings(tmp_path, "hf"))
-    engine.add_request("0", ask(PROMPTS[1], temperature=0.0, stop_token_ids=stop))
-    results = []
-    while engine.has_unfinished():
-        results += engine.step()
-    ((_, result),) = results
+    (result,) = asyncio.run(answered(engine, [ask(PROMPTS[1], temperature=0.0, stop_token_ids=stop)]))
     assert (result.token_ids, result.finish_reason) == (full[: full.index(full[4]) + 1], "stop")

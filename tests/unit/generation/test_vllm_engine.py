@@ -16,6 +16,7 @@ from generation_helpers import (
     MAX_MODEL_LEN,
     PROMPTS,
     ask,
+    check_spans,
     greedy_reference,
     make_mixture,
     make_model,
@@ -28,7 +29,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
 from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
-from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.models.generation.interfaces import GenerationResult, SamplingParams
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
@@ -125,7 +126,7 @@ def test_greedy_after_each_update_equals_hugging_face(engines, sender, name):
             results = engines.generate(name, requests)
             expected = [greedy_reference(model, request.prompt_token_ids, 12) for request in requests]
             assert [result.token_ids for result in results] == expected
-        assert {result.weight_version for result in results} == {seed}
+        assert all(result.weight_versions == [(0, seed)] for result in results)
         assert {result.finish_reason for result in results} == {"length"}
 
 
@@ -170,6 +171,44 @@ def test_layers_compare_with_hugging_face_and_a_tampered_one_is_named(engines, s
     deploy(engines, sender, name, model, version=22)
     outputs = engines.call(name, "layer_outputs", token_ids)
     assert suspect_layer(names, expected, outputs, rounding=1e-4).startswith("layer 1 is suspect")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_response_under_way_goes_on_with_new_weights(engines, sender, name):
+    """Each span's tokens and log-probabilities are those of its weights; the engine is asked while it is writing."""
+    old = update(engines, sender, name, seed=31)
+    new = MODELS[name](seed=32)
+    requests = [
+        ask(prompt, seed=i, max_new_tokens=80, temperature=float(i % 2))
+        for i, prompt in enumerate([PROMPTS[0], PROMPTS[3], LONG_PROMPT])
+    ]
+    ids = [f"{name} {i}" for i in range(len(requests))]
+    engines.call(name, "submit", list(zip(ids, requests, strict=True)))
+    deploy(engines, sender, name, new, version=32)
+    results: dict[str, GenerationResult] = {}
+    while len(results) < len(ids):
+        results.update(engines.call(name, "collect"))
+    starts = {result.weight_versions[-1].start for result in results.values()}
+    assert len(starts) == 1 and 0 < starts.pop() < 80
+    for id_, request in zip(ids, requests, strict=True):
+        spans = [tuple(span) for span in results[id_].weight_versions]
+        check_spans(request, results[id_], {31: old, 32: new}, spans)
+    again = engines.generate(name, requests[:1])[0]
+    check_spans(requests[0], again, {31: old, 32: new}, [(0, 32)])
+
+
+def test_requests_that_are_ended_are_answered_with_what_they_have(engines, sender):
+    name = "llama untied"
+    model = update(engines, sender, name, seed=33)
+    ended, stays = ask(PROMPTS[1], temperature=0.0, max_new_tokens=200), ask(PROMPTS[3], temperature=0.0)
+    engines.call(name, "submit", [("ended", ended), ("stays", stays)])
+    engines.call(name, "collect")
+    engines.call(name, "abort", ["ended", "unknown"])
+    ((id_, result),) = engines.call(name, "collect")
+    assert (id_, result.finish_reason) == ("ended", "abort")
+    assert 12 <= len(result.token_ids) < 200
+    check_spans(ended, result, {33: model}, [(0, 33)])
+    assert engines.generate(name, [stays])[0].token_ids == greedy_reference(model, PROMPTS[3], 12)
 
 
 def test_a_seed_fixes_the_response_whatever_the_order(engines):

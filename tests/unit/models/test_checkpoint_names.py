@@ -1,5 +1,6 @@
 """Weights leave training under the names and shapes of the hub, and come back bit for bit."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -114,8 +115,12 @@ def test_an_engine_of_transformers_puts_the_stream_into_memory(tmp_path) -> None
     engine = HfEngine(EngineSettings("hf", old, old, device="cpu", precision="float32", max_model_len=64))
     with process_group():
         stream = [(name, tensor.clone()) for name, tensor in _backend(Path(new)).iterate_weights()]
-    engine.begin_weight_update()
-    engine.load_tensors(stream[:9])
-    engine.load_tensors(stream[9:])
-    assert engine.finish_weight_update(1) == []
+
+    async def update() -> list[str]:
+        await engine.begin_weight_update()
+        await engine.load_tensors(stream[:9])
+        await engine.load_tensors(stream[9:])
+        return await engine.finish_weight_update(1)
+
+    assert asyncio.run(update()) == []
     _assert_equal(weights_by_name(engine._model), weights_by_name(AutoModelForCausalLM.from_pretrained(new)))

@@ -1,7 +1,11 @@
 """The controller with real ranks under Ray: results in order, any number of rows, resume, errors."""
 
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -193,6 +197,31 @@ def test_updates_without_a_valid_sample_leave_everything_as_it_was(policy, tmp_p
     assert len(before) > 5 and policy.weight_version == version
     assert [name for name in before | after if before.get(name) != after.get(name)] == []
     assert "2 of 2 updates were skipped" in caplog.text
+
+
+@ray_test
+def test_whoever_holds_the_policy_sees_no_update_half_done(policy, monkeypatch) -> None:
+    """A weight stream that another thread begins between two updates of one `train` waits for both."""
+    data, version = random_batch(rows=12, seed=8), policy.weight_version
+    first_update, calls = threading.Event(), []
+    run_sharded = policy.worker_group.run_all_workers_sharded_data
+
+    def noted(method: str, **kwargs: Any) -> Any:
+        calls.append(method)
+        first_update.set()
+        return run_sharded(method, **kwargs)
+
+    monkeypatch.setattr(policy.worker_group, "run_all_workers_sharded_data", noted)
+    with ThreadPoolExecutor() as pool:
+        training = pool.submit(policy.train, data, ReportsRank())
+        assert first_update.wait(30)
+        with policy.held():
+            assert (policy.weight_version, calls) == (version + 1, ["train", "train"])
+            waiting = pool.submit(policy.get_logprobs, data)
+            time.sleep(0.3)
+            assert not waiting.done() and len(calls) == 2, "no call comes between those of a stream"
+        training.result(30)
+        assert waiting.result(30)["logprobs"].shape == (12, 24)
 
 
 @ray_test

@@ -85,7 +85,7 @@ class ReceivingEngine:
     def __init__(self, spec: TransportSpec, index: int, device: str = "cpu"):
         if device != "cpu":
             torch.cuda.set_device(device)
-        self._receiver = WeightReceiver(spec, index)
+        self._receiver = WeightReceiver(spec, index, f"engine {index}")
         self._weights: dict[str, torch.Tensor] = {}
 
     def ready(self) -> bool:
@@ -96,7 +96,8 @@ class ReceivingEngine:
         self._receiver.begin(version)
 
     def receive(self, bucket: Bucket) -> None:
-        self._receiver.receive(bucket, self._weights.update)
+        with self._receiver.received(bucket) as tensors:
+            self._weights.update(tensors)
 
     def finish(self) -> SyncReceipt:
         return self._receiver.finish(unbound=[])

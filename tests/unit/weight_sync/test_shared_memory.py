@@ -136,17 +136,18 @@ class Packer:
 def test_memory_is_gone_when_the_sender_is_killed_and_the_engine_says_so():
     with Child(Packer) as packer:
         bucket = packer.call("pack")
-        receiver = WeightReceiver(SPEC, 0)
+        receiver = WeightReceiver(SPEC, 0, "engine 0")
         receiver.begin(1)
         loaded: dict[str, torch.Tensor] = {}
-        receiver.receive(bucket, loaded.update)
+        with receiver.received(bucket) as tensors:
+            loaded.update(tensors)
         packer.process.kill()
         packer.process.join()
     assert torch.equal(loaded["w"], torch.ones(4)), "a mapping that exists stays valid"
     (handle,) = bucket.handles.values()
     assert not os.path.exists(handle.path)
     with pytest.raises(WeightSyncError, match="process has ended.*transport=collective"):
-        WeightReceiver(SPEC, 1).receive(bucket, loaded.update)
+        WeightReceiver(SPEC, 1, "engine 1").received(bucket).__enter__()
 
 
 def test_a_reused_descriptor_is_not_taken_for_the_old_memory():
@@ -183,7 +184,7 @@ def test_an_engine_on_another_host_is_told_what_to_do(sender):
     bucket = sender.next_bucket()
     bucket.handles = {"elsewhere": bucket.handles.popitem()[1]}
     with pytest.raises(WeightSyncError, match=r"wrote shared memory on \['elsewhere'\].*transport=collective"):
-        WeightReceiver(SPEC, 0).receive(bucket, {}.update)
+        WeightReceiver(SPEC, 0, "engine 0").received(bucket).__enter__()
 
 
 def test_failures_of_the_engine_reach_the_controller(engine, sender):

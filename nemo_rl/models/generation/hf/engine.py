@@ -4,7 +4,7 @@ Requests waiting when the engine is idle form one left-padded batch that decodes
 until all its rows are done; later requests wait for the next batch. Simple and slow, exact and small.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,8 @@ from nemo_rl.models.generation.interfaces import (
     EngineSettings,
     FinishReason,
     GenerationRequest,
-    GenerationResult,
 )
+from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
@@ -34,7 +34,7 @@ class _Row:
     finish_reason: FinishReason | None = None
 
 
-class HfEngine:
+class HfEngine(SteppedEngine):
     """One Hugging Face model.
 
     Args:
@@ -42,7 +42,7 @@ class HfEngine:
     """
 
     def __init__(self, settings: EngineSettings):
-        self.weight_version = 0
+        super().__init__()
         self._device = torch.device(settings.device)
         self._max_model_len = settings.max_model_len
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -69,27 +69,37 @@ class HfEngine:
         generator = torch.Generator().manual_seed(request.seed)
         self._waiting.append(_Row(request_id, request, generator))
 
-    def has_unfinished(self) -> bool:
-        """See `Engine.has_unfinished`."""
-        return bool(self._waiting or self._active)
-
     @torch.inference_mode()
-    def step(self) -> list[tuple[str, GenerationResult]]:
-        """See `Engine.step`."""
+    def step(self) -> list[Finished]:
+        """See `SteppedEngine.step`."""
         if not self._active:
-            self._start_batch()
+            self._active, self._waiting = self._waiting, []
+            self._read_all()
         output = self._model(**self._inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        written = [row for row in self._active if row.finish_reason is None]
         next_ids = [
             self._extend(row, logits) if row.finish_reason is None else row.token_ids[-1]
             for row, logits in zip(self._active, output.logits[:, -1], strict=True)
         ]
         self._prepare_next(next_ids)
-        return self._take_finished()
+        return self._take_finished(written)
 
-    def _start_batch(self) -> None:
-        self._active, self._waiting = self._waiting, []
+    def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
+        """See `SteppedEngine.remove_requests`; their rows stay in the batch until it is done."""
+        rows = [row for row in (*self._waiting, *self._active) if row.request_id in request_ids]
+        self._waiting = [row for row in self._waiting if row.request_id not in request_ids]
+        for row in rows:
+            row.finish_reason = "abort"
+        return self._take_finished(rows)
+
+    def num_tokens(self, request_id: str) -> int:
+        """See `SteppedEngine.num_tokens`."""
+        return next(len(row.token_ids) for row in (*self._active, *self._waiting) if row.request_id == request_id)
+
+    def _read_all(self) -> None:
+        """Start the batch, or start it anew: the next step reads all tokens of its rows."""
         self._cache = DynamicCache(config=self._model.config)
-        prompts = [row.request.prompt_token_ids for row in self._active]
+        prompts = [row.request.prompt_token_ids + row.token_ids for row in self._active]
         width = max(len(prompt) for prompt in prompts)
         input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(input_ids)
@@ -129,24 +139,21 @@ class HfEngine:
             "position_ids": position_ids[:, -1:] + 1,
         }
 
-    def _take_finished(self) -> list[tuple[str, GenerationResult]]:
-        if any(row.finish_reason is None for row in self._active):
-            return []
-        finished = [
-            (
-                row.request_id,
-                GenerationResult(row.token_ids, row.logprobs, row.finish_reason or "length", self.weight_version),
-            )
-            for row in self._active
+    def _take_finished(self, rows: list[_Row]) -> list[Finished]:
+        """Those of the rows that are over; the batch ends with the last of its rows."""
+        if all(row.finish_reason is not None for row in self._active):
+            self._active, self._cache = [], None
+        return [
+            Finished(row.request_id, row.token_ids, row.logprobs, row.finish_reason)
+            for row in rows
+            if row.finish_reason is not None
         ]
-        self._active, self._cache = [], None
-        return finished
 
-    def begin_weight_update(self) -> None:
-        """See `Engine.begin_weight_update`."""
+    def start_loading(self) -> None:
+        """See `SteppedEngine.start_loading`."""
         self._received, self._held = set(), {}
 
-    def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """See `Engine.load_tensors`; tensors that take another shape in the model wait for the last one."""
         if converts(self._model):
             self._held |= {name: tensor.clone() for name, tensor in tensors}
@@ -162,24 +169,26 @@ class HfEngine:
             own[name].copy_(tensor)
             self._received.add(name)
 
-    def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`; tied parameters count once."""
+    def finish_loading(self, *, changed: bool) -> list[str]:
+        """See `SteppedEngine.finish_loading`; tied parameters count once."""
         self._copy(in_memory(self._model, list(self._held), self._held.pop))
-        self.weight_version = version
+        if changed and self._active:
+            self._active = [row for row in self._active if row.finish_reason is None]
+            self._read_all()
         expected = {name for name, _ in self._model.named_parameters()}
         return sorted(expected - self._received)
 
     @torch.inference_mode()
-    def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
+    async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
         """See `Engine.layer_outputs`."""
         with recorded_outputs(decoder_layers(self._model)) as outputs:
             self._model(torch.tensor([token_ids], device=self._device), use_cache=False)
         return outputs
 
-    def sleep(self) -> None:
+    async def sleep(self) -> None:
         """See `Engine.sleep`."""
         self._model.to("cpu")
 
-    def wake_up(self) -> None:
+    async def wake_up(self) -> None:
         """See `Engine.wake_up`."""
         self._model.to(self._device)

@@ -1,10 +1,11 @@
-"""Draw tokens from logits with one seeded generator per request.
+"""Draw tokens from logits with one seeded generator per request; the trainer's filters say what may be drawn.
 
 Invariant: the returned log-probability is that of the distribution the token was drawn from.
 """
 
 import torch
 
+from nemo_rl.distributed.parallel_logprobs import apply_top_k_top_p
 from nemo_rl.models.generation.interfaces import SamplingParams
 
 
@@ -16,15 +17,8 @@ def filtered_logprobs(logits_V: torch.Tensor, sampling: SamplingParams) -> torch
     logits_V = logits_V.float()
     if sampling.temperature > 0:
         logits_V = logits_V / sampling.temperature
-    if sampling.top_k is not None and 0 < sampling.top_k < logits_V.numel():
-        threshold = logits_V.topk(sampling.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < threshold, -torch.inf)
-    if sampling.top_p < 1.0:
-        sorted_logits, order = logits_V.sort(descending=True)
-        probs = sorted_logits.softmax(-1)
-        beyond = probs.cumsum(-1) - probs >= sampling.top_p
-        logits_V = logits_V.masked_fill(torch.zeros_like(beyond).scatter(0, order, beyond), -torch.inf)
-    return logits_V.log_softmax(-1)
+    filtered_V, _ = apply_top_k_top_p(logits_V, sampling.top_k, sampling.top_p)
+    return filtered_V.log_softmax(-1)
 
 
 def draw(logits_V: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:

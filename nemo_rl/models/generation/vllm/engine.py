@@ -5,6 +5,7 @@ from (`processed_logprobs`), so a trainer that divides logits by the same temper
 """
 
 import logging
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -22,9 +23,9 @@ from nemo_rl.models.generation.interfaces import (
     EngineSettings,
     FinishReason,
     GenerationRequest,
-    GenerationResult,
     SamplingParams,
 )
+from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.vllm.layers import decoder_layers, model_of, residual_sum, uncompiled
 from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
 from nemo_rl.models.huggingface.layers import recorded_outputs
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 _CPU_BATCHED_TOKENS = 4096
 
 
-class VllmEngine:
+class VllmEngine(SteppedEngine):
     """One vLLM engine.
 
     Args:
@@ -43,26 +44,27 @@ class VllmEngine:
     """
 
     def __init__(self, settings: EngineSettings):
-        self.weight_version = 0
+        super().__init__()
         self._can_sleep = settings.can_sleep
         self._max_model_len = settings.max_model_len
         self._unbound: set[str] = set()
+        self._vllm_ids: dict[str, str] = {}
         arguments = engine_arguments(settings)
         if settings.device == "cpu":
             _prepare_for_cpu(arguments)
         self._engine = LLMEngine.from_engine_args(arguments)
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """See `Engine.add_request`."""
+        """See `SteppedEngine.add_request`."""
         prompt_length = len(request.prompt_token_ids)
         room = self._max_model_len - prompt_length
         if room < 1:
             raise GenerationError(
                 f"A prompt of {prompt_length} tokens leaves no room in the context of "
-                f"{self._max_model_len} (policy.generation.vllm_cfg.max_model_len)."
+                f"{self._max_model_len} (policy.generation.engine.max_model_len)."
             )
         try:
-            self._engine.add_request(
+            self._vllm_ids[request_id] = self._engine.add_request(
                 request_id,
                 {"prompt_token_ids": request.prompt_token_ids},
                 sampling_params(request.sampling, request.seed, room),
@@ -70,59 +72,69 @@ class VllmEngine:
         except (VLLMValidationError, ValueError) as refusal:
             raise GenerationError(f"vLLM refused a prompt: {refusal}") from refusal
 
-    def has_unfinished(self) -> bool:
-        """See `Engine.has_unfinished`."""
-        return self._engine.has_unfinished_requests()
-
-    def step(self) -> list[tuple[str, GenerationResult]]:
-        """See `Engine.step`."""
+    def step(self) -> list[Finished]:
+        """See `SteppedEngine.step`."""
         finished = []
         for output in self._engine.step():
             if isinstance(output, RequestOutput) and output.finished:
-                finished.append((output.request_id, self._result(output)))
+                finished.append(_finished(output))
+                del self._vllm_ids[output.request_id]
         return finished
 
-    def _result(self, output: RequestOutput) -> GenerationResult:
-        completion = output.outputs[0]
-        token_ids = list(completion.token_ids)
-        logprobs = sampled_logprobs(token_ids, completion.logprobs)
-        reason: FinishReason = "stop" if completion.finish_reason == "stop" else "length"
-        return GenerationResult(token_ids, logprobs, reason, self.weight_version)
+    def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
+        """See `SteppedEngine.remove_requests`."""
+        removed = []
+        for request_id in request_ids:
+            state = self._state(request_id)
+            token_ids = list(state.detokenizer.output_token_ids)
+            logprobs = sampled_logprobs(token_ids, state.logprobs_processor.logprobs)
+            removed.append(Finished(request_id, token_ids, logprobs, "abort"))
+        self._engine.abort_request([self._vllm_ids.pop(request_id) for request_id in request_ids], internal=True)
+        return removed
 
-    def begin_weight_update(self) -> None:
-        """See `Engine.begin_weight_update`."""
+    def num_tokens(self, request_id: str) -> int:
+        """See `SteppedEngine.num_tokens`."""
+        num_tokens: int = self._state(request_id).detokenizer.num_output_tokens()
+        return num_tokens
+
+    def _state(self, request_id: str) -> Any:
+        """What vLLM has gathered for a request that is under way."""
+        return self._engine.output_processor.request_states[self._vllm_ids[request_id]]
+
+    def start_loading(self) -> None:
+        """See `SteppedEngine.start_loading`."""
         (self._unbound,) = self._engine.collective_rpc(begin_reload)
 
-    def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """See `Engine.load_tensors`."""
         (loaded,) = self._engine.collective_rpc(partial(load_tensors, tensors=tensors))
         self._unbound -= loaded
 
-    def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`."""
+    def finish_loading(self, *, changed: bool) -> list[str]:
+        """See `SteppedEngine.finish_loading`; vLLM reads requests under way anew, with what they have so far."""
         (unbound,) = self._engine.collective_rpc(partial(finish_reload, unbound=self._unbound))
-        self._engine.reset_prefix_cache()
-        self.weight_version = version
+        if changed:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
         return sorted(unbound)
 
-    def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
+    async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
         """See `Engine.layer_outputs`."""
         (model,) = self._engine.collective_rpc(model_of)
         self._engine.reset_prefix_cache()
         request = GenerationRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0)
         with uncompiled(model), recorded_outputs(decoder_layers(model), residual_sum) as outputs:
             self.add_request("layer_outputs", request)
-            while self.has_unfinished():
-                self.step()
+            while not self.step():
+                pass
         return [output[: len(token_ids)] for output in outputs]
 
-    def sleep(self) -> None:
+    async def sleep(self) -> None:
         """See `Engine.sleep`; weights go to host memory, the cache is dropped."""
         if self._can_sleep and not self._engine.is_sleeping():
             self._engine.reset_prefix_cache()
             self._engine.sleep(level=1)
 
-    def wake_up(self) -> None:
+    async def wake_up(self) -> None:
         """See `Engine.wake_up`."""
         if self._can_sleep and self._engine.is_sleeping():
             self._engine.wake_up()
@@ -173,6 +185,13 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int) -> VllmSampl
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # made for this request alone; vLLM's deep copy costs as much as the rest of its admission
     )
+
+
+def _finished(output: RequestOutput) -> Finished:
+    completion = output.outputs[0]
+    token_ids = list(completion.token_ids)
+    reason: FinishReason = "stop" if completion.finish_reason == "stop" else "length"
+    return Finished(output.request_id, token_ids, sampled_logprobs(token_ids, completion.logprobs), reason)
 
 
 def sampled_logprobs(token_ids: list[int], logprobs: object) -> list[float]:

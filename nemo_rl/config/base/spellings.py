@@ -1,0 +1,80 @@
+"""Keys that may be written in two sections: brings them to the one that the library reads.
+
+NeMo RL has the settings of every engine under `vllm_cfg`; here they are keys of `engine`, and files, overrides and
+interpolations may use either name (`Section.written_in`). Each file is brought to one spelling before files are merged,
+so that a later one wins whichever it uses. Invariant: in a tree that `unified` returns, each key has one place.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from nemo_rl.config.base.names import OVERRIDE_MARKER
+from nemo_rl.config.base.structure import FREE, Slot
+from nemo_rl.utils.errors import ConfigError
+
+
+def unified(schema: type[BaseModel], tree: Any, *, newer_wins: bool = False) -> Any:
+    """A copy of a tree with every key in its own section.
+
+    Args:
+        schema: section that `tree` is.
+        tree: plain dicts and lists.
+        newer_wins: what stands in the other section was written later; otherwise the two may not differ.
+
+    Raises:
+        ConfigError: a key has one value in its own section and another one in the other.
+    """
+    return _unified(Slot.of_section(schema), tree, schema, newer_wins) if _shared(schema) else tree
+
+
+def in_own_section(schema: type[BaseModel], text: str) -> str:
+    """A dotted path or a text with interpolations, such that keys are named where they stand."""
+    for other, (own, keys) in _shared(schema).items():
+        text = re.sub(rf"(?<![^.{{]){other}\.({'|'.join(keys)})(?![^.}}])", rf"{own}.\1", text)
+    return text
+
+
+@cache
+def _shared(schema: type[BaseModel]) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """In the section and below it: the other section, by name, with the own one and the keys that both take."""
+    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for name, field in schema.model_fields.items():
+        for below in Slot.of(field.annotation, field.metadata).sections:
+            found |= _shared(below)
+            others = [other for other, own in getattr(schema, "written_in", {}).items() if own == name]
+            found |= {other: (name, tuple(below.model_fields)) for other in others}
+    return found
+
+
+def _unified(slot: Slot, tree: Any, schema: type[BaseModel], newer_wins: bool) -> Any:
+    if isinstance(tree, str):
+        return in_own_section(schema, tree) if "${" in tree else tree
+    if isinstance(tree, list):
+        return [_unified(slot.item or FREE, value, schema, newer_wins) for value in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    moved = dict(tree)
+    section = slot.section_for(tree)
+    for other, own in getattr(section, "written_in", {}).items():
+        if section is not None and isinstance(moved.get(other), Mapping):
+            moved[other], moved[own] = _moved(moved, other, own, _shared(section)[other][1], newer_wins)
+    return {key: _unified(slot.child(key, moved) or FREE, value, schema, newer_wins) for key, value in moved.items()}
+
+
+def _moved(
+    tree: Mapping[str, Any], other: str, own: str, keys: tuple[str, ...], newer_wins: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both sections, after the move of `keys`."""
+    given = {key: value for key, value in tree[other].items() if key in keys}
+    kept = dict(tree.get(own) or {})
+    differing = [key for key, value in given.items() if key in kept and kept[key] != value]
+    if differing and not newer_wins:
+        key = differing[0]
+        raise ConfigError(f"{other}.{key}={given[key]} and {own}.{key}={kept[key]} are the same key. Keep one of them.")
+    if OVERRIDE_MARKER in tree[other]:
+        kept.setdefault(OVERRIDE_MARKER, tree[other][OVERRIDE_MARKER])
+    return {key: value for key, value in tree[other].items() if key not in given}, kept | given

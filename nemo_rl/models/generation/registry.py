@@ -1,0 +1,61 @@
+"""The engines by name.
+
+Invariant: no engine library is imported here but by `make_engine`, in the actor.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nemo_rl.models.generation.interfaces import Engine, EngineSettings
+from nemo_rl.models.generation.vllm.settings import engine_environment
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import import_dotted
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """One entry of the registry.
+
+    Attributes:
+        path: dotted path of a class as `interfaces.Engine`, constructed with `EngineSettings`.
+        environment: environment variables of its process on a device ("cpu" or "cuda"), set before any import.
+    """
+
+    path: str
+    environment: Callable[[str], dict[str, str]] = lambda device: {}
+
+
+ENGINES = {
+    "vllm": EngineKind("nemo_rl.models.generation.vllm.engine.VllmEngine", engine_environment),
+    "hf": EngineKind("nemo_rl.models.generation.hf.engine.HfEngine"),
+}
+"""Engines that `policy.generation.backend` may name; any other value is the path of a user's class."""
+
+
+def engine_kind(backend: str) -> EngineKind:
+    """The engine that `policy.generation.backend` names."""
+    return ENGINES.get(backend) or EngineKind(backend)
+
+
+def make_engine(settings: EngineSettings) -> Engine:
+    """Build the engine that the settings name."""
+    engine: Engine = engine_class(settings.backend)(settings)
+    return engine
+
+
+def engine_class(backend: str) -> type:
+    """Import an engine's class.
+
+    Raises:
+        ConfigError: the path leads to no class that can be imported.
+    """
+    found = import_dotted(
+        engine_kind(backend).path,
+        ConfigError,
+        f"policy.generation.backend={backend!r}",
+        f"Use one of {', '.join(ENGINES)}, or the dotted path of a class that Python can import from where the run was "
+        "started.",
+    )
+    if not isinstance(found, type):
+        raise ConfigError(f"policy.generation.backend={backend!r} is no class.")
+    return found

@@ -1,0 +1,157 @@
+"""Engines that advance all their requests by one step of a plain function: the loop that makes them `Engine`s.
+
+    generate() ─► add_request ─► _run: step(), step(), ... ─► futures of generate()
+                                   │ yields after each step: requests, aborts and weight updates come in between
+    begin_weight_update() ... load_tensors() ... finish_weight_update() ◄── no step in between
+
+Invariant: an engine is touched only between two steps, never steps on half of its new weights, and each token of a
+response belongs to the version whose weights drew it.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from nemo_rl.models.generation.interfaces import FinishReason, GenerationRequest, GenerationResult, VersionSpan
+from nemo_rl.utils.errors import GenerationError
+
+
+class Finished(NamedTuple):
+    """A response that is over; fields as in `GenerationResult`."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+
+
+@dataclass
+class _Running:
+    answer: asyncio.Future[GenerationResult]
+    versions: list[VersionSpan]
+
+
+class SteppedEngine(ABC):
+    """An `Engine` whose whole work is `step`; the weights that it is built with have version 0."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._in_force: int | None = None
+        """Version of which every weight was loaded; None before the first update and during one."""
+        self._before_update: int | None = None
+        self._running: dict[str, _Running] = {}
+        self._may_step = asyncio.Event()
+        self._may_step.set()
+        self._steps: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    def add_request(self, request_id: str, request: GenerationRequest) -> None:
+        """Queue a request; raises `GenerationError` when it can never be served."""
+
+    @abstractmethod
+    def step(self) -> list[Finished]:
+        """Advance all queued requests by about one token; returns what finished."""
+
+    @abstractmethod
+    def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
+        """Stop requests that are under way; returns them with the tokens so far and finish reason "abort"."""
+
+    @abstractmethod
+    def num_tokens(self, request_id: str) -> int:
+        """How many tokens the response of a request under way has."""
+
+    @abstractmethod
+    def start_loading(self) -> None:
+        """Get ready to take new weights, also when the last update was broken off."""
+
+    @abstractmethod
+    async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """See `Engine.load_tensors`."""
+
+    @abstractmethod
+    def finish_loading(self, *, changed: bool) -> list[str]:
+        """Put the loaded weights in force; returns engine parameters nothing was loaded into.
+
+        Args:
+            changed: the weights may differ from those before, so that no cached keys and values may be used again,
+                not even by the requests under way. Otherwise (another engine was replaced) these go on undisturbed.
+        """
+
+    @abstractmethod
+    async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
+        """See `Engine.layer_outputs`."""
+
+    @abstractmethod
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+
+    @abstractmethod
+    async def wake_up(self) -> None:
+        """See `Engine.wake_up`."""
+
+    def generate(self, request_id: str, request: GenerationRequest) -> asyncio.Future[GenerationResult]:
+        """See `Engine.generate`."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[GenerationResult] = loop.create_future()
+        try:
+            self.add_request(request_id, request)
+        except GenerationError as refusal:
+            answer.set_exception(refusal)
+            return answer
+        self._running[request_id] = _Running(answer, [VersionSpan(0, self._version)])
+        if self._steps is None or self._steps.done():
+            self._steps = loop.create_task(self._run())
+            self._steps.add_done_callback(self._pass_on_failure)
+        return answer
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """See `Engine.abort`."""
+        self._answer(self.remove_requests([id_ for id_ in request_ids if id_ in self._running]))
+
+    async def begin_weight_update(self) -> None:
+        """See `Engine.begin_weight_update`."""
+        self._may_step.clear()
+        self._before_update, self._in_force = self._in_force, None
+        self.start_loading()
+
+    async def finish_weight_update(self, version: int) -> list[str]:
+        """See `Engine.finish_weight_update`."""
+        unbound = self.finish_loading(changed=version != self._before_update)
+        self._version = self._in_force = version
+        for request_id, running in self._running.items():
+            self._note_version(running.versions, self.num_tokens(request_id))
+        self._may_step.set()
+        return unbound
+
+    def _note_version(self, versions: list[VersionSpan], num_tokens: int) -> None:
+        if versions[-1].start == num_tokens:
+            versions.pop()
+        if not versions or versions[-1].version != self._version:
+            versions.append(VersionSpan(num_tokens, self._version))
+
+    async def _run(self) -> None:
+        while self._running:
+            if self._may_step.is_set():
+                self._answer(self.step())
+                await asyncio.sleep(0)
+            else:
+                await self._may_step.wait()
+
+    def _answer(self, finished: list[Finished]) -> None:
+        for request_id, token_ids, logprobs, reason in finished:
+            running = self._running.pop(request_id)
+            if not running.answer.done():
+                running.answer.set_result(GenerationResult(token_ids, logprobs, reason, running.versions))
+
+    def _pass_on_failure(self, steps: asyncio.Task[None]) -> None:
+        """What breaks a step breaks every response under way."""
+        failure = None if steps.cancelled() else steps.exception()
+        if failure is not None:
+            for running in self._running.values():
+                if not running.answer.done():
+                    running.answer.set_exception(failure)
+            self._running.clear()

@@ -1,0 +1,85 @@
+"""Keys of `engine` written under `vllm_cfg`, as NeMo RL does: in files, parents, overrides, interpolations and code."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config import EngineConfig, GenerationConfig, GRPOMasterConfig, load_config
+from nemo_rl.utils.errors import ConfigError
+
+BASE = Path(__file__).resolve().parents[3] / "examples/configs/grpo_math_cpu.yaml"
+
+
+def load(tmp_path: Path, generation: str, *overrides: str, parent: str = str(BASE)) -> GRPOMasterConfig:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"defaults: {parent}\npolicy:\n  generation:\n{generation}")
+    return load_config(file, overrides, check=False)
+
+
+def engine(config: GRPOMasterConfig) -> EngineConfig:
+    assert config.policy.generation is not None
+    return config.policy.generation.engine
+
+
+@pytest.mark.parametrize("section", ["engine", "vllm_cfg"])
+def test_either_section_means_the_same(tmp_path, section):
+    lines = f"    {section}: {{max_model_len: 77, precision: bfloat16, gpu_memory_utilization: 0.3}}\n"
+    lines += f"    max_new_tokens: ${{policy.generation.{section}.max_model_len}}\n"
+    config = load(tmp_path, lines, f"policy.generation.{section}.kv_cache_memory_mb=5")
+    read = engine(config)
+    assert (read.max_model_len, read.precision, read.gpu_memory_utilization) == (77, "bfloat16", 0.3)
+    assert read.kv_cache_memory_mb == 5
+    assert config.policy.generation.max_new_tokens == 77
+
+
+def test_the_defaults_that_follow_the_policy_do_so_under_either_name(tmp_path):
+    config = load(tmp_path, "    vllm_cfg: {max_model_len: '${...max_total_sequence_length}'}\n")
+    assert engine(config).max_model_len == config.policy.max_total_sequence_length
+
+
+@pytest.mark.parametrize(("older", "newer"), [("engine", "vllm_cfg"), ("vllm_cfg", "engine")])
+def test_the_later_file_or_override_wins_whichever_it_uses(tmp_path, older, newer):
+    parent = tmp_path / "parent.yaml"
+    parent.write_text(
+        f"defaults: {BASE}\npolicy: {{generation: {{{older}: {{max_model_len: 70, env_vars: {{A: b}}}}}}}}"
+    )
+    lines = f"    {newer}: {{max_model_len: 80}}\n"
+    assert engine(load(tmp_path, lines, parent=str(parent))).max_model_len == 80
+    overridden = load(tmp_path, lines, f"policy.generation.{older}.max_model_len=90", parent=str(parent))
+    assert (engine(overridden).max_model_len, engine(overridden).env_vars) == (90, {"A": "b"})
+    whole = load(tmp_path, lines, "policy.generation.vllm_cfg={max_model_len: 60}", parent=str(parent))
+    assert engine(whole).max_model_len == 60
+
+
+def test_two_values_in_one_file_are_refused(tmp_path):
+    both = "    vllm_cfg: {{max_model_len: 70}}\n    engine: {{max_model_len: {}}}\n"
+    assert engine(load(tmp_path, both.format(70))).max_model_len == 70
+    with pytest.raises(
+        ConfigError, match=r"run.yaml: vllm_cfg.max_model_len=70 and engine.max_model_len=71 are the same"
+    ):
+        load(tmp_path, both.format(71))
+    with pytest.raises(ValueError, match="are the same key"):
+        GenerationConfig.build(max_new_tokens=4, vllm_cfg={"max_model_len": 8}, engine={"max_model_len": 9})
+
+
+def test_a_section_built_in_code_takes_either():
+    config = GenerationConfig.build(max_new_tokens=4, vllm_cfg={"max_model_len": 8, "precision": "float32"})
+    assert (config.engine.max_model_len, config.engine.precision) == (8, "float32")
+    assert GenerationConfig.build(**config.model_dump()) == config
+
+
+def test_a_misspelled_key_is_refused_with_the_right_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"unknown key 'policy.generation.vllm_cfg.max_model_length'.*max_model_len'"):
+        load(tmp_path, "    vllm_cfg: {max_model_length: 70}\n")
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [("sglang", "not available yet"), ("vlm", "vllm, hf or the dotted path of a class"), ("my_package.MyEngine", None)],
+)
+def test_engines_by_name_or_path(tmp_path, backend, message):
+    if message is None:
+        assert load(tmp_path, "", f"policy.generation.backend={backend}").policy.generation.backend == backend
+    else:
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path, "", f"policy.generation.backend={backend}")
