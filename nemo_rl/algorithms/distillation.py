@@ -12,8 +12,7 @@ from nemo_rl.algorithms.rollout.teacher import TeacherScores, check_teacher_fits
 from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as distillation_train
-from nemo_rl.config import DistillationConfig
-from nemo_rl.config import DistillationMasterConfig as MasterConfig
+from nemo_rl.config import DistillationConfig, DistillationMasterConfig
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.losses.distillation import DistillationLossFn
@@ -22,8 +21,10 @@ from nemo_rl.utils.seed import set_seed
 
 __all__ = ["DistillationConfig", "MasterConfig", "check_vocab_equality", "distillation_train", "recipe", "setup"]
 
+MasterConfig = DistillationMasterConfig
 
-def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
+
+def setup(config: DistillationMasterConfig, started_at: float = 0.0) -> Run:
     """Build a distillation run and start its workers.
 
     Args:
@@ -38,7 +39,7 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
     return start_run(config, recipe(config), started_at)
 
 
-def recipe(config: MasterConfig) -> RolloutRecipe:
+def recipe(config: DistillationMasterConfig) -> RolloutRecipe:
     """What makes a run that samples one of distillation; starts nothing.
 
     Raises:

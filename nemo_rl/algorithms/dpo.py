@@ -11,8 +11,7 @@ from nemo_rl.algorithms import kto
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train as dpo_train
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_pairs, from_section, start_run
-from nemo_rl.config import DPOConfig
-from nemo_rl.config import DPOMasterConfig as MasterConfig
+from nemo_rl.config import DPOConfig, DPOMasterConfig
 from nemo_rl.data.datasets.setup import setup_preference_data
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn
@@ -21,6 +20,8 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 
 __all__ = ["DPOConfig", "MasterConfig", "ReferenceLogprobs", "dpo_train", "recipe", "setup"]
+
+MasterConfig = DPOMasterConfig
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class ReferenceLogprobs:
         return {}
 
 
-def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
+def setup(config: DPOMasterConfig, started_at: float = 0.0) -> Run:
     """Build a DPO run and start its workers; arguments and errors as `sft.setup`."""
     return start_run(config, recipe(config), started_at)
 
 
-def recipe(config: MasterConfig) -> SupervisedRecipe:
+def recipe(config: DPOMasterConfig) -> SupervisedRecipe:
     """What makes a run of written data one of DPO, or of KTO; starts nothing. Errors as `sft.recipe`."""
     set_seed(config.dpo.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer)

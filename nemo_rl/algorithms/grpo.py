@@ -16,8 +16,7 @@ from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as grpo_train
-from nemo_rl.config import GRPOConfig
-from nemo_rl.config import GRPOMasterConfig as MasterConfig
+from nemo_rl.config import GRPOConfig, GRPOMasterConfig
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
@@ -26,8 +25,10 @@ from nemo_rl.utils.seed import set_seed
 
 __all__ = ["GRPOConfig", "MasterConfig", "grpo_train", "recipe", "setup"]
 
+MasterConfig = GRPOMasterConfig
 
-def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
+
+def setup(config: GRPOMasterConfig, started_at: float = 0.0) -> Run:
     """Build a GRPO run and start its workers.
 
     Args:
@@ -42,7 +43,7 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
     return start_run(config, recipe(config), started_at)
 
 
-def recipe(config: MasterConfig) -> RolloutRecipe:
+def recipe(config: GRPOMasterConfig) -> RolloutRecipe:
     """What makes a run that samples one of GRPO; starts nothing.
 
     Raises:
@@ -75,7 +76,7 @@ def recipe(config: MasterConfig) -> RolloutRecipe:
     )
 
 
-def forward_passes(config: MasterConfig, loss_fn: ClippedPGLossFn, credit: CreditAssignment) -> tuple[bool, bool]:
+def forward_passes(config: GRPOMasterConfig, loss_fn: ClippedPGLossFn, credit: CreditAssignment) -> tuple[bool, bool]:
     """Whether a run needs `prev_logprobs` and reference log-probabilities; see `rollout.scoring`."""
     grpo = config.grpo
     samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt

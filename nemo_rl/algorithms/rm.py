@@ -15,8 +15,7 @@ from torch import Tensor
 from nemo_rl.algorithms.runtime.run import Run
 from nemo_rl.algorithms.runtime.run import train as rm_train
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_pairs, start_run, validation_rows
-from nemo_rl.config import RMConfig
-from nemo_rl.config import RMMasterConfig as MasterConfig
+from nemo_rl.config import RMConfig, RMMasterConfig
 from nemo_rl.data.datasets.setup import setup_preference_data
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token, get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -26,15 +25,17 @@ from nemo_rl.utils.seed import set_seed
 
 __all__ = ["MasterConfig", "RMConfig", "RMValidator", "calibration_error", "recipe", "rm_train", "setup"]
 
+MasterConfig = RMMasterConfig
+
 CALIBRATION_BINS = 10
 
 
-def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
+def setup(config: RMMasterConfig, started_at: float = 0.0) -> Run:
     """Build a reward-model run and start its workers; arguments and errors as `sft.setup`."""
     return start_run(config, recipe(config), started_at)
 
 
-def recipe(config: MasterConfig) -> SupervisedRecipe:
+def recipe(config: RMMasterConfig) -> SupervisedRecipe:
     """What makes a run of written data one of a reward model; starts nothing. Errors as `sft.recipe`."""
     set_seed(config.rm.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer)

@@ -8,8 +8,7 @@ from functools import partial
 from nemo_rl.algorithms.runtime.run import Run
 from nemo_rl.algorithms.runtime.run import train as sft_train
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, start_run
-from nemo_rl.config import SFTConfig
-from nemo_rl.config import SFTMasterConfig as MasterConfig
+from nemo_rl.config import SFTConfig, SFTMasterConfig
 from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.datasets.setup import setup_sft_data
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -18,8 +17,10 @@ from nemo_rl.utils.seed import set_seed
 
 __all__ = ["MasterConfig", "SFTConfig", "recipe", "setup", "sft_train"]
 
+MasterConfig = SFTMasterConfig
 
-def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
+
+def setup(config: SFTMasterConfig, started_at: float = 0.0) -> Run:
     """Build an SFT run and start its workers.
 
     Args:
@@ -34,7 +35,7 @@ def setup(config: MasterConfig, started_at: float = 0.0) -> Run:
     return start_run(config, recipe(config), started_at)
 
 
-def recipe(config: MasterConfig) -> SupervisedRecipe:
+def recipe(config: SFTMasterConfig) -> SupervisedRecipe:
     """What makes a run of written data one of SFT; starts nothing.
 
     Raises:

@@ -21,7 +21,7 @@ from nemo_rl.algorithms.runtime.run_folders import open_folders
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.supervised.batches import WrittenBatches
 from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateValidations, Validate
-from nemo_rl.config import SupervisedConfig, SupervisedMasterConfig
+from nemo_rl.config import DPOConfig, SupervisedMasterConfig
 from nemo_rl.data.collate_fn import preference_collate_fn
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.datasets.setup import RunData
@@ -195,6 +195,6 @@ def collate_pairs(config: SupervisedMasterConfig, tokenizer: PreTrainedTokenizer
     )
 
 
-def from_section[T](kind: type[T], section: SupervisedConfig) -> T:
+def from_section[T](kind: type[T], section: DPOConfig) -> T:
     """A dataclass whose fields are keys of a section."""
     return kind(**{field.name: getattr(section, field.name) for field in fields(kind)})  # type: ignore[arg-type]

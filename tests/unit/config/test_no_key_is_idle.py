@@ -34,6 +34,7 @@ from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.section import is_interpolation
 from nemo_rl.config.base.structure import Slot
 from nemo_rl.config.rules.model import check_backend
+from nemo_rl.config.schema.policy_parallel import TrainingBackendConfig
 from nemo_rl.losses.feedback import KTOLossConfig
 from nemo_rl.losses.preference import DPOLossConfig
 
@@ -49,11 +50,17 @@ LIBRARY = REPOSITORY_ROOT / "nemo_rl"
 TRACKERS = ("wandb", "tensorboard", "mlflow")
 
 BY_COMPUTED_NAME = {
-    ("DPOConfig", "_loss_config"): {field.name for kind in (DPOLossConfig, KTOLossConfig) for field in fields(kind)},
+    ("DPOConfig", "from_section"): {field.name for kind in (DPOLossConfig, KTOLossConfig) for field in fields(kind)},
+    ("TrainingBackendConfig", "parallel_sizes"): {
+        name for name in TrainingBackendConfig.model_fields if "_size" in name
+    },
     ("LoggerConfig", "make_backends"): {*TRACKERS, *(f"{name}_enabled" for name in TRACKERS)},
 }
 """Section and function that reads keys of it by names that are not written out -> these keys."""
 
+
+READ_BY_A_BACKEND = {"TrainingBackendConfig.kwargs", "TrainingBackendConfig.name"}
+"""Keys for the classes that users write."""
 
 REFUSED_BY_A_RULE = {"DTensorConfig.enabled": check_backend}
 """Keys that have one value in every run, because a rule refuses the others."""
@@ -131,8 +138,10 @@ def idle_keys(reads: AttributeReads) -> set[str]:
                 continue
             if has_one_value(section.model_fields[key]) or is_told(section, key) or feeds_another(master, path):
                 continue
+            if Slot.of(section.model_fields[key].annotation, section.model_fields[key].metadata).sections:
+                continue  # a section is as idle as its keys
             idle.add(f"{section.__name__}.{key}")
-    return idle - set(REFUSED_BY_A_RULE)
+    return idle - set(REFUSED_BY_A_RULE) - READ_BY_A_BACKEND
 
 
 def test_no_key_is_idle(sources: dict[Path, str]) -> None:
@@ -152,7 +161,7 @@ PLANTED = {
     "dynamic_batching.enabled, a name that many sections have": (
         ("models/policy/batching.py", "config.dynamic_batching.enabled", "False"),
         ("models/policy/workers/base.py", "config.dynamic_batching.enabled", "False"),
-        ("algorithms/supervised/assemble.py", "policy.dynamic_batching.enabled", "False"),
+        ("algorithms/supervised/start.py", "policy.dynamic_batching.enabled", "False"),
         {"DynamicBatchingConfig.enabled", "PairDynamicBatchingConfig.enabled"},
     ),
     "env.math.stop_strings": (
@@ -164,7 +173,7 @@ PLANTED = {
         {"DatasetConfig.processor", "DatasetDefaults.processor", "SupervisedDatasetDefaults.processor"},
     ),
     "val_micro_batch_size": (
-        ("algorithms/supervised/assemble.py", "config.algorithm.val_micro_batch_size", "1"),
+        ("algorithms/supervised/start.py", "config.algorithm.val_micro_batch_size", "1"),
         {f"{section}.val_micro_batch_size" for section in ("SFTConfig", "DPOConfig", "RMConfig")},
     ),
     "a key that a rule reads, and nothing else": (
