@@ -11,6 +11,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nemo_rl"
 
+HOSTED = {("SteppedEngine", "load_tensors")}
+"""Called by `GenerationWorker` alone, which is in the package of the interface."""
+
 type Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -39,7 +42,19 @@ def hooks(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str, str]]:
             if isinstance(node, ast.ClassDef) and {"ABC", "ABCMeta"} & {
                 last_name(base) for base in [*node.bases, *(keyword.value for keyword in node.keywords)]
             }:
-                yield from ((package_of(file), node.name, function.name) for function in node.body if is_hook(function))
+                own = set(calls_of_its_own(node))
+                names = [function.name for function in node.body if is_hook(function)]
+                yield from ((package_of(file), node.name, name) for name in names if name not in own)
+
+
+def calls_of_its_own(node: ast.ClassDef) -> Iterator[str]:
+    """What a class calls on itself: methods that complete an algorithm of the class."""
+    for function in node.body:
+        for call in ast.walk(function):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            if getattr(call.func.value, "id", "") == "self" and call.func.attr != getattr(function, "name", ""):
+                yield call.func.attr
 
 
 def package_of(file: str) -> str:
@@ -84,6 +99,7 @@ def names_in_call(call: ast.Call) -> Iterator[str]:
     yield from (
         text.value for text in call.args if isinstance(text, ast.Constant) and isinstance(text.value, str)
     )  # `run_all("method", ...)`: the name travels to a worker
+    yield from (method.attr for method in call.args if isinstance(method, ast.Attribute))  # handed on, to be called
 
 
 def idle_hooks(trees: Mapping[str, ast.Module]) -> set[tuple[str, str]]:
@@ -91,11 +107,12 @@ def idle_hooks(trees: Mapping[str, ast.Module]) -> set[tuple[str, str]]:
     for file, tree in trees.items():
         for name in called_names(tree):
             callers.setdefault(name, set()).add(package_of(file))
-    return {
+    idle = {
         (owner, name)
         for package, owner, name in hooks(trees)
         if not callers.get(name, set()) - (set() if name.startswith("_") else {package})
     }
+    return idle - HOSTED
 
 
 def test_every_hook_is_called_by_the_library():
