@@ -124,6 +124,13 @@ class GRPOExample:
     checkpoint: Path
 
 
+def finished(start: StartExample, script: str, config: str, overrides: tuple[str, ...], folder: Path) -> Metrics:
+    """Metrics of a run that nothing disturbs."""
+    run = start(script, config, *overrides, f"checkpointing.checkpoint_dir={folder}/checkpoints")
+    assert run.finish() == 0, run.log()[-3000:]
+    return of_training(read_metrics(run.log_dir))
+
+
 def killed_and_resumed(
     start: StartExample, script: str, config: str, overrides: tuple[str, ...], folder: Path, steps: int
 ) -> Metrics:

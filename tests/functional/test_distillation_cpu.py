@@ -3,29 +3,34 @@
 from collections.abc import Iterator
 
 import pytest
-from example_runs import ExampleRuns, Metrics, StartExample, killed_and_resumed, read_metrics
+from example_runs import ExampleRuns, Metrics, StartExample, finished, killed_and_resumed, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 SCRIPT, CONFIG = "run_distillation.py", "distillation_math_cpu.yaml"
 STEPS = 12
+OVERRIDES = (
+    f"distillation.max_num_steps={STEPS}",
+    f"distillation.val_period={STEPS}",
+    f"checkpointing.save_period={STEPS // 2}",
+)
 
 
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
-    """Metrics of a run that was killed in its last step and went on."""
+    """Metrics of a run."""
     folder = tmp_path_factory.mktemp("distillation")
     runs = ExampleRuns(folder)
-    overrides = (
-        f"distillation.max_num_steps={STEPS}",
-        f"distillation.val_period={STEPS}",
-        f"checkpointing.save_period={STEPS // 2}",
-    )
-    yield killed_and_resumed(runs.start, SCRIPT, CONFIG, overrides, folder, steps=STEPS)
+    yield finished(runs.start, SCRIPT, CONFIG, OVERRIDES, folder)
     runs.close()
 
 
-def test_learns_and_a_killed_run_repeats_its_metrics_bit_for_bit(distilled: Metrics) -> None:
+@pytest.mark.long
+def test_a_killed_run_goes_on_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+    killed_and_resumed(start_example, SCRIPT, CONFIG, OVERRIDES, tmp_path, steps=STEPS)
+
+
+def test_learns(distilled: Metrics) -> None:
     assert distilled["validation", STEPS, "accuracy"] > distilled["validation", 0, "accuracy"] + 0.3
     assert distilled["train", STEPS, "loss"] < 0.5 * distilled["train", 1, "loss"]
     assert distilled["train", STEPS, "student_topk_mass"] > 0.99

@@ -4,19 +4,24 @@ import math
 
 import pytest
 from example_runs import StartExample, read_metrics
-from supervised_runs import run_and_resume
+from supervised_runs import run_and_resume, run_once
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
-def test_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
-    metrics = run_and_resume(start_example, "dpo", 20, tmp_path)
+def test_learns(start_example: StartExample, tmp_path) -> None:
+    metrics = run_once(start_example, "dpo", 20, tmp_path)
     assert metrics["validation", 0, "preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert metrics["train", 1, "loss"] == pytest.approx(math.log(2), abs=1e-5)
     margins = [metrics["validation", step, "rewards_margin_mean"] for step in (0, 10, 20)]
     assert margins[0] == pytest.approx(0, abs=1e-6)
     assert margins[2] > margins[1] > 0
     assert metrics["validation", 20, "accuracy"] > 0.6
+
+
+@pytest.mark.long
+def test_a_killed_run_goes_on_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+    run_and_resume(start_example, "dpo", 20, tmp_path)
 
 
 NAMED_SETS = (

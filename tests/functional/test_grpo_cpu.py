@@ -33,6 +33,7 @@ def test_learns_and_a_killed_run_repeats_its_metrics_bit_for_bit(grpo_example: G
     assert max(errors) < 1.01
 
 
+@pytest.mark.long
 def test_a_run_that_got_sigterm_goes_on_as_if_nothing_had_been(
     start_example: StartExample, grpo_example: GRPOExample, tmp_path: Path
 ) -> None:
@@ -165,6 +166,7 @@ def test_the_hugging_face_engine_with_dynamic_batching(start_example: StartExamp
     assert 0.1 < metrics["train", 1, "reward"] < 0.7
 
 
+@pytest.mark.long
 def test_a_corrupted_bucket_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     overrides = [f"logger.log_dir={tmp_path}", "checkpointing.enabled=false"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from example_runs import StartExample, killed_and_resumed
+from example_runs import StartExample, finished, killed_and_resumed
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -21,10 +21,8 @@ LORA = (
 )
 
 
-def test_grpo_with_lora_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
-    expected = killed_and_resumed(
-        start_example, "run_grpo.py", CONFIG, (*LORA, "grpo.max_num_steps=8"), tmp_path, steps=8
-    )
+def test_grpo_with_lora_learns(start_example: StartExample, tmp_path) -> None:
+    expected = finished(start_example, "run_grpo.py", CONFIG, (*LORA, "grpo.max_num_steps=8"), tmp_path)
     rewards = [expected["train", step, "reward"] for step in range(1, 9)]
     assert sum(rewards[4:]) / 4 > rewards[0] + 0.1, rewards
     assert expected["validation", 8, "accuracy"] > expected["validation", 0, "accuracy"] + 0.1
@@ -36,3 +34,8 @@ def test_grpo_with_lora_learns_and_resumes_bit_for_bit(start_example: StartExamp
     merged, handed_on = (AutoModelForCausalLM.from_pretrained(weights / f) for f in ("model", "model/consolidated"))
     assert all(torch.equal(merged.get_parameter(name), tensor) for name, tensor in handed_on.named_parameters())
     assert json.loads((weights / "adapter/adapter_config.json").read_text())["r"] == 16
+
+
+@pytest.mark.long
+def test_a_killed_run_goes_on_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+    killed_and_resumed(start_example, "run_grpo.py", CONFIG, (*LORA, "grpo.max_num_steps=8"), tmp_path, steps=8)

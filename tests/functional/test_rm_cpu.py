@@ -3,14 +3,14 @@
 import pytest
 import torch
 from example_runs import StartExample
-from supervised_runs import run_and_resume
+from supervised_runs import run_and_resume, run_once
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
-def test_learns_resumes_and_loads_as_a_sequence_classifier(start_example: StartExample, tmp_path) -> None:
-    metrics = run_and_resume(start_example, "rm", 40, tmp_path)
+def test_learns_and_loads_as_a_sequence_classifier(start_example: StartExample, tmp_path) -> None:
+    metrics = run_once(start_example, "rm", 40, tmp_path)
     losses = [metrics["validation", step, "loss"] for step in (0, 20, 40)]
     assert losses[0] > losses[1] > losses[2]
     # The share of 128 pairs told apart is coarse and differs between processors; their margin is neither.
@@ -27,3 +27,8 @@ def test_learns_resumes_and_loads_as_a_sequence_classifier(start_example: StartE
     with torch.no_grad():
         right, wrong = model(**batch).logits[:, 0].tolist()
     assert right != wrong
+
+
+@pytest.mark.long
+def test_a_killed_run_goes_on_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+    run_and_resume(start_example, "rm", 20, tmp_path)
