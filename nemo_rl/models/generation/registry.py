@@ -49,13 +49,12 @@ def engine_class(backend: str) -> type:
     Raises:
         ConfigError: the path leads to no class that can be imported.
     """
-    found = import_dotted(
-        engine_kind(backend).path,
-        ConfigError,
-        f"policy.generation.backend={backend!r}",
+    what = f"policy.generation.backend={backend!r}"
+    advice = (
         f"Use one of {', '.join(ENGINES)}, or the dotted path of a class that Python can import from where the run was "
-        "started.",
+        "started."
     )
+    found = import_dotted(engine_kind(backend).path, ConfigError, what, advice)
     if not isinstance(found, type):
-        raise ConfigError(f"policy.generation.backend={backend!r} is no class.")
+        raise ConfigError(f"{what} is no class. {advice}")
     return found
