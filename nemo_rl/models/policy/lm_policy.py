@@ -345,12 +345,17 @@ class Policy(PolicyInterface):
         return self.worker_group.shutdown("shutdown", timeout=self._timeouts.shutdown_s)
 
     def _load_checkpoint(self, weights_path: str | PathLike[str], optimizer_path: str | PathLike[str] | None) -> None:
-        self._run_everywhere(
-            "load_checkpoint",
-            "reading a checkpoint",
-            weights_path=_absolute(weights_path),
-            optimizer_path=_absolute(optimizer_path),
-        )
+        """Restore the ranks; when that fails nobody has a policy to shut down, so they end here."""
+        try:
+            self._run_everywhere(
+                "load_checkpoint",
+                "reading a checkpoint",
+                weights_path=_absolute(weights_path),
+                optimizer_path=_absolute(optimizer_path),
+            )
+        except BaseException:
+            self.worker_group.shutdown(force=True)
+            raise
 
     def _score(self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> torch.Tensor:
         shape = self._scoring_rows(method, data)["input_ids"].shape

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.models.policy.batching import global_batches, shard_batch, training_strategy
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.errors import ConfigError, DataError
+from nemo_rl.utils.errors import CheckpointError, ConfigError, DataError
 
 TIMEOUTS = TimeoutsConfig(setup_s=120, train_s=60, checkpoint_s=60)
 ray_test = pytest.mark.ray
@@ -279,6 +280,34 @@ def test_bad_calls_are_explained(policy) -> None:
 
     with pytest.raises(ConfigError, match="WantsLogits wants"):
         policy.train(data, WantsLogits())
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_ranks_end_when_their_checkpoint_cannot_be_read(monkeypatch, tokenizer, restored: bool) -> None:
+    calls: list[Any] = []
+
+    class Ranks:
+        """A worker group whose ranks have started."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def run_all_workers_single_data(self, method: str, **kwargs: Any) -> str:
+            return method
+
+        def get_all_worker_results(self, method: str, **kwargs: Any) -> None:
+            calls.append(method)
+            if not restored:
+                raise CheckpointError("no weights there")
+
+        def shutdown(self, force: bool) -> None:
+            calls.append("forced end" if force else "end")
+
+    monkeypatch.setattr("nemo_rl.models.policy.lm_policy.RayWorkerGroup", Ranks)
+    places = RayVirtualCluster([1], use_gpus=False)
+    with nullcontext() if restored else pytest.raises(CheckpointError, match="no weights there"):
+        Policy(places, policy_config("m"), tokenizer, weights_path="step_1/policy/weights")
+    assert calls == ["load_checkpoint"] + ["forced end"] * (not restored)
 
 
 def test_filler_rows_count_for_nothing() -> None:
