@@ -8,8 +8,8 @@ Map of one collection:
 
 Samples never wait for each other, so a long one does not hold up short ones. The same code serves one and many turns,
 training, validation and evaluation. Invariant: sampled token ids stay, more only come behind them; an episode is closed
-however its sample ends; a sample's seed depends on (run seed,
-phase, step, group, sample, turn) and on nothing that varies between runs.
+however its sample ends; a sample's seed depends on (run seed, phase, step, group, sample, turn) and on nothing that
+varies between runs.
 """
 
 import asyncio
@@ -216,16 +216,16 @@ class RolloutRunner:
         if self._has_no_room(sample):
             return sample
         environment = self._environments[sample.task_name]
-        metadata = sample.extra_env_info
+        _remember(sample, sample.extra_env_info)
         try:
             started = time.perf_counter()
-            start = await environment.open_episode(metadata)
+            start = await environment.open_episode(sample.extra_env_info)
             sample.environment_s += time.perf_counter() - started
-            sample.extra_env_info = metadata = start.metadata
+            _remember(sample, start.metadata)
             if self._begin(sample, start):
                 await self._play(sample, sampling, prompt_stops, key)
         finally:
-            await environment.close_episode(metadata if sample.extra_env_info is None else sample.extra_env_info)
+            await environment.close_episode(sample.episode)
         return sample
 
     def _has_no_room(self, sample: Trajectory) -> bool:
@@ -347,9 +347,16 @@ def _with_stops(sampling: SamplingParams, stop_strings: list[str] | None) -> Sam
     return replace(sampling, stop_strings=merged)
 
 
+def _remember(sample: Trajectory, metadata: Any) -> None:
+    """Take over the metadata for the next turn, and for the end of the episode unless it is None."""
+    sample.extra_env_info = metadata
+    if metadata is not None:
+        sample.episode = metadata
+
+
 def _absorb(sample: Trajectory, step: StepResult) -> bool:
     """Add a step's reward and metadata; returns False when the environment failed on the sample."""
-    sample.extra_env_info = step.metadata
+    _remember(sample, step.metadata)
     sample.answer = step.answer
     if step.error is not None or step.reward is None:
         _fail(sample, step.error or "the environment returned no reward")

@@ -43,6 +43,7 @@ class Trajectory:
         weight_versions: which weights wrote the response turns; spans start at positions of the whole sequence.
         num_turns: response turns.
         extra_env_info: the environment's metadata after the last turn.
+        episode: its last metadata that was not None, with which the episode is closed.
         chat: what the prompt was rendered from; None where the data does not say.
         generation_s: seconds spent waiting for the engine.
         environment_s: seconds spent waiting for the environment.
@@ -63,6 +64,7 @@ class Trajectory:
     weight_versions: list[VersionSpan] = field(default_factory=list)
     num_turns: int = 0
     extra_env_info: Any = None
+    episode: Any = None
     chat: Chat | None = None
     generation_s: float = 0.0
     environment_s: float = 0.0

@@ -92,6 +92,18 @@ def test_an_episode_is_closed_however_it_ends(loop: EventLoopThread, end: str) -
         assert found.num_turns == environment.num_steps == 0
 
 
+def test_an_episode_is_closed_with_its_last_metadata_that_was_not_none(loop: EventLoopThread) -> None:
+    def judge(log: list[dict[str, Any]], meta: Any) -> Any:
+        ended = "sandbox" in meta
+        return graded(1.0, terminated=ended, metadata=None if ended else {**meta, "sandbox": 7})
+
+    environment = Counting(judge)
+    runner = make_runner(loop, ScriptedEngine(lambda r: [0]), environment)
+    (found,) = runner.collect(prompts("a"), 1, SAMPLING, KEY).trajectories
+    assert environment.closed == [{"ground_truth": "a", "episode": 1, "sandbox": 7}]
+    assert (found.num_turns, found.extra_env_info) == (2, None)
+
+
 @pytest.mark.parametrize("problem", ["engine breaks", "deadline"])
 def test_an_episode_is_closed_when_its_collection_ends_early(loop: EventLoopThread, problem: str) -> None:
     class Broken(ScriptedEngine):
