@@ -26,7 +26,12 @@ from nemo_rl.environments.interfaces import EpisodeStart
 from nemo_rl.environments.utils import create_env
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
-from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationResult, SamplingParams
+from nemo_rl.models.generation.interfaces import (
+    GenerationInterface,
+    GenerationResult,
+    SamplingParams,
+    VersionSpan,
+)
 from nemo_rl.utils.errors import WorkerDiedError
 
 pytestmark = pytest.mark.ray
@@ -275,7 +280,7 @@ class ScriptedEngine(GenerationInterface):
 
     async def generate(self, request):
         ids = self.script(request)
-        return GenerationResult(ids, [-0.5] * len(ids), "stop", self.weight_version)
+        return GenerationResult(ids, [-0.5] * len(ids), "stop", [VersionSpan(0, self.weight_version)])
 
     def shutdown(self):
         pass
