@@ -116,11 +116,14 @@ class EnvironmentActor:
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """Give the environment the batch with tensors that it may write; returns its `rewards` and metrics."""
+        """Give the environment the batch with tensors that it may write; returns its `rewards` and metrics.
+
+        What is no tensor of rewards or no mapping raises here, as the environment's own fault.
+        """
         own = copy.copy(batch)
         own.update({name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)})
         returned, metrics = self._finished(self._env.global_post_process_and_metrics(own))
-        return BatchedDataDict(rewards=returned["rewards"]), metrics
+        return BatchedDataDict(rewards=torch.as_tensor(returned["rewards"])), dict(metrics)
 
     def shutdown(self) -> None:
         """Let the environment release what it holds."""

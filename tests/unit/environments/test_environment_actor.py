@@ -4,6 +4,7 @@ import pytest
 import torch
 from environments_for_tests import Decorated, GuessTheNumber, Slow, Wrong
 
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.actor import EnvironmentActor
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.environments.loading import load_env_class, plain_env_class
@@ -28,6 +29,25 @@ def test_a_good_batch_is_one_call():
     assert [result.answer for result in results] == ["5", "7", "1"]
     assert results[0].next_stop_strings == ["\n"]
     assert results[0].metadata == {"secret": 5, "turns": 1, "calls": 1, "batch": 3}
+
+
+@pytest.mark.parametrize(
+    ("returned", "error"),
+    [
+        (({"rewards": [[1.0], [1.0, 2.0]]}, {}), ValueError),
+        (({"rewards": [1.0, 2.0]}, None), TypeError),
+        (({}, {}), KeyError),
+    ],
+)
+def test_wrong_corrections_raise_in_the_actor(monkeypatch, returned, error):
+    batch = BatchedDataDict(rewards=torch.ones(2))
+    monkeypatch.setattr(GuessTheNumber, "global_post_process_and_metrics", lambda self, batch: returned)
+    with pytest.raises(error):
+        EnvironmentActor(GuessTheNumber, {}).global_post_process_and_metrics(batch)
+    good = ({"rewards": [0.5, 1.0]}, {"metric": 1})
+    monkeypatch.setattr(GuessTheNumber, "global_post_process_and_metrics", lambda self, batch: good)
+    corrected, metrics = EnvironmentActor(GuessTheNumber, {}).global_post_process_and_metrics(batch)
+    assert (corrected["rewards"].tolist(), metrics) == ([0.5, 1.0], {"metric": 1})
 
 
 @pytest.mark.parametrize(
