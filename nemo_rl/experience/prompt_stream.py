@@ -57,11 +57,11 @@ class PromptStream:
         return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position; only before the first batch."""
+        """Go to a stored position; only before the first batch. Keys beside it belong to a source."""
         self.epoch = state["epoch"]
         self._loader.load_state_dict(state["loader"])
         self._iterator = None
-        self._position = state
+        self._position = self._drawn_to()
 
     def _drawn_to(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "loader": self._loader.state_dict()}

@@ -58,7 +58,8 @@ class RolloutSource(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """All that a fresh source needs to give every prompt that was not trained on, and none twice.
 
-        Plain values and tensors: the position in the prompts, and what was sampled ahead, finished or not.
+        Plain values and tensors: the keys of `PromptStream.state_dict`, which a run that goes on looks at before it
+        starts anything, and beside them what was sampled ahead, finished or not.
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -13,8 +13,10 @@ import torch
 from nemo_rl.algorithms.rollout.batches import RolloutBatches
 from nemo_rl.algorithms.rollout.source import FreshRollouts, Group
 from nemo_rl.algorithms.runtime.memory import MemorySharing
+from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
 from nemo_rl.algorithms.runtime.roles import start_together
 from nemo_rl.algorithms.runtime.run import Run, StepBatch, train
+from nemo_rl.algorithms.runtime.run_folders import RunFolders
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -104,10 +106,10 @@ class SamplesAhead:
         self.prompts.trained()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"prompts": self.prompts.state_dict(), "ahead": self.in_training + self.ahead}
+        return self.prompts.state_dict() | {"ahead": self.in_training + self.ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.prompts.load_state_dict(state["prompts"])
+        self.prompts.load_state_dict(state)
         self.ahead = list(state["ahead"])
 
 
@@ -199,6 +201,17 @@ def test_what_was_sampled_ahead_is_neither_lost_nor_trained_on_twice(tmp_path: P
     second = SamplesAhead(PromptStream(Prompts(), 2))  # type: ignore[arg-type]
     train(make_run(tmp_path, second, 99, []))
     assert second.trained_on == [4, 1, 2, 3, 4]
+
+
+def test_a_position_with_what_was_sampled_ahead_is_accepted_before_anything_starts(tmp_path: Path) -> None:
+    source = SamplesAhead(PromptStream(Prompts(), 2))  # type: ignore[arg-type]
+    list(source.next_groups(1))
+    source.trained()
+    torch.save(source.state_dict(), tmp_path / DATA_POSITION_FILE)
+    prompts = PromptStream(Prompts(), 2)  # type: ignore[arg-type]
+    RunFolders(tmp_path, None, resume_path=tmp_path).restore(prompts)
+    assert prompts.state_dict() == {"epoch": 0, "loader": {"done": 3}}
+    assert prompts.next_batch()["idx"] == [4]
 
 
 def test_a_position_never_runs_ahead_of_what_was_trained() -> None:
