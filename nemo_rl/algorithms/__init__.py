@@ -1,1 +1,1 @@
-"""Algorithms: one loop per algorithm, and the advantage, reward and batch functions they share."""
+"""Algorithms: one loop for all of them, and what makes a run of each."""

@@ -1,6 +1,6 @@
 """The teacher of a distillation run: what it may be, and what it says about a batch.
 
-`distillation.setup` calls `check_teacher_fits` before Ray starts; `TeacherScores` is the stage of every step.
+`distillation.recipe` calls `check_teacher_fits` before Ray starts; `TeacherScores` is the stage of every step.
 Invariant: teacher and student mean the same token by the same id; nothing else about the two models needs to agree.
 """
 

@@ -1,7 +1,7 @@
 """What this machine lacks for a configuration, found within seconds and before Ray starts.
 
-Runs once the keys are accepted, cheapest question first; what takes transformers (tokenizers, data) follows in the
-`assemble` files. Invariant: nothing is imported here that a run does not need.
+Runs once the keys are accepted, cheapest question first; what takes transformers (tokenizers, data) follows in `recipe`
+of each algorithm. Invariant: nothing is imported here that a run does not need.
 """
 
 from collections.abc import Iterator

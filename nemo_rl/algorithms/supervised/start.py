@@ -1,6 +1,6 @@
 """From the choices of a supervised algorithm to a run: data, policy, validation, session.
 
-`sft`, `dpo` and `rm` decide what is different (a `SupervisedRecipe`) and call `start_run`. Order as in `rollout.start`:
+`sft`, `dpo`, `kto` and `rm` decide what is different (a `SupervisedRecipe`) and call `start_run`. Order as in `rollout.start`:
 everything that can be refused, then Ray and the policy's ranks, then what connects them.
 """
 
