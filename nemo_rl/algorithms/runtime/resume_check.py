@@ -1,7 +1,7 @@
 """What a run that goes on from a checkpoint has to have in common with the run that wrote it.
 
-Before Ray starts. Three things are compared: the configuration (`config.rules.resume` says what may change), the training
-data's number of rows, and whether the optimizer's state is there.
+Before Ray starts. Three things are compared: the configuration (`config.rules.resume` says what may change), the
+training data's number of rows, and whether the optimizer's state is there.
 """
 
 import logging

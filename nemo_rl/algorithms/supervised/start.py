@@ -1,7 +1,7 @@
 """From the choices of a supervised algorithm to a run: data, policy, validation, session.
 
-`sft`, `dpo`, `kto` and `rm` decide what is different (a `SupervisedRecipe`) and call `start_run`. Order as in `rollout.start`:
-everything that can be refused, then Ray and the policy's ranks, then what connects them.
+`sft`, `dpo`, `kto` and `rm` decide what is different (a `SupervisedRecipe`). Order as in `rollout.start`: everything
+that can be refused, then Ray and the policy's ranks, then what connects them.
 """
 
 import logging

@@ -17,7 +17,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, Concatenate
@@ -346,16 +346,15 @@ class Policy(PolicyInterface):
 
     def _load_checkpoint(self, weights_path: str | PathLike[str], optimizer_path: str | PathLike[str] | None) -> None:
         """Restore the ranks; when that fails nobody has a policy to shut down, so they end here."""
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.worker_group.shutdown, force=True)
             self._run_everywhere(
                 "load_checkpoint",
                 "reading a checkpoint",
                 weights_path=_absolute(weights_path),
                 optimizer_path=_absolute(optimizer_path),
             )
-        except BaseException:
-            self.worker_group.shutdown(force=True)
-            raise
+            undo.pop_all()
 
     def _score(self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> torch.Tensor:
         shape = self._scoring_rows(method, data)["input_ids"].shape
