@@ -60,7 +60,8 @@ def _unified(slot: Slot, tree: Any, schema: type[BaseModel], newer_wins: bool) -
     moved = dict(tree)
     section = slot.section_for(tree)
     for other, own in getattr(section, "written_in", {}).items():
-        if section is not None and isinstance(moved.get(other), Mapping):
+        both = (moved.get(other), moved.get(own) or {})  # what is no section is refused with the schema's own words
+        if section is not None and all(isinstance(part, Mapping) for part in both):
             moved[other], moved[own] = _moved(moved, other, own, _shared(section)[other][1], newer_wins)
     return {key: _unified(slot.child(key, moved) or FREE, value, schema, newer_wins) for key, value in moved.items()}
 
