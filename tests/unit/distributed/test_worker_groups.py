@@ -36,6 +36,7 @@ ENV = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
 def local_ray(tmp_path_factory):
     saved = os.environ.pop("RAY_ADDRESS", None)
     log_dir = tmp_path_factory.mktemp("logs")
+    ray.shutdown()  # another module may have left its own running
     init_ray(str(log_dir), num_cpus=2)
     yield log_dir
     ray.shutdown()

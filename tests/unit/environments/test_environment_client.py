@@ -43,6 +43,7 @@ TOKENIZERS = ROOT / "tests/assets/tokenizers"
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
+    ray.shutdown()  # another module may have left its own running
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()

@@ -68,7 +68,7 @@ def test_an_answer_that_kills_every_process_lets_the_others_go_first():
             waiter.join(timeout=30.0)
     finally:
         pool.close()
-    assert [response for response, _ in done] == ["4", "5", "exit 3"]
+    assert sorted(response for response, _ in done[:2]) == ["4", "5"] and done[2][0] == "exit 3"
     assert [grade.verdict.reward if grade.verdict else None for _, grade in done] == [1.0, 1.0, None]
 
 

@@ -83,11 +83,12 @@ def expected_logprobs(table: torch.Tensor, data) -> torch.Tensor:
 def synced_weights(policy: Policy) -> dict[str, torch.Tensor]:
     stream = PolicyWeightStream(policy, "float32", 60)
     spec = TransportSpec("shared_memory", "table-test")
-    receiver, got = WeightReceiver(spec, 0), {}
+    receiver, got = WeightReceiver(spec, 0, "engine 0"), {}
     for call in stream.begin_weight_stream(spec):
         policy.worker_group.get_worker_result(call.ref, call.seat.rank)
     receiver.begin(policy.weight_version)
-    receiver.receive(stream.next_weight_bucket(), lambda tensors: got.update({n: t.clone() for n, t in tensors}))
+    with receiver.received(stream.next_weight_bucket()) as tensors:
+        got.update({name: tensor.clone() for name, tensor in tensors})
     receiver.close()
     return got
 
