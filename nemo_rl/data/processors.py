@@ -6,7 +6,7 @@ and trained on.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,12 +58,8 @@ def math_data_processor(
 ) -> DatumSpec:
     """Prompt from a row's `problem`; `ground_truth` is its `expected_answer`."""
     problem, answer = _take(datum_dict, "math_data_processor", "problem", "expected_answer")
-    return _prompt_datum(
-        [{"role": "user", "content": str(problem)}],
-        {"ground_truth": str(answer)},
-        datum_dict,
-        _Rendering(task_data_spec, tokenizer, max_seq_length, idx),
-    )
+    how = _Rendering(task_data_spec, tokenizer, max_seq_length, idx)
+    return _prompt_datum([{"role": "user", "content": str(problem)}], {"ground_truth": str(answer)}, datum_dict, how)
 
 
 def multichoice_qa_processor(
@@ -90,12 +86,8 @@ def multichoice_qa_processor(
     if datum_dict.get("subject") is not None:
         info["subject"] = str(datum_dict["subject"])
     spec = TaskDataSpec(task_data_spec.task_name, None, task_data_spec.system_prompt_file)
-    return _prompt_datum(
-        [{"role": "user", "content": text}],
-        info,
-        datum_dict,
-        _Rendering(spec, tokenizer, max_seq_length, idx),
-    )
+    how = _Rendering(spec, tokenizer, max_seq_length, idx)
+    return _prompt_datum([{"role": "user", "content": text}], info, datum_dict, how)
 
 
 def sft_processor(
@@ -222,20 +214,13 @@ def get_processor(processor_name: str | None) -> TaskDataProcessFnCallable:
     return PROCESSOR_REGISTRY[name]
 
 
-class _Rendering:
+class _Rendering(NamedTuple):
     """What turns a prompt into tokens: spec, tokenizer, limit, and the row's index."""
 
-    def __init__(
-        self,
-        spec: TaskDataSpec,
-        tokenizer: TokenizerType,
-        max_seq_length: int | None,
-        idx: int,
-    ) -> None:
-        self.spec = spec
-        self.tokenizer = tokenizer
-        self.max_seq_length = max_seq_length
-        self.idx = idx
+    spec: TaskDataSpec
+    tokenizer: TokenizerType
+    max_seq_length: int | None
+    idx: int
 
 
 def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, Any], how: _Rendering) -> DatumSpec:

@@ -8,11 +8,11 @@ validation, the rest into training. So `37+85` and `85+37` are on the same side.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from nemo_rl.config import report_findings
+from nemo_rl.config import DatasetConfig, report_findings
 from nemo_rl.config.rules.data import check_operands
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, RawDataset
 from nemo_rl.utils.errors import DataError
@@ -97,6 +97,18 @@ class ArithmeticDataset(RawDataset):
         self.dataset = self._draw(split, num_samples, seed)
         self.bad_rows = []
         self.num_rows = num_samples
+
+    @classmethod
+    def of_entry(cls, config: DatasetConfig, role: str = TRAIN) -> Self:
+        """The sums that an entry of `data.train` or `data.validation` asks for."""
+        return cls(
+            split=config.split or role,
+            num_samples=config.num_samples,
+            min_operand=config.min_operand,
+            max_operand=config.max_operand,
+            seed=config.seed,
+            task_name=config.env_name,
+        )
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
         """Add validation sums beside the training sums, which stay as they are.

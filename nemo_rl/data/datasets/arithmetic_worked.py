@@ -33,16 +33,8 @@ class WorkedSumsDataset(RawDataset):
                 f"{config.dataset_name} adds digits: min_operand={config.min_operand} must not be negative."
             )
         self._config = config
-        sums = ArithmeticDataset(
-            split=config.split or role,
-            num_samples=config.num_samples,
-            min_operand=config.min_operand,
-            max_operand=config.max_operand,
-            seed=config.seed,
-            task_name=config.env_name,
-        )
-        self._sums = sums
-        self.dataset = self._rows(sums.dataset, config.split or role)
+        self._sums = ArithmeticDataset.of_entry(config, role)
+        self.dataset = self._rows(self._sums.dataset, config.split or role)
         self.bad_rows = []
         self.num_rows = len(self.dataset)
 

@@ -34,6 +34,9 @@ ALLOWED_FILES = "*.jsonl, *.ndjson, *.json, *.csv (each also with .gz), *.parque
 _BOM = b"\xef\xbb\xbf"
 _MAX_CSV_FIELD = 2**31 - 1
 
+type Record = tuple[int, Mapping[str, Any] | str]
+"""Line where a row begins, and the row, or what is wrong with it."""
+
 
 @dataclass
 class RowTable:
@@ -78,15 +81,30 @@ def read_file(data_path: str) -> RowTable:
         return table_of(data_path, _read_table(path, kind))
     content = _read_bytes(path)
     if kind == ".csv":
-        return _read_csv(data_path, content)
-    if kind == ".json" and content.lstrip()[:1] == b"[":
-        return _read_json_array(data_path, content)
-    return _read_json_lines(data_path, content)
+        records = _csv_rows(content)
+    elif kind == ".json" and content.lstrip()[:1] == b"[":
+        records = _json_array_rows(data_path, content)
+    else:
+        records = _json_lines_rows(content)
+    return _table(data_path, records)
 
 
 def table_of(name: str, dataset: datasets.Dataset) -> RowTable:
     """Wrap a Hugging Face data set; lines are row indices."""
     return RowTable(name, dataset, range(len(dataset)))
+
+
+def _table(name: str, records: Iterator[Record]) -> RowTable:
+    rows: list[Mapping[str, Any]] = []
+    lines: list[int] = []
+    bad: list[BadRow] = []
+    for line, row in records:
+        if isinstance(row, str):
+            bad.append(BadRow(name, line, row))
+        else:
+            rows.append(row)
+            lines.append(line)
+    return RowTable(name, rows, lines, bad)
 
 
 def _kind(path: Path) -> str | None:
@@ -126,52 +144,37 @@ def _read_table(path: Path, kind: str) -> datasets.Dataset:
         raise DataError(f"data_path {str(path)!r} cannot be read as {kind}: {error}") from error
 
 
-def _read_json_lines(name: str, content: bytes) -> RowTable:
+def _json_lines_rows(content: bytes) -> Iterator[Record]:
     """One JSON object a line; blank lines are no rows."""
-    rows: list[Mapping[str, Any]] = []
-    lines: list[int] = []
-    bad: list[BadRow] = []
     for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        row, reason = _parse_line(line)
-        if row is None:
-            bad.append(BadRow(name, number, reason))
-        else:
-            rows.append(row)
-            lines.append(number)
-    return RowTable(name, rows, lines, bad)
+        if line.strip():
+            yield number, _parse_line(line)
 
 
-def _parse_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
+def _parse_line(line: bytes) -> dict[str, Any] | str:
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
-        return None, NOT_UTF8
+        return NOT_UTF8
     except (json.JSONDecodeError, RecursionError):
-        return None, "not valid JSON"
+        return "not valid JSON"
     except ValueError:  # of `int`
-        return None, TOO_LONG_NUMBER
-    return (value, "") if isinstance(value, dict) else (None, NOT_AN_OBJECT)
+        return TOO_LONG_NUMBER
+    return value if isinstance(value, dict) else NOT_AN_OBJECT
 
 
-def _read_json_array(name: str, content: bytes) -> RowTable:
+def _json_array_rows(name: str, content: bytes) -> Iterator[Record]:
     """One array of objects; undecodable bytes become surrogates, so they spoil only their row."""
     text = content.decode("utf-8", errors="surrogateescape")
-    rows: list[Mapping[str, Any]] = []
-    lines: list[int] = []
-    bad: list[BadRow] = []
     for line, value in _array_items(name, text):
         if isinstance(value, RowError):
-            bad.append(BadRow(name, line, str(value)))
+            yield line, str(value)
         elif not isinstance(value, dict):
-            bad.append(BadRow(name, line, NOT_AN_OBJECT))
+            yield line, NOT_AN_OBJECT
         elif _has_undecodable(json.dumps(value, ensure_ascii=False)):
-            bad.append(BadRow(name, line, NOT_UTF8))
+            yield line, NOT_UTF8
         else:
-            rows.append(value)
-            lines.append(line)
-    return RowTable(name, rows, lines, bad)
+            yield line, value
 
 
 def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
@@ -213,27 +216,21 @@ def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
         position += text[position] == ","
 
 
-def _read_csv(name: str, content: bytes) -> RowTable:
+def _csv_rows(content: bytes) -> Iterator[Record]:
     """Comma-separated values with a header line; every row needs as many fields as the header."""
     csv.field_size_limit(_MAX_CSV_FIELD)
     text = content.decode("utf-8", errors="surrogateescape")
     records = _csv_records(io.StringIO(text, newline="").readlines())
     _, header = next(records, (1, []))
-    rows: list[Mapping[str, Any]] = []
-    lines: list[int] = []
-    bad: list[BadRow] = []
     for line, values in records:
         if isinstance(values, str):
-            bad.append(BadRow(name, line, values))
+            yield line, values
         elif len(values) != len(header):
-            reason = f"{len(values)} fields where the header has {len(header)}"
-            bad.append(BadRow(name, line, reason))
+            yield line, f"{len(values)} fields where the header has {len(header)}"
         elif any(_has_undecodable(value) for value in values):
-            bad.append(BadRow(name, line, NOT_UTF8))
+            yield line, NOT_UTF8
         else:
-            rows.append(dict(zip(header, values, strict=True)))
-            lines.append(line)
-    return RowTable(name, rows, lines, bad)
+            yield line, dict(zip(header, values, strict=True))
 
 
 def _csv_records(lines: list[str]) -> Iterator[tuple[int, list[str] | str]]:

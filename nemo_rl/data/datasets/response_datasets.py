@@ -117,17 +117,6 @@ class SquadDataset(ResponseDataset):
         ]
 
 
-def _arithmetic(config: DatasetConfig, role: str) -> RawDataset:
-    return ArithmeticDataset(
-        split=config.split or role,
-        num_samples=config.num_samples,
-        min_operand=config.min_operand,
-        max_operand=config.max_operand,
-        seed=config.seed,
-        task_name=config.env_name,
-    )
-
-
 def _named(source: HubSource, kind: type[ResponseDataset] = ResponseDataset) -> DatasetFactory:
     return partial(kind, source=source)
 
@@ -160,7 +149,7 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "open_assistant": OpenAssistantDataset,
     "openai_format": OpenAIFormatDataset,
     "ResponseDataset": ResponseDataset,
-    "arithmetic": _arithmetic,
+    "arithmetic": ArithmeticDataset.of_entry,
     "arithmetic_sft": WorkedSumsDataset,
 }
 
