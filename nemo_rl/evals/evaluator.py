@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nemo_rl.config.runs.eval import EvalMasterConfig
@@ -71,7 +71,7 @@ def evaluate(config: EvalMasterConfig) -> EvalReport:
             with _started(config, tokenizer) as asker, deferred_signals(config) as signals:
                 ask_all(config, prompts, store, asker, signals)
         report = make_report(config, store.records)
-        path = store.write_results(report.as_json())
+        path = store.write_results(asdict(report))
     finally:
         store.close()
     if path is not None:

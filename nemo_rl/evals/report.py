@@ -7,7 +7,7 @@ answers that could not be graded are not right, and how many there were is part 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import batched
 from typing import Any
 
@@ -62,10 +62,6 @@ class EvalReport:
     companions: dict[str, Score]
     topics: dict[str, Score]
     answers: dict[str, float]
-
-    def as_json(self) -> dict[str, Any]:
-        """The report as plain values."""
-        return asdict(self)
 
 
 def make_report(config: EvalMasterConfig, records: Sequence[AnswerRecord]) -> EvalReport:

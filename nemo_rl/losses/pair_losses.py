@@ -9,6 +9,7 @@ Legend: `P` pairs.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,42 +26,24 @@ def logistic_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
     return -logsigmoid(chosen_P - rejected_P)
 
 
-@dataclass(frozen=True)
-class SmoothedLogistic:
+def smoothed_logistic_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, e: float) -> Tensor:
     """`-(1 - e) log sigmoid(m) - e log sigmoid(-m)`: conservative DPO, for labels wrong with probability e.
 
     Mitchell, "A note on DPO with noisy preferences and relationship to IPO" (2023), equation 3.
     """
-
-    label_smoothing: float
-
-    def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-        """See the class."""
-        margin_P, e = chosen_P - rejected_P, self.label_smoothing
-        return -(1 - e) * logsigmoid(margin_P) - e * logsigmoid(-margin_P)
+    margin_P = chosen_P - rejected_P
+    return -(1 - e) * logsigmoid(margin_P) - e * logsigmoid(-margin_P)
 
 
-@dataclass(frozen=True)
-class Robust:
+def robust_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, e: float) -> Tensor:
     """`(-(1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2e)`: unbiased under noise, arXiv 2403.00409."""
-
-    label_smoothing: float
-
-    def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-        """See the class."""
-        margin_P, e = chosen_P - rejected_P, self.label_smoothing
-        return (-(1 - e) * logsigmoid(margin_P) + e * logsigmoid(-margin_P)) / (1 - 2 * e)
+    margin_P = chosen_P - rejected_P
+    return (-(1 - e) * logsigmoid(margin_P) + e * logsigmoid(-margin_P)) / (1 - 2 * e)
 
 
-@dataclass(frozen=True)
-class IPO:
+def ipo_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, beta: float) -> Tensor:
     """`(m / beta - 1 / (2 beta))^2` on mean log-ratios, arXiv 2310.12036, equation 17."""
-
-    beta: float
-
-    def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-        """See the class."""
-        return ((chosen_P - rejected_P) / self.beta - 1 / (2 * self.beta)) ** 2
+    return ((chosen_P - rejected_P) / beta - 1 / (2 * beta)) ** 2
 
 
 def hinge_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
@@ -68,35 +51,23 @@ def hinge_pair_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
     return torch.relu(1 - (chosen_P - rejected_P))
 
 
-@dataclass(frozen=True)
-class Margin:
+def margin_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: float) -> Tensor:
     """`-log sigmoid(m - margin)`: SimPO, arXiv 2405.14734, equation 6; reward models with a margin."""
-
-    margin: float
-
-    def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-        """See the class."""
-        return -logsigmoid(chosen_P - rejected_P - self.margin)
+    return -logsigmoid(chosen_P - rejected_P - margin)
 
 
-@dataclass(frozen=True)
-class OddsRatio:
+def odds_ratio_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, beta: float) -> Tensor:
     """`-beta log sigmoid(log odds_chosen - log odds_rejected)`: ORPO, arXiv 2403.07691, equation 7.
 
     odds = p / (1 - p), p the geometric mean of the answer's token probabilities; rewards are beta log p.
     """
+    return -beta * logsigmoid(_log_odds(chosen_P / beta) - _log_odds(rejected_P / beta))
 
-    beta: float
 
-    def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-        """See the class."""
-        ratio_P = self._log_odds(chosen_P) - self._log_odds(rejected_P)
-        return -self.beta * logsigmoid(ratio_P)
-
-    def _log_odds(self, reward_P: Tensor) -> Tensor:
-        # A probability of 1 has infinite odds; rows without tokens come with one and must stay finite.
-        logprob_P = (reward_P / self.beta).clamp(max=-1e-7)
-        return logprob_P - torch.log(-torch.expm1(logprob_P))
+def _log_odds(logprob_P: Tensor) -> Tensor:
+    # A probability of 1 has infinite odds; rows without tokens come with one and must stay finite.
+    logprob_P = logprob_P.clamp(max=-1e-7)
+    return logprob_P - torch.log(-torch.expm1(logprob_P))
 
 
 @dataclass(frozen=True)
@@ -111,7 +82,7 @@ class CentredMargin:
 
     def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
         """See the class."""
-        loss_P = -logsigmoid(chosen_P - rejected_P - self.margin)
+        loss_P = margin_pair_loss(chosen_P, rejected_P, margin=self.margin)
         return loss_P + self.coefficient * (chosen_P + rejected_P) ** 2
 
 
@@ -133,17 +104,19 @@ class Variant:
 
 
 type VariantFactory = Callable[[float, float, float], Variant]
-"""(beta, label smoothing, target margin) -> variant."""
+"""(beta, label smoothing e, target margin) -> variant."""
 
 VARIANTS: dict[str, VariantFactory] = {
-    "sigmoid": lambda beta, smoothing, margin: Variant(SmoothedLogistic(smoothing)),
-    "robust": lambda beta, smoothing, margin: Variant(Robust(smoothing)),
-    "rpo": lambda beta, smoothing, margin: Variant(SmoothedLogistic(smoothing), sft_average=True),
-    "hinge": lambda beta, smoothing, margin: Variant(hinge_pair_loss),
-    "ipo": lambda beta, smoothing, margin: Variant(IPO(beta), average=True),
-    "simpo": lambda beta, smoothing, margin: Variant(Margin(margin), average=True, needs_reference=False),
-    "orpo": lambda beta, smoothing, margin: Variant(
-        OddsRatio(beta), average=True, needs_reference=False, sft_average=True
+    "sigmoid": lambda beta, e, margin: Variant(partial(smoothed_logistic_pair_loss, e=e)),
+    "robust": lambda beta, e, margin: Variant(partial(robust_pair_loss, e=e)),
+    "rpo": lambda beta, e, margin: Variant(partial(smoothed_logistic_pair_loss, e=e), sft_average=True),
+    "hinge": lambda beta, e, margin: Variant(hinge_pair_loss),
+    "ipo": lambda beta, e, margin: Variant(partial(ipo_pair_loss, beta=beta), average=True),
+    "simpo": lambda beta, e, margin: Variant(
+        partial(margin_pair_loss, margin=margin), average=True, needs_reference=False
+    ),
+    "orpo": lambda beta, e, margin: Variant(
+        partial(odds_ratio_pair_loss, beta=beta), average=True, needs_reference=False, sft_average=True
     ),
 }
 

@@ -55,11 +55,12 @@ def _line(schema: type[BaseModel], error: ErrorDetails, tree: Any, sources: Sour
     key = dotted_path(path)
     value = value_at(tree, path)
     given = f"{key}={_short(value)} (set by {sources.of(path)})"
+    allowed = _allowed(schema, path, tree)
     if error["type"] == "not_available":
-        return f"{given}: {error['msg']}. {_way_out(schema, path, tree)}"
+        return f"{given}: {error['msg']}.{allowed or ' Leave the key out or switch it off.'}"
     if error["type"] in _OWN_SENTENCES:
         return f"{given}: {error['msg']}."
-    return f"{given} is not allowed: {_lower(error['msg'])}.{_allowed(schema, path, tree)}"
+    return f"{given} is not allowed: {_lower(error['msg'])}.{allowed}"
 
 
 def _allowed(schema: type[BaseModel], path: Sequence[str | int], tree: Any) -> str:
@@ -67,13 +68,6 @@ def _allowed(schema: type[BaseModel], path: Sequence[str | int], tree: Any) -> s
     if slot is None or slot.annotation is None:
         return ""
     return f" Allowed: {type_text(slot.annotation, slot.metadata)}."
-
-
-def _way_out(schema: type[BaseModel], path: Sequence[str | int], tree: Any) -> str:
-    slot = find_slot(schema, path, tree)
-    if slot is None or slot.annotation is None:
-        return "Leave the key out or switch it off."
-    return f"Allowed: {type_text(slot.annotation, slot.metadata)}."
 
 
 def _path_in(tree: Any, loc: Sequence[str | int]) -> list[str | int]:
