@@ -17,14 +17,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-from nemo_rl.data.datasets.arithmetic import is_validation
-from nemo_rl.models.huggingface.tiny import (
+from tiny_models import (
     make_char_tokenizer,
     make_tiny_model,
     save_tiny_checkpoint,
 )
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from nemo_rl.data.datasets.arithmetic import is_validation
 
 logger = logging.getLogger("make_tiny_chat_model")
 

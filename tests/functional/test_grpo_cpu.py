@@ -10,11 +10,11 @@ import pytest
 import ray
 import torch
 from example_runs import REPOSITORY, GRPOExample, StartExample, interrupted_and_resumed, read_metrics
+from tiny_models import make_char_tokenizer, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from nemo_rl.algorithms.grpo import grpo_train, setup
 from nemo_rl.config import load_config
-from nemo_rl.models.huggingface.tiny import make_char_tokenizer, save_tiny_checkpoint
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, view_of

@@ -143,8 +143,7 @@ def make_warm_model(folder: Path) -> None:
     """Train a wider model with the recipe of tiny-chat."""
     sys.path.insert(0, str(ROOT / "tools"))
     from make_tiny_chat_model import Recipe, train
-
-    from nemo_rl.models.huggingface.tiny import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
+    from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
 
     shape = TinyShape(hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4)
     tokenizer, model = make_char_tokenizer(), make_tiny_model("qwen2", shape)

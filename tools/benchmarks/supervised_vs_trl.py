@@ -119,10 +119,10 @@ def pair_rows(num_rows: int) -> Iterator[dict[str, Any]]:
 
 def make_model(algorithm: str) -> Path:
     """The folder of a Qwen2 of 3 million parameters with random weights; with a scalar head for reward models."""
+    sys.path.insert(0, str(ROOT / "tools"))
     import torch
+    from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
     from transformers import AutoModelForSequenceClassification
-
-    from nemo_rl.models.huggingface.tiny import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
 
     folder = BENCH / f"random-3m-{'scores' if algorithm == 'rm' else 'text'}"
     if (folder / "model.safetensors").exists():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
 from transformers import PreTrainedModel
 
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe, suspect_layer
@@ -14,7 +15,6 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.hf.engine import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
-from nemo_rl.models.huggingface.tiny import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
 from nemo_rl.utils.errors import WeightSyncError
 
 SHAPE = TinyShape(hidden_size=64, intermediate_size=96, num_layers=4, num_heads=2, num_kv_heads=1)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
 
 from nemo_rl.algorithms import distillation
 from nemo_rl.algorithms.distillation import check_vocab_equality
@@ -13,7 +14,6 @@ from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import DistillationMasterConfig, load_config
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.huggingface.tiny import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
 from nemo_rl.utils.errors import ConfigError
 
 CONFIG = Path(__file__).resolve().parents[3] / "examples/configs/distillation_math_cpu.yaml"

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from tiny_models import make_char_tokenizer
 
 import nemo_rl
-from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.utils.errors import DataError
 
 TURNS = [

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from data_helpers import write_lines
+from tiny_models import make_char_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -15,7 +16,6 @@ from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.setup import setup_feedback_data, setup_preference_data, setup_sft_data
 from nemo_rl.data.processors import PROCESSOR_REGISTRY, preference_preprocessor
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token
-from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.utils.errors import ConfigError, DataError
 
 

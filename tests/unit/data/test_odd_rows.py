@@ -11,6 +11,7 @@ import torch
 from data_helpers import data_config, write_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny_models import make_char_tokenizer
 
 from nemo_rl.config import DatasetConfig, SupervisedDataConfig
 from nemo_rl.config.schema.evaluation import EvalDataConfig
@@ -24,7 +25,6 @@ from nemo_rl.data.loader import build_loader
 from nemo_rl.data.rendering import encode_text
 from nemo_rl.data.tokenizer import PASSTHROUGH_TEMPLATE
 from nemo_rl.evals.prompts import EvalPrompts
-from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.utils.errors import DataError
 
 DIGITS = "7" * 5000

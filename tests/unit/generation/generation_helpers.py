@@ -6,6 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import (
+    TinyArch,
+    TinyShape,
+    make_char_tokenizer,
+    make_tiny_model,
+    save_tiny_checkpoint,
+)
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -21,13 +28,6 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
     SamplingParams,
-)
-from nemo_rl.models.huggingface.tiny import (
-    TinyArch,
-    TinyShape,
-    make_char_tokenizer,
-    make_tiny_model,
-    save_tiny_checkpoint,
 )
 
 MAX_MODEL_LEN = 256

@@ -19,11 +19,11 @@ from generation_helpers import (
     reference_logprobs,
     save_model,
 )
+from tiny_models import make_char_tokenizer
 
 from nemo_rl.models.generation.hf.engine import HfEngine
 from nemo_rl.models.generation.hf.sampling import draw, filtered_logprobs
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
-from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.utils.errors import GenerationError
 
 

@@ -25,6 +25,7 @@ from generation_helpers import (
     restrict_vocabulary,
     save_model,
 )
+from tiny_models import make_char_tokenizer
 from transformers import PreTrainedModel
 
 from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
@@ -32,7 +33,6 @@ from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
 from nemo_rl.models.generation.interfaces import GenerationResult, SamplingParams
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
-from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.interfaces import TransportSpec

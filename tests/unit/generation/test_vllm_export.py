@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from engine_process import EngineProcess
 from generation_helpers import MAX_MODEL_LEN, PROMPTS, ask, make_settings, reference_logprobs
+from tiny_models import make_char_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.models.dtensor.checkpoint_io import save_weights
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
-from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 
 pytestmark = [
     pytest.mark.vllm,

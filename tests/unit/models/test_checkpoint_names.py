@@ -8,6 +8,7 @@ import torch
 from architectures import random_model
 from policy_helpers import policy_config, process_group, run_ranks
 from safetensors.torch import load_file
+from tiny_models import make_char_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +17,6 @@ from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
 from nemo_rl.models.generation.hf.engine import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
-from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from policy_helpers import policy_config, process_group, save_tiny_model
+from tiny_models import make_char_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.models.backends import training_backend
 from nemo_rl.models.dtensor import checkpoint_io
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.models.policy.lm_policy import Policy
 

@@ -18,6 +18,7 @@ from policy_helpers import (
     random_batch,
     save_tiny_model,
 )
+from tiny_models import make_char_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from nemo_rl.config import TimeoutsConfig
@@ -25,7 +26,6 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.losses.interfaces import LossInputType
 from nemo_rl.losses.likelihood import NLLLossFn
-from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.models.policy.batching import global_batches, shard_batch, training_strategy
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.errors import CheckpointError, ConfigError, DataError

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from policy_helpers import VOCAB, WeightedNLL, policy_config, random_batch
+from tiny_models import make_char_tokenizer
 from transformers import AutoTokenizer
 
 from nemo_rl.config import PolicyConfig, TimeoutsConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.models.backends import backend_of_checkpoint, training_backend
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
-from nemo_rl.models.huggingface.tiny import make_char_tokenizer
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
 from nemo_rl.models.policy.workers.base import PolicyWorker

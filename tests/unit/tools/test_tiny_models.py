@@ -8,17 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from nemo_rl.models.huggingface.tiny import (
+from tiny_models import (
     TinyShape,
     make_char_tokenizer,
     make_tiny_model,
     save_tiny_checkpoint,
 )
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from nemo_rl.utils.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 ASSET = ROOT / "examples/assets/tiny-chat"
 SMALL = TinyShape(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1)
 
