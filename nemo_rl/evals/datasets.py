@@ -80,10 +80,6 @@ class ChoiceDataset(RawDataset):
 
     Options are a list in `options` or `choices`, or stand in columns `A`, `B`, ...; the answer is a letter or
     the index of an option. Column names may begin with a capital.
-
-    Args:
-        config: where the rows are.
-        source: the named data set.
     """
 
     def __init__(self, config: DatasetConfig, source: HubSource) -> None:

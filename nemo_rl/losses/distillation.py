@@ -36,11 +36,7 @@ LOG_TEACHER_OUTSIDE = -100.0
 
 
 class DistillationLossFn:
-    """Mean divergence over all tokens that count in the global batch; see the module docstring.
-
-    Args:
-        cfg: Direction of the divergence and treatment of tokens outside the teacher's top-k.
-    """
+    """Mean divergence over all tokens that count in the global batch; see the module docstring."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.DISTILLATION

@@ -40,9 +40,6 @@ class KTOLossFn:
 
     and the mean over all rows that count. Where the policy equals the reference and both weights are 1 the loss
     is 1/2.
-
-    Args:
-        cfg: beta and weights.
     """
 
     loss_type = LossType.SEQUENCE_LEVEL

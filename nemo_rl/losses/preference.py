@@ -44,11 +44,7 @@ class DPOLossConfig:
 
 
 class PreferenceLossFn:
-    """Bradley-Terry loss on scores: reward-model training.
-
-    Args:
-        pair_loss: Loss of a pair from its two scores.
-    """
+    """Bradley-Terry loss on scores: reward-model training."""
 
     loss_type = LossType.SEQUENCE_LEVEL
     input_type = LossInputType.LOGIT

@@ -17,12 +17,7 @@ from nemo_rl.utils.errors import CheckpointError, NemoRLError
 
 
 class CheckpointWrite:
-    """Rewords what fails while one checkpoint is written; other errors pass as they are.
-
-    Args:
-        checkpoints: where it is written.
-        step: its training step.
-    """
+    """Rewords what fails while one checkpoint is written; other errors pass as they are."""
 
     def __init__(self, checkpoints: CheckpointManager, step: int):
         self._checkpoints = checkpoints

@@ -19,12 +19,7 @@ from nemo_rl.experience.trajectory import Outcome, Trajectory
 
 
 class CreditAssignment:
-    """Fills in `advantages`.
-
-    Args:
-        estimator: the advantage formula.
-        config: the `grpo` section (reward scaling and shaping).
-    """
+    """Fills in `advantages`."""
 
     def __init__(self, estimator: AdvantageEstimator, config: GRPOConfig):
         self._estimator = estimator

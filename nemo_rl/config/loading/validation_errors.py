@@ -19,14 +19,7 @@ _OWN_SENTENCES = {"metric_name", "scheduler"}
 
 
 def config_error(schema: type[BaseModel], details: Sequence[ErrorDetails], tree: Any, sources: Sources) -> ConfigError:
-    """One error with a line for each finding.
-
-    Args:
-        schema: section that was validated.
-        details: pydantic's findings.
-        tree: the resolved values that were validated.
-        sources: who set what.
-    """
+    """One error with a line for each of pydantic's findings on `tree`, the values that were validated."""
     precise = [e for e in details if e["type"] not in _BRANCH_ERRORS]
     lines = [_line(schema, e, tree, sources) for e in precise or details]
     return ConfigError("\n  ".join(dict.fromkeys(lines)))

@@ -74,12 +74,7 @@ def check_files(policy: PolicyConfig, data: DataConfig) -> Findings:
 
 
 def check_model_files(section: str, policy: PolicyConfig) -> Findings:
-    """Model, tokenizer and template exist where they can only be local.
-
-    Args:
-        section: key of the section.
-        policy: the section.
-    """
+    """Model, tokenizer and template exist where they can only be local."""
     yield from _missing(f"{section}.model_name", policy.model_name, looks_local(policy.model_name))
     tokenizer = policy.tokenizer
     if tokenizer.name != policy.model_name:

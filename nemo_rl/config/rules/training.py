@@ -23,14 +23,7 @@ from nemo_rl.utils.errors import ConfigError
 def check_batches(
     section: str, algorithm: RolloutTrainingConfig, policy: PolicyConfig, cluster: ClusterConfig
 ) -> Findings:
-    """Rollouts divide into optimizer updates, updates into ranks and microbatches.
-
-    Args:
-        section: name of the algorithm's section.
-        algorithm: that section.
-        policy: the model that is trained.
-        cluster: the machines that policy and generation have.
-    """
+    """Rollouts divide into optimizer updates, updates into ranks and microbatches, on a `cluster` for both."""
     topology = plan_topology(cluster, policy)
     if topology.policy_ranks < 1:
         yield (

@@ -63,11 +63,7 @@ class BinaryFeedbackDataset(RawDataset):
 
 
 class AnswersOfPairs(RowView):
-    """Each answer of a pair as a row of its own: row 2i is the preferred answer of pair i, row 2i + 1 the other.
-
-    Args:
-        pairs: Rows with `pair`.
-    """
+    """Each answer of a pair as a row of its own: row 2i is the preferred answer of pair i, row 2i + 1 the other."""
 
     def __init__(self, pairs: Any) -> None:
         super().__init__(pairs, np.arange(2 * len(pairs)) // 2)

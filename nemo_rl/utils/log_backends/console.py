@@ -43,11 +43,7 @@ _LAST_PREFIX = "performance"
 
 
 class ConsoleLogger(LoggerInterface):
-    """Logs a line when a step's last group of metrics has arrived.
-
-    Args:
-        total_steps: length of the progress bar.
-    """
+    """Logs a line when a step's last group of metrics has arrived."""
 
     def __init__(self, total_steps: int | None = None):
         self._pending: dict[tuple[str, str], float] = {}

@@ -19,11 +19,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlLogger(LoggerInterface):
-    """Appends metrics to `metrics.jsonl`; a line is there whole as soon as it is logged, or not at all.
-
-    Args:
-        log_dir: this run's folder.
-    """
+    """Appends metrics to `metrics.jsonl`; a line is there whole as soon as it is logged, or not at all."""
 
     def __init__(self, log_dir: str | Path):
         self._file = (Path(log_dir) / METRICS_FILE).open("ab", buffering=0)

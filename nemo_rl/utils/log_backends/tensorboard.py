@@ -16,12 +16,7 @@ _FLUSH_S = 10
 
 
 class TensorboardLogger(LoggerInterface):
-    """Writes event files.
-
-    Args:
-        cfg: the `logger.tensorboard` section.
-        log_dir: folder of the event files.
-    """
+    """Writes event files."""
 
     def __init__(self, cfg: TensorboardConfig, log_dir: str | Path):
         self._writer = SummaryWriter(str(log_dir), flush_secs=_FLUSH_S)

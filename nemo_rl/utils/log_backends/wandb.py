@@ -16,12 +16,7 @@ _PREFIXES = ("train", "validation", "timing/train", "timing/validation", "perfor
 
 
 class WandbLogger(LoggerInterface):
-    """Logs to one W&B run.
-
-    Args:
-        cfg: the `logger.wandb` section.
-        log_dir: folder for its files.
-    """
+    """Logs to one W&B run."""
 
     failures = (OSError, wandb.Error)
 

@@ -35,11 +35,7 @@ class _Row:
 
 
 class HfEngine(SteppedEngine):
-    """One Hugging Face model.
-
-    Args:
-        settings: what to build; see `EngineSettings`.
-    """
+    """One Hugging Face model."""
 
     def __init__(self, settings: EngineSettings):
         super().__init__()

@@ -37,11 +37,7 @@ _CPU_BATCHED_TOKENS = 4096
 
 
 class VllmEngine(SteppedEngine):
-    """One vLLM engine.
-
-    Args:
-        settings: what to build; see `EngineSettings`.
-    """
+    """One vLLM engine."""
 
     def __init__(self, settings: EngineSettings):
         super().__init__()

@@ -17,12 +17,7 @@ from nemo_rl.utils.seed import derive_seed, set_seed
 
 
 class PolicyRank(PolicyWorker):
-    """One rank.
-
-    Args:
-        config: the policy section.
-        settings: what comes from the cluster and the run rather than from the policy section.
-    """
+    """One rank."""
 
     def __init__(self, config: PolicyConfig, settings: WorkerSettings) -> None:
         torch.set_num_threads(settings.threads())
