@@ -20,6 +20,7 @@ from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.utils.atomic_write import write_atomically
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.folder_lock import FolderLock
+from nemo_rl.utils.log_backends.interface import flatten_dict
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ def input_files(config: EvalMasterConfig, num_prompts: int) -> dict[str, Any]:
 
 def _influential(state: Mapping[str, Any]) -> dict[str, Any]:
     """Flat `{dotted key: value}` of what decides on the samples."""
-    config = _flat(state.get("config", {}), "")
+    config = flatten_dict(state.get("config", {}), expand_lists=False)
     kept = {
         key: value
         for key, value in config.items()
@@ -182,15 +183,6 @@ def _influential(state: Mapping[str, Any]) -> dict[str, Any]:
     }
     device = config.get("cluster.device")
     return {**kept, "cluster.device": device, **state.get("inputs", {})}
-
-
-def _flat(tree: Any, prefix: str) -> dict[str, Any]:
-    if not isinstance(tree, Mapping) or not tree:
-        return {prefix: tree}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
-    return flat
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from nemo_rl.config.rules.data import check_data, check_files
 from nemo_rl.config.rules.distillation import check_distillation_loss, check_teacher
-from nemo_rl.config.rules.findings import report_findings
+from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.rules.topology import students_share
 from nemo_rl.config.rules.training import (
     check_batches,
@@ -56,20 +56,18 @@ class DistillationMasterConfig(RolloutMasterConfig):
         """Student and teacher."""
         return (self.policy, self.teacher)
 
-    def check(self) -> None:
-        """Check keys against each other, and that the files they name exist."""
+    def findings(self) -> Findings:
+        """See `MasterConfig.findings`."""
         left = students_share(self.cluster, self.teacher.colocated)
         some_left = left.num_nodes > 0 and left.policy_ranks_per_node > 0
-        report_findings(
-            chain(
-                check_teacher(self.policy, self.teacher, self.cluster),
-                check_batches("distillation", self.distillation, self.policy, left) if some_left else (),
-                check_lengths(self.policy, self.data),
-                check_generation(self.policy, left),
-                check_distillation_loss(self.loss_fn),
-                check_early_stop("distillation", self.distillation),
-                check_data(self.data, self.env),
-                check_validation("distillation", self.distillation, self.data),
-                check_files(self.policy, self.data),
-            )
+        return chain(
+            check_teacher(self.policy, self.teacher, self.cluster),
+            check_batches("distillation", self.distillation, self.policy, left) if some_left else (),
+            check_lengths(self.policy, self.data),
+            check_generation(self.policy, left),
+            check_distillation_loss(self.loss_fn),
+            check_early_stop("distillation", self.distillation),
+            check_data(self.data, self.env),
+            check_validation("distillation", self.distillation, self.data),
+            check_files(self.policy, self.data),
         )

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.data import check_data, check_files
-from nemo_rl.config.rules.findings import report_findings
+from nemo_rl.config.rules.findings import Findings, report_findings
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.training import (
     check_advantages,
@@ -61,12 +61,17 @@ class MasterConfig(Section):
         """The sections that name a model."""
         return (self.policy,)
 
+    def findings(self) -> Findings:
+        """What is wrong with keys that are right by themselves, and with the files they name."""
+        return iter(())
+
     def check(self) -> None:
-        """Check keys against each other.
+        """Check keys against each other, and that the files they name exist.
 
         Raises:
             ConfigError: some keys contradict each other; the message lists all findings.
         """
+        report_findings(self.findings())
 
 
 class RolloutMasterConfig(MasterConfig):
@@ -93,19 +98,17 @@ class GRPOMasterConfig(RolloutMasterConfig):
         """The section `grpo`."""
         return self.grpo
 
-    def check(self) -> None:
-        """Check keys against each other, and that the files they name exist."""
-        report_findings(
-            chain(
-                check_batches("grpo", self.grpo, self.policy, self.cluster),
-                check_lengths(self.policy, self.data),
-                check_grpo(self.grpo),
-                check_advantages(self.grpo, self.loss_fn),
-                check_early_stop("grpo", self.grpo),
-                check_loss(self.grpo, self.policy, self.loss_fn),
-                check_generation(self.policy, self.cluster),
-                check_data(self.data, self.env),
-                check_validation("grpo", self.grpo, self.data),
-                check_files(self.policy, self.data),
-            )
+    def findings(self) -> Findings:
+        """See `MasterConfig.findings`."""
+        return chain(
+            check_batches("grpo", self.grpo, self.policy, self.cluster),
+            check_lengths(self.policy, self.data),
+            check_grpo(self.grpo),
+            check_advantages(self.grpo, self.loss_fn),
+            check_early_stop("grpo", self.grpo),
+            check_loss(self.grpo, self.policy, self.loss_fn),
+            check_generation(self.policy, self.cluster),
+            check_data(self.data, self.env),
+            check_validation("grpo", self.grpo, self.data),
+            check_files(self.policy, self.data),
         )

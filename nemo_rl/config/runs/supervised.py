@@ -6,7 +6,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
-from nemo_rl.config.rules.findings import report_findings
+from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.rules.supervised import (
     check_best_metric,
     check_datasets,
@@ -88,15 +88,13 @@ class SFTMasterConfig(SupervisedMasterConfig):
         """The section `sft`."""
         return self.sft
 
-    def check(self) -> None:
-        """Check keys against each other, and that the files they name exist."""
-        report_findings(
-            chain(
-                check_supervised("sft", self.sft, self.policy, self.data, self.cluster),
-                check_best_metric(self.checkpointing, self.data),
-                check_language_model(self.policy),
-                check_datasets(self.data, RESPONSE_DATASET_NAMES),
-            )
+    def findings(self) -> Findings:
+        """See `MasterConfig.findings`."""
+        return chain(
+            check_supervised("sft", self.sft, self.policy, self.data, self.cluster),
+            check_best_metric(self.checkpointing, self.data),
+            check_language_model(self.policy),
+            check_datasets(self.data, RESPONSE_DATASET_NAMES),
         )
 
 
@@ -116,18 +114,16 @@ class DPOMasterConfig(SupervisedMasterConfig):
         """The section `dpo`."""
         return self.dpo
 
-    def check(self) -> None:
-        """Check keys against each other, and that the files they name exist."""
-        report_findings(
-            chain(
-                check_supervised("dpo", self.dpo, self.policy, self.data, self.cluster),
-                check_best_metric(self.checkpointing, self.data),
-                check_dpo(self.dpo),
-                check_language_model(self.policy),
-                check_pair_data(self.dpo, self.data),
-                () if self.dpo.preference_loss == "kto" else check_pair_budget(self.policy),
-                check_datasets(self.data, PREFERENCE_DATASET_NAMES + FEEDBACK_DATASET_NAMES),
-            )
+    def findings(self) -> Findings:
+        """See `MasterConfig.findings`."""
+        return chain(
+            check_supervised("dpo", self.dpo, self.policy, self.data, self.cluster),
+            check_best_metric(self.checkpointing, self.data),
+            check_dpo(self.dpo),
+            check_language_model(self.policy),
+            check_pair_data(self.dpo, self.data),
+            () if self.dpo.preference_loss == "kto" else check_pair_budget(self.policy),
+            check_datasets(self.data, PREFERENCE_DATASET_NAMES + FEEDBACK_DATASET_NAMES),
         )
 
 
@@ -147,14 +143,12 @@ class RMMasterConfig(SupervisedMasterConfig):
         """The section `rm`."""
         return self.rm
 
-    def check(self) -> None:
-        """Check keys against each other, and that the files they name exist."""
-        report_findings(
-            chain(
-                check_supervised("rm", self.rm, self.policy, self.data, self.cluster),
-                check_best_metric(self.checkpointing, self.data),
-                check_reward_model(self.policy),
-                check_pair_budget(self.policy),
-                check_datasets(self.data, PREFERENCE_DATASET_NAMES),
-            )
+    def findings(self) -> Findings:
+        """See `MasterConfig.findings`."""
+        return chain(
+            check_supervised("rm", self.rm, self.policy, self.data, self.cluster),
+            check_best_metric(self.checkpointing, self.data),
+            check_reward_model(self.policy),
+            check_pair_budget(self.policy),
+            check_datasets(self.data, PREFERENCE_DATASET_NAMES),
         )
