@@ -21,7 +21,7 @@ from nemo_rl.config.rules.trackers import check_trackers
 from nemo_rl.utils.atomic_write import write_atomically
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
-from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict
+from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, flatten_dict
 from nemo_rl.utils.log_backends.jsonl import JsonlLogger, to_line
 from nemo_rl.utils.optional_output import OptionalOutput
 
@@ -106,12 +106,7 @@ class Logger(LoggerInterface):
         self._files = OptionalOutput(f"Samples in {self.log_dir}")
 
     def log_metrics(
-        self,
-        metrics: Mapping[str, Any],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """See `LoggerInterface.log_metrics`."""
         self._on_all(lambda backend: backend.log_metrics(metrics, step, prefix, step_metric, step_finished))

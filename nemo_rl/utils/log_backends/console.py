@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nemo_rl.utils.log_backends.interface import LoggerInterface, to_scalars
+from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, to_scalars
 
 logger = logging.getLogger("nemo_rl.console")
 
@@ -56,12 +56,7 @@ class ConsoleLogger(LoggerInterface):
             self._bar.start()
 
     def log_metrics(
-        self,
-        metrics: Mapping[str, Any],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """See `LoggerInterface.log_metrics`; a group named `performance` ends a step too."""
         self._pending |= {(prefix, name): value for name, value in to_scalars(metrics).items()}

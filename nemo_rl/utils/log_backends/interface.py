@@ -8,6 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+type Metrics = Mapping[str, Any]
+"""Name to number; 0-dimensional tensors and NumPy scalars are numbers too."""
+
 
 class LoggerInterface(ABC):
     """A place where metrics go.
@@ -20,17 +23,12 @@ class LoggerInterface(ABC):
 
     @abstractmethod
     def log_metrics(
-        self,
-        metrics: Mapping[str, Any],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """Log scalars of a step under `<prefix>/<name>`.
 
         Args:
-            metrics: name to number; 0-dimensional tensors and NumPy scalars are numbers too.
+            metrics: the numbers.
             step: training step.
             prefix: group of the metrics, for example `train`.
             step_metric: name of the x-axis in trackers that have several.
@@ -51,7 +49,7 @@ def full_name(prefix: str | None, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
 
 
-def to_scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+def to_scalars(metrics: Metrics) -> dict[str, float]:
     """The metrics that are single numbers, as floats; NaN and infinities stay what they are."""
     scalars = {}
     for name, value in metrics.items():

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.utils.log_backends.interface import LoggerInterface, to_scalars
+from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, to_scalars
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -25,12 +25,7 @@ class JsonlLogger(LoggerInterface):
         self._file = (Path(log_dir) / METRICS_FILE).open("ab", buffering=0)
 
     def log_metrics(
-        self,
-        metrics: Mapping[str, Any],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """See `LoggerInterface.log_metrics`."""
         numbers = to_scalars(metrics)

@@ -11,7 +11,7 @@ import mlflow
 from mlflow.exceptions import MlflowException
 
 from nemo_rl.config import MlflowConfig
-from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict, full_name, to_scalars
+from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, flatten_dict, full_name, to_scalars
 
 _PARAMS_PER_CALL = 100
 _LONGEST_VALUE = 500
@@ -37,12 +37,7 @@ class MLflowLogger(LoggerInterface):
         mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name)
 
     def log_metrics(
-        self,
-        metrics: Mapping[str, Any],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """See `LoggerInterface.log_metrics`."""
         values = {full_name(prefix, name): value for name, value in to_scalars(metrics).items()}

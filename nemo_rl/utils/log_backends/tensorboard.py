@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from nemo_rl.config import TensorboardConfig
-from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict, full_name, to_scalars
+from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, flatten_dict, full_name, to_scalars
 
 _FLUSH_S = 10
 
@@ -22,12 +22,7 @@ class TensorboardLogger(LoggerInterface):
         self._writer = SummaryWriter(str(log_dir), flush_secs=_FLUSH_S)
 
     def log_metrics(
-        self,
-        metrics: Mapping[str, Any],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """See `LoggerInterface.log_metrics`; values that are no numbers are left out."""
         for name, value in to_scalars(metrics).items():

@@ -10,7 +10,7 @@ from typing import Any
 import wandb
 
 from nemo_rl.config import WandbConfig
-from nemo_rl.utils.log_backends.interface import LoggerInterface, full_name, to_scalars
+from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, full_name, to_scalars
 
 _PREFIXES = ("train", "validation", "timing/train", "timing/validation", "performance", "refit")
 
@@ -32,12 +32,7 @@ class WandbLogger(LoggerInterface):
         self._run.define_metric(name, step_metric=step_metric)
 
     def log_metrics(
-        self,
-        metrics: Mapping[str, Any],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """See `LoggerInterface.log_metrics`; each prefix has its own step axis."""
         values: dict[str, Any] = {full_name(prefix, name): value for name, value in to_scalars(metrics).items()}
