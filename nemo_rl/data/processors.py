@@ -127,17 +127,9 @@ def preference_preprocessor(
     """The two conversations of a row's `pair`: context and best, context and worst completion."""
     pair = datum_dict.get("pair", datum_dict)
     ranked = sorted(pair["completions"], key=lambda completion: completion["rank"])
+    how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
     data = [
-        sft_processor(
-            {"messages": [*pair["context"], *completion["completion"]]},
-            task_data_spec,
-            tokenizer,
-            max_seq_length,
-            idx,
-            add_bos,
-            add_eos,
-            add_generation_prompt,
-        )
+        sft_processor({"messages": [*pair["context"], *completion["completion"]]}, *how)
         for completion in (ranked[0], ranked[-1])
     ]
     datum = PreferenceDatumSpec(
@@ -165,16 +157,8 @@ def feedback_processor(
 ) -> FeedbackDatumSpec:
     """The conversation of a row's `feedback`, context and completion, and whether it is desirable."""
     feedback = datum_dict["feedback"]
-    datum = sft_processor(
-        {"messages": [*feedback["context"], *feedback["completion"]]},
-        task_data_spec,
-        tokenizer,
-        max_seq_length,
-        idx,
-        add_bos,
-        add_eos,
-        add_generation_prompt,
-    )
+    how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
+    datum = sft_processor({"messages": [*feedback["context"], *feedback["completion"]]}, *how)
     return FeedbackDatumSpec(**datum, desirable=feedback["desirable"])
 
 
