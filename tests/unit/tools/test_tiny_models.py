@@ -114,6 +114,7 @@ def test_training_and_validation_problems_are_apart(script):
     assert len(trained) + len(measured) == 90 * 91 // 2
 
 
+@pytest.mark.long
 def test_shipped_model_is_small_and_middling(script):
     assert sum(file.stat().st_size for file in ASSET.iterdir()) < 4 * 2**20
     model = AutoModelForCausalLM.from_pretrained(ASSET, dtype=torch.float32).eval()
