@@ -253,6 +253,7 @@ logger.close()
     assert b"num_prompts_per_step" in records
 
 
+@pytest.mark.long
 def test_mlflow_file_store(tmp_path):
     mlflow = pytest.importorskip("mlflow")
     store = f"file:{tmp_path}/store"
