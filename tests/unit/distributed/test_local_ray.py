@@ -80,7 +80,9 @@ def test_a_death_that_makes_ray_end_the_driver_is_logged_before() -> None:
         init_ray(num_cpus=1)
         raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
         print("RAYLET", raylet, flush=True)
-        threading.Timer(0.5, os.kill, (raylet, signal.SIGKILL)).start()
+        ray.put(bytes(500_000))
+        os.kill(raylet, signal.SIGKILL)
+        time.sleep(0.5)
         while True:
             ray.put(bytes(500_000))
             time.sleep(0.02)
