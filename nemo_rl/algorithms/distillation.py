@@ -25,17 +25,7 @@ MasterConfig = DistillationMasterConfig
 
 
 def setup(config: DistillationMasterConfig, started_at: float = 0.0) -> Run:
-    """Build a distillation run and start its workers.
-
-    Args:
-        config: a checked configuration.
-        started_at: `time.perf_counter()` at process start, to report the time to the first step.
-
-    Raises:
-        ConfigError, DataError, CheckpointError: the configuration, the data or a checkpoint cannot be used; raised
-            before Ray starts.
-        ResourceInsufficientError: the cluster lacks what is asked for.
-    """
+    """Build a distillation run and start its workers; arguments and errors as `grpo.setup`."""
     return start_run(config, recipe(config), started_at)
 
 

@@ -44,7 +44,7 @@ class ReferenceLogprobs:
 
 
 def setup(config: DPOMasterConfig, started_at: float = 0.0) -> Run:
-    """Build a DPO run and start its workers; arguments and errors as `sft.setup`."""
+    """Build a DPO run and start its workers; arguments and errors as `grpo.setup`."""
     return start_run(config, recipe(config), started_at)
 
 

@@ -31,7 +31,7 @@ CALIBRATION_BINS = 10
 
 
 def setup(config: RMMasterConfig, started_at: float = 0.0) -> Run:
-    """Build a reward-model run and start its workers; arguments and errors as `sft.setup`."""
+    """Build a reward-model run and start its workers; arguments and errors as `grpo.setup`."""
     return start_run(config, recipe(config), started_at)
 
 

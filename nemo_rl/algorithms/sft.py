@@ -21,17 +21,7 @@ MasterConfig = SFTMasterConfig
 
 
 def setup(config: SFTMasterConfig, started_at: float = 0.0) -> Run:
-    """Build an SFT run and start its workers.
-
-    Args:
-        config: a checked configuration.
-        started_at: `time.perf_counter()` at process start, to report the time to the first step.
-
-    Raises:
-        ConfigError, DataError, CheckpointError: the configuration, the data or a checkpoint cannot be used; raised
-            before Ray starts.
-        ResourceInsufficientError: the cluster lacks what is asked for.
-    """
+    """Build an SFT run and start its workers; arguments and errors as `grpo.setup`."""
     return start_run(config, recipe(config), started_at)
 
 

@@ -46,7 +46,6 @@ from nemo_rl.losses.interfaces import AnyLossFunction
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.logger import Logger, print_message_log_samples
 
 
@@ -109,7 +108,6 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         ResourceInsufficientError: the cluster lacks what is asked for.
     """
     check_engine_model(config.policy, config.cluster)
-    _check_environments(config, recipe)
     prompts = make_prompts(config, recipe)
     with ExitStack() as resources:
         folders = open_folders(config, len(recipe.data.train), resources)
@@ -118,17 +116,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
         workers = _start_workers(config, recipe, folders, resources)
-        loop = EventLoopThread()
-        resources.callback(loop.close)
-        run = _connect(config, recipe, folders, backends, workers, loop, prompts, started_at)
-        run.resources = resources.pop_all()
-    return run
-
-
-def _check_environments(config: RolloutMasterConfig, recipe: RolloutRecipe) -> None:
-    for name in recipe.data.task_env.values():
-        if name not in config.env:
-            raise ConfigError(f"The data asks for environment {name!r}, but `env` has only {sorted(config.env)}.")
+        return _connect(config, recipe, folders, backends, workers, prompts, started_at, resources)
 
 
 def _start_workers(
@@ -170,11 +158,13 @@ def _connect(
     folders: RunFolders,
     backends: Logger,
     workers: Workers,
-    loop: EventLoopThread,
     prompts: PromptStream,
     started_at: float,
+    resources: ExitStack,
 ) -> Run:
-    """The parts of a run around its workers."""
+    """The parts of a run around its workers; the run takes over the resources."""
+    loop = EventLoopThread()
+    resources.callback(loop.close)
     algorithm, cluster, policy = config.algorithm, config.cluster, workers.models["policy"]
     limits = RolloutLimits(
         config.policy.max_total_sequence_length, algorithm.max_rollout_turns, cluster.timeouts.rollout_s
@@ -219,7 +209,7 @@ def _connect(
         roles=workers.models,
         loss_fn=recipe.loss_fn,
         memory=memory,
-        resources=ExitStack(),
+        resources=resources.pop_all(),
     )
 
 
