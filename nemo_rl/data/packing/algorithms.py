@@ -242,17 +242,17 @@ def _halve(rows: list[int], costs: Sequence[int]) -> tuple[list[int], list[int]]
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
     bins: list[list[int]] = []
-    rooms: list[int] = []
+    free: list[int] = []
     for index in order:
         length = lengths[index]
-        for number, room in enumerate(rooms):
-            if length <= room:
+        for number, left in enumerate(free):
+            if length <= left:
                 bins[number].append(index)
-                rooms[number] -= length
+                free[number] -= length
                 break
         else:
             bins.append([index])
-            rooms.append(capacity - length)
+            free.append(capacity - length)
     return bins
 
 
