@@ -1,13 +1,29 @@
-"""What tests of several packages share: a small disk that can be full."""
+"""What tests of several packages share: one local Ray, and a small disk that can be full."""
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+import ray
+
+from nemo_rl.distributed.virtual_cluster import init_ray
 
 RamDisk = Callable[[str], AbstractContextManager[Path]]
+
+
+@pytest.fixture(scope="session")
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One Ray on this machine for all tests that need one; yields the folder with the link to its logs."""
+    joined = os.environ.pop("RAY_ADDRESS", None)
+    log_dir = tmp_path_factory.mktemp("ray_logs")
+    init_ray(str(log_dir), num_cpus=16)
+    yield log_dir
+    ray.shutdown()
+    if joined is not None:
+        os.environ["RAY_ADDRESS"] = joined
 
 
 @pytest.fixture

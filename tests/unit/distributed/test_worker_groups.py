@@ -18,7 +18,7 @@ from nemo_rl.distributed import virtual_cluster
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.distributed.worker_process import process_start_ticks
 from nemo_rl.utils.errors import (
@@ -30,18 +30,6 @@ from nemo_rl.utils.errors import (
 pytestmark = pytest.mark.ray
 
 ENV = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="module")
-def local_ray(tmp_path_factory):
-    saved = os.environ.pop("RAY_ADDRESS", None)
-    log_dir = tmp_path_factory.mktemp("logs")
-    ray.shutdown()  # another module may have left its own running
-    init_ray(str(log_dir), num_cpus=2)
-    yield log_dir
-    ray.shutdown()
-    if saved is not None:
-        os.environ["RAY_ADDRESS"] = saved
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +278,7 @@ def test_lacking_resources_are_listed_at_once(local_ray):
     start = time.monotonic()
     with pytest.raises(ResourceInsufficientError) as caught:
         cluster.get_placement_groups()
-    assert "1 GPU" in str(caught.value) and "127.0.0.1: 2 CPUs, 0 GPUs" in str(caught.value)
+    assert "1 GPU" in str(caught.value) and "127.0.0.1: 16 CPUs, 0 GPUs" in str(caught.value)
     assert time.monotonic() - start < 2
     with pytest.raises(ValueError, match="num_gpus_per_node=2"):
         RayVirtualCluster([4], num_gpus_per_node=2)
@@ -299,15 +287,15 @@ def test_lacking_resources_are_listed_at_once(local_ray):
 def test_resources_taken_by_others_are_waited_for(local_ray, monkeypatch):
     monkeypatch.setenv("NRL_VIRTUAL_CLUSTER_MAX_RETRIES", "0")
     monkeypatch.setattr(virtual_cluster, "_RESERVE_TIMEOUT_S", 0.5)
-    holder = RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=1)
+    free = ray.available_resources()["CPU"]
+    holder = RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=free)
     holder.get_placement_groups()
     late = RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=1.5)
     with pytest.raises(ResourceInsufficientError, match=r"Not taken by others now: [01]\S* CPUs"):
         late.get_placement_groups()
     holder.shutdown()
     monkeypatch.setenv("NRL_VIRTUAL_CLUSTER_MAX_RETRIES", "3")
-    # The module's own cluster holds 1 of the 2 CPUs.
-    fitting = RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=1)
+    fitting = RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=free)
     assert len(fitting.get_placement_groups()) == 1
     fitting.shutdown()
 
@@ -325,9 +313,9 @@ def test_local_ray_is_out_of_reach_for_the_network(local_ray):
 
 
 def test_more_bundles_than_cores_leave_room_for_others(local_ray):
-    cluster = RayVirtualCluster([8], use_gpus=False)
-    assert cluster.world_size() == 8 and cluster.node_count() == 1
-    assert cluster.cpus_per_bundle() == 0.062  # 2 CPUs / (4 x 8)
+    cluster = RayVirtualCluster([7], use_gpus=False)
+    assert cluster.world_size() == 7 and cluster.node_count() == 1
+    assert cluster.cpus_per_bundle() == 0.571  # 16 CPUs / (4 x 7)
     assert len(cluster.get_placement_groups()) == 1
     low, high = 21000, 21999
     ported = RayVirtualCluster([1], use_gpus=False, port_range_low=low, port_range_high=high)

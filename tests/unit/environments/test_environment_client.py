@@ -34,19 +34,11 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.utils.errors import WorkerDiedError
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 ROOT = Path(__file__).resolve().parents[3]
 ADDING = ROOT / "docs/design-docs/adding-things.md"
 TOKENIZERS = ROOT / "tests/assets/tokenizers"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    ray.shutdown()  # another module may have left its own running
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -2,17 +2,17 @@
 
 import asyncio
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from generation_helpers import make_model, save_model
 from local_policy import LocalPolicy
 
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.config import ClusterConfig, PolicyConfig
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
@@ -32,7 +32,7 @@ def policy_with(backend: str, folder: Path, **engine: object) -> PolicyConfig:
 
 
 @pytest.mark.ray
-def test_the_shown_engine_runs_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shown_engine_runs_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_ray: Path) -> None:
     (block,) = [
         text for text in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "SteppedEngine" in text
     ]
@@ -45,20 +45,19 @@ def test_the_shown_engine_runs_by_its_path(tmp_path: Path, monkeypatch: pytest.M
     weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     source = torch.nn.ParameterDict({"weight": weight})
     requests = [GenerationRequest([0, start], SamplingParams(0.0, max_new_tokens=6), seed=0) for start in range(4)]
-    init_ray(num_cpus=2)
-    loop = EventLoopThread()
-    try:
+    with ExitStack() as ends:
+        loop = EventLoopThread()
+        ends.callback(loop.close)
         where = RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=0.5)
+        ends.callback(where.shutdown)
         engines = make_engines(engine_settings(policy, CLUSTER, 0, load_weights=False), where, CLUSTER)
+        ends.callback(engines.shutdown)
         Refitter(LocalPolicy(source), engines, TransportSpec("shared_memory", run_id="test"), 60.0).ensure_fresh()
 
         async def generate_all() -> list[GenerationResult]:
             return list(await asyncio.gather(*(engines.generate(request) for request in requests)))
 
         results = loop.run(generate_all(), 60, "answers")
-    finally:
-        loop.close()
-        ray.shutdown()
     for start, result in enumerate(results):
         tokens = [start]
         for _ in range(6):

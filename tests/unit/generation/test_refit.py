@@ -25,7 +25,7 @@ from local_policy import LocalPolicy
 from nemo_rl.algorithms.rollout.refit import Engines, Refitter
 from nemo_rl.algorithms.runtime.memory import MemorySharing, TrainedModel
 from nemo_rl.config import ClusterConfig
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import make_engines
@@ -44,17 +44,16 @@ def loop() -> Iterator[EventLoopThread]:
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[EngineGroup]:
+def engines(tmp_path: Path, local_ray: Path) -> Iterator[EngineGroup]:
     save_model(tmp_path, make_model("qwen2", False, seed=0))
     cluster = ClusterConfig(device="cpu", gpus_per_node=0, max_actor_restarts=2)
-    init_ray(num_cpus=2)
     where = RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=0.5)
     group = make_engines(
         make_settings(tmp_path, "hf", max_model_len=480, env_vars={"OMP_NUM_THREADS": "1"}), where, cluster
     )
     yield group
     group.shutdown()
-    ray.shutdown()
+    where.shutdown()
 
 
 def kill(engines: EngineGroup, index: int) -> None:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from nemo_rl.config import TimeoutsConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.losses.interfaces import LossInputType
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.models.policy.batching import global_batches, shard_batch, training_strategy
@@ -40,8 +40,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayVirtualCluster]:
-    init_ray(num_cpus=4)
+def cluster(local_ray) -> Iterator[RayVirtualCluster]:
     made = RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=3, name="policy-test")
     yield made
     made.shutdown()

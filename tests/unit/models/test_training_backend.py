@@ -13,7 +13,7 @@ from tiny_models import make_char_tokenizer
 from transformers import AutoTokenizer
 
 from nemo_rl.config import PolicyConfig, TimeoutsConfig
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.backends import backend_of_checkpoint, training_backend
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.policy.lm_policy import Policy
@@ -40,8 +40,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayVirtualCluster]:
-    init_ray(num_cpus=4)
+def cluster(local_ray) -> Iterator[RayVirtualCluster]:
     made = RayVirtualCluster([4], use_gpus=False, max_colocated_worker_groups=2, name="backend-test")
     yield made
     made.shutdown()
