@@ -7,6 +7,9 @@ everything that can be refused, then Ray and the workers, then what connects the
                                          ├► policy ranks ─────────────────┼─► refitter, rollouts, session
                                          └► ranks of further models ──────┘
 
+Where engines share GPUs with the policy they start alone and go to sleep before a model starts: an engine sizes its
+cache by what it finds free on the device.
+
 Invariant: nothing here knows a loss or an advantage; what has been started is registered for the end of the run before
 the next thing starts.
 """
@@ -122,7 +125,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
 def _start_workers(
     config: RolloutMasterConfig, recipe: RolloutRecipe, folders: RunFolders, resources: ExitStack
 ) -> Workers:
-    """Start environments in the background, then models and engines side by side; blocks until those are ready."""
+    """Start environments in the background, then engines and models; blocks until those are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
     init_ray(str(folders.log_dir))
     environments = {}
@@ -137,18 +140,17 @@ def _start_workers(
     places = place_roles(cluster, {name: role.section for name, role in recipe.roles.items()})
     reserve(places.values(), resources)
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
-    started = start_together(
-        {
-            "generation": partial(make_engines, settings, places["generation"], cluster),
-            **{
-                name: partial(
-                    start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path
-                )
-                for name, role in reversed(list(recipe.roles.items()))
-            },
-        },
-        resources,
-    )
+    engines = {"generation": partial(make_engines, settings, places["generation"], cluster)}
+    models = {
+        name: partial(start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path)
+        for name, role in reversed(list(recipe.roles.items()))
+    }
+    if settings.can_sleep:
+        started = start_together(engines, resources)
+        Engines(started["generation"], cluster.timeouts.weight_sync_s).rest()
+        started |= start_together(models, resources)
+    else:
+        started = start_together(engines | models, resources)
     return Workers({name: started[name] for name in recipe.roles}, started["generation"], environments)
 
 
