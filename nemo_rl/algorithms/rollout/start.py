@@ -150,7 +150,7 @@ def _start_workers(
         Engines(started["generation"], cluster.timeouts.weight_sync_s).rest()
         started |= start_together(models, resources)
     else:
-        started = start_together(engines | models, resources)
+        started = start_together({**engines, **models}, resources)
     return Workers({name: started[name] for name in recipe.roles}, started["generation"], environments)
 
 
