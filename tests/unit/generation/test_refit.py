@@ -153,6 +153,10 @@ def test_requests_of_a_collection_past_its_deadline_end_in_the_engines(
         time.sleep(0.02)
     in_engines(lambda engine: engine._may_step.set())
     assert len(loop.run(generate_all(3), 60, "after that")) == len(PROMPTS)
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(generate_all(400), 0.2))
+    for _ in range(2):  # loops of a notebook or a test, each with an end
+        assert len(asyncio.run(asyncio.wait_for(generate_all(3), 20))) == len(PROMPTS)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(loop.run, generate_all(400), 60, "shut down")
         while not all(member.unfinished for member in engines._members):
