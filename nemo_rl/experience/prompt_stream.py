@@ -56,6 +56,14 @@ class PromptStream:
         """The position: epoch and the loader's own state."""
         return self._position
 
+    def check_position(self, state: dict[str, Any]) -> None:
+        """Refuse a stored position that is one in other data; moves nothing.
+
+        Raises:
+            DataError: it is.
+        """
+        self._loader.check_position(state["loader"])
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a stored position; only before the first batch. Keys beside it belong to a source."""
         self.epoch = state["epoch"]

@@ -114,7 +114,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
     prompts = make_prompts(config, recipe)
     with ExitStack() as resources:
         folders = open_folders(config, len(recipe.data.train), resources)
-        folders.restore(prompts)
+        folders.check_position(prompts)
         backends = Logger(config.logger, folders.log_dir, config.algorithm.max_num_steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())

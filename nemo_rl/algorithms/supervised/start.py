@@ -75,10 +75,11 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
     """Start Ray and the policy's ranks, and connect them; arguments and errors as `rollout.start.start_run`."""
     loader = _train_loader(config, recipe)
     steps = num_steps(config, len(loader))
-    source = WrittenBatches(PromptStream(loader, config.algorithm.max_num_epochs), recipe.rows_per_sample)
+    rows = PromptStream(loader, config.algorithm.max_num_epochs)
+    source = WrittenBatches(rows, recipe.rows_per_sample)
     with ExitStack() as resources:
         folders = open_folders(config, len(recipe.data.train), resources)
-        folders.restore(source)
+        folders.check_position(rows)
         backends = Logger(config.logger, folders.log_dir, steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
