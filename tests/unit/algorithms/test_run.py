@@ -12,6 +12,7 @@ import torch
 
 from nemo_rl.algorithms.rollout.batches import RolloutBatches
 from nemo_rl.algorithms.rollout.source import FreshRollouts, Group
+from nemo_rl.algorithms.runtime.launch import exit_status
 from nemo_rl.algorithms.runtime.memory import MemorySharing
 from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
 from nemo_rl.algorithms.runtime.roles import start_together
@@ -24,6 +25,7 @@ from nemo_rl.experience.prompt_stream import DataExhausted, PromptStream
 from nemo_rl.experience.rollouts import Collection
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.errors import ConfigError, WorkerDiedError
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.plain_load import load_plain
 
@@ -279,6 +281,31 @@ class Started:
         self.ended.append(self.name)
         if self.fails_to_end:
             raise RuntimeError(f"{self.name} does not end")
+
+
+def test_all_that_failed_to_start_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    ended: list[str] = []
+
+    def fail(error: Exception) -> Started:
+        raise error
+
+    starts = {
+        "engines": partial(fail, WorkerDiedError("no memory")),
+        "policy": lambda: Started(ended, "policy"),
+        "teacher": partial(fail, ConfigError("no such model")),
+    }
+
+    def run() -> int:
+        with ExitStack() as resources:
+            start_together(starts, resources)
+        return 0
+
+    assert exit_status(run) == WorkerDiedError.exit_status
+    assert capsys.readouterr().err.splitlines() == [
+        *("", "WorkerDiedError: no memory", "This kept 'engines' from starting."),
+        "'teacher' did not start either: ConfigError: no such model",
+    ]
+    assert ended == ["policy"]
 
 
 def test_what_has_started_ends_when_another_part_fails_to_start() -> None:
