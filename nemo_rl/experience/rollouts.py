@@ -8,9 +8,10 @@ Map of one collection:
 
 Samples never wait for each other, so a long one does not hold up short ones, and none waits for its episode to be
 closed: an environment that does one thing at a time may be busy with the step of another. The same code serves one and
-many turns, training, validation and evaluation. Invariant: sampled token ids stay, more only come behind them; an
-episode is closed however its sample ends; a sample's seed depends on (run seed, phase, step, group, sample, turn) and on
-nothing that varies between runs.
+many turns, training, validation and evaluation.
+
+Invariant: sampled token ids stay, more only come behind them; an episode is closed however its sample ends; a sample's
+seed depends on (run seed, phase, step, group, sample, turn) and on nothing that varies between runs.
 """
 
 import asyncio

@@ -132,16 +132,20 @@ class OneThingAtATime(ScriptedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(lambda log, meta: graded(1.0))
+        self.num_waiting = 2
         self.b_may_end = threading.Event()
         self.turn = asyncio.Lock()
 
     async def step(self, message_log: list[dict[str, Any]], metadata: Any) -> Any:
         async with self.turn:
+            self.num_waiting -= 1
             while metadata["ground_truth"] == "b" and not self.b_may_end.is_set():
                 await asyncio.sleep(0.01)
             return await super().step(message_log, metadata)
 
     async def close_episode(self, metadata: Any) -> None:
+        while self.num_waiting:
+            await asyncio.sleep(0)
         async with self.turn:
             await super().close_episode(metadata)
 
