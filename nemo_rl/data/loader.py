@@ -136,10 +136,18 @@ class PromptLoader(StatefulDataLoader):
         Raises:
             DataError: The state belongs to other data, another seed, batch size or `shuffle`.
         """
-        conditions = self._conditions()
+        changed = self.check_position(state_dict)
+        self._epoch = state_dict["epoch"]
+        self._num_batches_done = state_dict["num_batches_done"]
+        self._in_progress = False
+        if changed:
+            self._move(state_dict, changed)
+
+    def check_position(self, state_dict: dict[str, Any]) -> list[str]:
+        """Say what has changed since a position was saved; errors as `load_state_dict`."""
         changed = [
             f"{key} was {state_dict.get(key)} and is {now}"
-            for key, now in conditions.items()
+            for key, now in self._conditions().items()
             if state_dict.get(key) != now
         ]
         if changed and not self._accept_changes:
@@ -147,11 +155,7 @@ class PromptLoader(StatefulDataLoader):
                 f"the saved data position does not fit this run: {', '.join(changed)}. Resume "
                 "with the same data and keys, or start a new run in another checkpoint_dir."
             )
-        self._epoch = state_dict["epoch"]
-        self._num_batches_done = state_dict["num_batches_done"]
-        self._in_progress = False
-        if changed:
-            self._move(state_dict, changed)
+        return changed
 
     def _move(self, state_dict: dict[str, Any], changed: list[str]) -> None:
         """Go to the same number of rows of changed data."""

@@ -106,7 +106,7 @@ class RayWorkerGroup:
         try:
             for rank in range(world_size):
                 self._seats.append(self._create_seat(rank))
-            self._settle(list(range(world_size)), setup_timeout_s)
+            self._settle(self._seats, list(range(world_size)), setup_timeout_s)
         except BaseException:
             self._kill(self._seats)
             raise
@@ -326,28 +326,41 @@ class RayWorkerGroup:
     def _hold_port(self) -> ray.ObjectRef:
         return self._seats[0].handle.hold_port.remote(*self.cluster.port_range)
 
-    def restart_worker(self, worker_idx: int, timeout_s: float = 900.0) -> None:
-        """Put a new process and a new worker object in a worker's place.
+    def restart_workers(self, worker_idxs: Sequence[int], timeout_s: float = 900.0) -> None:
+        """Put new processes and new worker objects in the places of some workers, all at the same time.
 
-        Only for groups of `independent_workers`; the old process is killed if it still runs.
+        Only for groups of `independent_workers`; the old processes are killed if they still run, and the new ones too
+        if one of them fails to start.
 
         Raises:
             DeadlineExceededError, WorkerDiedError, Exception: as when the group was made.
+            WorkerDiedError: the group is shut down, also meanwhile.
         """
         if not self._independent:
             raise ValueError(f"workers of group {self.name_prefix!r} depend on each other.")
-        end = time.monotonic() + timeout_s
-        self._kill([self._seats[worker_idx]])
+        self._refuse_when_dead()
+        end, seats = time.monotonic() + timeout_s, self._seats
+        self._kill([seats[idx] for idx in worker_idxs])
+        try:
+            for idx in worker_idxs:
+                seats[idx] = self._create_seat_again(idx, end)
+            self._refuse_when_dead()
+            self._settle(seats, worker_idxs, end - time.monotonic())
+        except BaseException:
+            self._kill([seats[idx] for idx in worker_idxs])
+            self._refuse_when_dead()
+            raise
+
+    def _create_seat_again(self, rank: int, end: float) -> WorkerSeat:
+        """`_create_seat` once Ray has freed the name of the actor before, a moment after its death."""
         while True:
+            self._refuse_when_dead()
             try:
-                self._seats[worker_idx] = self._create_seat(worker_idx)
-                break
+                return self._create_seat(rank)
             except ValueError:
-                # Ray frees the name of an actor a moment after its death.
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.1)
-        self._settle([worker_idx], end - time.monotonic())
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End all worker processes; may be called again.
@@ -389,17 +402,17 @@ class RayWorkerGroup:
             **self.cluster.resources_per_worker(),
         )
 
-    def _settle(self, indices: list[int], timeout_s: float) -> None:
+    def _settle(self, seats: list[WorkerSeat], indices: Sequence[int], timeout_s: float) -> None:
         """Wait until processes have reported themselves and built their worker objects."""
         end = time.monotonic() + timeout_s
-        seats = [self._seats[idx] for idx in indices]
-        reports = [PendingCall(s.handle.report_identity.remote(), s) for s in seats]
+        new = [seats[idx] for idx in indices]
+        reports = [PendingCall(s.handle.report_identity.remote(), s) for s in new]
         meeting_point = None if self._independent else self._hold_port()
-        builds = [self._builder.build_in(seat, meeting_point) for seat in seats]
+        builds = [self._builder.build_in(seat, meeting_point) for seat in new]
         phase = f"{self.name_prefix} setup"
-        for idx, who in zip(indices, gather(reports, seats, timeout_s, phase), strict=True):
-            self._seats[idx] = replace(self._seats[idx], identity=who)
-        calls = [PendingCall(ref, self._seats[idx]) for idx, ref in zip(indices, builds, strict=True)]
+        for idx, who in zip(indices, gather(reports, new, timeout_s, phase), strict=True):
+            seats[idx] = replace(seats[idx], identity=who)
+        calls = [PendingCall(ref, seats[idx]) for idx, ref in zip(indices, builds, strict=True)]
         gather(calls, [call.seat for call in calls], max(end - time.monotonic(), 0.0), phase)
 
     def _call(self, idx: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ray.ObjectRef:

@@ -19,7 +19,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.environments.loading import load_env_class
-from nemo_rl.environments.registry import create_env, env_class_path
+from nemo_rl.environments.registry import env_class_path, start_env
 from nemo_rl.evals.prompts import EvalPrompts
 from nemo_rl.evals.records import AnswerRecord, RecordStore
 from nemo_rl.evals.report import EvalReport, make_report
@@ -176,13 +176,7 @@ def _started(config: EvalMasterConfig, tokenizer: Any) -> Iterator[Asker]:
     init_ray()
     name = config.data.env_name
     with ExitStack() as resources:
-        environment = create_env(
-            name,
-            config.env[name],
-            step_timeout_s=cluster.timeouts.environment_s,
-            max_restarts=cluster.max_actor_restarts,
-        )
-        resources.callback(environment.shutdown)
+        environment = start_env(name, config.env[name], cluster, resources)
         bundles = _bundles(cluster)
         resources.callback(bundles.shutdown)
         bundles.get_placement_groups()

@@ -6,13 +6,16 @@ Map of one collection:
         _run_sample: open episode ─► _play: generate ─► environment step ─► (again, until done or out of room)
                      ─► close episode ─► Trajectory
 
-Samples never wait for each other, so a long one does not hold up short ones. The same code serves one and many turns,
-training, validation and evaluation. Invariant: sampled token ids stay, more only come behind them; an episode is closed
-however its sample ends; a sample's seed depends on (run seed, phase, step, group, sample, turn) and on nothing that
-varies between runs.
+Samples never wait for each other, so a long one does not hold up short ones, and none waits for its episode to be
+closed: an environment that does one thing at a time may be busy with the step of another. The same code serves one and
+many turns, training, validation and evaluation.
+
+Invariant: sampled token ids stay, more only come behind them; an episode is closed however its sample ends; a sample's
+seed depends on (run seed, phase, step, group, sample, turn) and on nothing that varies between runs.
 """
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -40,6 +43,11 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.utils.errors import ConfigError, DataError
 from nemo_rl.utils.seed import derive_seed
+
+logger = logging.getLogger(__name__)
+
+_CLOSING_S = 30.0
+"""How long a collection waits for its episodes to be closed; an environment may be busy with a step."""
 
 
 class EnvironmentPort(PostProcessor, Protocol):
@@ -135,6 +143,7 @@ class RolloutRunner:
         self._observations = ObservationRenderer(tokenizer)
         self._limits = limits
         self._loop = loop
+        self._closings: set[asyncio.Task[None]] = set()
 
     def collect(
         self,
@@ -207,6 +216,8 @@ class RolloutRunner:
         except ExceptionGroup as failures:
             # All samples fail for the same reason as a rule; the first one is the one to read.
             raise failures.exceptions[0] from failures
+        finally:
+            await self._wait_for_closings()
         return await post_process(self._environments, [task.result() for task in running])
 
     async def _run_sample(
@@ -225,8 +236,23 @@ class RolloutRunner:
             if self._begin(sample, start):
                 await self._play(sample, sampling, prompt_stops, key)
         finally:
-            await environment.close_episode(sample.episode)
+            closing = asyncio.create_task(_close(environment, sample.episode))
+            self._closings.add(closing)
+            closing.add_done_callback(self._closings.discard)
         return sample
+
+    async def _wait_for_closings(self) -> None:
+        """A sample is finished before its episode is closed, a collection only after, unless that takes too long."""
+        if not self._closings:
+            return
+        _, late = await asyncio.wait(self._closings, timeout=_CLOSING_S)
+        if late:
+            logger.warning(
+                "%d episodes are not closed %g s after their collection has ended; they are closed when their "
+                "environment has time.",
+                len(late),
+                _CLOSING_S,
+            )
 
     def _has_no_room(self, sample: Trajectory) -> bool:
         if sample.loss_multiplier != 0 and sample.prompt_length < self._limits.max_sequence_length:
@@ -321,6 +347,10 @@ class RolloutRunner:
         step = await environment.step(sample.turns, sample.extra_env_info)
         sample.environment_s += time.perf_counter() - started
         return step
+
+
+async def _close(environment: EnvironmentPort, episode: Any) -> None:
+    await environment.close_episode(episode)
 
 
 def _start(prompts: BatchedDataDict[Any], group: int, sample: int) -> Trajectory:

@@ -7,6 +7,7 @@ in real processes; the processes are spawned, because CUDA does not survive a fo
 import dataclasses
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,4 +165,24 @@ def test_nccl_between_two_processes():
             buckets = sync(sender, engine, sent, version)
             check_receipts([engine.call("finish")], buckets, version)
             assert equal_to_sent(engine.call("weights"), sent)
+        sender.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL takes one rank per device")
+def test_an_engine_that_dies_in_an_nccl_sync_leaves_the_trainer_alive():
+    """By default NCCL's watchdog would end this process at the same deadline."""
+    spec = dataclasses.replace(nccl_spec(world_size=2), timeout_s=20.0)
+    with Child(ReceivingEngine, spec, 0, "cuda:1", start_method="spawn") as engine:
+        engine.send("ready")
+        torch.cuda.set_device(0)
+        sender = WeightSender(spec, rank=0, is_node_leader=True)
+        assert engine.answer()
+        sync(sender, engine, weights(1), 1)
+        engine.process.kill()
+        engine.process.join()
+        sender.begin(weights(2).items())
+        bucket = sender.next_bucket()
+        with pytest.raises(WeightSyncError, match="broadcast of weights failed"):
+            sender.send(bucket)
+        time.sleep(5.0)
         sender.close()

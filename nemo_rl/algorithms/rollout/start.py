@@ -7,6 +7,9 @@ everything that can be refused, then Ray and the workers, then what connects the
                                          ├► policy ranks ─────────────────┼─► refitter, rollouts, session
                                          └► ranks of further models ──────┘
 
+Where engines share GPUs with the policy they start alone and go to sleep before a model starts: an engine sizes its
+cache by what it finds free on the device.
+
 Invariant: nothing here knows a loss or an advantage; what has been started is registered for the end of the run before
 the next thing starts.
 """
@@ -37,9 +40,9 @@ from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.client import EnvironmentClient
-from nemo_rl.environments.registry import create_env
+from nemo_rl.environments.registry import start_env
 from nemo_rl.experience.event_loop import EventLoopThread
-from nemo_rl.experience.prompt_stream import PromptStream
+from nemo_rl.experience.prompt_stream import PromptStream, training_stream
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.interfaces import AnyLossFunction
@@ -111,7 +114,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
     prompts = make_prompts(config, recipe)
     with ExitStack() as resources:
         folders = open_folders(config, len(recipe.data.train), resources)
-        folders.restore(prompts)
+        folders.check_position(prompts)
         backends = Logger(config.logger, folders.log_dir, config.algorithm.max_num_steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
@@ -122,33 +125,26 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
 def _start_workers(
     config: RolloutMasterConfig, recipe: RolloutRecipe, folders: RunFolders, resources: ExitStack
 ) -> Workers:
-    """Start environments in the background, then models and engines side by side; blocks until those are ready."""
+    """Start environments in the background, then engines and models; blocks until those are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
     init_ray(str(folders.log_dir))
-    environments = {}
-    for name in recipe.data.task_env.values():
-        environments[name] = create_env(
-            name,
-            config.env[name],
-            step_timeout_s=cluster.timeouts.environment_s,
-            max_restarts=cluster.max_actor_restarts,
-        )
-        resources.callback(environments[name].shutdown)
+    environments = {
+        name: start_env(name, config.env[name], cluster, resources) for name in recipe.data.task_env.values()
+    }
     places = place_roles(cluster, {name: role.section for name, role in recipe.roles.items()})
     reserve(places.values(), resources)
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
-    started = start_together(
-        {
-            "generation": partial(make_engines, settings, places["generation"], cluster),
-            **{
-                name: partial(
-                    start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path
-                )
-                for name, role in reversed(list(recipe.roles.items()))
-            },
-        },
-        resources,
-    )
+    engines = {"generation": partial(make_engines, settings, places["generation"], cluster)}
+    models = {
+        name: partial(start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path)
+        for name, role in reversed(list(recipe.roles.items()))
+    }
+    if settings.can_sleep:
+        started = start_together(engines, resources)
+        Engines(started["generation"], cluster.timeouts.weight_sync_s).rest()
+        started |= start_together(models, resources)
+    else:
+        started = start_together({**engines, **models}, resources)
     return Workers({name: started[name] for name in recipe.roles}, started["generation"], environments)
 
 
@@ -229,17 +225,8 @@ def share_memory(config: RolloutMasterConfig, workers: Workers) -> MemorySharing
 
 def make_prompts(config: RolloutMasterConfig, recipe: RolloutRecipe) -> PromptStream:
     """The training prompts, epoch after epoch."""
-    algorithm = config.algorithm
-    loader = build_loader(
-        recipe.data.train,
-        int(algorithm.num_prompts_per_step * recipe.prompt_factor),
-        shuffle=config.data.shuffle,
-        seed=algorithm.seed,
-        num_workers=config.data.num_workers,
-        accept_changes=bool(config.checkpointing.allow_changed),
-        max_bad_row_share=config.data.max_bad_row_share,
-    )
-    return PromptStream(loader, algorithm.max_num_epochs)
+    num_prompts = int(config.algorithm.num_prompts_per_step * recipe.prompt_factor)
+    return training_stream(config, recipe.data.train, num_prompts)
 
 
 def make_validation(

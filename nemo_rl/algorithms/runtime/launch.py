@@ -60,11 +60,12 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
 
 
 def exit_status(work: Callable[[], int]) -> int:
-    """Do the work of a program; its exit status, or that of the error that ended it, after its message."""
+    """Do the work of a program; its exit status, or that of the error that ended it, after its message and notes."""
     try:
         return work()
     except NemoRLError as error:
         # The terminal may be gone, which is why the run ended.
         with suppress(OSError):
-            sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
+            notes = getattr(error, "__notes__", [])
+            sys.stderr.write("\n".join([f"\n{type(error).__name__}: {error}", *notes, ""]))
         return error.exit_status

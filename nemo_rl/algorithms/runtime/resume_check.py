@@ -22,7 +22,7 @@ DATA_POSITION_FILE = "train_dataloader.pt"
 _CONFIG_FILE = "config.yaml"
 
 
-def check_resume(config: MasterConfig, path: Path, num_rows: int) -> None:
+def check_resume(config: MasterConfig, path: Path, num_rows: int) -> Mapping[str, Any]:
     """Say what has changed, and refuse what a resumed run cannot take over.
 
     Args:
@@ -30,14 +30,18 @@ def check_resume(config: MasterConfig, path: Path, num_rows: int) -> None:
         path: the step folder it goes on from.
         num_rows: rows of its training data.
 
+    Returns:
+        The position in the data.
+
     Raises:
         ConfigError: something changed that `checkpointing.allow_changed` does not name.
         CheckpointError: the checkpoint's configuration or data position cannot be read.
     """
     stored = _stored_config(path)
     _check_config(config, path, stored)
-    _check_data(config, path, num_rows)
+    position = _check_data(config, path, num_rows)
     _check_optimizer(config, path, stored)
+    return position
 
 
 def _stored_config(path: Path) -> Mapping[str, Any]:
@@ -70,8 +74,8 @@ def _listed(changes: list[ChangedKey]) -> str:
     return "\n".join(f"  {change}" for change in changes)
 
 
-def _check_data(config: MasterConfig, path: Path, num_rows: int) -> None:
-    position = load_plain(path / DATA_POSITION_FILE)
+def _check_data(config: MasterConfig, path: Path, num_rows: int) -> Mapping[str, Any]:
+    position: Mapping[str, Any] = load_plain(path / DATA_POSITION_FILE)
     try:
         before = int(position["loader"]["num_rows"])
     except (KeyError, TypeError, ValueError) as error:
@@ -83,6 +87,7 @@ def _check_data(config: MasterConfig, path: Path, num_rows: int) -> None:
             "give this run a checkpointing.checkpoint_dir of its own, or go on at the same number of rows of the "
             "changed data with\n  checkpointing.allow_changed=[data.train]"
         )
+    return position
 
 
 def _check_optimizer(config: MasterConfig, path: Path, stored: Mapping[str, Any]) -> None:

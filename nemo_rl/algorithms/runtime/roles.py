@@ -86,13 +86,23 @@ def start_together(starts: Mapping[str, Callable[[], Closable]], resources: Exit
         resources: where they are registered, also when another one fails.
 
     Raises:
-        Exception: the first failure.
+        Exception: the first failure; its notes name the others.
     """
     with ThreadPoolExecutor(max_workers=len(starts)) as pool:
         futures = {name: pool.submit(start) for name, start in starts.items()}
-    for future in futures.values():
-        if future.exception() is None:
+    failures: dict[str, BaseException] = {}
+    for name, future in futures.items():
+        failure = future.exception()
+        if failure is None:
             resources.callback(future.result().shutdown)
+        else:
+            failures[name] = failure
+    if failures:
+        (first, failure), *others = failures.items()
+        failure.add_note(f"This kept {first!r} from starting.")
+        for name, other in others:
+            failure.add_note(f"{name!r} did not start either: {type(other).__name__}: {other}")
+        raise failure
     return {name: future.result() for name, future in futures.items()}
 
 

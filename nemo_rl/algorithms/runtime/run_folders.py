@@ -6,17 +6,18 @@ Ray starts.
 """
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nemo_rl.algorithms.runtime.checkpoint_size import check_space
-from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE, check_resume
-from nemo_rl.algorithms.runtime.session import Resumable
+from nemo_rl.algorithms.runtime.resume_check import check_resume
 from nemo_rl.config import MasterConfig, save_resolved
+from nemo_rl.experience.prompt_stream import PromptStream
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import get_next_experiment_dir
-from nemo_rl.utils.plain_load import load_plain
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +30,22 @@ class RunFolders:
         log_dir: this run's `exp_NNN`.
         checkpoints: None when checkpointing is off.
         resume_path: newest checkpoint, None to start fresh.
+        position: its position in the data.
     """
 
     log_dir: Path
     checkpoints: CheckpointManager | None
     resume_path: Path | None
+    position: Mapping[str, Any] | None = None
 
-    def restore(self, source: Resumable) -> None:
-        """Go to the checkpoint's position in the data, or say why it cannot be done.
+    def check_position(self, data: PromptStream) -> None:
+        """Say why the run cannot go on from the checkpoint's position; the session goes there.
 
         Raises:
-            DataError, CheckpointError: it is the position in other data.
+            DataError: it is the position in other data.
         """
-        if self.resume_path is not None:
-            source.load_state_dict(load_plain(self.resume_path / DATA_POSITION_FILE))
+        if self.position is not None:
+            data.check_position(dict(self.position))
 
 
 def open_folders(config: MasterConfig, num_rows: int, resources: ExitStack) -> RunFolders:
@@ -57,16 +60,16 @@ def open_folders(config: MasterConfig, num_rows: int, resources: ExitStack) -> R
         CheckpointError: the folder is read-only, in use or too small, or all its checkpoints are damaged.
         ConfigError: the run cannot go on from the newest checkpoint; see `resume_check`.
     """
-    checkpoints, resume_path = None, None
+    checkpoints, resume_path, position = None, None, None
     if config.checkpointing.enabled:
         checkpoints = CheckpointManager(config.checkpointing)
         checkpoints.claim()
         resources.callback(checkpoints.release)
         resume_path = checkpoints.find_resumable()
         if resume_path is not None:
-            check_resume(config, resume_path, num_rows)
+            position = check_resume(config, resume_path, num_rows)
         check_space(config, checkpoints, resume_path)
     log_dir = Path(get_next_experiment_dir(config.logger.log_dir))
     save_resolved(config, log_dir / "config.yaml")
     logger.info("Logs of this run: %s", log_dir)
-    return RunFolders(log_dir, checkpoints, resume_path)
+    return RunFolders(log_dir, checkpoints, resume_path, position)

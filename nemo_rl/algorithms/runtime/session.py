@@ -158,6 +158,7 @@ class Session:
         self._idle = IdleSteps(parts.cadence.max_idle_steps)
         self._saved_step = 0
         self._resumed_step: int | None = None
+        self._position: dict[str, Any] | None = None
         self._stop_reason: str | None = None
         self._interrupted = False
         self._signals = DeferredSignals(
@@ -173,10 +174,14 @@ class Session:
         self.state = SaveState(**known)
         self._saved_step = self.state.total_steps
         self._resumed_step = self.state.total_steps
-        self._parts.source.load_state_dict(load_plain(path / DATA_POSITION_FILE))
+        self._position = load_plain(path / DATA_POSITION_FILE)
         logger.info("Resuming from %s after step %d.", path, self.state.total_steps)
 
     def __enter__(self) -> Self:
+        """Begin: the source goes to the position of the checkpoint, also one that was put in after the start."""
+        if self._position is not None:
+            self._parts.source.load_state_dict(self._position)
+            self._position = None
         if self._cadence.val_at_start and self.state.total_steps == 0:
             self._validate(0)
         if self._parts.checkpoints is not None:

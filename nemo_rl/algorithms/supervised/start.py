@@ -25,10 +25,10 @@ from nemo_rl.config import DPOConfig, SupervisedMasterConfig
 from nemo_rl.data.collate_fn import preference_collate_fn
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.datasets.setup import RunData
-from nemo_rl.data.loader import PromptLoader, build_loader
+from nemo_rl.data.loader import build_loader
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
-from nemo_rl.experience.prompt_stream import PromptStream
+from nemo_rl.experience.prompt_stream import training_stream
 from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.logger import Logger
@@ -73,12 +73,12 @@ class SupervisedRecipe:
 
 def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:
     """Start Ray and the policy's ranks, and connect them; arguments and errors as `rollout.start.start_run`."""
-    loader = _train_loader(config, recipe)
-    steps = num_steps(config, len(loader))
-    source = WrittenBatches(PromptStream(loader, config.algorithm.max_num_epochs), recipe.rows_per_sample)
+    rows = training_stream(config, recipe.data.train, config.policy.train_global_batch_size, recipe.collate)
+    steps = num_steps(config, rows.batches_per_epoch)
+    source = WrittenBatches(rows, recipe.rows_per_sample)
     with ExitStack() as resources:
         folders = open_folders(config, len(recipe.data.train), resources)
-        folders.restore(source)
+        folders.check_position(rows)
         backends = Logger(config.logger, folders.log_dir, steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
@@ -127,19 +127,6 @@ def validation_rows(config: SupervisedMasterConfig, rows_per_sample: int) -> int
     if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
         return None
     return config.algorithm.val_micro_batch_size * rows_per_sample
-
-
-def _train_loader(config: SupervisedMasterConfig, recipe: SupervisedRecipe) -> PromptLoader:
-    return build_loader(
-        recipe.data.train,
-        config.policy.train_global_batch_size,
-        shuffle=config.data.shuffle,
-        seed=config.algorithm.seed,
-        num_workers=config.data.num_workers,
-        collate_fn=recipe.collate,
-        accept_changes=bool(config.checkpointing.allow_changed),
-        max_bad_row_share=config.data.max_bad_row_share,
-    )
 
 
 def _validation(config: SupervisedMasterConfig, recipe: SupervisedRecipe, policy: Policy) -> Validate | None:

@@ -5,14 +5,15 @@ Map (everything below runs on the rollout event loop, see `experience.event_loop
     generate() ─► least busy engine's outbox ─► _flush (next tick, one call per engine) ─► worker.submit
     generate() cancelled (deadline, another sample failed) ─► _flush ─► worker.abort
     _watch task per call ─► a call that fails ends the engine's requests
-    _collect task per engine ─► worker.collect (long poll) ─► resolves the futures of generate()
+    _collect task per engine ─► collect of its workers (long poll) ─► resolves the futures of generate()
     engine dies ─► _revive: new actors, current weights (`bring_up`), unfinished requests submitted again
+    a revival fails ─► the group has ended: all that wait, and all that ask later, are told why
     the training thread meets a dead engine (`with_replacements`) ─► revive_dead, then the call again
 
-An engine has one worker or several (`interfaces.engine_of`); requests go to its first. Both threads hold `exclusively`
-while they replace engines or move weights, so that an engine that both of them meet dead is replaced once. Invariant: a
-request is answered exactly once, and with the same tokens whichever engine serves it; one that nobody waits for any
-more ends in its engine.
+An engine has one worker or several (`interfaces.engine_of`); requests go to its first, and the death of any of them is
+the engine's. Both threads hold `exclusively` while they replace engines or move weights, so that an engine that both of
+them meet dead is replaced once. Invariant: a request is answered exactly once, and with the same tokens whichever
+engine serves it; one that nobody waits for any more ends in its engine.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,9 @@ from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, WorkerD
 
 logger = logging.getLogger(__name__)
 
+_REVIVAL_END_S = 10.0
+"""How long `shutdown` waits for a revival that it has broken off."""
+
 
 @dataclass
 class _Pending:
@@ -49,7 +53,8 @@ class _Member:
     """One engine and what is pending at it; while it is down, its requests are kept until it is back.
 
     `ranks` are its workers in the group, the first takes requests. `num_starts` counts the engines that have stood
-    here; it tells whether an engine that died was replaced already.
+    here; it tells whether an engine that died was replaced already. `polls` are the calls of `collect` under way, by
+    rank, each with the `num_starts` of the engine that was called.
     """
 
     index: int
@@ -59,11 +64,18 @@ class _Member:
     unfinished: dict[str, _Pending] = field(default_factory=dict)
     outbox: list[tuple[str, GenerationRequest]] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
+    polls: dict[int, tuple[int, Any]] = field(default_factory=dict)
     collector: asyncio.Task[None] | None = None
+
+    def forget_requests(self) -> None:
+        """Nobody waits any more for what is pending here: it ends in the engine."""
+        unsent = {request_id for request_id, _ in self.outbox}
+        self.given_up += [request_id for request_id in self.unfinished if request_id not in unsent]
+        self.unfinished, self.outbox, self.collector, self.is_down = {}, [], None, False
 
 
 class EngineGroup(GenerationInterface):
-    """Engines behind one `generate`.
+    """Engines behind one `generate`; for one event loop at a time.
 
     Args:
         workers: `GenerationWorker`s, independent of each other.
@@ -95,7 +107,9 @@ class EngineGroup(GenerationInterface):
         self._max_restarts = max_restarts
         self._ids = itertools.count()
         self._flush_is_due = False
-        self._is_shut_down = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: Exception | None = None
+        """Why no request is taken any more."""
         self._watchers: set[asyncio.Task[None]] = set()
         self._replacing = threading.RLock()
         members: dict[int, _Member] = {}
@@ -115,7 +129,8 @@ class EngineGroup(GenerationInterface):
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """See `GenerationInterface.generate`."""
-        self._refuse_when_shut_down()
+        self._enter_loop()
+        self._refuse_at_the_end()
         pending = _Pending(request, asyncio.get_running_loop().create_future())
         member = min(self._members, key=lambda m: (m.is_down, len(m.unfinished), m.index))
         request_id = str(next(self._ids))
@@ -131,9 +146,17 @@ class EngineGroup(GenerationInterface):
             raise GenerationError(result.error)
         return result
 
-    def _refuse_when_shut_down(self) -> None:
-        if self._is_shut_down:
-            raise _shut_down()
+    def _enter_loop(self) -> None:
+        """Serve the loop of the caller; what another one has left unfinished is given up."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._flush_is_due = loop, False
+            for member in self._members:
+                member.forget_requests()
+
+    def _refuse_at_the_end(self) -> None:
+        if self._end is not None:
+            raise self._end
 
     def _give_up(self, member: _Member, request_id: str) -> None:
         """Nobody waits for a request any more: end it where it is."""
@@ -154,8 +177,8 @@ class EngineGroup(GenerationInterface):
         """Send what gathered in this tick and make sure that a task collects the answers."""
         self._flush_is_due = False
         for member in self._members:
-            if self._is_shut_down:
-                self._fail(member, _shut_down())
+            if self._end is not None:
+                self._fail(member, self._end)
             if member.outbox and not member.is_down:
                 self._send(member, "submit", member.outbox)
                 member.outbox = []
@@ -186,12 +209,16 @@ class EngineGroup(GenerationInterface):
 
     async def _collect(self, member: _Member) -> None:
         """Take results from one engine until none is pending."""
+        waits: dict[int, asyncio.Future[Any]] = {}
         while member.unfinished:
-            called = member.num_starts
+            rank = await self._first_to_answer(member, waits)
+            called, _ = member.polls.pop(rank)
             try:
-                results = await self._call(member.ranks[0], "collect")
+                results = waits.pop(rank).result()
             except RayActorError as death:
-                await self._try_revive(member, called, death)
+                member.polls.clear()
+                waits.clear()
+                await self._try_revive(member, called, rank, death)
                 continue
             except Exception as failure:  # boundary: whatever broke the engine ends its requests
                 self._fail(member, failure)
@@ -201,21 +228,33 @@ class EngineGroup(GenerationInterface):
                 if pending is not None and not pending.future.done():
                     pending.future.set_result(result)
 
-    async def _try_revive(self, member: _Member, called: int, death: RayActorError) -> None:
+    async def _first_to_answer(self, member: _Member, waits: dict[int, asyncio.Future[Any]]) -> int:
+        """The worker of an engine whose call of `collect` ends first, with answers or because it died."""
+        for rank in member.ranks:
+            if rank not in member.polls:
+                member.polls[rank] = (member.num_starts, self._call(rank, "collect"))
+            if rank not in waits:
+                waits[rank] = asyncio.ensure_future(member.polls[rank][1])
+                waits[rank].add_done_callback(_note_as_seen)
+        await asyncio.wait(waits.values(), return_when=asyncio.FIRST_COMPLETED)
+        return next(rank for rank, wait in waits.items() if wait.done())
+
+    async def _try_revive(self, member: _Member, called: int, rank: int, death: RayActorError) -> None:
         member.is_down = True
         try:
-            await asyncio.to_thread(self._revive, member, called, death)
+            await asyncio.to_thread(self._revive, member, called, rank, death)
             member.is_down, member.outbox = False, []
             self._send(member, "submit", [(id_, p.request) for id_, p in member.unfinished.items()])
-        except Exception as failure:  # boundary: a revival that fails ends the engine's requests
-            self._fail(member, failure)
+        except Exception as failure:  # boundary: an engine that cannot be brought back ends the group
+            self._end = self._end or failure
+            self._flush()
 
-    def _revive(self, member: _Member, called: int, death: RayActorError) -> None:
+    def _revive(self, member: _Member, called: int, rank: int, death: RayActorError) -> None:
         """Replace the `called`-th engine of a member, unless that has happened meanwhile."""
         with self.exclusively():
-            self._refuse_when_shut_down()
+            self._refuse_at_the_end()
             if member.num_starts == called:
-                self._replace(member, str(self.workers.explain_failure(death, member.ranks[0], "generation")))
+                self._replace(member, str(self.workers.explain_failure(death, rank, "generation")))
                 if self.bring_up is not None:
                     self.bring_up()
         logger.warning("Generation engine %d is back at version %d.", member.index, self.weight_version)
@@ -286,8 +325,7 @@ class EngineGroup(GenerationInterface):
             len(member.unfinished),
             reason.splitlines()[0],
         )
-        for rank in member.ranks:
-            self.workers.restart_worker(rank, self._setup_timeout_s)
+        self.workers.restart_workers(member.ranks, self._setup_timeout_s)
         member.num_starts += 1
 
     def _fail(self, member: _Member, failure: Exception) -> None:
@@ -301,10 +339,20 @@ class EngineGroup(GenerationInterface):
         member.outbox, member.given_up = [], []
 
     def shutdown(self) -> None:
-        """Kill the engine actors, and with them what they still generate; requests that are waited for fail."""
-        self._is_shut_down = True
+        """Kill the engine actors, and with them what they still generate; requests that are waited for fail.
+
+        A revival that is under way ends too, and is waited for, but not for long.
+        """
+        self._end = self._end or WorkerDiedError("The generation engines have been shut down.")
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits
+                self._loop.call_soon_threadsafe(self._flush)
         self.workers.shutdown(force=True)
+        if self._replacing.acquire(timeout=_REVIVAL_END_S):
+            self._replacing.release()
 
 
-def _shut_down() -> WorkerDiedError:
-    return WorkerDiedError("The generation engines have been shut down.")
+def _note_as_seen(wait: asyncio.Future[Any]) -> None:
+    """Let asyncio not report the failure of a wait that is given up."""
+    if not wait.cancelled():
+        wait.exception()

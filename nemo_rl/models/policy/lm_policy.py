@@ -32,7 +32,7 @@ from nemo_rl.distributed.named_sharding import REPLICATED_AXES
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_builder import plan_places
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.losses.interfaces import AnyLossFunction, LossInputType
 from nemo_rl.models.backends import training_backend
 from nemo_rl.models.policy.batching import (
@@ -128,6 +128,7 @@ class Policy(PolicyInterface):
         self.tokenizer = tokenizer
         self.weight_version = 0
         self._turn = threading.RLock()
+        self._num_calls = 0
         self._timeouts = timeouts or TimeoutsConfig()
         self._backend = training_backend(config)
         ranks_of_node = Counter(place.node_idx for place in plan_places(cluster.bundle_counts, workers_per_node, None))
@@ -328,13 +329,20 @@ class Policy(PolicyInterface):
     def held(self) -> Iterator[None]:
         """Keep other threads from calling the ranks, for a weight stream; one thread may nest it.
 
+        An update of several global batches may take long, but each of its calls of the ranks has a deadline.
+
         Raises:
-            DeadlineExceededError: another thread's call did not end in `cluster.timeouts.train_s`.
+            DeadlineExceededError: another thread holds the policy, and no call of the ranks has ended for the longest
+                time that one may take.
         """
-        if not self._turn.acquire(timeout=self._timeouts.train_s):
-            raise DeadlineExceededError(
-                f"Another thread used the policy for more than {self._timeouts.train_s:g} s (cluster.timeouts.train_s)."
-            )
+        longest, num_calls = max(self._timeouts.train_s, self._timeouts.checkpoint_s), -1
+        while not self._turn.acquire(timeout=longest):
+            if num_calls == self._num_calls:
+                raise DeadlineExceededError(
+                    f"Another thread has held the policy, without a call of its ranks that ended, for more than "
+                    f"{longest:g} s (cluster.timeouts: train_s, checkpoint_s)."
+                )
+            num_calls = self._num_calls
         try:
             yield
         finally:
@@ -392,12 +400,17 @@ class Policy(PolicyInterface):
             data=sharded.data,
             sizes=sharded.sizes,
         )
-        return self.worker_group.get_all_worker_results(future, phase=f"policy {method}")
+        return self._answers(future, f"policy {method}")
 
     @_in_turn
     def _run_everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
         future = self.worker_group.run_all_workers_single_data(method, **kwargs)
-        return self.worker_group.get_all_worker_results(future, timeout_s=self._timeouts.checkpoint_s, phase=phase)
+        return self._answers(future, phase, self._timeouts.checkpoint_s)
+
+    def _answers(self, future: MultiWorkerFuture, phase: str, timeout_s: float | None = None) -> list[Any]:
+        answers = self.worker_group.get_all_worker_results(future, timeout_s=timeout_s, phase=phase)
+        self._num_calls += 1
+        return answers
 
 
 def _check_loss(loss_fn: AnyLossFunction, config: PolicyConfig) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from nemo_rl.algorithms.rollout.batches import RolloutBatches
 from nemo_rl.algorithms.rollout.source import FreshRollouts, Group
+from nemo_rl.algorithms.runtime.launch import exit_status
 from nemo_rl.algorithms.runtime.memory import MemorySharing
 from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
 from nemo_rl.algorithms.runtime.roles import start_together
@@ -24,7 +25,9 @@ from nemo_rl.experience.prompt_stream import DataExhausted, PromptStream
 from nemo_rl.experience.rollouts import Collection
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.errors import ConfigError, WorkerDiedError
 from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.plain_load import load_plain
 
 
 class Recorder:
@@ -56,6 +59,7 @@ class Prompts:
 
     def __init__(self) -> None:
         self.done = 0
+        self.num_loads = 0
 
     def __iter__(self) -> Iterator[BatchedDataDict[Any]]:
         while self.done < 4:
@@ -66,7 +70,12 @@ class Prompts:
     def state_dict(self) -> dict[str, Any]:
         return {"done": self.done}
 
+    def check_position(self, state: dict[str, Any]) -> None:
+        assert 0 <= state["done"] <= 4
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_position(state)
+        self.num_loads += 1
         self.done = state["done"]
 
 
@@ -208,10 +217,28 @@ def test_a_position_with_what_was_sampled_ahead_is_accepted_before_anything_star
     list(source.next_groups(1))
     source.trained()
     torch.save(source.state_dict(), tmp_path / DATA_POSITION_FILE)
+    position = load_plain(tmp_path / DATA_POSITION_FILE)
+    assert position["ahead"] == [2, 3]
     prompts = PromptStream(Prompts(), 2)  # type: ignore[arg-type]
-    RunFolders(tmp_path, None, resume_path=tmp_path).restore(prompts)
+    folders = RunFolders(tmp_path, None, tmp_path, position)
+    folders.check_position(prompts)
+    assert prompts.state_dict() == {"epoch": 0, "loader": {"done": 0}}
+    with pytest.raises(AssertionError):
+        position["loader"]["done"] = 5
+        folders.check_position(prompts)
+    prompts.load_state_dict(position | {"loader": {"done": 3}})
     assert prompts.state_dict() == {"epoch": 0, "loader": {"done": 3}}
     assert prompts.next_batch()["idx"] == [4]
+
+
+def test_a_source_put_in_after_the_start_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
+    train(make_run(tmp_path, SamplesAhead(PromptStream(Prompts(), 2)), 3, []))  # type: ignore[arg-type]
+    at_first, loader = SamplesAhead(PromptStream(Prompts(), 2)), Prompts()  # type: ignore[arg-type]
+    run = make_run(tmp_path, at_first, 99, [])
+    run.source.rollouts = put_in = SamplesAhead(PromptStream(loader, 2))  # type: ignore[attr-defined,arg-type]
+    train(run)
+    assert (put_in.trained_on, at_first.trained_on) == ([4, 1, 2, 3, 4], [])
+    assert loader.num_loads == 1
 
 
 def test_a_position_never_runs_ahead_of_what_was_trained() -> None:
@@ -254,6 +281,31 @@ class Started:
         self.ended.append(self.name)
         if self.fails_to_end:
             raise RuntimeError(f"{self.name} does not end")
+
+
+def test_all_that_failed_to_start_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    ended: list[str] = []
+
+    def fail(error: Exception) -> Started:
+        raise error
+
+    starts = {
+        "engines": partial(fail, WorkerDiedError("no memory")),
+        "policy": lambda: Started(ended, "policy"),
+        "teacher": partial(fail, ConfigError("no such model")),
+    }
+
+    def run() -> int:
+        with ExitStack() as resources:
+            start_together(starts, resources)
+        return 0
+
+    assert exit_status(run) == WorkerDiedError.exit_status
+    assert capsys.readouterr().err.splitlines() == [
+        *("", "WorkerDiedError: no memory", "This kept 'engines' from starting."),
+        "'teacher' did not start either: ConfigError: no such model",
+    ]
+    assert ended == ["policy"]
 
 
 def test_what_has_started_ends_when_another_part_fails_to_start() -> None:

@@ -71,6 +71,18 @@ class Plain:
         self.stuck_in_c()
 
 
+class Slow:
+    """Takes its time to be built."""
+
+    def __init__(self, seconds: float) -> None:
+        began = time.time()
+        time.sleep(seconds)
+        self._built_in = (began, time.time())
+
+    def built_in(self) -> tuple[float, float]:
+        return self._built_in
+
+
 class Meeting:
     """Two coroutines that need each other: works only when calls run concurrently."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.processors import math_hf_data_processor
 from nemo_rl.data.rendering import encode_text
 from nemo_rl.environments.interfaces import EpisodeStart
+from nemo_rl.experience import rollouts
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Outcome
@@ -123,6 +125,61 @@ def test_an_episode_is_closed_when_its_collection_ends_early(loop: EventLoopThre
     with pytest.raises((GenerationError, DeadlineExceededError)):
         runner.collect(prompts("a", "b"), 2, SAMPLING, KEY)
     assert sorted(m["episode"] for m in environment.closed) == [1, 2, 3, 4]
+
+
+class OneThingAtATime(ScriptedEnvironment):
+    """Runs steps and closings one after another; the step of prompt b waits for `b_may_end`."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda log, meta: graded(1.0))
+        self.num_waiting = 2
+        self.b_may_end = threading.Event()
+        self.turn = asyncio.Lock()
+
+    async def step(self, message_log: list[dict[str, Any]], metadata: Any) -> Any:
+        async with self.turn:
+            self.num_waiting -= 1
+            while metadata["ground_truth"] == "b" and not self.b_may_end.is_set():
+                await asyncio.sleep(0.01)
+            return await super().step(message_log, metadata)
+
+    async def close_episode(self, metadata: Any) -> None:
+        while self.num_waiting:
+            await asyncio.sleep(0)
+        async with self.turn:
+            await super().close_episode(metadata)
+
+
+def test_a_sample_does_not_wait_for_its_episode_to_be_closed(loop: EventLoopThread) -> None:
+    """The closing of a comes behind the step of b, which here ends only when a has been handed over."""
+    environment = OneThingAtATime()
+    runner = make_runner(loop, ScriptedEngine(lambda r: [0]), environment, timeout_s=10.0)
+    groups = iter(runner.stream(prompts("a", "b"), 1, SAMPLING, KEY))
+    assert next(groups)[0].group_index == 0
+    assert environment.closed == []
+    environment.b_may_end.set()
+    assert len(list(groups)) == 1
+    assert sorted(metadata["ground_truth"] for metadata in environment.closed) == ["a", "b"]
+
+
+def test_a_collection_does_not_wait_for_ever_for_its_episodes_to_be_closed(
+    loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rollouts, "_CLOSING_S", 0.2)
+    environment, may_close = ScriptedEnvironment(lambda log, meta: graded(1.0)), threading.Event()
+
+    async def close_late(metadata: Any) -> None:
+        while not may_close.is_set():
+            await asyncio.sleep(0.01)
+        environment.closed.append(metadata)
+
+    environment.close_episode = close_late  # type: ignore[method-assign]
+    runner = make_runner(loop, ScriptedEngine(lambda r: [0]), environment, timeout_s=10.0)
+    assert len(runner.collect(prompts("a", "b"), 1, SAMPLING, KEY).trajectories) == 2
+    assert "2 episodes are not closed 0.2 s after" in caplog.text
+    may_close.set()
+    runner.collect(prompts("c"), 1, SAMPLING, KEY)
+    assert len(environment.closed) == 3
 
 
 def chat_prompts(tokenizer: Any, **row: Any) -> Any:

@@ -8,6 +8,7 @@ import asyncio
 import multiprocessing
 import os
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Self
 from unittest import mock
@@ -17,6 +18,7 @@ from nemo_rl.models.generation.vllm.settings import engine_environment
 
 ANSWER_TIMEOUT_S = 240.0
 STOP = "stop"
+LOOK = "look"
 
 
 class EngineProcess:
@@ -49,6 +51,10 @@ class EngineProcess:
             results.update(self.call(name, "collect"))
         return [results[id_] for id_ in ids]
 
+    def look(self, name: str, at: Callable[..., Any], *args: Any) -> Any:
+        """What a function of an importable module says of a worker's engine."""
+        return self.call(name, LOOK, at, *args)
+
     def __enter__(self) -> Self:
         return self
 
@@ -73,7 +79,10 @@ def _serve(pipe: Connection, settings: dict[str, EngineSettings]) -> None:
             try:
                 if name not in workers:
                     workers[name] = GenerationWorker(settings[name])
-                pipe.send(("value", await getattr(workers[name], method)(*args)))
+                if method == LOOK:
+                    pipe.send(("value", args[0](workers[name]._engine, *args[1:])))
+                else:
+                    pipe.send(("value", await getattr(workers[name], method)(*args)))
             except Exception:
                 pipe.send(("error", traceback.format_exc()))
 

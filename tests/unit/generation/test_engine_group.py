@@ -85,20 +85,31 @@ class FakeWorker:
             raise RayActorError()
 
 
+class FakeCall:
+    """A call under way; like Ray's reference it can be awaited more than once, and outlives who awaits it."""
+
+    def __init__(self, call: Any):
+        self._task = asyncio.ensure_future(call)
+
+    def __await__(self) -> Any:
+        return asyncio.shield(self._task).__await__()
+
+
 class FakeGroup:
     """The part of `RayWorkerGroup` that an `EngineGroup` uses."""
 
     def __init__(self, num_engines: int, answers_at_once: bool = False):
         self.workers = [FakeWorker(answers_at_once) for _ in range(num_engines)]
-        self.restarted: list[int] = []
+        self.restarted: list[list[int]] = []
         self.restart_gate = threading.Event()
         self.restart_gate.set()
+        self.is_shut_down = False
         self._loop = asyncio.get_running_loop()
 
     def run_single_worker_single_data(self, method: str, index: int, *args: Any) -> Any:
         call = getattr(self.workers[index], method)(*args)
         if threading.current_thread() is threading.main_thread():
-            return asyncio.ensure_future(call)
+            return FakeCall(call)
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def get_worker_result(self, ref: Any, index: int, timeout_s: float, phase: str) -> Any:
@@ -111,13 +122,17 @@ class FakeGroup:
         return WorkerDiedError(f"worker {index} died during {phase}: {error}")
 
     def shutdown(self, force: bool) -> None:
+        self.is_shut_down = True
         for worker in self.workers:
             worker.die()
 
-    def restart_worker(self, index: int, timeout_s: float) -> None:
+    def restart_workers(self, indices: list[int], timeout_s: float) -> None:
         assert self.restart_gate.wait(5)
-        self.restarted.append(index)
-        self.workers[index] = FakeWorker(answers_at_once=True)
+        if self.is_shut_down:
+            raise WorkerDiedError("the group has been shut down")
+        self.restarted.append(list(indices))
+        for index in indices:
+            self.workers[index] = FakeWorker(answers_at_once=True)
 
 
 def request(token: int) -> GenerationRequest:
@@ -226,7 +241,7 @@ async def test_a_dead_engine_is_replaced_and_its_requests_are_issued_again():
     fake.workers[1].answer(*fake.workers[1].held)
     results = await asyncio.wait_for(asyncio.gather(*tasks), 5)
     assert [result.token_ids for result in results] == [[1001], [1002], [1003], [1004]]
-    assert (fake.restarted, brought_up, group.num_restarts) == ([0], [1], 1)
+    assert (fake.restarted, brought_up, group.num_restarts) == ([[0]], [1], 1)
     assert [len(call) for call in fake.workers[0].submissions] == [1], "only what was unfinished"
 
 
@@ -252,7 +267,7 @@ async def test_engines_that_die_together_are_each_replaced_once():
         worker.die()
     results = await asyncio.wait_for(asyncio.gather(*tasks), 10)
     assert [result.token_ids for result in results] == [[1000 + token] for token in (1, 2, 3, 4, 5, 6)]
-    assert (sorted(fake.restarted), group.num_restarts, syncs) == ([0, 1, 2], 3, [3])
+    assert (sorted(fake.restarted), group.num_restarts, syncs) == ([[0], [1], [2]], 3, [3])
 
 
 async def test_the_training_thread_and_a_revival_do_not_replace_the_same_engine():
@@ -270,7 +285,7 @@ async def test_the_training_thread_and_a_revival_do_not_replace_the_same_engine(
     fake.restart_gate.set()
     await asyncio.wait_for(training, 5)
     assert (await asyncio.wait_for(task, 5)).token_ids == [1001]
-    assert (fake.restarted, group.num_restarts, syncs) == ([0], 1, [2, 2])
+    assert (fake.restarted, group.num_restarts, syncs) == ([[0]], 1, [2, 2])
 
 
 async def test_a_wait_for_another_threads_replacement_has_a_deadline():
@@ -337,7 +352,7 @@ async def test_restarts_are_limited():
         else:
             with pytest.raises(WorkerDiedError, match="max_actor_restarts=1 restarts are used up"):
                 await asyncio.wait_for(task, 5)
-    assert fake.restarted == [0]
+    assert fake.restarted == [[0]]
     with pytest.raises(WorkerDiedError):
         await asyncio.wait_for(start(group, [2])[0], 5)
 
@@ -395,7 +410,61 @@ async def test_an_engine_of_several_workers_is_asked_at_its_first_and_replaced_a
     fake.workers[0].answer(*fake.workers[0].held)
     results = await asyncio.wait_for(asyncio.gather(*tasks), 5)
     assert [result.token_ids for result in results] == [[1001], [1002], [1003]]
-    assert (fake.restarted, group.num_restarts) == ([2, 3], 1)
+    assert (fake.restarted, group.num_restarts) == ([[2, 3]], 1)
     fake.workers[1].die()
     assert await asyncio.to_thread(group.revive_dead) == 1
-    assert fake.restarted == [2, 3, 0, 1]
+    assert fake.restarted == [[2, 3], [0, 1]]
+
+
+async def test_the_death_of_any_worker_is_noticed_while_its_engine_generates():
+    fake = FakeGroup(4)
+    group = EngineGroup(fake, 5.0, 3, workers_per_engine=2)  # type: ignore[arg-type]
+    tasks = start(group, [1, 2, 3])
+    await settle()
+    fake.workers[0].answer(next(iter(fake.workers[0].held)))
+    await settle()
+    fake.workers[1].die()
+    fake.workers[2].answer(*fake.workers[2].held)
+    results = await asyncio.wait_for(asyncio.gather(*tasks), 2)
+    assert [result.token_ids for result in results] == [[1001], [1002], [1003]]
+    assert (fake.restarted, group.num_restarts) == ([[0, 1]], 1)
+    fake.workers[2].answers_at_once = True
+    later = await asyncio.wait_for(asyncio.gather(*start(group, [4, 5, 6])), 2)
+    assert [result.token_ids for result in later] == [[1004], [1005], [1006]]
+    assert group.num_restarts == 1
+
+
+@pytest.mark.parametrize("problem", ["weights", "restarts"])
+async def test_a_revival_that_fails_is_named_at_once_to_all_who_wait_and_all_who_come(problem):
+    group, fake = make_group(2, max_restarts=0 if problem == "restarts" else 3)
+
+    def no_weights() -> None:
+        raise DeadlineExceededError("the policy is busy")
+
+    group.bring_up = no_weights
+    tasks = start(group, [1, 2, 3])
+    await settle()
+    fake.workers[0].die()
+    await wait_for(lambda: all(task.done() for task in tasks))
+    (later,) = start(group, [4])
+    for task in (*tasks, later):
+        with pytest.raises((DeadlineExceededError, WorkerDiedError), match="policy is busy|restarts are used up"):
+            await asyncio.wait_for(task, 1)
+    assert not any(member.unfinished for member in group._members)
+    assert len(fake.restarted) == (problem == "weights")
+
+
+async def test_a_shutdown_ends_a_revival_and_tells_at_once_who_waits():
+    group, fake = make_group(1)
+    (task,) = start(group, [1])
+    await settle()
+    fake.restart_gate.clear()
+    fake.workers[0].die()
+    await wait_for(lambda: group.num_restarts == 1)
+    ending = asyncio.create_task(asyncio.to_thread(group.shutdown))
+    with pytest.raises(WorkerDiedError, match="have been shut down"):
+        await asyncio.wait_for(task, 2)
+    assert not ending.done(), "nothing is replaced after a shutdown"
+    fake.restart_gate.set()
+    await asyncio.wait_for(ending, 2)
+    assert fake.restarted == []

@@ -143,15 +143,25 @@ def test_requests_of_a_collection_past_its_deadline_end_in_the_engines(
         actors = engines.workers.workers
         return ray.get([actor.__ray_call__.remote(lambda host: look(host._worker._engine)) for actor in actors])
 
+    def until_idle() -> None:
+        end = time.monotonic() + 20
+        while in_engines(lambda engine: len(engine._running)) != [0, 0]:
+            assert time.monotonic() < end, "the engines go on with what nobody waits for"
+            time.sleep(0.02)
+
     in_engines(lambda engine: engine._may_step.clear())
     with pytest.raises(DeadlineExceededError, match="too slow did not finish"):
         loop.run(generate_all(3), 1.0, "too slow")
-    end = time.monotonic() + 20
-    while in_engines(lambda engine: len(engine._running)) != [0, 0]:
-        assert time.monotonic() < end, "the engines go on with what nobody waits for"
-        time.sleep(0.02)
+    until_idle()
     in_engines(lambda engine: engine._may_step.set())
     assert len(loop.run(generate_all(3), 60, "after that")) == len(PROMPTS)
+    other = EventLoopThread()
+    asyncio.run_coroutine_threadsafe(generate_all(400), other._loop)
+    while not all(member.unfinished for member in engines._members):
+        time.sleep(0.001)
+    other.close()
+    assert len(loop.run(generate_all(3), 20, "after another loop stopped with requests under way")) == len(PROMPTS)
+    until_idle()
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(loop.run, generate_all(400), 60, "shut down")
         while not all(member.unfinished for member in engines._members):

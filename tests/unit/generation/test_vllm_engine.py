@@ -7,6 +7,7 @@ transport.
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -27,6 +28,7 @@ from generation_helpers import (
 )
 from tiny_models import make_char_tokenizer
 from transformers import PreTrainedModel
+from vllm_looks import batch_limits, batch_limits_on, storages
 
 from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
 from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
@@ -128,6 +130,26 @@ def test_greedy_after_each_update_equals_hugging_face(engines, sender, name):
             assert [result.token_ids for result in results] == expected
         assert all(result.weight_versions == [(0, seed)] for result in results)
         assert {result.finish_reason for result in results} == {"length"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_update_keeps_every_tensor_where_it_is(engines, sender, name):
+    """CUDA graphs hold the addresses of what they compute with, kernel layouts and absorbed projections too."""
+    before = engines.look(name, storages)
+    update(engines, sender, name, seed=23)
+    assert len(before) > 10
+    assert engines.look(name, storages) == before
+
+
+def test_limits_of_a_batch_are_those_of_offline_generation_on_gpus(engines, tmp_path):
+    """vLLM knows none for engines without a usage: 128 sequences, 2048 tokens. Those of the CPU fix its results."""
+    assert engines.look("qwen2 tied", batch_limits) == (128, 4096)
+    settings = make_settings(tmp_path, "vllm", device="cuda", max_model_len=4096)
+    sizes = {"NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-80GB": 80, "NVIDIA B200": 180}
+    limits = {gpu: engines.look("qwen2 tied", batch_limits_on, gpu, size, settings) for gpu, size in sizes.items()}
+    assert list(limits.values()) == [(1024, 16384), (256, 8192), (1024, 16384)]
+    asked = replace(settings, engine_kwargs={"max_num_seqs": 300, "max_num_batched_tokens": 5000})
+    assert engines.look("qwen2 tied", batch_limits_on, "NVIDIA H100 80GB HBM3", 80, asked) == (300, 5000)
 
 
 @pytest.mark.parametrize("name", MODELS)

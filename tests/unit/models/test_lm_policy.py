@@ -28,7 +28,7 @@ from nemo_rl.losses.interfaces import LossInputType
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.models.policy.batching import global_batches, shard_batch, training_strategy
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.errors import CheckpointError, ConfigError, DataError
+from nemo_rl.utils.errors import CheckpointError, ConfigError, DataError, DeadlineExceededError
 
 TIMEOUTS = TimeoutsConfig(setup_s=120, train_s=60, checkpoint_s=60)
 ray_test = pytest.mark.ray
@@ -307,6 +307,46 @@ def test_ranks_end_when_their_checkpoint_cannot_be_read(monkeypatch, tokenizer, 
     with nullcontext() if restored else pytest.raises(CheckpointError, match="no weights there"):
         Policy(places, policy_config("m"), tokenizer, weights_path="step_1/policy/weights")
     assert calls == ["load_checkpoint"] + ["forced end"] * (not restored)
+
+
+def test_whoever_waits_for_the_policy_waits_as_long_as_its_ranks_answer(monkeypatch, tokenizer) -> None:
+    """Eight calls of 0.1 s in a row, each within its deadline of 0.25 s; then a holder whose ranks are not called."""
+
+    class Ranks:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def run_all_workers_single_data(self, method: str, **kwargs: Any) -> str:
+            return method
+
+        def get_all_worker_results(self, method: str, **kwargs: Any) -> None:
+            time.sleep(0.1)
+
+    monkeypatch.setattr("nemo_rl.models.policy.lm_policy.RayWorkerGroup", Ranks)
+    limits = TimeoutsConfig(train_s=0.25, checkpoint_s=0.25)
+    policy = Policy(RayVirtualCluster([1], use_gpus=False), policy_config("m"), tokenizer, timeouts=limits)
+    held, idle_is_over = threading.Event(), threading.Event()
+
+    def hold(num_calls: int) -> None:
+        with policy.held():
+            held.set()
+            for _ in range(num_calls):
+                policy.offload_optimizer()
+            if not num_calls:
+                idle_is_over.wait(10)
+
+    with ThreadPoolExecutor() as pool:
+        working = pool.submit(hold, 8)
+        assert held.wait(10)
+        with policy.held():
+            assert working.done()
+        held.clear()
+        idle = pool.submit(hold, 0)
+        assert held.wait(10)
+        with pytest.raises(DeadlineExceededError, match="without a call of its ranks that ended"), policy.held():
+            pass
+        idle_is_over.set()
+        idle.result(10)
 
 
 def test_filler_rows_count_for_nothing() -> None:

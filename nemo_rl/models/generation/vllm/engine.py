@@ -16,6 +16,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -34,6 +35,7 @@ from nemo_rl.utils.errors import GenerationError
 logger = logging.getLogger(__name__)
 
 _CPU_BATCHED_TOKENS = 4096
+_CPU_SEQUENCES = 128
 
 
 class VllmEngine(SteppedEngine):
@@ -48,7 +50,8 @@ class VllmEngine(SteppedEngine):
         arguments = engine_arguments(settings)
         if settings.device == "cpu":
             _prepare_for_cpu(arguments)
-        self._engine = LLMEngine.from_engine_args(arguments)
+        # Names the limits of a batch that vLLM takes where the arguments have none: those of offline generation.
+        self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
         """See `SteppedEngine.add_request`."""
@@ -155,6 +158,7 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         # A prompt cut over two steps rewinds its request's generator, which CPU generators cannot.
         values["enable_chunked_prefill"] = False
         values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len)
+        values["max_num_seqs"] = _CPU_SEQUENCES
     if settings.kv_cache_bytes is not None:
         values["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     else:
