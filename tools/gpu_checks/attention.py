@@ -1,6 +1,9 @@
 """The attention of packed rows against dense attention in float64."""
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -13,28 +16,47 @@ from nemo_rl.models.dtensor.attention import varlen_attention
 
 LENGTHS = [37, 1, 64, 90]
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
+type Attend = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03}
 """Largest error, as a share of the largest value."""
 _FLASH_CAPABILITY = (8, 0)
 
 
 def kernels(bench: Bench) -> Iterator[Finding]:
     """Output and gradients, grouped queries, with and without a window, in both precisions."""
-    flash = bench.on_gpu and torch.cuda.get_device_capability(bench.device) >= _FLASH_CAPABILITY
     for dtype, allowed in TOLERANCE.items():
         for window in (None, 16):
             tensors = _random_heads(bench.device, dtype)
-            want = _with_gradients([t.double().cpu() for t in tensors], lambda *t, w=window: _dense(*t, w))
-            with mock.patch.object(varlen, "varlen_attn", wraps=varlen.varlen_attn) as kernel:
-                got = _with_gradients(tensors, lambda *t, w=window: _packed(*t, w))
+            want = _with_gradients(_dense, [t.double().cpu() for t in tensors], window)
+            with _watched_kernel() as calls:
+                got = _with_gradients(_packed, tensors, window)
             names = ("output", "grad_query", "grad_key", "grad_value")
             errors = {name: _relative(g, w) for name, g, w in zip(names, got, want, strict=True)}
             problem = "" if max(errors.values()) <= allowed else "differs from dense attention"
-            if flash and dtype == torch.bfloat16 and not kernel.called:
+            if dtype == torch.bfloat16 and _has_flash(bench) and not calls:
                 problem = "torch's varlen flash attention did not run"
-            used = "flash" if kernel.called else "sdpa per segment"
+            used = "flash" if calls else "sdpa per segment"
             name = f"{str(dtype).removeprefix('torch.')}, window {window}"
             yield Finding(name, {**errors, "allowed": allowed, "kernel": used}, problem)
+
+
+def _has_flash(bench: Bench) -> bool:
+    return bench.on_gpu and torch.cuda.get_device_capability(bench.device) >= _FLASH_CAPABILITY
+
+
+@contextmanager
+def _watched_kernel() -> Iterator[list[str]]:
+    """Notes each call of torch's kernel; the stand-in keeps the signature, by which the library calls it."""
+    calls: list[str] = []
+    kernel = varlen.varlen_attn
+
+    @functools.wraps(kernel)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        calls.append("called")
+        return kernel(*args, **kwargs)
+
+    with mock.patch.object(varlen, "varlen_attn", watched):
+        yield calls
 
 
 def _random_heads(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -68,13 +90,13 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Ten
     return (weights_HTT @ value).transpose(1, 2)
 
 
-def _with_gradients(tensors: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
+def _with_gradients(attend: Attend, tensors: list[Tensor], window: int | None) -> list[Tensor]:
     """Output, and gradients of a weighted sum of it, in float64 on the CPU."""
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    out = attend(*leaves)
+    query, key, value = leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    out = attend(query, key, value, window)
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
-    (out * weight.to(out)).sum().backward()
-    return [t.detach().double().cpu() for t in (out, *(leaf.grad for leaf in leaves))]
+    gradients = torch.autograd.grad((out * weight.to(out)).sum(), leaves)
+    return [t.detach().double().cpu() for t in (out, *gradients)]
 
 
 def _relative(got: Tensor, want: Tensor) -> float:

@@ -65,6 +65,11 @@ class Bench:
         """The shape whose speed is measured."""
         return "qwen2.5-1.5b" if self.on_gpu else "qwen2"
 
+    @property
+    def large_pack(self) -> int:
+        """Tokens of a pack that the large model's rank is made for; batches may be packed otherwise."""
+        return 2048 if self.on_gpu else 128
+
     def machine(self) -> dict[str, Any]:
         """Facts that the figures depend on."""
         facts: dict[str, Any] = {"device": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
@@ -119,6 +124,10 @@ class Bench:
             self._rank = self._new_rank(policy_config(self.folder(shape), **values))
             self._key = key
         return self._rank
+
+    def large_policy(self, **values: Any) -> PolicyRank:
+        """The rank that the checks of the large model share, in bfloat16."""
+        return self.policy(self.large, fresh=False, precision="bfloat16", **packed(self.large_pack), **values)
 
     def _new_rank(self, config: PolicyConfig) -> PolicyRank:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

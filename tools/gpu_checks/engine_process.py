@@ -10,7 +10,6 @@ from typing import Any
 from nemo_rl.models.generation.interfaces import EngineSettings
 
 ANSWER_TIMEOUT_S = 45.0
-_STOP = "stop"
 
 
 class EngineProcess:
@@ -51,23 +50,24 @@ class EngineProcess:
         return self.answer()
 
     def close(self) -> None:
-        """End the process."""
-        if self._process.is_alive():
-            self._pipe.send((_STOP, ()))
-        self._process.join(5)
+        """End the process; it holds nothing that is worth an orderly end."""
         self._process.kill()
         self._process.join()
+        self._pipe.close()
 
 
 def _serve(pipe: Connection, settings: EngineSettings) -> None:
     """Body of the process: make the worker, then run one method after another on one event loop."""
     os.environ["RANK"] = "0"
+    from transformers.utils import logging as transformers_logging
+
     from nemo_rl.models.generation.worker import GenerationWorker
 
+    transformers_logging.disable_progress_bar()
     with asyncio.Runner() as loop:
         worker: GenerationWorker | None = None
-        while (call := pipe.recv())[0] != _STOP:
-            method, args = call
+        while True:
+            method, args = pipe.recv()
             try:
                 if worker is None:
                     worker = GenerationWorker(settings)

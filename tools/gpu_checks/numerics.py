@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gpu_checks.bench import Bench, Rows, packed, policy_config, random_rows, scores, update, weights_of
-from gpu_checks.report import Finding
+from gpu_checks.report import Figures, Finding
 from gpu_checks.shapes import TINY, TINY_ON_CPU
 
 LENGTHS = [24, 9, 17, 3, 24, 12]
@@ -48,6 +48,18 @@ def against_hugging_face(bench: Bench) -> Iterator[Finding]:
             yield _within(f"gradients, {shape}, {precision}", gradient_errors, allowed_gradients)
 
 
+def at_full_size(bench: Bench) -> Iterator[Finding]:
+    """Packed scores of the model whose speed is measured, in bfloat16; Hugging Face in float32 is the reference."""
+    keys: dict[str, Any] = {"precision": "bfloat16", **packed(256)}
+    rows = random_rows([128, 50, 200, 31])
+    want = _scores_of(_reference(bench, bench.large, torch.float32), rows)
+    own = _scores_of(_reference(bench, bench.large, torch.bfloat16), rows)
+    bench.empty_cache()
+    allowed = _LOGPROB_TOLERANCE["bfloat16"] + _TIMES_OWN * _largest(own - want)
+    got = scores(bench.large_policy(), policy_config(bench.folder(bench.large), **keys), rows)
+    yield _within(f"log-probs, {bench.large}, bfloat16", {"packed": _largest(got - want)}, allowed)
+
+
 def lora(bench: Bench) -> Iterator[Finding]:
     """Adapters learn, the base stays, and the merged weights that leave score as the adapted model does."""
     rows = random_rows(LENGTHS)
@@ -69,16 +81,16 @@ def lora(bench: Bench) -> Iterator[Finding]:
         problem = "" if losses[-1] < losses[0] else "the loss did not fall. "
         problem += "" if base_moved <= 1e-6 else "the reference is no longer the base model. "
         problem += "" if error <= allowed else "the merged weights score differently."
-        figures = {"loss_0": losses[0], "loss_3": losses[-1], "base_moved": base_moved, "merged_error": error}
+        figures: Figures = {"loss_0": losses[0], "loss_3": losses[-1], "base_moved": base_moved, "merged_error": error}
         yield Finding(precision, figures | {"allowed": allowed}, problem.strip())
 
 
 def _reference(
     bench: Bench, shape: str, dtype: torch.dtype = torch.float64, *, as_trained: bool = False
 ) -> PreTrainedModel:
-    """The plain Hugging Face model, in float64 on the CPU or in half precision on the device."""
+    """The plain Hugging Face model, in float64 on the CPU or in another precision on the device."""
     folder = bench.folder(shape, as_trained=as_trained)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.to("cpu" if dtype == torch.float64 else bench.device).eval()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu_checks.bench import Bench
-from gpu_checks.report import Finding
+from gpu_checks.report import Figures, Finding
 from nemo_rl.config import OptimizerConfig
 from nemo_rl.models.dtensor.optimizer import build_optimizer
 
@@ -36,7 +36,7 @@ def adamw(bench: Bench) -> Iterator[Finding]:
                 parameter.grad = _gradient(parameter.detach(), step)
             optimizer.step()
         error = max(float((_plain(p).double() - w).abs().max()) for p, w in zip(parameters, want, strict=True))
-        figures = {"error": error, "allowed": TOLERANCE, "fused": str(optimizer.defaults.get("fused"))}
+        figures: Figures = {"error": error, "allowed": TOLERANCE, "fused": str(optimizer.defaults.get("fused"))}
         yield Finding(name, figures, "" if error <= TOLERANCE else "differs from the definition")
     bench.end_policy()
 

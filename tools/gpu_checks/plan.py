@@ -5,21 +5,23 @@ from collections.abc import Sequence
 from gpu_checks.runner import Check
 
 CHECKS = (
-    Check("attention", "correctness", "attention:kernels", 60),
-    Check("policy", "correctness", "numerics:against_hugging_face", 60),
-    Check("weight sync", "correctness", "weight_sync:between_processes", 60),
-    Check("checkpoint", "correctness", "persistence:checkpoint", 60),
-    Check("offload", "correctness", "persistence:offload", 60),
-    Check("lora", "correctness", "numerics:lora", 60),
-    Check("collective", "correctness", "weight_sync:group_of_one", 60),
-    Check("adamw", "correctness", "optimizers:adamw", 60),
-    Check("training step", "speed", "speed:training", 120),
-    Check("log-prob pass", "speed", "speed:scoring", 60),
-    Check("offload seconds", "speed", "speed:offload", 60),
-    Check("sync bandwidth", "speed", "weight_sync:bandwidth", 90),
-    Check("matrix product", "speed", "speed:matrix_product", 30),
-    Check("checkpoint seconds", "speed", "speed:checkpoint", 90),
-    Check("vocabulary chunk", "speed", "speed:chunks", 90),
+    Check("attention", "correctness", "gpu_checks.attention:kernels", 60),
+    Check("vocabulary", "correctness", "gpu_checks.vocabulary:statistics", 90),
+    Check("policy", "correctness", "gpu_checks.numerics:against_hugging_face", 120),
+    Check("weight sync", "correctness", "gpu_checks.weight_sync:between_processes", 90),
+    Check("checkpoint", "correctness", "gpu_checks.persistence:checkpoint", 60),
+    Check("offload", "correctness", "gpu_checks.persistence:offload", 60),
+    Check("lora", "correctness", "gpu_checks.numerics:lora", 60),
+    Check("collective", "correctness", "gpu_checks.weight_sync:group_of_one", 60),
+    Check("adamw", "correctness", "gpu_checks.optimizers:adamw", 60),
+    Check("large model", "correctness", "gpu_checks.numerics:at_full_size", 120),
+    Check("training step", "speed", "gpu_checks.speed:training", 150),
+    Check("log-prob pass", "speed", "gpu_checks.speed:scoring", 60),
+    Check("offload seconds", "speed", "gpu_checks.speed:offload", 60),
+    Check("sync bandwidth", "speed", "gpu_checks.weight_sync:bandwidth", 90),
+    Check("matrix product", "speed", "gpu_checks.speed:matrix_product", 30),
+    Check("checkpoint seconds", "speed", "gpu_checks.speed:checkpoint", 90),
+    Check("vocabulary chunk", "speed", "gpu_checks.speed:chunks", 120),
 )
 """Small models first: figures of the large one, which the later checks share, are worth nothing if those are wrong."""
 

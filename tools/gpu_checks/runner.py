@@ -17,11 +17,11 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from gpu_checks.report import Finding, Kind, Row
+from gpu_checks.report import Finding, Kind, Row, Status
 
 START_DEADLINE_S = 120.0
 """Limit for importing torch and transformers from a cold disk and for the first touch of a GPU."""
@@ -36,7 +36,7 @@ class Check:
     Attributes:
         name: unique name.
         kind: what its rows are.
-        target: `module:function` below `gpu_checks`; the function takes a `Bench` and yields `Finding`s.
+        target: `module:function`; the function takes the worker's bench and yields `Finding`s.
         deadline_s: limit for each of its findings.
     """
 
@@ -54,11 +54,13 @@ class Setting:
         cpu: tiny shapes on the CPU instead of a GPU.
         folder: for models and checkpoints; the caller removes it.
         plant_fault: change one weight of the models that the policy loads, for a test of the checks themselves.
+        bench: `module:class` of what the checks run on; constructed with this.
     """
 
     cpu: bool
     folder: str
     plant_fault: bool = False
+    bench: str = "gpu_checks.bench:Bench"
 
 
 class Runner:
@@ -75,17 +77,15 @@ class Runner:
         self._end = time.monotonic() + budget_s
         self._budget_s = budget_s
         self._worker: _Worker | None = None
+        self._cannot_start = False
 
     def rows(self, checks: Sequence[Check]) -> Iterator[Row]:
         """Run the checks in order."""
         for check in checks:
-            if self._left() < _LEAST_S:
-                yield self._out_of_budget(check)
-                continue
             before = time.monotonic()
             for row in self._rows_of(check):
                 now = time.monotonic()
-                yield Row(**{**vars(row), "seconds": round(now - before, 2)})
+                yield replace(row, seconds=round(now - before, 2))
                 before = now
 
     def close(self) -> None:
@@ -98,10 +98,17 @@ class Runner:
         return self._end - time.monotonic()
 
     def _rows_of(self, check: Check) -> Iterator[Row]:
+        if self._left() < _LEAST_S:
+            yield self._out_of_budget(check)
+            return
+        if self._cannot_start:
+            yield Row(check.name, "not run", check.kind, "skipped", reason="no process for checks can be started")
+            return
         if self._worker is None:
             self._worker = _Worker(self._setting)
             started = self._worker.answer(min(START_DEADLINE_S, self._left()))
             if not isinstance(started, dict):
+                self._cannot_start = True
                 yield self._ended(check, started, START_DEADLINE_S)
                 return
             self.machine = started
@@ -113,7 +120,7 @@ class Runner:
             if not isinstance(answer, Finding):
                 yield self._ended(check, answer, check.deadline_s)
                 return
-            status = "failed" if answer.problem else "ok"
+            status: Status = "failed" if answer.problem else "ok"
             yield Row(check.name, answer.name, check.kind, status, answer.figures, answer.problem)
 
     def _ended(self, check: Check, answer: "_Raised | None", deadline_s: float) -> Row:
@@ -127,10 +134,10 @@ class Runner:
             return Row(check.name, "ended", check.kind, "failed", reason=f"its process ended with status {status}")
         if self._left() <= 0:
             return self._out_of_budget(check)
-        return Row(check.name, "hung", check.kind, "failed", reason=f"no answer within {deadline_s:.0f} s")
+        return Row(check.name, "hung", check.kind, "failed", reason=f"no answer within {deadline_s:g} s")
 
     def _out_of_budget(self, check: Check) -> Row:
-        reason = f"the budget of {self._budget_s:.0f} s is spent"
+        reason = f"the budget of {self._budget_s:g} s is spent"
         return Row(check.name, "not run", check.kind, "skipped", reason=reason)
 
 
@@ -184,11 +191,9 @@ def _serve(pipe: Connection, setting: Setting) -> None:
     """Body of a worker: answer with the machine's facts, then run checks until the pipe closes."""
     os.setsid()
     faulthandler.enable()
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ |= {"HF_HUB_OFFLINE": "1", "KINETO_LOG_LEVEL": "99"}
     try:
-        from gpu_checks.bench import Bench
-
-        bench = Bench(setting)
+        bench = _named(setting.bench)(setting)
         pipe.send(bench.machine())
     except BaseException as error:
         pipe.send(_raised(error))
@@ -202,9 +207,8 @@ def _run(pipe: Connection, bench: Any, check: Check) -> None:
     """Send what one check finds, and how it ended."""
     # Shows on stderr where a check hangs, before it is ended for that.
     faulthandler.dump_traceback_later(0.9 * check.deadline_s, exit=False, file=sys.stderr)
-    module, _, function = check.target.partition(":")
     try:
-        for finding in getattr(importlib.import_module(f"gpu_checks.{module}"), function)(bench):
+        for finding in _named(check.target)(bench):
             pipe.send(finding)
             faulthandler.dump_traceback_later(0.9 * check.deadline_s, exit=False, file=sys.stderr)
         pipe.send(_DONE)
@@ -212,6 +216,12 @@ def _run(pipe: Connection, bench: Any, check: Check) -> None:
         pipe.send(_raised(error))
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _named(target: str) -> Any:
+    """What `module:name` names."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _raised(error: BaseException) -> _Raised:

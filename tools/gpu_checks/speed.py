@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -43,7 +42,7 @@ REPEATS = 2
 
 def training(bench: Bench) -> Iterator[Finding]:
     """Whole optimizer updates by tokens of a pack, then kernels of one microbatch."""
-    rank, rows, sizes = _rank(bench), _rows(bench), _sizes(bench)
+    rank, rows, sizes = bench.large_policy(), _rows(bench), _sizes(bench)
     for pack in sizes.packs:
         work = partial(update, rank, _config(bench, pack), rows)
         yield _rate(bench, rank, f"packs of {pack}", work, backward=True)
@@ -53,7 +52,7 @@ def training(bench: Bench) -> Iterator[Finding]:
 
 def scoring(bench: Bench) -> Iterator[Finding]:
     """Log-prob passes by tokens of a pack."""
-    rank, rows = _rank(bench), _rows(bench)
+    rank, rows = bench.large_policy(), _rows(bench)
     for pack in _sizes(bench).packs:
         work = partial(scores, rank, _config(bench, pack), rows)
         yield _rate(bench, rank, f"packs of {pack}", work, backward=False)
@@ -63,15 +62,15 @@ def chunks(bench: Bench) -> Iterator[Finding]:
     """Optimizer updates by tokens whose logits are held at a time; other chunks need another rank."""
     rows, sizes = _rows(bench), _sizes(bench)
     for chunk in sizes.chunks:
-        rank = _rank(bench, logprob_chunk_size=chunk)
+        rank = bench.large_policy(logprob_chunk_size=chunk)
         work = partial(update, rank, _config(bench, sizes.packs[1]), rows)
         yield _rate(bench, rank, f"{chunk} tokens", work, backward=True)
 
 
 def offload(bench: Bench) -> Iterator[Finding]:
     """Optimizer state to the host and back; the first move may allocate what the second one reuses."""
-    rank, rows = _rank(bench), _rows(bench)
-    config = _config(bench, _sizes(bench).packs[0])
+    rank, rows = bench.large_policy(), _rows(bench)
+    config = _config(bench, bench.large_pack)
     update(rank, config, rows)
     held = _held_gib(bench)
     for attempt in ("first", "second"):
@@ -86,8 +85,8 @@ def offload(bench: Bench) -> Iterator[Finding]:
 
 def checkpoint(bench: Bench) -> Iterator[Finding]:
     """A checkpoint with optimizer state: how long the call takes, and what it writes."""
-    rank = _rank(bench)
-    update(rank, _config(bench, _sizes(bench).packs[0]), _rows(bench))
+    rank = bench.large_policy()
+    update(rank, _config(bench, bench.large_pack), _rows(bench))
     folder = Path(bench.setting.folder) / "speed"
     seconds = _seconds(bench, lambda: rank.save_checkpoint(str(folder / "weights"), str(folder / "optimizer")))
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
@@ -106,12 +105,6 @@ def matrix_product(bench: Bench) -> Iterator[Finding]:
 
 def _sizes(bench: Bench) -> Sizes:
     return ON_GPU if bench.on_gpu else ON_CPU
-
-
-def _rank(bench: Bench, **values: Any) -> PolicyRank:
-    """The rank of the speed checks, which share it."""
-    pack = packed(_sizes(bench).packs[0])
-    return bench.policy(bench.large, fresh=False, precision="bfloat16", **pack, **values)
 
 
 def _config(bench: Bench, pack: int) -> PolicyConfig:
@@ -170,7 +163,7 @@ def _kernels(bench: Bench, work: Callable[[], object]) -> list[float]:
     with profile(activities=[activity]) as profiler:
         work()
         bench.synchronize()
-    events = [event for event in profiler.events() or [] if event.device_type == kind]
+    events = [e for e in profiler.events() or [] if e.device_type == kind and not e.is_user_annotation]
     return [e.time_range.elapsed_us() for e in events if not e.name.startswith(("Memcpy", "Memset"))]
 
 

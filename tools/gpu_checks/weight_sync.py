@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu_checks.bench import Bench, free_port, packed, policy_config, random_rows, scores, update
+from gpu_checks.bench import Bench, Rows, free_port, packed, policy_config, random_rows, scores, update
 from gpu_checks.engine_process import EngineProcess
 from gpu_checks.report import Figures, Finding
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -39,7 +39,7 @@ def between_processes(bench: Bench) -> Iterator[Finding]:
     engine.call("submit", [("request", GenerationRequest(PROMPT, SamplingParams(max_new_tokens=12), seed=3))])
     [(_, written)] = engine.call("collect")
     ids = PROMPT + written.token_ids
-    one_row = BatchedDataDict({"input_ids": torch.tensor([ids]), "input_lengths": torch.tensor([len(ids)])})
+    one_row: Rows = BatchedDataDict({"input_ids": torch.tensor([ids]), "input_lengths": torch.tensor([len(ids)])})
     error = float((scores(rank, config, one_row)[0, len(PROMPT) :] - torch.tensor(written.logprobs)).abs().max())
     problem = "" if error <= 1e-3 else "the engine does not generate with the policy's weights"
     yield Finding("engine's log-probs", {"tokens": len(written.token_ids), "error": error, "allowed": 1e-3}, problem)
@@ -66,7 +66,7 @@ def group_of_one(bench: Bench) -> Iterator[Finding]:
 def bandwidth(bench: Bench) -> Iterator[Finding]:
     """Bytes a second of whole syncs, verified and not, and of fingerprints alone."""
     precision = "bfloat16" if bench.on_gpu else "float32"
-    rank = bench.policy(bench.large, fresh=False, precision="bfloat16", **packed(2048 if bench.on_gpu else 128))
+    rank = bench.large_policy()
     engine = bench.engine(bench.large, precision)
     for verify in (True, False):
         spec = _spec(bench, verify=verify, bucket_size_bytes=256 << 20 if bench.on_gpu else 1 << 18)
