@@ -19,6 +19,7 @@ CHECKS = (
     Check("log-prob pass", "speed", "gpu_checks.speed:scoring", 60),
     Check("offload seconds", "speed", "gpu_checks.speed:offload", 60),
     Check("sync bandwidth", "speed", "gpu_checks.weight_sync:bandwidth", 90),
+    Check("one microbatch", "speed", "gpu_checks.speed:microbatch", 90),
     Check("matrix product", "speed", "gpu_checks.speed:matrix_product", 30),
     Check("checkpoint seconds", "speed", "gpu_checks.speed:checkpoint", 90),
     Check("vocabulary chunk", "speed", "gpu_checks.speed:chunks", 120),

@@ -41,12 +41,17 @@ REPEATS = 2
 
 
 def training(bench: Bench) -> Iterator[Finding]:
-    """Whole optimizer updates by tokens of a pack, then kernels of one microbatch."""
+    """Whole optimizer updates by tokens of a pack."""
     rank, rows, sizes = bench.large_policy(), _rows(bench), _sizes(bench)
     for pack in sizes.packs:
         work = partial(update, rank, _config(bench, pack), rows)
         yield _rate(bench, rank, f"packs of {pack}", work, backward=True)
-    for pack in sizes.packs[:2]:
+
+
+def microbatch(bench: Bench) -> Iterator[Finding]:
+    """What one more microbatch adds to an update: kernels, their time, and the time that passes."""
+    rank = bench.large_policy()
+    for pack in _sizes(bench).packs[:2]:
         yield _microbatch(bench, rank, pack)
 
 
@@ -59,12 +64,16 @@ def scoring(bench: Bench) -> Iterator[Finding]:
 
 
 def chunks(bench: Bench) -> Iterator[Finding]:
-    """Optimizer updates by tokens whose logits are held at a time; other chunks need another rank."""
-    rows, sizes = _rows(bench), _sizes(bench)
-    for chunk in sizes.chunks:
-        rank = bench.large_policy(logprob_chunk_size=chunk)
-        work = partial(update, rank, _config(bench, sizes.packs[1]), rows)
-        yield _rate(bench, rank, f"{chunk} tokens", work, backward=True)
+    """Optimizer updates by tokens whose logits are held at a time."""
+    for chunk in _sizes(bench).chunks:
+        yield _with_chunk(bench, chunk)
+
+
+def _with_chunk(bench: Bench, chunk: int) -> Finding:
+    """Another chunk needs another rank, which this function alone holds: two do not fit on every device."""
+    rank = bench.large_policy(logprob_chunk_size=chunk)
+    work = partial(update, rank, _config(bench, _sizes(bench).packs[1]), _rows(bench))
+    return _rate(bench, rank, f"{chunk} tokens", work, backward=True)
 
 
 def offload(bench: Bench) -> Iterator[Finding]:
@@ -139,7 +148,7 @@ def _rate(bench: Bench, rank: PolicyRank, name: str, work: Callable[[], object],
 
 
 def _microbatch(bench: Bench, rank: PolicyRank, pack: int) -> Finding:
-    """What one more microbatch adds to an update: kernels, their time, and the time that passes."""
+    """The difference between updates of three microbatches and of one, per microbatch."""
     config, few, many = _config(bench, pack), 1, 3
     counts, kernel_us, walls = [], [], []
     for number in (few, many):
@@ -153,7 +162,7 @@ def _microbatch(bench: Bench, rank: PolicyRank, pack: int) -> Finding:
     wall_ms = 1e3 * (walls[1] - walls[0]) / more
     what, busy_ms = ("kernels", 1e-3 * (kernel_us[1] - kernel_us[0]) / more) if bench.on_gpu else ("operators", None)
     figures: Figures = {what: (counts[1] - counts[0]) / more, "kernel_ms": busy_ms, "wall_ms": wall_ms}
-    return Finding(f"one microbatch of {pack}", figures)
+    return Finding(f"packs of {pack}", figures)
 
 
 def _kernels(bench: Bench, work: Callable[[], object]) -> list[float]:
