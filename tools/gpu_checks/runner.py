@@ -108,7 +108,7 @@ class Runner:
             self._worker = _Worker(self._setting)
             started = self._worker.answer(min(START_DEADLINE_S, self._left()))
             if not isinstance(started, dict):
-                self._cannot_start = True
+                self._cannot_start = not self.machine  # a GPU that was there may come back
                 yield self._ended(check, started, START_DEADLINE_S)
                 return
             self.machine = started
