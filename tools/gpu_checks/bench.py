@@ -25,6 +25,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.models.backends import training_backend
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import UpdateResult, WorkerSettings
@@ -81,9 +82,8 @@ class Bench:
                 "memory_gib": properties.total_memory / GIB,
                 "cuda": torch.version.cuda,
             }
-        return (
-            facts | {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")}
-        )
+        versions = {name: version(name) for name in ("torch", "transformers")}
+        return facts | {"python": platform.python_version()} | versions
 
     def folder(self, shape: str, *, as_trained: bool = True) -> str:
         """A model of this shape, in a folder; the same for every call.
@@ -126,14 +126,16 @@ class Bench:
         return self._rank
 
     def large_policy(self, **values: Any) -> PolicyRank:
-        """The rank that the checks of the large model share, in bfloat16."""
-        return self.policy(self.large, fresh=False, precision="bfloat16", **packed(self.large_pack), **values)
+        """The rank that the checks of the large model share, in bfloat16; it learns too little to diverge."""
+        slow = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6}}
+        keys = {"precision": "bfloat16", "optimizer": slow, **packed(self.large_pack)}
+        return self.policy(self.large, fresh=False, **keys, **values)
 
     def _new_rank(self, config: PolicyConfig) -> PolicyRank:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(free_port())
         settings = WorkerSettings(
-            backend="nemo_rl.models.dtensor.backend.DTensorBackend",
+            backend=training_backend(config).rank_class,
             layout=ParallelLayout.of(config, 1),
             uses_gpu=self.on_gpu,
             num_threads=None if self.on_gpu else 1,
@@ -253,6 +255,6 @@ def free_port() -> int:
 
 @torch.no_grad()
 def _change_a_weight(model: PreTrainedModel) -> None:
-    """The planted fault: one number of one layer in the middle."""
+    """The planted fault: one number of the last layer."""
     name = [name for name, _ in model.named_parameters() if name.endswith("down_proj.weight")][-1]
-    model.get_parameter(name)[3, 5] += 1.0
+    model.get_parameter(name)[3, 5] += 100.0

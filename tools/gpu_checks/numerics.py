@@ -151,5 +151,5 @@ def _largest(difference: Tensor) -> float:
 
 def _within(name: str, errors: dict[str, float], allowed: float) -> Finding:
     wrong = [layout for layout, error in errors.items() if not error <= allowed]
-    problem = f"{', '.join(wrong)}: farther from Hugging Face in float64 than allowed" if wrong else ""
+    problem = f"{', '.join(wrong)}: farther from Hugging Face than allowed" if wrong else ""
     return Finding(name, {**errors, "allowed": allowed}, problem)

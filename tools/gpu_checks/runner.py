@@ -179,8 +179,9 @@ class _Worker:
     def kill(self) -> int | None:
         """End the process group; returns the worker's exit status if it had ended by itself."""
         status = self._process.exitcode
+        assert self._process.pid is not None, "it was started"
         with suppress(ProcessLookupError):  # it may not lead a group yet
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         self._pipe.close()

@@ -15,6 +15,7 @@ from gpu_checks.flops import flops_per_token, peak_tflops
 from gpu_checks.report import Figures, Finding
 from gpu_checks.shapes import SHAPES
 from nemo_rl.config import PolicyConfig
+from nemo_rl.models.policy.workers.base import UpdateResult
 from nemo_rl.models.policy.workers.rank import PolicyRank
 
 
@@ -130,21 +131,25 @@ def _rows(bench: Bench, num_tokens: int | None = None) -> Rows:
 
 def _rate(bench: Bench, rank: PolicyRank, name: str, work: Callable[[], object], *, backward: bool) -> Finding:
     """Tokens a second, utilisation and peak memory of a pass over the whole batch."""
-    sizes = _sizes(bench)
+    sizes, refusal = _sizes(bench), ""
     try:
-        work()
+        first = work()
         bench.reset_peak()
         seconds = min(_seconds(bench, work) for _ in range(REPEATS))
     except torch.OutOfMemoryError as error:
+        refusal = f"out of memory: {str(error).splitlines()[0][:150]}"
+    if refusal:  # out of the handler, which holds the frames whose tensors are in the way
         bench.empty_cache()
-        return Finding(name, {}, f"out of memory: {str(error).splitlines()[0][:150]}")
+        return Finding(name, {}, refusal)
     model = rank.backend.model  # type: ignore[attr-defined]
     count = sum(parameter.numel() for parameter in model.parameters())
     rate = sizes.batch / seconds
     tflops = rate * flops_per_token(model.hf.config, count, sizes.row, backward=backward) / 1e12
     peak = _peak(bench)
     figures: Figures = {"tokens_per_s": rate, "tflops": tflops, "mfu": None if peak is None else tflops / peak}
-    return Finding(name, {**figures, "seconds": seconds, "peak_gib": bench.peak_gib()})
+    skipped = isinstance(first, UpdateResult) and first.skipped
+    problem = "the gradient was not finite, so there was no optimizer step" if skipped else ""
+    return Finding(name, {**figures, "seconds": seconds, "peak_gib": bench.peak_gib()}, problem)
 
 
 def _microbatch(bench: Bench, rank: PolicyRank, pack: int) -> Finding:
