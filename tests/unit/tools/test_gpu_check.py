@@ -1,0 +1,226 @@
+"""The runner of `tools/gpu_check.py`, its arithmetic, and faults that its checks must find.
+
+The whole program runs in `tests/functional/test_gpu_check_cpu.py`.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_checks import persistence, runner, weight_sync
+from gpu_checks.attention import kernels
+from gpu_checks.bench import Bench
+from gpu_checks.flops import flops_per_token, peak_tflops
+from gpu_checks.plan import CHECKS, chosen
+from gpu_checks.report import Report, Row, table_line
+from gpu_checks.runner import Check, Runner, Setting
+from gpu_checks.shapes import SHAPES
+from transformers import AutoConfig
+
+from nemo_rl.models.dtensor import attention, checkpoint_io
+from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.models.generation.worker import GenerationWorker
+from nemo_rl.utils.errors import ConfigError, WeightSyncError
+from nemo_rl.weight_sync import endpoints
+
+SETTING = Setting(cpu=True, folder="", bench="sample_checks:Stand")
+
+
+@pytest.fixture(autouse=True)
+def sample_checks_can_be_imported(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def _check(function: str, deadline_s: float = 30.0) -> Check:
+    return Check(function, "correctness", f"sample_checks:{function}", deadline_s)
+
+
+def _rows(checks: list[Check], setting: Setting = SETTING, budget_s: float = 60.0) -> tuple[Runner, list[Row]]:
+    running = Runner(setting, budget_s)
+    try:
+        return running, list(running.rows(checks))
+    finally:
+        running.close()
+
+
+def test_each_check_has_its_own_end() -> None:
+    names = ["counts", "finds_a_problem", "counts", "raises", "counts", "hangs", "dies", "counts"]
+    began = time.monotonic()
+    ended, rows = _rows([_check(name, 0.5 if name == "hangs" else 30.0) for name in names])
+    assert time.monotonic() - began < 20
+    assert ended.machine == {"device": "none"}
+    assert [(row.check, row.status) for row in rows] == [
+        ("counts", "ok"),
+        ("finds_a_problem", "ok"),
+        ("finds_a_problem", "failed"),
+        ("counts", "ok"),
+        ("raises", "ok"),
+        ("raises", "failed"),
+        ("counts", "ok"),
+        ("hangs", "ok"),
+        ("hangs", "failed"),
+        ("dies", "ok"),
+        ("dies", "failed"),
+        ("counts", "ok"),
+    ]
+    # A problem leaves the process, an exception does not.
+    assert [row.figures["calls"] for row in rows if row.check == "counts"] == [1, 2, 1, 1]
+    reasons = {row.check: row.reason for row in rows if row.status == "failed"}
+    assert reasons == {
+        "finds_a_problem": "too large",
+        "raises": "ValueError: planted",
+        "hangs": "no answer within 0.5 s",
+        "dies": "its process ended with status 7",
+    }
+    assert "sample_checks.py" in next(row.trace for row in rows if row.reason == "ValueError: planted")
+
+
+def test_what_the_budget_does_not_reach_is_skipped(monkeypatch) -> None:
+    monkeypatch.setattr(runner, "_LEAST_S", 0.1)
+    _, rows = _rows([_check("counts"), _check("hangs"), _check("counts")], budget_s=3.0)
+    assert [(row.check, row.status) for row in rows] == [
+        ("counts", "ok"),
+        ("hangs", "ok"),
+        ("hangs", "skipped"),
+        ("counts", "skipped"),
+    ]
+    assert rows[-1].reason == "the budget of 3 s is spent"
+    assert not Report(rows=rows).failures()
+
+
+def test_a_device_that_cannot_be_used_is_one_failure() -> None:
+    setting = dataclasses.replace(SETTING, folder="unusable")
+    _, rows = _rows([_check("counts"), _check("counts")], setting)
+    assert [(row.status, row.reason) for row in rows] == [
+        ("failed", "ValueError: no device here"),
+        ("skipped", "no process for checks can be started"),
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_the_reason_says_what_to_do(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="this process sees no CUDA device"):
+        Bench(Setting(cpu=False, folder=str(tmp_path)))
+
+
+def test_table_and_json(tmp_path) -> None:
+    rows = [
+        Row("policy", "gradients", "correctness", "failed", {"error": 0.25, "kernel": "flash"}, "too far", seconds=1.5),
+        Row("training step", "packs", "speed", "failed", {"tokens_per_s": 12345.6, "mfu": None}, "out of memory"),
+    ]
+    report = Report({"device": "none"}, rows, 3.0)
+    assert report.failures() == rows[:1]  # a speed that was not measured is no wrong result
+    first, reason = table_line(rows[0]).splitlines()
+    assert first.startswith("failed  correct  policy: gradients ") and first.endswith("error=0.25  kernel=flash")
+    assert reason.strip() == "too far"
+    assert table_line(rows[1]).splitlines()[0].endswith("tokens_per_s=12,346  mfu=-")
+    report.write_json(tmp_path / "r.json")
+    read = json.loads((tmp_path / "r.json").read_text())
+    assert (read["machine"], read["rows"][0]["figures"]["error"]) == ({"device": "none"}, 0.25)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+    assert report.summary() == "0 ok, 2 failed, 0 skipped in 3 s"
+
+
+def test_checks_are_chosen_by_name() -> None:
+    assert [check.name for check in chosen(["sync", "lora"])] == ["weight sync", "lora", "sync bandwidth"]
+    assert chosen([]) == list(CHECKS)
+    with pytest.raises(SystemExit, match="Names: attention"):
+        chosen(["no such check"])
+
+
+def test_operations_of_a_token_by_hand() -> None:
+    config = AutoConfig.for_model("qwen2", **SHAPES["qwen2.5-1.5b"].fields)
+    layer = 1536 * 1536 * 2 + 2 * 1536 * 256 + 1536 + 2 * 256 + 3 * 1536 * 8960 + 2 * 1536
+    parameters = 28 * layer + 1536 + 151936 * 1536
+    assert parameters == 1_543_714_304
+    training = flops_per_token(config, parameters, 1024, backward=True)
+    assert training == 6 * parameters + 12 * 28 * 12 * 128 * 1024
+    assert flops_per_token(config, parameters, 1024, backward=False) == training / 3
+    config.tie_word_embeddings = False  # a second matrix, which only looks rows up
+    assert flops_per_token(config, parameters + 151936 * 1536, 1024, backward=True) == training
+
+
+def test_peaks_by_device_name() -> None:
+    names = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "Other"]
+    assert [peak_tflops(name) for name in names] == [989.4, 989.4, 756.0, 312.0, 121.0, None]
+
+
+@pytest.fixture
+def bench(tmp_path) -> Iterator[Bench]:
+    before, threads, path = dict(os.environ), torch.get_num_threads(), list(sys.path)
+    bench = Bench(Setting(cpu=True, folder=str(tmp_path)))
+    yield bench
+    bench.end_engine()
+    bench.end_policy()
+    os.environ.clear()
+    os.environ.update(before)
+    torch.set_num_threads(threads)
+    sys.path[:] = path
+
+
+def test_attention_that_sees_too_much_is_found(bench, monkeypatch) -> None:
+    assert not any(finding.problem for finding in kernels(bench))
+    causal = attention._causal
+    monkeypatch.setattr(
+        attention, "_causal", lambda q, k, v, dropout, scale, window: causal(q, k, v, dropout, scale, None)
+    )
+    problems = {finding.name: finding.problem for finding in kernels(bench)}
+    assert problems["float32, window None"] == ""
+    assert problems["float32, window 16"] == problems["bfloat16, window 16"] == "differs from dense attention"
+
+
+def test_a_weight_that_is_not_restored_is_found(bench, monkeypatch) -> None:
+    load = checkpoint_io.load_weights
+
+    def loads_all_but_one_number(model, folder):
+        load(model, folder)
+        with torch.no_grad():
+            checkpoint_io.held_here(next(iter(model.parameters()))).view(-1)[0] += 1e-6
+
+    monkeypatch.setattr(checkpoint_io, "load_weights", loads_all_but_one_number)
+    found = {finding.name: finding for finding in persistence.checkpoint(bench)}
+    assert found["a new rank loads it"].figures["differ"] == 1
+    assert "not the same bits" in found["a new rank loads it"].problem
+
+
+class EngineHere:
+    """The engine's half of a sync in this process: answers as `EngineProcess` does, without its seconds of imports."""
+
+    def __init__(self, settings: EngineSettings):
+        self._loop, self._answers = asyncio.Runner(), []
+        self._worker = GenerationWorker(settings)
+
+    def send(self, method: str, *args: Any) -> None:
+        self._answers.append(self._loop.run(getattr(self._worker, method)(*args)))
+
+    def answer(self) -> Any:
+        return self._answers.pop(0)
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.send(method, *args)
+        return self.answer()
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+def test_a_changed_byte_in_a_bucket_is_found(bench, monkeypatch) -> None:
+    fingerprint = endpoints.fingerprint
+
+    def damages_what_was_stamped(flat, slot):
+        stamped = fingerprint(flat, slot)
+        flat[slot.offset] ^= 1
+        return stamped
+
+    monkeypatch.setattr(endpoints, "fingerprint", damages_what_was_stamped)
+    monkeypatch.setattr("gpu_checks.bench.EngineProcess", EngineHere)
+    with pytest.raises(WeightSyncError, match="content differs in model.embed_tokens.weight"):
+        list(weight_sync.between_processes(bench))

@@ -1,0 +1,107 @@
+"""The attention of packed rows against dense attention in float64."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from gpu_checks.bench import Bench
+from gpu_checks.report import Finding
+from nemo_rl.models.dtensor.attention import varlen_attention
+
+LENGTHS = [37, 1, 64, 90]
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+type Attend = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03}
+"""Largest error, as a share of the largest value."""
+_FLASH_CAPABILITY = (8, 0)
+
+
+def kernels(bench: Bench) -> Iterator[Finding]:
+    """Output and gradients, grouped queries, with and without a window, in both precisions."""
+    for dtype, allowed in TOLERANCE.items():
+        for window in (None, 16):
+            tensors = _random_heads(bench.device, dtype)
+            want = _with_gradients(_dense, [t.double().cpu() for t in tensors], window)
+            with _watched_kernel(bench.on_gpu) as calls:
+                got = _with_gradients(_packed, tensors, window)
+            names = ("output", "grad_query", "grad_key", "grad_value")
+            errors = {name: _relative(g, w) for name, g, w in zip(names, got, want, strict=True)}
+            problem = "" if max(errors.values()) <= allowed else "differs from dense attention"
+            if dtype == torch.bfloat16 and _has_flash(bench) and not calls:
+                problem = "torch's varlen flash attention did not run"
+            used = "flash" if calls else "sdpa per segment"
+            name = f"{str(dtype).removeprefix('torch.')}, window {window}"
+            yield Finding(name, {**errors, "allowed": allowed, "kernel": used}, problem)
+
+
+def _has_flash(bench: Bench) -> bool:
+    return bench.on_gpu and torch.cuda.get_device_capability(bench.device) >= _FLASH_CAPABILITY
+
+
+@contextmanager
+def _watched_kernel(on_gpu: bool) -> Iterator[list[str]]:
+    """Notes each call of torch's kernel; the stand-in keeps the signature, by which the library calls it."""
+    calls: list[str] = []
+    if not on_gpu:
+        yield calls
+        return
+    from torch.nn.attention import varlen  # brings torch's compiler along, seconds that a CPU run does without
+
+    kernel = varlen.varlen_attn
+
+    @functools.wraps(kernel)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        calls.append("called")
+        return kernel(*args, **kwargs)
+
+    with mock.patch.object(varlen, "varlen_attn", watched):
+        yield calls
+
+
+def _random_heads(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Query, key and value `[1, H, T, D]`."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(1, heads, sum(LENGTHS), HEAD_DIM, generator=generator).to(device, dtype)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """`[1, T, H, D]` by the library."""
+    bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
+    mask = None if window is None else torch.tensor(window)
+    out, _ = varlen_attention(nn.Module(), query, key, value, mask, cu_seq_lens_q=bounds, max_length_q=max(LENGTHS))
+    return out
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """`[1, T, H, D]` by the definition: one matrix of scores over all segments."""
+    segment_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    position_T = torch.arange(sum(LENGTHS))
+    distance_TT = position_T[:, None] - position_T[None, :]
+    sees_TT = (segment_T[:, None] == segment_T[None, :]) & (distance_TT >= 0)
+    if window is not None:
+        sees_TT &= distance_TT < window
+    key, value = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (key, value))
+    scores_HTT = query @ key.transpose(-1, -2) * HEAD_DIM**-0.5
+    weights_HTT = scores_HTT.masked_fill(~sees_TT, float("-inf")).softmax(-1)
+    return (weights_HTT @ value).transpose(1, 2)
+
+
+def _with_gradients(attend: Attend, tensors: list[Tensor], window: int | None) -> list[Tensor]:
+    """Output, and gradients of a weighted sum of it, in float64 on the CPU."""
+    query, key, value = leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    out = attend(query, key, value, window)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+    gradients = torch.autograd.grad((out * weight.to(out)).sum(), leaves)
+    return [t.detach().double().cpu() for t in (out, *gradients)]
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    return float((got - want).abs().max() / want.abs().max())

@@ -1,0 +1,86 @@
+"""Checkpoints, and states that leave the device and come back: bit for bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from gpu_checks.bench import Bench, packed, policy_config, random_rows, scores, update, weights_of
+from gpu_checks.report import Figures, Finding
+from nemo_rl.models.policy.workers.rank import PolicyRank
+
+LENGTHS = [24, 9, 17, 3, 24, 12]
+KEYS: dict[str, Any] = {"precision": "bfloat16", **packed(64)}
+
+
+def checkpoint(bench: Bench) -> Iterator[Finding]:
+    """Save, train on, load in a new rank: weights and optimizer state are those that were saved."""
+    config, rows = policy_config(bench.folder("qwen2"), **KEYS), random_rows(LENGTHS)
+    rank = bench.policy("qwen2", **KEYS)
+    for _ in range(2):
+        update(rank, config, rows)
+    folders = _folders(bench, "checkpoint")
+    rank.save_checkpoint(*folders)
+    saved = _state(rank)
+    wanted = update(rank, config, rows)
+    yield _same("training goes on, nothing is aliased", saved, _state(rank), should_differ=True)
+    rank = bench.policy("qwen2", **KEYS)
+    rank.load_checkpoint(*folders)
+    yield _same("a new rank loads it", saved, _state(rank))
+    again = update(rank, config, rows)
+    problem = "" if abs(again.loss - wanted.loss) <= 1e-3 else "the update after the load is another one"
+    yield Finding("the next update", {"loss": again.loss, "loss_before": wanted.loss}, problem)
+
+
+def offload(bench: Bench) -> Iterator[Finding]:
+    """Optimizer state to the host and back, a checkpoint meanwhile, the reference weights in and out."""
+    config, rows = policy_config(bench.folder("qwen2"), **KEYS), random_rows(LENGTHS)
+    rank = bench.policy("qwen2", **KEYS)
+    first = scores(rank, config, rows)
+    for _ in range(2):
+        update(rank, config, rows)
+    before = _state(rank)
+    for attempt in range(2):  # the second time reuses what the first one allocated
+        folders = _folders(bench, f"offloaded_{attempt}")
+        rank.move_optimizer_state(to_host=True)
+        rank.save_checkpoint(*folders)
+        rank.move_optimizer_state(to_host=False)
+    yield _same("optimizer state, out and in twice", before, _state(rank))
+    reference = scores(rank, config, rows, reference=True)
+    error = float((reference - first).abs().max())
+    problem = "" if error <= 1e-6 else "the reference is not the model that the run started from"
+    yield Finding("reference log-probs", {"error": error}, problem)
+    yield _same("weights after the reference", before, _state(rank))
+    rank = bench.policy("qwen2", **KEYS)
+    rank.load_checkpoint(*folders)
+    yield _same("saved while offloaded, loaded in a new rank", before, _state(rank))
+
+
+def _folders(bench: Bench, name: str) -> tuple[str, str]:
+    root = Path(bench.setting.folder) / name
+    return str(root / "weights"), str(root / "optimizer")
+
+
+def _state(rank: PolicyRank) -> dict[str, Tensor]:
+    """Copies on the CPU of every weight and of every tensor of the optimizer's state."""
+    state = weights_of(rank)
+    optimizer = rank.backend.optimizer  # type: ignore[attr-defined]
+    for index, entry in enumerate(optimizer.state_dict()["state"].values()):
+        state |= {f"optimizer.{index}.{name}": _on_cpu(value) for name, value in entry.items()}
+    return state
+
+
+def _on_cpu(value: Any) -> Tensor:
+    tensor = value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _same(name: str, want: dict[str, Tensor], got: dict[str, Tensor], *, should_differ: bool = False) -> Finding:
+    differ = [key for key in want if key not in got or not torch.equal(want[key], got[key])]
+    figures: Figures = {"tensors": len(want), "differ": len(differ)}
+    if should_differ:
+        return Finding(name, figures, "" if differ else "the copy changed along with the weights")
+    return Finding(name, figures, f"not the same bits: {', '.join(differ[:3])}" if differ else "")

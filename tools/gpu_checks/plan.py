@@ -1,0 +1,43 @@
+"""The checks, the most important ones first."""
+
+from collections.abc import Sequence
+
+from gpu_checks.runner import Check
+
+CHECKS = (
+    Check("attention", "correctness", "gpu_checks.attention:kernels", 60),
+    Check("vocabulary", "correctness", "gpu_checks.vocabulary:statistics", 90),
+    Check("policy", "correctness", "gpu_checks.numerics:against_hugging_face", 120),
+    Check("weight sync", "correctness", "gpu_checks.weight_sync:between_processes", 90),
+    Check("checkpoint", "correctness", "gpu_checks.persistence:checkpoint", 60),
+    Check("offload", "correctness", "gpu_checks.persistence:offload", 60),
+    Check("lora", "correctness", "gpu_checks.numerics:lora", 60),
+    Check("collective", "correctness", "gpu_checks.weight_sync:group_of_one", 60),
+    Check("adamw", "correctness", "gpu_checks.optimizers:adamw", 60),
+    Check("large model", "correctness", "gpu_checks.numerics:at_full_size", 120),
+    Check("training step", "speed", "gpu_checks.speed:training", 150),
+    Check("log-prob pass", "speed", "gpu_checks.speed:scoring", 60),
+    Check("offload seconds", "speed", "gpu_checks.speed:offload", 60),
+    Check("sync bandwidth", "speed", "gpu_checks.weight_sync:bandwidth", 90),
+    Check("one microbatch", "speed", "gpu_checks.speed:microbatch", 90),
+    Check("matrix product", "speed", "gpu_checks.speed:matrix_product", 30),
+    Check("checkpoint seconds", "speed", "gpu_checks.speed:checkpoint", 90),
+    Check("vocabulary chunk", "speed", "gpu_checks.speed:chunks", 120),
+)
+"""Small models first: figures of the large one, which the later checks share, are worth nothing if those are wrong."""
+
+
+def chosen(only: Sequence[str]) -> list[Check]:
+    """The checks whose name holds one of the texts, or all.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    found = [check for check in CHECKS if not only or any(text in check.name for text in only)]
+    if not found:
+        raise SystemExit(f"--only {' '.join(only)}: no check has that in its name. Names: " + ", ".join(_names()))
+    return found
+
+
+def _names() -> list[str]:
+    return [check.name for check in CHECKS]

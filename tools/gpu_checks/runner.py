@@ -1,0 +1,230 @@
+"""Runs checks in a process of their own, each with a deadline, so that none can take the others along.
+
+    this process ── check ──► worker: torch, CUDA, the library ──► findings, one message each
+         └─ nothing in time, or the worker is gone: end its process group, a failed row, a new worker for the next check
+
+A worker lives on from check to check as long as nothing raises: imports and a CUDA context take seconds, and an
+exception may leave a process group or a broken context behind. Invariant: this process imports no torch.
+"""
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from gpu_checks.report import Finding, Kind, Row, Status
+
+START_DEADLINE_S = 120.0
+"""Limit for importing torch and transformers from a cold disk and for the first touch of a GPU."""
+_LEAST_S = 5.0
+"""Less time than this is not worth starting a check."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Attributes:
+        name: unique name.
+        kind: what its rows are.
+        target: `module:function`; the function takes the worker's bench and yields `Finding`s.
+        deadline_s: limit for each of its findings.
+    """
+
+    name: str
+    kind: Kind
+    target: str
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a worker is told.
+
+    Attributes:
+        cpu: tiny shapes on the CPU instead of a GPU.
+        folder: for models and checkpoints; the caller removes it.
+        plant_fault: change one weight of the models that the policy loads, for a test of the checks themselves.
+        bench: `module:class` of what the checks run on; constructed with this.
+    """
+
+    cpu: bool
+    folder: str
+    plant_fault: bool = False
+    bench: str = "gpu_checks.bench:Bench"
+
+
+class Runner:
+    """Runs checks until a budget is spent.
+
+    Args:
+        setting: what the workers are told.
+        budget_s: limit for everything.
+    """
+
+    def __init__(self, setting: Setting, budget_s: float):
+        self.machine: dict[str, Any] = {}
+        self._setting = setting
+        self._end = time.monotonic() + budget_s
+        self._budget_s = budget_s
+        self._worker: _Worker | None = None
+        self._cannot_start = False
+
+    def rows(self, checks: Sequence[Check]) -> Iterator[Row]:
+        """Run the checks in order."""
+        for check in checks:
+            before = time.monotonic()
+            for row in self._rows_of(check):
+                now = time.monotonic()
+                yield replace(row, seconds=round(now - before, 2))
+                before = now
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+    def _left(self) -> float:
+        return self._end - time.monotonic()
+
+    def _rows_of(self, check: Check) -> Iterator[Row]:
+        if self._left() < _LEAST_S:
+            yield self._out_of_budget(check)
+            return
+        if self._cannot_start:
+            yield Row(check.name, "not run", check.kind, "skipped", reason="no process for checks can be started")
+            return
+        if self._worker is None:
+            self._worker = _Worker(self._setting)
+            started = self._worker.answer(min(START_DEADLINE_S, self._left()))
+            if not isinstance(started, dict):
+                self._cannot_start = not self.machine  # a GPU that was there may come back
+                yield self._ended(check, started, START_DEADLINE_S)
+                return
+            self.machine = started
+        self._worker.ask(check)
+        while True:
+            answer = self._worker.answer(min(check.deadline_s, self._left()))
+            if answer == _DONE:
+                return
+            if not isinstance(answer, Finding):
+                yield self._ended(check, answer, check.deadline_s)
+                return
+            status: Status = "failed" if answer.problem else "ok"
+            yield Row(check.name, answer.name, check.kind, status, answer.figures, answer.problem)
+
+    def _ended(self, check: Check, answer: "_Raised | None", deadline_s: float) -> Row:
+        """The row of a check that raised, hung or lost its process; the worker goes with it."""
+        assert self._worker is not None
+        status = self._worker.kill()
+        self._worker = None
+        if answer is not None:
+            return Row(check.name, "raised", check.kind, "failed", reason=answer.reason, trace=answer.trace)
+        if status is not None:
+            return Row(check.name, "ended", check.kind, "failed", reason=f"its process ended with status {status}")
+        if self._left() <= 0:
+            return self._out_of_budget(check)
+        return Row(check.name, "hung", check.kind, "failed", reason=f"no answer within {deadline_s:g} s")
+
+    def _out_of_budget(self, check: Check) -> Row:
+        reason = f"the budget of {self._budget_s:g} s is spent"
+        return Row(check.name, "not run", check.kind, "skipped", reason=reason)
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """An exception of a check: its last line, and the whole."""
+
+    reason: str
+    trace: str
+
+
+_DONE = "done"
+
+
+class _Worker:
+    """The process that runs checks, leader of a process group that is ended as a whole."""
+
+    def __init__(self, setting: Setting):
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self._pipe, theirs = context.Pipe()
+        # Not a daemon: those may not have the child that the weight sync needs.
+        self._process = context.Process(target=_serve, args=(theirs, setting))
+        self._process.start()
+        theirs.close()
+
+    def ask(self, check: Check) -> None:
+        """Have a check run; `answer` gives what it finds."""
+        with suppress(OSError):  # the worker is gone: `answer` says so
+            self._pipe.send(check)
+
+    def answer(self, timeout_s: float) -> Any:
+        """The next message; None where none came in time or the worker is gone."""
+        try:
+            return self._pipe.recv() if self._pipe.poll(max(0.0, timeout_s)) else None
+        except (EOFError, OSError):
+            self._process.join(5)
+            return None
+
+    def kill(self) -> int | None:
+        """End the process group; returns the worker's exit status if it had ended by itself."""
+        status = self._process.exitcode
+        assert self._process.pid is not None, "it was started"
+        with suppress(ProcessLookupError):  # it may not lead a group yet
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+        return status
+
+
+def _serve(pipe: Connection, setting: Setting) -> None:
+    """Body of a worker: answer with the machine's facts, then run checks until the pipe closes."""
+    os.setsid()
+    faulthandler.enable()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "KINETO_LOG_LEVEL": "99"}
+    try:
+        bench = _named(setting.bench)(setting)
+        pipe.send(bench.machine())
+    except BaseException as error:
+        pipe.send(_raised(error))
+        return
+    with suppress(EOFError):
+        while True:
+            _run(pipe, bench, pipe.recv())
+
+
+def _run(pipe: Connection, bench: Any, check: Check) -> None:
+    """Send what one check finds, and how it ended."""
+    # Shows on stderr where a check hangs, before it is ended for that.
+    faulthandler.dump_traceback_later(0.9 * check.deadline_s, exit=False, file=sys.stderr)
+    try:
+        for finding in _named(check.target)(bench):
+            pipe.send(finding)
+            faulthandler.dump_traceback_later(0.9 * check.deadline_s, exit=False, file=sys.stderr)
+        pipe.send(_DONE)
+    except Exception as error:
+        pipe.send(_raised(error))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _named(target: str) -> Any:
+    """What `module:name` names."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _raised(error: BaseException) -> _Raised:
+    last = traceback.format_exception_only(error)[-1].strip()
+    return _Raised(last.splitlines()[0][:300], traceback.format_exc())

@@ -1,0 +1,197 @@
+"""How fast a rank trains and scores, what that takes in memory, and what moves cost."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from gpu_checks.bench import GIB, Bench, Rows, packed, policy_config, random_rows, scores, update
+from gpu_checks.flops import flops_per_token, peak_tflops
+from gpu_checks.report import Figures, Finding
+from gpu_checks.shapes import SHAPES
+from nemo_rl.config import PolicyConfig
+from nemo_rl.models.policy.workers.base import UpdateResult
+from nemo_rl.models.policy.workers.rank import PolicyRank
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the speed checks, in tokens.
+
+    Attributes:
+        row: every sequence.
+        batch: one optimizer update.
+        packs: microbatches to compare.
+        chunks: logits held at a time, to compare.
+    """
+
+    row: int
+    batch: int
+    packs: tuple[int, ...]
+    chunks: tuple[int, ...]
+
+
+ON_GPU = Sizes(row=1024, batch=65536, packs=(2048, 8192, 16384), chunks=(512, 2048, 4096))
+ON_CPU = Sizes(row=64, batch=512, packs=(128, 256), chunks=(64, 256))
+REPEATS = 2
+
+
+def training(bench: Bench) -> Iterator[Finding]:
+    """Whole optimizer updates by tokens of a pack."""
+    rank, rows, sizes = bench.large_policy(), _rows(bench), _sizes(bench)
+    for pack in sizes.packs:
+        work = partial(update, rank, _config(bench, pack), rows)
+        yield _rate(bench, rank, f"packs of {pack}", work, backward=True)
+
+
+def microbatch(bench: Bench) -> Iterator[Finding]:
+    """What one more microbatch adds to an update: kernels, their time, and the time that passes."""
+    rank = bench.large_policy()
+    for pack in _sizes(bench).packs[:2]:
+        yield _microbatch(bench, rank, pack)
+
+
+def scoring(bench: Bench) -> Iterator[Finding]:
+    """Log-prob passes by tokens of a pack."""
+    rank, rows = bench.large_policy(), _rows(bench)
+    for pack in _sizes(bench).packs:
+        work = partial(scores, rank, _config(bench, pack), rows)
+        yield _rate(bench, rank, f"packs of {pack}", work, backward=False)
+
+
+def chunks(bench: Bench) -> Iterator[Finding]:
+    """Optimizer updates by tokens whose logits are held at a time."""
+    for chunk in _sizes(bench).chunks:
+        yield _with_chunk(bench, chunk)
+
+
+def _with_chunk(bench: Bench, chunk: int) -> Finding:
+    """Another chunk needs another rank, which this function alone holds: two do not fit on every device."""
+    rank = bench.large_policy(logprob_chunk_size=chunk)
+    work = partial(update, rank, _config(bench, _sizes(bench).packs[1]), _rows(bench))
+    return _rate(bench, rank, f"{chunk} tokens", work, backward=True)
+
+
+def offload(bench: Bench) -> Iterator[Finding]:
+    """Optimizer state to the host and back; the first move may allocate what the second one reuses."""
+    rank, rows = bench.large_policy(), _rows(bench)
+    config = _config(bench, bench.large_pack)
+    update(rank, config, rows)
+    held = _held_gib(bench)
+    for attempt in ("first", "second"):
+        out_s = _seconds(bench, lambda: rank.move_optimizer_state(to_host=True))
+        freed = None if held is None else held - (_held_gib(bench) or 0.0)
+        back_s = _seconds(bench, lambda: rank.move_optimizer_state(to_host=False))
+        yield Finding(f"optimizer state, {attempt} time", {"out_s": out_s, "back_s": back_s, "freed_gib": freed})
+    with_reference = _seconds(bench, lambda: scores(rank, config, rows, reference=True))
+    alone = _seconds(bench, lambda: scores(rank, config, rows))
+    yield Finding("reference weights in and out", {"swap_s": with_reference - alone, "scoring_s": alone})
+
+
+def checkpoint(bench: Bench) -> Iterator[Finding]:
+    """A checkpoint with optimizer state: how long the call takes, and what it writes."""
+    rank = bench.large_policy()
+    update(rank, _config(bench, bench.large_pack), _rows(bench))
+    folder = Path(bench.setting.folder) / "speed"
+    seconds = _seconds(bench, lambda: rank.save_checkpoint(str(folder / "weights"), str(folder / "optimizer")))
+    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
+    yield Finding("save", {"seconds": seconds, "gb": written, "gb_per_s": written / seconds})
+
+
+def matrix_product(bench: Bench) -> Iterator[Finding]:
+    """What the device reaches on one large product, to judge the utilisation by."""
+    size = 8192 if bench.on_gpu else 256
+    left, right = (torch.randn(size, size, device=bench.device).bfloat16() for _ in range(2))
+    repeats = 20
+    left @ right
+    seconds = _seconds(bench, lambda: [left @ right for _ in range(repeats)]) / repeats
+    yield Finding(f"bfloat16, {size} cubed", {"tflops": 2 * size**3 / seconds / 1e12, "peak_tflops": _peak(bench)})
+
+
+def _sizes(bench: Bench) -> Sizes:
+    return ON_GPU if bench.on_gpu else ON_CPU
+
+
+def _config(bench: Bench, pack: int) -> PolicyConfig:
+    """The section by which rows are packed."""
+    return policy_config(bench.folder(bench.large), precision="bfloat16", **packed(pack))
+
+
+def _rows(bench: Bench, num_tokens: int | None = None) -> Rows:
+    """Full rows of random tokens."""
+    sizes = _sizes(bench)
+    count = (num_tokens or sizes.batch) // sizes.row
+    return random_rows([sizes.row] * count, SHAPES[bench.large].fields["vocab_size"] - 8)
+
+
+def _rate(bench: Bench, rank: PolicyRank, name: str, work: Callable[[], object], *, backward: bool) -> Finding:
+    """Tokens a second, utilisation and peak memory of a pass over the whole batch."""
+    sizes, refusal = _sizes(bench), ""
+    try:
+        first = work()
+        bench.reset_peak()
+        seconds = min(_seconds(bench, work) for _ in range(REPEATS))
+    except torch.OutOfMemoryError as error:
+        refusal = f"out of memory: {str(error).splitlines()[0][:150]}"
+    if refusal:  # out of the handler, which holds the frames whose tensors are in the way
+        bench.empty_cache()
+        return Finding(name, {}, refusal)
+    model = rank.backend.model  # type: ignore[attr-defined]
+    count = sum(parameter.numel() for parameter in model.parameters())
+    rate = sizes.batch / seconds
+    tflops = rate * flops_per_token(model.hf.config, count, sizes.row, backward=backward) / 1e12
+    peak = _peak(bench)
+    figures: Figures = {"tokens_per_s": rate, "tflops": tflops, "mfu": None if peak is None else tflops / peak}
+    skipped = isinstance(first, UpdateResult) and first.skipped
+    problem = "the gradient was not finite, so there was no optimizer step" if skipped else ""
+    return Finding(name, {**figures, "seconds": seconds, "peak_gib": bench.peak_gib()}, problem)
+
+
+def _microbatch(bench: Bench, rank: PolicyRank, pack: int) -> Finding:
+    """The difference between updates of three microbatches and of one, per microbatch."""
+    config, few, many = _config(bench, pack), 1, 3
+    counts, kernel_us, walls = [], [], []
+    for number in (few, many):
+        work = partial(update, rank, config, _rows(bench, number * pack))
+        work()
+        walls.append(min(_seconds(bench, work) for _ in range(REPEATS)))
+        kernels = _kernels(bench, work)
+        counts.append(len(kernels))
+        kernel_us.append(sum(kernels))
+    more = many - few
+    wall_ms = 1e3 * (walls[1] - walls[0]) / more
+    what, busy_ms = ("kernels", 1e-3 * (kernel_us[1] - kernel_us[0]) / more) if bench.on_gpu else ("operators", None)
+    figures: Figures = {what: (counts[1] - counts[0]) / more, "kernel_ms": busy_ms, "wall_ms": wall_ms}
+    return Finding(f"packs of {pack}", figures)
+
+
+def _kernels(bench: Bench, work: Callable[[], object]) -> list[float]:
+    """Microseconds of each kernel on the GPU, copies aside; of each operator on the CPU."""
+    kind = DeviceType.CUDA if bench.on_gpu else DeviceType.CPU
+    activity = ProfilerActivity.CUDA if bench.on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        work()
+        bench.synchronize()
+    events = [e for e in profiler.events() or [] if e.device_type == kind and not e.is_user_annotation]
+    return [e.time_range.elapsed_us() for e in events if not e.name.startswith(("Memcpy", "Memset"))]
+
+
+def _seconds(bench: Bench, work: Callable[[], object]) -> float:
+    bench.synchronize()
+    began = time.perf_counter()
+    work()
+    bench.synchronize()
+    return time.perf_counter() - began
+
+
+def _held_gib(bench: Bench) -> float | None:
+    return torch.cuda.memory_allocated() / GIB if bench.on_gpu else None
+
+
+def _peak(bench: Bench) -> float | None:
+    return peak_tflops(torch.cuda.get_device_name(bench.device)) if bench.on_gpu else None
