@@ -71,7 +71,7 @@ def is_off(value: Any, neutral: Collection[Any] = ()) -> bool:
         if "enabled" in value:
             return not value["enabled"]
         return all(is_off(below) for below in value.values())
-    return not value or value in neutral
+    return not value or (value in neutral and not isinstance(value, bool))
 
 
 def _passing(value: Any, neutral: Collection[Any]) -> str:

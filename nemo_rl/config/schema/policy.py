@@ -34,7 +34,7 @@ def _ends_with_milestones(entries: SchedulerList) -> SchedulerList:
     schedulers = [e for e in entries if isinstance(e, SchedulerConfig)]
     last = entries[-1] if entries else None
     points = last.milestones if isinstance(last, SchedulerMilestones) else []
-    shaped = len(schedulers) >= 1 and len(entries) - len(schedulers) == bool(points)
+    shaped = len(schedulers) >= 1 and len(entries) - len(schedulers) == isinstance(last, SchedulerMilestones)
     if not shaped or len(points) != len(schedulers) - 1 or points != sorted(set(points)):
         raise PydanticCustomError(
             "scheduler",
