@@ -13,7 +13,7 @@ import numpy as np
 from nemo_rl.config.schema.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import report_bad_rows
 from nemo_rl.data.collate_fn import rl_collate_fn
-from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset
+from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, RowView
 from nemo_rl.data.interfaces import DatumSpec, TaskDataSpec, TokenizerType
 from nemo_rl.data.processors import get_processor
@@ -55,19 +55,20 @@ class EvalPrompts:
         bad = raw.bad_rows + self._data.leave_out_unusable(len(self._data), over_long=False)
         report_bad_rows(name, bad, raw.num_rows, config.max_bad_row_share, raw.first_columns)
         self.num_bad_rows = len(bad)
+        self._prompts = MixedDataset([self._data] * config.repeat)
         logger.info("Data: %d problems of %s.", len(self), name)
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self._prompts)
 
     def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
         """Prompts `start` to `stop - 1`, collated for a rollout."""
-        data: list[DatumSpec] = [self._data[index] for index in range(start, stop)]
+        data: list[DatumSpec] = [self._prompts[index] for index in range(start, stop)]
         return rl_collate_fn(data)
 
     def topic(self, index: int) -> str | None:
         """Field of knowledge of a prompt, where the data set names one."""
-        row = _unfold_choice(self._data.dataset[index])
+        row = _unfold_choice(self._data.dataset[index % len(self._data)])
         topic = row.get(self._topic_key or "subject")
         return None if topic is None else str(topic)
 

@@ -1,15 +1,17 @@
-"""Keys of features that do not exist yet: accepted while switched off, refused when on.
+"""Keys of features that do not exist yet: accepted while they switch nothing on, refused otherwise.
 
 Such keys are listed as `later` in their section, or their field has an `Only` constraint. Invariant: a refusal names
-the feature and says that it is not available yet.
+the feature, says that it is not built yet, and names the values that pass.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+NOT_BUILT = "not built yet"
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Only:
 
     Attributes:
         allowed: values that are accepted.
-        feature: what the other values would switch on, as the start of a sentence.
+        feature: what the other values would switch on.
     """
 
     allowed: tuple[Any, ...]
@@ -29,32 +31,55 @@ class Only:
 
     def _check(self, value: Any) -> Any:
         if value not in self.allowed:
-            raise PydanticCustomError("not_available", "{feature} is not available yet", {"feature": self.feature})
+            raise PydanticCustomError("not_available", f"{NOT_BUILT}: {{feature}}", {"feature": self.feature})
         return value
 
 
-def drop_switched_off(values: Mapping[str, Any], later: Mapping[str, str]) -> dict[str, Any]:
-    """Take out the keys of `later`.
+@dataclass(frozen=True)
+class Later:
+    """Keys of one mapping whose features do not exist yet.
 
-    Args:
-        values: keys of one section.
-        later: key and feature.
-
-    Raises:
-        PydanticCustomError: one of the keys switches its feature on.
+    Attributes:
+        features: feature of each key.
+        neutral: values of a key that switch nothing on, beside null, false, 0, what is empty and `enabled: false`.
     """
-    for key, feature in later.items():
-        if not is_off(values.get(key)):
-            raise PydanticCustomError(
-                "not_available", "{feature} is not available yet", {"feature": feature, "key": key}
-            )
-    return {key: value for key, value in values.items() if key not in later}
+
+    features: Mapping[str, str]
+    neutral: Mapping[str, tuple[Any, ...]]
+
+    def switched_on(self, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Keys of `values` that switch a feature on, each with the sentence of its refusal."""
+        for key, feature in self.features.items():
+            neutral = self.neutral.get(key, ())
+            if not is_off(values.get(key), neutral):
+                yield key, f"{NOT_BUILT}: {feature}. Values that pass: {_passing(values[key], neutral)}"
+
+    def drop(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Take out these keys.
+
+        Raises:
+            PydanticCustomError: one of them switches its feature on.
+        """
+        for key, refusal in self.switched_on(values):
+            raise PydanticCustomError("not_available", "{refusal}", {"refusal": refusal, "key": key})
+        return {key: value for key, value in values.items() if key not in self.features}
 
 
-def is_off(value: Any) -> bool:
+def is_off(value: Any, neutral: Collection[Any] = ()) -> bool:
     """Whether the value of a feature's key leaves the feature switched off."""
     if isinstance(value, Mapping):
         if "enabled" in value:
             return not value["enabled"]
         return all(is_off(below) for below in value.values())
-    return not value
+    return not value or (value in neutral and not isinstance(value, bool))
+
+
+def _passing(value: Any, neutral: Collection[Any]) -> str:
+    """The neutral values of the kind of a refused one."""
+    if isinstance(value, Mapping):
+        empty = "enabled: false" if "enabled" in value else "{}"
+    elif isinstance(value, bool):
+        empty = "false"
+    else:
+        empty = "[]" if isinstance(value, list) else "''" if isinstance(value, str) else "0"
+    return ", ".join([*map(str, neutral), empty, "null"])

@@ -61,3 +61,13 @@ VALIDATION_METRICS: tuple[str, ...] = (
 
 OVERRIDE_MARKER = "_override_"
 """Key of a mapping that replaces an inherited one as a whole."""
+
+NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = ("code", "code_jaccard", "mmau", "nemo_gym", "reward_model", "vlm")
+"""Environments of NeMo RL that are not here; a user's own may have these names."""
+
+NOT_BUILT_DATASETS: tuple[str, ...] = (
+    *("HelpSteer3", "NemoGymDataset", "Nemotron-Cascade-2-SFT-Math", "arrow_text", "audiomcq", "avqa"),
+    *("clevr-cogent", "daily-omni", "general-conversation-jsonl", "geometry3k", "intent-bench", "intent-train"),
+    *("mmau", "mmpr-tiny", "refcoco"),
+)
+"""Data sets of NeMo RL that are not here, or not for every algorithm."""

@@ -18,7 +18,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
-from nemo_rl.config.base.availability import drop_switched_off
+from nemo_rl.config.base.availability import Later
 from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
 from nemo_rl.config.base.spellings import unified
 from nemo_rl.config.base.structure import FREE, Slot
@@ -42,12 +42,14 @@ def derived(interpolation: str, description: str) -> Any:
 class Section(BaseModel):
     """A group of keys.
 
-    Class attributes a section may set (each a mapping from key to a text for people):
+    Class attributes a section may set (each a mapping from key to a text for people, where nothing else is said):
         later: NeMo RL keys of features that do not exist yet; accepted while off, refused when on.
+        neutral: values of `later` keys that are off too, beside null, false, 0, what is empty and `enabled: false`.
         ignored: NeMo RL keys that have no meaning here; accepted with any value and dropped.
         idle: keys that other code may read or check but that change nothing here, with the reason; the user
             who writes one is told.
-        moved: keys that are spelled elsewhere now; always an error that names the new place.
+        moved: keys that are spelled elsewhere now; an error that names the new place, unless `without_effect`
+            has them.
         written_in: section below this one, and the section beside it whose keys may be written there too
             (`spellings`).
 
@@ -60,6 +62,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     later: ClassVar[Mapping[str, str]] = {}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[Mapping[str, str]] = {}
     idle: ClassVar[Mapping[str, str]] = {}
     moved: ClassVar[Mapping[str, str]] = {}
@@ -200,11 +203,15 @@ def _resolve_alone(section: type[Section], filled: dict[str, Any], derived: Mapp
 
 def drop_inactive(section: type[Section], values: dict[str, Any]) -> dict[str, Any]:
     """Take out keys without effect or value; refuse keys of features that do not exist yet."""
-    given = {key: value for key, value in values.items() if value != MISSING and key not in section.ignored}
-    kept = drop_switched_off(given, section.later)
+    idle = section.without_effect(values)
+    given = {key: value for key, value in values.items() if value != MISSING}
+    given = {key: value for key, value in given.items() if key in section.model_fields or key not in idle}
+    kept = Later(section.later, section.neutral).drop(given)
     for key, place in section.moved.items():
         if key in kept:
-            raise PydanticCustomError("moved", "{key} has moved: {place}", {"key": key, "place": place})
+            raise PydanticCustomError(
+                "moved", "this is the spelling of NeMo RL up to 0.5: {place}", {"key": key, "place": place}
+            )
     return kept
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from nemo_rl.config.base.availability import Only, drop_switched_off
+from nemo_rl.config.base.availability import Later, Only
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class NamedSections:
 
     Attributes:
         typed_dict: a `TypedDict` whose keys are the names with a schema.
-        later: names that belong to features that do not exist yet.
+        later: feature of each name that belongs to one that does not exist yet.
     """
 
     typed_dict: type
@@ -36,7 +36,7 @@ class NamedSections:
         return core_schema.no_info_before_validator_function(self._drop, handler.generate_schema(self.typed_dict))
 
     def _drop(self, values: Any) -> Any:
-        return drop_switched_off(values, dict(self.later)) if isinstance(values, Mapping) else values
+        return Later(dict(self.later), {}).drop(values) if isinstance(values, Mapping) else values
 
     @property
     def sections(self) -> Mapping[str, type[BaseModel]]:
@@ -92,6 +92,13 @@ class Slot:
         ranked = sorted(self.sections, key=lambda s: -len(given & known_keys(s)))
         return ranked[0] if ranked else None
 
+    def later_for(self, keys: Iterable[str]) -> Later:
+        """The keys of a mapping at this place whose features do not exist yet."""
+        if self.named is not None:
+            return Later(dict(self.named.later), {})
+        section = self.section_for(keys)
+        return Later(getattr(section, "later", {}), getattr(section, "neutral", {}))
+
     def child(self, key: str | int, value: Any) -> Slot | None:
         """The place below `key` of `value`; None if the schema has no such key.
 
@@ -118,8 +125,27 @@ FREE = Slot()
 
 def known_keys(section: type[BaseModel]) -> set[str]:
     """Every key a user may write in this section, the ones without effect included."""
-    extra = (getattr(section, "later", {}), getattr(section, "ignored", {}))
+    extra = (getattr(section, kind, {}) for kind in ("later", "ignored", "moved"))
     return set(section.model_fields).union(*extra)
+
+
+def mappings_in(
+    slot: Slot, tree: Any, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[Slot, Mapping[str, Any], tuple[str | int, ...]]]:
+    """Every mapping of a tree below places of the schema: its place, itself and its path.
+
+    Args:
+        slot: the place of `tree`.
+        tree: plain dicts and lists.
+        path: of `tree`.
+    """
+    if isinstance(tree, Mapping):
+        yield slot, tree, path
+    children = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in children:
+        child = slot.child(key, tree)
+        if child is not None:
+            yield from mappings_in(child, value, (*path, key))
 
 
 def find_slot(root: type[BaseModel], path: Sequence[str | int], tree: Any) -> Slot | None:

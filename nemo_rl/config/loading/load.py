@@ -7,7 +7,7 @@ here, before anything starts.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
 from nemo_rl.config.base.section import Section, fill_defaults
 from nemo_rl.config.base.spellings import in_own_section, unified
-from nemo_rl.config.base.structure import Slot
+from nemo_rl.config.base.structure import Slot, mappings_in, value_at
 from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
 from nemo_rl.config.loading.overrides import apply_to_schema, parse_override
 from nemo_rl.config.loading.sources import Sources, dotted_path
 from nemo_rl.config.loading.unknown_keys import refuse_unknown_keys
-from nemo_rl.config.loading.validation_errors import config_error, without_followers
+from nemo_rl.config.loading.validation_errors import problem_lines, short, without_followers
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig
 from nemo_rl.utils.errors import ConfigError
@@ -56,11 +56,28 @@ def load_config[Config: Section](
     Raises:
         ConfigError: a file, key, value, override or combination is wrong.
     """
-    register_omegaconf_resolvers()
-    layers = [_in_own_sections(schema, layer) for layer in read_layers(path)]
+    layers = layers_of(schema, path)
+    for layer in layers:
+        refuse_unknown_keys(schema, OmegaConf.to_container(layer.content), str(layer.path))
+    tree, sources = merged(schema, layers, overrides)
+    config, values = validated(schema, tree, sources)
+    if isinstance(config, MasterConfig):
+        make_paths_absolute(config)
+    elif isinstance(config, EvalMasterConfig):
+        _make_absolute(config.path_keys())
+    if check and isinstance(config, MasterConfig | EvalMasterConfig):
+        config.check()
+    _tell_idle(schema, values, sources)
+    return config
+
+
+def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[str]) -> tuple[DictConfig, Sources]:
+    """The tree of files and overrides with the schema's defaults, interpolations unresolved, and who wrote what.
+
+    Raises:
+        ConfigError: an override is wrong.
+    """
     sources = Sources.of_layers(layers)
-    for name, content in sources.layers:
-        refuse_unknown_keys(schema, content, name)
     tree = _filled(schema, OmegaConf.to_container(merge_layers(layers)))
     for text in overrides:
         override = parse_override(text)
@@ -70,15 +87,7 @@ def load_config[Config: Section](
         plain: Any = unified(schema, OmegaConf.to_container(tree), newer_wins=True)
         refuse_unknown_keys(schema, plain, f"the override {text!r}")
         tree = _filled(schema, plain)
-    config, values = _validated(schema, tree, sources)
-    if isinstance(config, MasterConfig):
-        make_paths_absolute(config)
-    elif isinstance(config, EvalMasterConfig):
-        _make_absolute(config.path_keys())
-    if check and isinstance(config, MasterConfig | EvalMasterConfig):
-        config.check()
-    _tell_idle(schema, values, sources)
-    return config
+    return tree, sources
 
 
 def save_resolved(config: BaseModel, path: str | Path) -> None:
@@ -112,6 +121,11 @@ def _make_absolute(paths: list[tuple[Section, str]]) -> None:
             setattr(section, key, str(found))
 
 
+def layers_of(schema: type[Section], path: str | Path) -> list[Layer]:
+    """The files of a configuration, parents first, with every key in its own section."""
+    return [_in_own_sections(schema, layer) for layer in read_layers(path)]
+
+
 def _in_own_sections(schema: type[Section], layer: Layer) -> Layer:
     try:
         return Layer(layer.path, OmegaConf.create(unified(schema, OmegaConf.to_container(layer.content))))
@@ -132,26 +146,45 @@ def _filled(schema: type[Section], plain: Any) -> DictConfig:
     return OmegaConf.create(fill_defaults(schema, plain)[0])
 
 
-def _validated[Config: Section](
+def validated[Config: Section](
     schema: type[Config], tree: DictConfig, sources: Sources
 ) -> tuple[Config, dict[str, Any]]:
-    """The checked configuration and its plain values; a wrong value is reported where it is written, not used."""
+    """The typed configuration and its plain values; a wrong value is reported where it is written, not used.
+
+    Raises:
+        ConfigError: with a line for each wrong value and each key of a feature that does not exist yet.
+    """
+    register_omegaconf_resolvers()
     unresolved = OmegaConf.to_container(tree, resolve=False)
     failure: ConfigError | None = None
     try:
         values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         values, failure = unresolved, _unresolvable(error, sources)
+    lines = _take_out_not_built(schema, values, sources)
     try:
         config = schema.model_validate(values)
     except ValidationError as error:
         details = error.errors()
         written = without_followers(details, values, unresolved)
         if written or failure is None:
-            raise config_error(schema, written or details, values, sources) from None
+            lines += problem_lines(schema, written or details, values, sources)
+    if lines:
+        raise ConfigError("\n  ".join(lines))
     if failure is not None:
         raise failure
     return config, values
+
+
+def _take_out_not_built(schema: type[Section], values: Any, sources: Sources) -> list[str]:
+    """Delete keys that switch features on which do not exist yet; a line for each."""
+    lines = []
+    for slot, below, path in list(mappings_in(Slot.of_section(schema), values)):
+        for key, refusal in list(slot.later_for(below).switched_on(below)):
+            place = (*path, key)
+            lines.append(f"{dotted_path(place)}={short(below[key])} (set by {sources.of(place)}): {refusal}.")
+            del value_at(values, path)[key]
+    return lines
 
 
 def _unresolvable(error: OmegaConfBaseException, sources: Sources) -> ConfigError:
@@ -166,22 +199,14 @@ def _unresolvable(error: OmegaConfBaseException, sources: Sources) -> ConfigErro
 
 def _tell_idle(schema: type[Section], values: dict[str, Any], sources: Sources) -> None:
     """Say once which keys that the user wrote have no effect here."""
-    reasons = _idle(Slot.of_section(schema), values, ())
-    written = [f"{dotted_path(path)} ({reason})" for path, reason in reasons if sources.has(path)]
+    written = []
+    for slot, tree, path in mappings_in(Slot.of_section(schema), values):
+        section = slot.section_for(tree)
+        reasons = section.without_effect(tree) if section is not None and issubclass(section, Section) else {}
+        places = [((*path, key), reasons[key]) for key in tree if key in reasons]
+        written += [f"{dotted_path(place)} ({reason})" for place, reason in places if sources.has(place)]
     if written:
         logger.info("Keys without effect: %s", ", ".join(written))
-
-
-def _idle(slot: Slot, tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    section = slot.section_for(tree) if isinstance(tree, dict) else None
-    reasons = section.without_effect(tree) if section is not None and issubclass(section, Section) else {}
-    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in children:
-        if key in reasons:
-            yield (*path, str(key)), reasons[str(key)]
-        child = slot.child(key, tree)
-        if child is not None:
-            yield from _idle(child, value, (*path, str(key)))
 
 
 def _escaped(value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from nemo_rl.config.base.names import OVERRIDE_MARKER
-from nemo_rl.config.base.structure import FREE, Slot
+from nemo_rl.config.base.structure import Slot, mappings_in
 from nemo_rl.config.loading.sources import dotted_path
 from nemo_rl.utils.errors import ConfigError
 
@@ -27,9 +27,17 @@ def refuse_unknown_keys(schema: type[BaseModel], tree: Any, where: str) -> None:
     Raises:
         ConfigError: at least one key is unknown; the message lists all.
     """
-    problems = list(_unknown(Slot.of_section(schema), tree, (), schema))
+    problems = [sentence for _, sentence in unknown_keys(schema, tree)]
     if problems:
         raise ConfigError(f"{where}: " + "\n  ".join(problems))
+
+
+def unknown_keys(schema: type[BaseModel], tree: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """The path of each key that the schema does not have, with a sentence for people."""
+    for slot, values, path in mappings_in(Slot.of_section(schema), tree):
+        for key in values:
+            if key != OVERRIDE_MARKER and slot.child(key, values) is None:
+                yield (*path, key), _sentence(slot, str(key), path, values, schema)
 
 
 def explain_unknown(schema: type[BaseModel], path: Sequence[str | int], tree: Any) -> str:
@@ -44,29 +52,10 @@ def explain_unknown(schema: type[BaseModel], path: Sequence[str | int], tree: An
     return f"{dotted_path(path)!r} is not set."
 
 
-def _unknown(slot: Slot, tree: Any, path: tuple[str | int, ...], schema: type[BaseModel]) -> Iterator[str]:
-    if isinstance(tree, list):
-        for index, value in enumerate(tree):
-            yield from _unknown(slot.item or FREE, value, (*path, index), schema)
-    if not isinstance(tree, Mapping):
-        return
-    for key, value in tree.items():
-        if key == OVERRIDE_MARKER:
-            continue
-        child = slot.child(key, tree)
-        if child is None:
-            yield _sentence(slot, str(key), path, tree, schema)
-        else:
-            yield from _unknown(child, value, (*path, key), schema)
-
-
 def _sentence(slot: Slot, key: str, parent: Sequence[str | int], value: Any, schema: type[BaseModel]) -> str:
     section = slot.section_for(value if isinstance(value, Mapping) else ())
     assert section is not None
     full = dotted_path([*parent, key])
-    moved: Mapping[str, str] = getattr(section, "moved", {})
-    if key in moved:
-        return f"{full!r} is the spelling of NeMo RL up to 0.5: {moved[key]}."
     siblings = list(section.model_fields)
     near = _nearest(key, parent, siblings, schema)
     if near:

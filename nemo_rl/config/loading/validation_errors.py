@@ -12,17 +12,15 @@ from pydantic_core import ErrorDetails
 from nemo_rl.config.base.section import is_interpolation
 from nemo_rl.config.base.structure import find_slot, type_text, value_at
 from nemo_rl.config.loading.sources import Sources, dotted_path
-from nemo_rl.utils.errors import ConfigError
 
 _BRANCH_ERRORS = {"list_type", "model_type", "model_attributes_type", "dict_type", "none_required"}
-_OWN_SENTENCES = {"metric_name", "scheduler"}
+_OWN_SENTENCES = {"generation_backend", "metric_name", "moved", "scheduler"}
 
 
-def config_error(schema: type[BaseModel], details: Sequence[ErrorDetails], tree: Any, sources: Sources) -> ConfigError:
-    """One error with a line for each of pydantic's findings on `tree`, the values that were validated."""
+def problem_lines(schema: type[BaseModel], details: Sequence[ErrorDetails], tree: Any, sources: Sources) -> list[str]:
+    """A line for each of pydantic's findings on `tree`, the values that were validated."""
     precise = [e for e in details if e["type"] not in _BRANCH_ERRORS]
-    lines = [_line(schema, e, tree, sources) for e in precise or details]
-    return ConfigError("\n  ".join(dict.fromkeys(lines)))
+    return list(dict.fromkeys(_line(schema, e, tree, sources) for e in precise or details))
 
 
 def without_followers(details: Sequence[ErrorDetails], tree: Any, unresolved: Any) -> list[ErrorDetails]:
@@ -47,10 +45,10 @@ def _line(schema: type[BaseModel], error: ErrorDetails, tree: Any, sources: Sour
         path = [*path, str(context["key"])]
     key = dotted_path(path)
     value = value_at(tree, path)
-    given = f"{key}={_short(value)} (set by {sources.of(path)})"
+    given = f"{key}={short(value)} (set by {sources.of(path)})"
     allowed = _allowed(schema, path, tree)
     if error["type"] == "not_available":
-        return f"{given}: {error['msg']}.{allowed or ' Leave the key out or switch it off.'}"
+        return f"{given}: {error['msg']}.{allowed}"
     if error["type"] in _OWN_SENTENCES:
         return f"{given}: {error['msg']}."
     return f"{given} is not allowed: {_lower(error['msg'])}.{allowed}"
@@ -73,7 +71,8 @@ def _path_in(tree: Any, loc: Sequence[str | int]) -> list[str | int]:
     return path
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in a message."""
     text = "null" if value is None else repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.base.names import GENERATED_DATASETS, RESPONSE_DATASET_NAMES
+from nemo_rl.config.base.availability import NOT_BUILT
+from nemo_rl.config.base.names import GENERATED_DATASETS, NOT_BUILT_DATASETS, RESPONSE_DATASET_NAMES
 from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path, looks_local
 from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.schema.data import DataConfig, DatasetConfig
@@ -57,9 +58,8 @@ def check_environment(place: str, env_name: str | None, environments: Collection
         )
 
 
-def check_files(policy: PolicyConfig, data: DataConfig) -> Findings:
-    """Files and folders that can only be local exist."""
-    yield from check_model_files("policy", policy)
+def check_data_files(data: DataConfig) -> Findings:
+    """Data, prompts and system messages exist where they can only be local."""
     seen: set[str] = set()
     for name, entry in named_entries(data):
         for key, is_path in (
@@ -105,9 +105,10 @@ def check_dataset(name: str, entry: DatasetConfig, known: Sequence[str]) -> Find
     if dataset is None and entry.data_path is None:
         yield (f"{name} names no data. Set {name}.dataset_name, for example gsm8k, or {name}.data_path, a local file.")
     elif dataset is not None and dataset not in known and "." not in dataset:
+        wrong = NOT_BUILT if dataset in NOT_BUILT_DATASETS else "unknown"
         hint = did_you_mean(dataset, known)
         yield (
-            f"{name}.dataset_name={dataset!r} is unknown.{hint} Known: "
+            f"{name}.dataset_name={dataset!r} is {wrong}.{hint} Known: "
             f"{', '.join(known)}. For a file set {name}.data_path; for a class of your "
             "own give its dotted path."
         )

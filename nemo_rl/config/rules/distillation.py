@@ -3,7 +3,6 @@
 Vocabularies are compared in `algorithms.rollout.teacher`, which may read tokenizers.
 """
 
-from nemo_rl.config.rules.data import check_model_files
 from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.rules.model import check_backend, check_budgets
 from nemo_rl.config.rules.topology import students_share
@@ -14,7 +13,6 @@ from nemo_rl.config.schema.policy import PolicyConfig
 
 def check_teacher(policy: PolicyConfig, teacher: TeacherConfig, cluster: ClusterConfig) -> Findings:
     """The teacher is a language model that can read the student's answers, on devices that exist."""
-    yield from check_model_files("teacher", teacher)
     yield from _check_placement(teacher, cluster)
     yield from check_backend("teacher", teacher)
     if teacher.dtensor_cfg.lora_cfg.enabled:

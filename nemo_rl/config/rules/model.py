@@ -12,7 +12,7 @@ def check_backend(section: str, policy: PolicyConfig) -> Findings:
     own = policy.training_backend
     if own is None and not policy.dtensor_cfg.enabled:
         yield (
-            f"{section}.dtensor_cfg.enabled=false leaves no training backend (Megatron is not available yet). Set it "
+            f"{section}.dtensor_cfg.enabled=false leaves no training backend (Megatron is not built yet). Set it "
             f"to true, or name a backend of your own: {section}.training_backend.name."
         )
     if own is not None and policy.dtensor_cfg.enabled:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES
-from nemo_rl.config.rules.data import check_dataset, check_files, named_entries
+from nemo_rl.config.rules.data import check_dataset, named_entries
 from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.rules.model import check_backend, check_trainable
 from nemo_rl.config.rules.training import check_lengths, check_shards, check_validation
@@ -36,7 +36,6 @@ def check_supervised(
         check_shards(policy, cluster),
         check_lengths(policy, data),
         check_validation(section, algorithm, data),
-        check_files(policy, data),
     )
 
 

@@ -239,6 +239,7 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
             f"policy.generation.{greedy} makes all answers of a group equal, so nothing can be learned. Use "
             "temperature=1.0 and top_k=null, and policy.generation.val_temperature=0 for greedy validation."
         )
+    yield from _check_logprobs_mode(generation)
     yield from _check_transport(generation, cluster)
     resources = generation.colocated.resources
     if generation.colocated.enabled or not cluster.uses_gpu:
@@ -248,6 +249,26 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
         yield (
             "policy.generation.colocated.enabled=false needs "
             f"policy.generation.colocated.resources.{key}: how many of the cluster's devices generate."
+        )
+
+
+def _check_logprobs_mode(generation: GenerationConfig) -> Findings:
+    """The engine's log-probs are those of the distribution that it samples from."""
+    changed = [
+        f"{key}={value}"
+        for key, value, unchanged in (
+            ("temperature", generation.temperature, (1.0,)),
+            ("top_p", generation.top_p, (1.0,)),
+            ("top_k", generation.top_k, (None, -1)),
+            ("bad_words", generation.bad_words, (None, [])),
+        )
+        if value not in unchanged
+    ]
+    if generation.vllm_cfg.logprobs_mode == "raw_logprobs" and changed:
+        yield (
+            "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs reports other log-probs than those of the sampled "
+            f"distribution with policy.generation.{changed[0]}, so importance ratios would be wrong. Set it to "
+            "processed_logprobs."
         )
 
 
@@ -283,7 +304,7 @@ def check_validation(section: str, cadence: ValidationCadence, data: DataConfig)
             ("val_at_start", cadence.val_at_start),
             ("val_at_end", cadence.val_at_end),
         )
-        if value
+        if value > 0
     ]
     split = any(entry.split_validation_size > 0 for entry in data.train_entries)
     if wanted and data.train_entries and not data.validation_entries and not split:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from nemo_rl.config.rules.data import check_data, check_files
+from nemo_rl.config.rules.data import check_data
 from nemo_rl.config.rules.distillation import check_distillation_loss, check_teacher
 from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.rules.topology import students_share
@@ -17,9 +17,14 @@ from nemo_rl.config.rules.training import (
     check_lengths,
     check_validation,
 )
-from nemo_rl.config.runs.rollouts import RolloutMasterConfig
+from nemo_rl.config.runs.rollouts import MasterConfig, RolloutMasterConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
-from nemo_rl.config.schema.distillation import DistillationConfig, DistillationLossConfig, TeacherConfig
+from nemo_rl.config.schema.distillation import (
+    CROSS_TOKENIZER,
+    DistillationConfig,
+    DistillationLossConfig,
+    TeacherConfig,
+)
 from nemo_rl.config.schema.policy import PolicyConfig
 
 
@@ -35,6 +40,8 @@ class DistillationMasterConfig(RolloutMasterConfig):
     """Configuration of `examples/run_distillation.py`."""
 
     cpu_config: ClassVar[str] = "examples/configs/distillation_math_cpu.yaml"
+
+    later: ClassVar[dict[str, str]] = MasterConfig.later | {"teachers": CROSS_TOKENIZER}
 
     distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="The algorithm.")
     loss_fn: DistillationLossConfig = Field(
@@ -69,5 +76,4 @@ class DistillationMasterConfig(RolloutMasterConfig):
             check_early_stop("distillation", self.distillation),
             check_data(self.data, self.env),
             check_validation("distillation", self.distillation, self.data),
-            check_files(self.policy, self.data),
         )

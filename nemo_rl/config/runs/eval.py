@@ -8,7 +8,7 @@ from pydantic import Field
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.evaluation import check_eval_data, check_eval_files, check_sampling, is_local_dataset
-from nemo_rl.config.rules.findings import report_findings
+from nemo_rl.config.rules.findings import Findings, report_findings
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.env import EnvironmentMap
 from nemo_rl.config.schema.evaluation import EvalConfig, EvalDataConfig, EvalGenerationConfig, EvalTokenizerConfig
@@ -54,19 +54,19 @@ class EvalMasterConfig(Section):
         template = self.tokenizer.chat_template or ""
         return paths + ([(self.tokenizer, "chat_template")] if template.endswith(".jinja") else [])
 
-    def check(self) -> None:
-        """Check keys against each other, and that the files they name exist.
-
-        Raises:
-            ConfigError: some keys contradict each other; the message lists all findings.
-        """
-        report_findings(
-            chain(
-                check_sampling(self.eval, self.generation, self.data),
-                check_eval_data(self.data, self.env),
-                check_eval_files(
-                    (next(name for name, value in self if value is section), section, key)
-                    for section, key in self.path_keys()
-                ),
-            )
+    def findings(self) -> Findings:
+        """See `MasterConfig.findings`."""
+        return chain(
+            check_sampling(self.eval, self.generation, self.data),
+            check_eval_data(self.data, self.env),
         )
+
+    def missing_files(self) -> Findings:
+        """See `MasterConfig.missing_files`."""
+        return check_eval_files(
+            (next(name for name, value in self if value is section), section, key) for section, key in self.path_keys()
+        )
+
+    def check(self) -> None:
+        """See `MasterConfig.check`."""
+        report_findings(chain(self.findings(), self.missing_files()))

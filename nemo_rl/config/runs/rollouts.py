@@ -11,7 +11,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from nemo_rl.config.base.section import Section
-from nemo_rl.config.rules.data import check_data, check_files
+from nemo_rl.config.rules.data import check_data, check_data_files, check_model_files
 from nemo_rl.config.rules.findings import Findings, report_findings
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.training import (
@@ -48,6 +48,7 @@ class MasterConfig(Section):
         "data_plane": "a separate data plane",
         "on_policy_distillation": "multi-teacher on-policy distillation",
         "reward_penalties": "reward penalties",
+        **dict.fromkeys(("ppo", "value", "value_loss_fn"), "PPO with a value model"),
     }
 
     policy: PolicyConfig = Field(description="The model that is trained.")
@@ -62,8 +63,15 @@ class MasterConfig(Section):
         return (self.policy,)
 
     def findings(self) -> Findings:
-        """What is wrong with keys that are right by themselves, and with the files they name."""
+        """What is wrong with keys that are right by themselves."""
         return iter(())
+
+    def missing_files(self) -> Findings:
+        """What is wrong with the files and folders that keys name, where these can only be local."""
+        for name, section in self:
+            if isinstance(section, PolicyConfig):
+                yield from check_model_files(name, section)
+        yield from check_data_files(self.data)
 
     def check(self) -> None:
         """Check keys against each other, and that the files they name exist.
@@ -71,7 +79,7 @@ class MasterConfig(Section):
         Raises:
             ConfigError: some keys contradict each other; the message lists all findings.
         """
-        report_findings(self.findings())
+        report_findings(chain(self.findings(), self.missing_files()))
 
 
 class RolloutMasterConfig(MasterConfig):
@@ -110,5 +118,4 @@ class GRPOMasterConfig(RolloutMasterConfig):
             check_generation(self.policy, self.cluster),
             check_data(self.data, self.env),
             check_validation("grpo", self.grpo, self.data),
-            check_files(self.policy, self.data),
         )

@@ -64,6 +64,8 @@ class RMCheckpointingConfig(DPOCheckpointingConfig):
 class SupervisedMasterConfig(MasterConfig):
     """Base of the configurations of supervised training."""
 
+    ignored: ClassVar[dict[str, str]] = {"env": "nothing is rewarded here"}
+
     policy: SupervisedPolicyConfig = Field(description="The model that is trained.")
     data: SupervisedDataConfig = Field(default_factory=SupervisedDataConfig, description="Data sets.")
 

@@ -3,11 +3,19 @@
 Invariant: the choice of device is made here once; every other package asks `uses_gpu` or `utils.device`.
 """
 
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+EnvVars = dict[str, Annotated[str, BeforeValidator(_as_text)]]
+"""Environment variables of processes; numbers are written as text."""
 
 
 class TimeoutsConfig(Section):

@@ -12,20 +12,28 @@ from nemo_rl.config.base.names import GENERATED_DATASETS
 from nemo_rl.config.base.section import Section, derived
 
 _MEDIA = "multimodal data"
+_TEXT = "training on plain text"
 
 
 class DatasetDefaults(Section):
     """Values for every entry of data.train and data.validation that does not set them."""
 
     later: ClassVar[dict[str, str]] = {
+        "allowed_problem_types": _MEDIA,
+        "characters_per_sample": _TEXT,
+        "data_files": _TEXT,
         "min_generation_tokens": "a reserve of tokens for the answer",
         "num_frames": _MEDIA,
+        "text_key": _TEXT,
         "video_maintain_aspect_ratio": _MEDIA,
         "video_sampling_style": _MEDIA,
         "video_target_num_patches": _MEDIA,
         "video_temporal_patch_size": _MEDIA,
     }
-    ignored: ClassVar[dict[str, str]] = {"download_dir": "data sets are cached by Hugging Face"}
+    ignored: ClassVar[dict[str, str]] = {
+        "download_dir": "data sets are cached by Hugging Face",
+        "max_samples": "NeMo RL does not read it either",
+    }
 
     dataset_name: str | None = Field(
         default=None,
@@ -36,8 +44,13 @@ class DatasetDefaults(Section):
     )
     subset: str | None = Field(default=None, description="Configuration name of a hub data set.")
     split: str | None = Field(default=None, description="Split of a hub data set; null: the usual one.")
-    split_validation_size: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Share of the training rows set aside for validation."
+    split_validation_size: Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Training rows set aside for validation: a share of them below 1, or their number."
+    )
+    repeat: PositiveInt = Field(
+        default=1,
+        description="How often the rows come, one copy of all of them after another: validation then averages over "
+        "several answers to a prompt. Rows set aside by split_validation_size come once.",
     )
     name: Annotated[str, Field(pattern=r"^[\w-]+$")] | None = Field(
         default=None,
@@ -125,6 +138,10 @@ class DataConfig(Section):
         "num_prompts_per_dataloader": "one data loader per data set",
         "use_multiple_dataloader": "one data loader per data set",
     }
+    ignored: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("add_bos", "add_eos", "add_generation_prompt"), "chat templates form the prompts"),
+        "add_system_prompt": "NeMo RL does not read it either; see system_prompt_file",
+    }
     moved: ClassVar[dict[str, str]] = {
         "dataset_name": "write data.train.dataset_name",
         "train_data_path": "write data.train.data_path",
@@ -142,6 +159,13 @@ class DataConfig(Section):
         "env_name": _as_default("env_name"),
         "processor": _as_default("processor"),
     }
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """Old spellings that say nothing: null, and a name beside data that has one."""
+        written = {key: place for key, place in cls.moved.items() if key in values}
+        dead = {key for key in written if values[key] is None} | ({"dataset_name"} if values.get("train") else set())
+        return {**super().without_effect(values), **{key: place for key, place in written.items() if key in dead}}
 
     train: DatasetEntries | None = Field(default=None, description="Training data: one entry, or a list that is mixed.")
     validation: DatasetEntries | None = Field(default=None, description="Validation data: one entry, a list, or null.")

@@ -6,13 +6,15 @@ weights never change.
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.generation import GenerationConfig
 from nemo_rl.config.schema.policy import PolicyConfig, SchedulerList
 from nemo_rl.config.schema.policy_parallel import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.schema.rollout_training import RolloutTrainingConfig
+
+CROSS_TOKENIZER = "distillation across tokenizers"
 
 
 class DistillationConfig(RolloutTrainingConfig):
@@ -31,8 +33,8 @@ class DistillationConfig(RolloutTrainingConfig):
     topk_logits_k: PositiveInt = Field(
         default=64, description="Logits that the teacher sends for each token: those of its k most likely tokens."
     )
-    val_period: NonNegativeInt = Field(
-        default=20, description="Validate every this many steps; 0: only at start or end."
+    val_period: int = Field(
+        default=20, ge=-1, description="Validate every this many steps; 0 or -1: only at start or end."
     )
     val_batch_size: PositiveInt | None = Field(
         default=64, description="Prompts in one validation batch; null: all at once."
@@ -44,6 +46,20 @@ class DistillationConfig(RolloutTrainingConfig):
 
 class DistillationLossConfig(Section):
     """The divergence between teacher and student at each token, both at `policy.generation.temperature`."""
+
+    later: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            *("alpha", "ce_loss_scale", "dynamic_loss_scaling", "exact_token_match_only", "gold_loss", "kd_loss_mode"),
+            *("kl_loss_weight", "normalize_teacher_by_vocab", "projection_matrix_paths", "reverse_kl"),
+            *("student_vocab_size", "sum_weights_metric", "teacher_gold_loss", "teacher_vocab_sizes"),
+            *("teacher_weights", "teacher_xtoken_loss", "temperature", "uncommon_topk", "vocab_topk", "xtoken_loss"),
+        ),
+        CROSS_TOKENIZER,
+    )
+    neutral: ClassVar[dict[str, tuple[float | str, ...]]] = {
+        **dict.fromkeys(("alpha", "kl_loss_weight", "temperature"), (1.0,)),
+        "kd_loss_mode": ("sum",),
+    }
 
     kl_type: Literal["forward", "reverse", "mixed"] = Field(
         default="mixed",
@@ -88,7 +104,10 @@ class TeacherConfig(PolicyConfig):
 
     place: ClassVar[str] = "teacher"
     idle: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("train_global_batch_size", "max_grad_norm", "optimizer", "scheduler", "generation"),
+        (
+            *("train_global_batch_size", "max_grad_norm", "optimizer", "scheduler", "generation"),
+            "offload_optimizer_for_logprob",
+        ),
         "the teacher is frozen and only scores",
     )
 

@@ -5,7 +5,7 @@ Invariant: a variant is a value of `preference_loss`; it changes the loss and no
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import derived
 from nemo_rl.config.schema.supervised import CountOrAll, SupervisedConfig
@@ -17,8 +17,8 @@ class DPOConfig(SupervisedConfig):
     """Direct preference optimisation: steps, validation and the loss."""
 
     max_num_steps: CountOrAll = Field(default=150, description="Training stops after this many steps; -1: never.")
-    val_period: NonNegativeInt = Field(
-        default=25, description="Validate every this many steps; 0: only at start or end."
+    val_period: CountOrAll = Field(
+        default=25, description="Validate every this many steps; 0 or -1: only at start or end."
     )
     val_global_batch_size: PositiveInt = Field(default=8, description="Pairs of one validation batch.")
     reference_policy_kl_penalty: PositiveFloat = Field(

@@ -46,6 +46,6 @@ class BuiltInEnvironments(TypedDict, total=False):
     math: MathEnvironmentConfig
 
 
-_LATER = (("nemo_gym", "NeMo-Gym"), ("should_use_nemo_gym", "NeMo-Gym"))
+_LATER = (("should_use_nemo_gym", "NeMo-Gym"),)
 
 EnvironmentMap = Annotated[dict[str, Any], NamedSections(BuiltInEnvironments, _LATER)]

@@ -96,9 +96,6 @@ class EvalConfig(Section):
 class EvalDataConfig(Section):
     """The problems."""
 
-    later: ClassVar[dict[str, str]] = {
-        "repeat": "repetition of the data set (eval.num_tests_per_prompt samples each prompt several times)"
-    }
     ignored: ClassVar[dict[str, str]] = {
         "num_workers": "prompts are prepared in the driver",
         "shuffle": "problems are asked in the order of the data set",
@@ -138,6 +135,9 @@ class EvalDataConfig(Section):
     max_input_seq_length: PositiveInt | None = derived(
         "${generation.engine.max_model_len}",
         "Longest prompt in tokens; longer ones are not asked and count as not solved; null: no limit.",
+    )
+    repeat: PositiveInt = Field(
+        default=1, description="How often the problems are asked, one round of all of them after another."
     )
     max_samples: PositiveInt | None = Field(
         default=None, description="Ask only this many problems, a seeded random choice; null: all."

@@ -8,8 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.availability import NOT_BUILT, Only
 from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.cluster import EnvVars
 
 TopK = Annotated[int, Field(ge=-1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -21,7 +22,10 @@ EnginePrecision = Annotated[
 
 def _check_engine_name(name: str) -> str:
     if name in ("megatron", "sglang", "trtllm", "dynamo"):
-        raise PydanticCustomError("not_available", "This generation backend is not available yet")
+        raise PydanticCustomError(
+            "generation_backend",
+            f"{NOT_BUILT}: the generation backend {name}. Values that pass: vllm, hf, the dotted path of a class",
+        )
     if name not in ("vllm", "hf") and "." not in name:
         raise PydanticCustomError("engine", "Input should be vllm, hf or the dotted path of a class")
     return name
@@ -108,7 +112,7 @@ class EngineConfig(Section):
     expert_parallel_size: Annotated[PositiveInt, Only((1,), "Expert parallelism in the engine")] = Field(
         default=1, description="GPUs that share one engine's experts."
     )
-    env_vars: dict[str, str] | None = Field(default=None, description="Environment variables of the engine's process.")
+    env_vars: EnvVars | None = Field(default=None, description="Environment variables of the engine's process.")
 
 
 class VllmConfig(Section):
@@ -124,8 +128,10 @@ class VllmConfig(Section):
         "http_refit_server_port": "weight transfer over HTTP",
         "zmq_refit_server_port": "weight transfer over ZMQ",
         "is_mx": "MXFP8 generation",
+        "limit_mm_per_prompt": "multimodal generation",
         "num_first_layers_in_bf16": "fp8 generation",
         "num_last_layers_in_bf16": "fp8 generation",
+        "quantization_ignored_layer_kws": "fp8 generation",
         "use_deep_gemm": "fp8 generation",
         "reset_encoder_cache_after_weight_update": "multimodal generation",
         "video": "multimodal generation",
@@ -133,16 +139,26 @@ class VllmConfig(Section):
     ignored: ClassVar[dict[str, str]] = {
         "cap_max_tokens_to_context": "answers always end at the context length",
         "distributed_executor_backend": "the adapter chooses it",
+        "enable_expert_parallel": "NeMo RL does not read it either; see expert_parallel_size",
+        "enable_thinking": "NeMo RL does not read it either; see policy.tokenizer.chat_template_kwargs",
         "enable_vllm_metrics_logger": "vLLM's own metrics are not reported",
+        "enforce_monotonicity": "NeMo RL does not read it either",
         "load_format": "the adapter chooses it",
         "skip_tokenizer_init": "the adapter chooses it",
         "use_tqdm": "engines show no progress bar",
         "vllm_metrics_logger_interval": "vLLM's own metrics are not reported",
     }
 
-    logprobs_mode: Annotated[str, Only(("processed_logprobs",), "The use of raw log-probs")] = Field(
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = Field(
         default="processed_logprobs",
-        description="Which log-probs the engine reports: after temperature and truncation.",
+        description="Log-probs that the engine reports: those of the distribution it samples from (processed), or of "
+        "the model without temperature, top_k, top_p and bad_words (raw). Training takes raw ones only where both are "
+        "the same, since its importance ratios are wrong otherwise.",
+    )
+    enable_prefix_caching: bool | None = Field(
+        default=None,
+        description="Keep the key-value cache of common beginnings of prompts, which changes no result beyond "
+        "rounding; null: vLLM decides.",
     )
     async_engine: Annotated[bool, Only((False,), "The asynchronous vLLM engine")] = Field(
         default=False, description="Use vLLM's asynchronous engine."
@@ -155,7 +171,6 @@ class GenerationConfig(Section):
     later: ClassVar[dict[str, str]] = {
         "_debug_payload_metrics": "payload size metrics",
         "_mtp_weights_from_refit": "multi-token prediction",
-        "bad_words": "forbidding words",
         "quant_cfg": "quantised generation",
         "real_quant": "quantised generation",
         "real_quant_ignore": "quantised generation",
@@ -174,6 +189,7 @@ class GenerationConfig(Section):
         "refit_cfg": "it belongs to another backend",
         "sglang_cfg": "it belongs to another backend",
         "trtllm_cfg": "it belongs to another backend",
+        "trtllm_kwargs": "it belongs to another backend",
     }
 
     written_in: ClassVar[dict[str, str]] = {"vllm_cfg": "engine"}
@@ -192,6 +208,11 @@ class GenerationConfig(Section):
         "Most tokens of one answer; prompt and answer together end at max_model_len.",
     )
     stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer.")
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None,
+        description="Texts that are never written, each as its tokens, with or without a space before it. The trainer "
+        "does not know of them: what probability they have in the model counts as mismatch with the engine.",
+    )
     stop_token_ids: list[int] | None = Field(
         default=None,
         description="More tokens that end an answer, beside the tokenizer's end-of-sequence token and those of the "

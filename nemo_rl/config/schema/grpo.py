@@ -100,6 +100,13 @@ class GRPOConfig(RolloutTrainingConfig):
         "malformed_thinking_advantage": "an advantage for malformed thinking tags",
     }
 
+    ignored: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            *("invalid_tool_call_strategy", "num_val_generations_per_prompt", "penalize_invalid_tool_call"),
+            *("penalize_malformed_thinking", "zero_variance_prompt_filtering"),
+        ),
+        "NeMo RL does not read it either",
+    )
     idle: ClassVar[dict[str, str]] = {
         "skip_reference_policy_logprobs_calculation": "the reference policy runs only where a KL penalty needs it",
     }

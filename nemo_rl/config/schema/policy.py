@@ -34,7 +34,7 @@ def _ends_with_milestones(entries: SchedulerList) -> SchedulerList:
     schedulers = [e for e in entries if isinstance(e, SchedulerConfig)]
     last = entries[-1] if entries else None
     points = last.milestones if isinstance(last, SchedulerMilestones) else []
-    shaped = len(schedulers) >= 1 and len(entries) - len(schedulers) == bool(points)
+    shaped = len(schedulers) >= 1 and len(entries) - len(schedulers) == isinstance(last, SchedulerMilestones)
     if not shaped or len(points) != len(schedulers) - 1 or points != sorted(set(points)):
         raise PydanticCustomError(
             "scheduler",
@@ -82,11 +82,11 @@ class PolicyConfig(Section):
     later: ClassVar[dict[str, str]] = {
         "activation_checkpointing_enabled": "the old FSDP1 worker (use policy.dtensor_cfg.activation_checkpointing)",
         "disable_modelopt_layer_spec": "quantised training",
+        "dequantize_base_checkpoint": "fp8 checkpoints",
         "draft": "training of a draft model",
         "fsdp_offload_enabled": "the old FSDP1 worker (use policy.dtensor_cfg.cpu_offload)",
         "is_vlm": "vision-language models",
         "megatron_cfg": "the Megatron backend",
-        "offload_optimizer_for_logprob": "moving the optimizer away during log-prob passes",
         "pretrained_checkpoint": "the Megatron backend",
         "quant_batch_size": "quantised training",
         "quant_calib_data": "quantised training",
@@ -96,6 +96,7 @@ class PolicyConfig(Section):
         "router_replay": "router replay",
     }
     ignored: ClassVar[dict[str, str]] = {
+        "generation_batch_size": "NeMo RL does not read it either",
         "refit_buffer_size_gb": "see policy.generation.weight_sync.bucket_size_mb",
     }
 
@@ -131,6 +132,11 @@ class PolicyConfig(Section):
     )
     max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="Norm to which the whole gradient is clipped; null: no clipping."
+    )
+    offload_optimizer_for_logprob: bool = Field(
+        default=False,
+        description="On GPUs: move the optimizer state to host memory before log-prob passes, and back before the "
+        "next update.",
     )
     optimizer: OptimizerConfig | None = Field(
         default_factory=OptimizerConfig, description="The optimizer; null: a model that only answers."

@@ -3,13 +3,15 @@
 Invariant: these keys change speed and memory, never the result; only `lora_cfg` changes what is trained.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.cluster import EnvVars
 
 _TRAIN_TOKENS = "${mul:${..max_total_sequence_length},${..train_micro_batch_size}}"
 _LOGPROB_TOKENS = "${mul:${..max_total_sequence_length},${..logprob_batch_size}}"
@@ -30,7 +32,8 @@ class LoraConfig(Section):
     match_all_linear: bool = Field(default=True, description="Adapt every linear layer but the output head.")
     target_modules: list[str] = Field(
         default_factory=list,
-        description="Layers to adapt, with match_all_linear: false: full names, last parts (q_proj) or wildcards.",
+        description="Layers to adapt, with match_all_linear: false: full names, last parts (q_proj) or wildcards; "
+        "none: all but exclude_modules.",
     )
     exclude_modules: list[str] = Field(
         default_factory=list, description="Layers to leave as they are, named like target_modules."
@@ -41,7 +44,8 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _names_layers_once(self) -> Self:
-        if self.enabled and self.match_all_linear == bool(self.target_modules):
+        named = self.target_modules or (self.exclude_modules and not self.match_all_linear)
+        if self.enabled and self.match_all_linear == bool(named):
             raise PydanticCustomError(
                 "lora_targets",
                 "{finding}",
@@ -49,22 +53,35 @@ class LoraConfig(Section):
                     "finding": "match_all_linear=true adapts every linear layer, but target_modules names some; set "
                     "match_all_linear=false to adapt only those"
                     if self.match_all_linear
-                    else "match_all_linear=false needs target_modules, for example [q_proj, v_proj]"
+                    else "match_all_linear=false needs target_modules, for example [q_proj, v_proj], or exclude_modules"
                 },
             )
         return self
+
+
+class AutomodelConfig(Section):
+    """How NeMo RL's Automodel library loads a model."""
+
+    later: ClassVar[dict[str, str]] = {
+        "backend": "the Automodel library",
+        "freeze_config": "freezing parts of a model",
+        "use_liger_kernel": "Liger kernels",
+    }
+    idle: ClassVar[dict[str, str]] = {"force_hf": "models are always built from their Hugging Face class"}
+
+    force_hf: bool = Field(default=True, description="Build the model from its Hugging Face class, as is always done.")
 
 
 class DTensorConfig(Section):
     """The PyTorch-native training backend (FSDP2)."""
 
     later: ClassVar[dict[str, str]] = {
-        "automodel_kwargs": "the Automodel library",
         "custom_parallel_plan": "a user's tensor-parallel plan",
         "defer_fsdp_grad_sync": "delayed gradient reduction",
         "dp_replicate_size": "hybrid sharding",
         "moe_parallelizer": "expert parallelism",
     }
+    neutral: ClassVar[dict[str, tuple[int, ...]]] = {"dp_replicate_size": (1,)}
     ignored: ClassVar[dict[str, str]] = {
         "_v2": "there is one DTensor worker",
         "clear_cache_every_n_steps": "cached GPU memory is freed between phases",
@@ -89,10 +106,11 @@ class DTensorConfig(Section):
     sequence_parallel: Annotated[bool, Only((False,), "Sequence parallelism")] = Field(
         default=False, description="Split norms and dropout along the sequence between tensor-parallel ranks."
     )
-    lora_cfg: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
-    env_vars: dict[str, str] | None = Field(
-        default=None, description="Environment variables of the policy's processes."
+    automodel_kwargs: AutomodelConfig = Field(
+        default_factory=AutomodelConfig, description="Loading of the model in NeMo RL."
     )
+    lora_cfg: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
+    env_vars: EnvVars | None = Field(default=None, description="Environment variables of the policy's processes.")
 
 
 class TrainingBackendConfig(Section):
@@ -105,9 +123,7 @@ class TrainingBackendConfig(Section):
     context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
     tensor_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each layer.")
     expert_parallel_size: PositiveInt = Field(default=1, description="Ranks that share the experts of a layer.")
-    env_vars: dict[str, str] | None = Field(
-        default=None, description="Environment variables of the policy's processes."
-    )
+    env_vars: EnvVars | None = Field(default=None, description="Environment variables of the policy's processes.")
 
 
 class DynamicBatchingConfig(Section):
@@ -127,6 +143,10 @@ class DynamicBatchingConfig(Section):
     )
 
 
+_ANOTHER_NAME = {"modified_ffd": "modified_first_fit_decreasing"}
+"""A name of a packing algorithm that files for NeMo RL use although it has none of that name."""
+
+
 class SequencePackingConfig(Section):
     """Several sequences end to end in one row; attention never crosses a boundary."""
 
@@ -134,7 +154,15 @@ class SequencePackingConfig(Section):
     idle: ClassVar[dict[str, str]] = {
         "sequence_length_round": "a packed row is as long as its sequences, rounded up to "
         "make_sequence_length_divisible_by",
+        "microbatch_order": "the rows of a rank always run largest first",
     }
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """A name that no algorithm has stands for the default."""
+        other = values.get("algorithm") in _ANOTHER_NAME
+        told = {"algorithm": f"{values['algorithm']} is read as the default"} if other else {}
+        return {**super().without_effect(values), **told}
 
     enabled: bool = Field(default=True, description="Pack sequences instead of padding them.")
     train_mb_tokens: PositiveInt = derived(
@@ -145,18 +173,17 @@ class SequencePackingConfig(Section):
         _LOGPROB_TOKENS,
         "Tokens of one packed row in log-prob passes.",
     )
-    algorithm: Literal[
-        "concatenative",
-        "first_fit_decreasing",
-        "first_fit_shuffle",
-        "modified_first_fit_decreasing",
+    algorithm: Annotated[
+        Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"],
+        BeforeValidator(lambda name: _ANOTHER_NAME.get(name, name) if isinstance(name, str) else name),
     ] = Field(default="modified_first_fit_decreasing", description="How sequences are assigned to rows.")
     sequence_length_round: PositiveInt = Field(
         default=64, description="No effect: packed rows are rounded up to make_sequence_length_divisible_by only."
     )
-    microbatch_order: Annotated[
-        Literal["packer", "largest_first"], Only(("packer",), "Another order of microbatches")
-    ] = Field(default="packer", description="Order in which packed rows are processed.")
+    microbatch_order: Literal["packer", "largest_first"] = Field(
+        default="packer",
+        description="No effect: a rank's packed rows always run largest first, so that memory is asked for at once.",
+    )
 
 
 class SchedulerConfig(Section):

@@ -3,7 +3,7 @@
 The head is asked for by `policy.reward_model_cfg`, not here.
 """
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeFloat
 
 from nemo_rl.config.schema.policy import RewardModelConfig
 from nemo_rl.config.schema.supervised import CountOrAll, PairPolicyConfig, SupervisedConfig
@@ -13,8 +13,8 @@ class RMConfig(SupervisedConfig):
     """Reward-model training: steps, validation and the Bradley-Terry loss."""
 
     max_num_steps: CountOrAll = Field(default=-1, description="Training stops after this many steps; -1: never.")
-    val_period: NonNegativeInt = Field(
-        default=16, description="Validate every this many steps; 0: only at start or end."
+    val_period: CountOrAll = Field(
+        default=16, description="Validate every this many steps; 0 or -1: only at start or end."
     )
     val_at_start: bool = Field(default=False, description="Validate before the first step.")
     val_batches: CountOrAll = Field(default=-1, description="Batches of one validation; -1: all of the data.")

@@ -30,8 +30,8 @@ class RolloutTrainingConfig(Section):
     overlong_filtering: bool = Field(
         default=False, description="Give answers that hit the length limit no weight in the loss."
     )
-    val_period: NonNegativeInt = Field(
-        default=10, description="Validate every this many steps; 0: only at start or end."
+    val_period: int = Field(
+        default=10, ge=-1, description="Validate every this many steps; 0 or -1: only at start or end."
     )
     val_start_at: int = Field(
         default=-1, ge=-1, description="First step at which periodic validation may run; -1: no delay."

@@ -32,8 +32,8 @@ class SupervisedConfig(Section):
         description="The run ends with an error after this many steps in a row in which no sample counts in the loss.",
     )
     seed: NonNegativeInt = Field(default=42, description="Seed of data order and initialisation.")
-    val_period: NonNegativeInt = Field(
-        default=10, description="Validate every this many steps; 0: only at start or end."
+    val_period: CountOrAll = Field(
+        default=10, description="Validate every this many steps; 0 or -1: only at start or end."
     )
     val_at_start: bool = Field(default=True, description="Validate before the first step.")
     val_at_end: bool = Field(default=False, description="Validate after the last step.")
@@ -97,6 +97,8 @@ class SupervisedDatasetDefaults(DatasetDefaults):
 
 class SupervisedDataConfig(DataConfig):
     """Training and validation data: conversations, or pairs of answers."""
+
+    ignored: ClassVar[dict[str, str]] = {"add_system_prompt": DataConfig.ignored["add_system_prompt"]}
 
     default: SupervisedDatasetDefaults = Field(
         default_factory=SupervisedDatasetDefaults, description="Values for entries that leave them out."

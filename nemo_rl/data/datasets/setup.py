@@ -164,14 +164,14 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
         raw = part.load(entry, role)
         held_out = held_out_rows(raw, entry, data_config.validation_entries)
         bad = raw.bad_rows
-        for rows, use in ((raw.dataset, role), (held_out, VALIDATION)):
+        for rows, use, times in ((raw.dataset, role, entry.repeat), (held_out, VALIDATION, 1)):
             if rows is None:
                 continue
             made = AllTaskProcessedDataset(
                 rows, tokenizer, spec, part.process, max_seq_length=data_config.max_input_seq_length
             )
             bad = bad + made.leave_out_unusable(part.num_tried, over_long=part.over_long)
-            (train if use == TRAIN else validation.setdefault(entry.name, [])).append(made)
+            (train if use == TRAIN else validation.setdefault(entry.name, [])).extend([made] * times)
         bad = list(dict.fromkeys(bad))
         name = entry.data_path or str(entry.dataset_name)
         report_bad_rows(name, bad, raw.num_rows, data_config.max_bad_row_share, raw.first_columns)

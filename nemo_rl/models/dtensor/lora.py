@@ -146,7 +146,7 @@ def select_modules(available: Sequence[str], config: LoraConfig) -> list[str]:
                 raise ConfigError(
                     f"policy.dtensor_cfg.lora_cfg.{key}: {pattern!r} matches no layer. {_listed(available)}"
                 )
-    wanted = ["*"] if config.match_all_linear else config.target_modules
+    wanted = ["*"] if config.match_all_linear else config.target_modules or ["*"]
     chosen = [
         name
         for name in available

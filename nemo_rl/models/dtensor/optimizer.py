@@ -51,7 +51,7 @@ def build_scheduler(optimizer: Optimizer, config: SchedulerList | SchedulerConfi
     if config is None:
         return ConstantLR(optimizer, factor=1.0, total_iters=0)
     stages = [_single_scheduler(optimizer, entry) for entry in _schedules(config)]
-    if isinstance(config, SchedulerConfig) or len(config) == len(stages) == 1:
+    if isinstance(config, SchedulerConfig) or len(stages) == 1:
         return stages[0]
     milestones = [step for entry in config if isinstance(entry, SchedulerMilestones) for step in entry.milestones]
     try:

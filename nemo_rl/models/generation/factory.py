@@ -4,7 +4,9 @@ The only place that turns `policy.generation` into `EngineSettings`. Invariant: 
 happens in the actors.
 """
 
-from nemo_rl.config import ClusterConfig, PolicyConfig
+from typing import Any
+
+from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.engine_group import EngineGroup
@@ -53,9 +55,18 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         seed=seed % 2**31,
         num_workers=engine.tensor_parallel_size * engine.pipeline_parallel_size,
         hf_overrides=dict(policy.hf_config_overrides or {}),
-        engine_kwargs=dict(generation.vllm_kwargs),
+        engine_kwargs=_engine_kwargs(generation),
         env_vars=dict(engine.env_vars or {}),
     )
+
+
+def _engine_kwargs(generation: GenerationConfig) -> dict[str, Any]:
+    """More arguments for the engine; for vLLM those that `vllm_cfg` has keys for, too."""
+    if generation.backend != "vllm":
+        return dict(generation.vllm_kwargs)
+    vllm = generation.vllm_cfg
+    own = {"logprobs_mode": vllm.logprobs_mode, "enable_prefix_caching": vllm.enable_prefix_caching}
+    return {key: value for key, value in own.items() if value is not None} | generation.vllm_kwargs
 
 
 def engine_precision(policy: PolicyConfig) -> str:
@@ -110,6 +121,7 @@ def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validatio
             policy.model_name, eos_token_id, generation.stop_token_ids, policy.hf_config_overrides
         ),
         stop_strings=tuple(generation.stop_strings or ()),
+        bad_words=tuple(generation.bad_words or ()),
     )
 
 

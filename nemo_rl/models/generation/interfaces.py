@@ -27,6 +27,7 @@ class SamplingParams:
         max_new_tokens: response limit in tokens.
         stop_token_ids: ids that end a response; the id stays in the response.
         stop_strings: texts that end a response; their tokens stay in the response.
+        bad_words: texts that are not written: the last token of one is never drawn behind its other tokens.
     """
 
     temperature: float = 1.0
@@ -35,6 +36,7 @@ class SamplingParams:
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class GenerationResult:
     Attributes:
         token_ids: response tokens, stop token included.
         logprobs: log-probability of each response token under the distribution it was drawn from
-            (after temperature, top-k and top-p).
+            (after bad words, temperature, top-k and top-p).
         finish_reason: "stop" (a stop id or string), "length", or "abort" (ended by `Engine.abort`).
         weight_versions: which weights wrote it: spans that begin with token 0, of rising start and version. More than
             one where weights were updated while it was written; each token's log-probability is that of its span's
@@ -106,7 +108,7 @@ class EngineSettings:
         seed: engine seed; requests carry their own.
         num_workers: worker processes of one engine, each with its device; see `engine_of`.
         hf_overrides: changes to the model's Hugging Face config.
-        engine_kwargs: passed to the engine as they are (`vllm_kwargs`).
+        engine_kwargs: passed to the engine as they are (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`).
         env_vars: further environment of the engine's processes.
     """
 

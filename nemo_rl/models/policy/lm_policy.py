@@ -198,6 +198,8 @@ class Policy(PolicyInterface):
         group_size = getattr(loss_fn, "rows_per_unit", 1)
         strategy = training_strategy(self.config, mbs, group_size)
         updates: list[dict[str, float]] = [{} for _ in counted]
+        if self.config.offload_optimizer_for_logprob and wanted and not eval_mode:
+            self.onload_optimizer()
         for number in wanted:
             batch, valid = counted[number]
             sharded = shard_batch(batch, self.data_parallel_size, strategy, group_size)
@@ -386,6 +388,8 @@ class Policy(PolicyInterface):
         """Score at least one row on all ranks; the ranks' answers and how to put them back in order."""
         strategy = logprob_strategy(self.config, micro_batch_size)
         sharded = shard_batch(self._scoring_rows(method, data), self.data_parallel_size, strategy)
+        if self.config.offload_optimizer_for_logprob:
+            self.offload_optimizer()  # until the next update
         return sharded, self._run_sharded(method, sharded, **common)
 
     @_in_turn

@@ -301,7 +301,7 @@ WRONG_CONFIGS: dict[str, tuple[dict, list[str], str]] = {
     "bad override grammar": ({}, ["grpo.seed 3"], "It has no '='"),
     "sweep": ({}, ["grpo.seed=1,2"], "sweep"),
     "contradicting losses": ({}, ["loss_fn.use_cispo=true", "loss_fn.disable_ppo_ratio=true"], "Keep one of the two"),
-    "feature not built": ({}, ["policy.megatron_cfg.enabled=true"], "the Megatron backend is not available yet"),
+    "feature not built": ({}, ["policy.megatron_cfg.enabled=true"], "not built yet: the Megatron backend"),
     "wrong type": ({}, ["grpo.num_prompts_per_step=many"], "Allowed: int > 0"),
     "no such file": ({"defaults": "nothing.yaml"}, [], "there is no file"),
 }  # fmt: skip

@@ -104,7 +104,7 @@ def test_flat_data_keys_show_their_new_place(write_yaml, key: str, place: str) -
     ],
 )
 def test_features_that_do_not_exist_are_refused(minimal: Path, override: str) -> None:
-    with pytest.raises(ConfigError, match="not available yet") as caught:
+    with pytest.raises(ConfigError, match="not built yet") as caught:
         load_config(minimal, [override])
     assert override.partition("=")[0].lstrip("+").removesuffix(".enabled") in str(caught.value)
 

@@ -83,7 +83,11 @@ def test_a_misspelled_key_is_refused_with_the_right_one(tmp_path):
 
 @pytest.mark.parametrize(
     ("backend", "message"),
-    [("sglang", "not available yet"), ("vlm", "vllm, hf or the dotted path of a class"), ("my_package.MyEngine", None)],
+    [
+        ("sglang", "not built yet: the generation backend sglang"),
+        ("vlm", "vllm, hf or the dotted path of a class"),
+        ("my_package.MyEngine", None),
+    ],
 )
 def test_engines_by_name_or_path(tmp_path, backend, message):
     if message is None:

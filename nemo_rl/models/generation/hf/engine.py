@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from nemo_rl.models.generation.hf.sampling import draw
+from nemo_rl.models.generation.hf.sampling import bad_word_ids, banned_tokens, draw
 from nemo_rl.models.generation.interfaces import (
     EngineSettings,
     FinishReason,
@@ -29,6 +29,7 @@ class _Row:
     request_id: str
     request: GenerationRequest
     generator: torch.Generator
+    bad_words: list[list[int]]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -63,7 +64,8 @@ class HfEngine(SteppedEngine):
         if not all(0 <= token < self._vocab_size for token in ids):
             raise GenerationError(f"A prompt holds token ids outside 0..{self._vocab_size - 1}.")
         generator = torch.Generator().manual_seed(request.seed)
-        self._waiting.append(_Row(request_id, request, generator))
+        bad_words = bad_word_ids(request.sampling.bad_words, self._tokenizer)
+        self._waiting.append(_Row(request_id, request, generator, bad_words))
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
@@ -110,7 +112,7 @@ class HfEngine(SteppedEngine):
 
     def _extend(self, row: _Row, logits_V: torch.Tensor) -> int:
         sampling = row.request.sampling
-        token, logprob = draw(logits_V, sampling, row.generator)
+        token, logprob = draw(logits_V, sampling, row.generator, banned_tokens(row.bad_words, row.token_ids))
         row.token_ids.append(token)
         row.logprobs.append(logprob)
         total = len(row.request.prompt_token_ids) + len(row.token_ids)

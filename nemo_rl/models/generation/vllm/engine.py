@@ -1,7 +1,7 @@
 """vLLM's in-process engine behind our `Engine` protocol, one adapter for the CPU and GPU builds.
 
-Weight loading has its own file, `weights`. Invariant: log-probabilities are those of the distribution that was sampled
-from (`processed_logprobs`), so a trainer that divides logits by the same temperature agrees.
+Weight loading has its own file, `weights`. Invariant: unless `logprobs_mode` says otherwise, log-probabilities are
+those of the distribution that was sampled from, so a trainer that divides logits by the same temperature agrees.
 """
 
 import logging
@@ -177,6 +177,7 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int) -> VllmSampl
         logprobs=0,
         flat_logprobs=True,
         stop=list(sampling.stop_strings) or None,
+        bad_words=list(sampling.bad_words) or None,
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         stop_token_ids=list(sampling.stop_token_ids),

@@ -1,0 +1,94 @@
+"""Everything that keeps a file from loading, at once: for those who come with configurations of NeMo RL.
+
+`load_config` stops at the first stage that finds something; here every stage goes on with what the one before it left.
+Invariant: what is found is about keys and values; whether the files they name are on this machine is not asked.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from nemo_rl.config.base.availability import NOT_BUILT
+from nemo_rl.config.base.names import NOT_BUILT_ENVIRONMENTS
+from nemo_rl.config.base.structure import value_at
+from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
+from nemo_rl.config.loading.load import layers_of, merged, validated
+from nemo_rl.config.loading.unknown_keys import unknown_keys
+from nemo_rl.config.rules.data import named_entries
+from nemo_rl.config.runs.distillation import DistillationMasterConfig
+from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig, RolloutMasterConfig
+from nemo_rl.config.runs.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
+from nemo_rl.utils.errors import ConfigError
+
+ALGORITHMS: Mapping[str, type[MasterConfig] | type[EvalMasterConfig]] = {
+    "grpo": GRPOMasterConfig,
+    "sft": SFTMasterConfig,
+    "dpo": DPOMasterConfig,
+    "rm": RMMasterConfig,
+    "distillation": DistillationMasterConfig,
+    "eval": EvalMasterConfig,
+}
+"""Master configuration by the section that only its algorithm has."""
+
+
+def guess_algorithm(path: str | Path) -> str:
+    """The algorithm that a file is for, by the sections that it and its parents have.
+
+    Raises:
+        ConfigError: the file cannot be read, or none of its sections belongs to one algorithm.
+    """
+    sections = merge_layers(read_layers(path))
+    found = [name for name in ALGORITHMS if name in sections]
+    if "ppo" in sections and not found:
+        return "grpo"  # its relative, which names what is missing
+    if not found:
+        raise ConfigError(
+            f"{path} has none of the sections {', '.join(ALGORITHMS)}, which tell the algorithm. Name it with "
+            "--algorithm."
+        )
+    return found[0]
+
+
+def obstacles(path: str | Path, algorithm: str, overrides: Sequence[str] = ()) -> list[str]:
+    """What keeps a configuration from loading, key by key; nothing if it loads.
+
+    Rules between keys are asked once every key is right by itself.
+
+    Args:
+        path: YAML file.
+        algorithm: a name of `ALGORITHMS`.
+        overrides: as for `load_config`.
+    """
+    schema = ALGORITHMS[algorithm]
+    found: list[str] = []
+    try:
+        layers = [_known(schema, layer, found) for layer in layers_of(schema, path)]
+        tree, sources = merged(schema, layers, overrides)
+        config, _ = validated(schema, tree, sources)
+    except ConfigError as error:
+        return found + str(error).split("\n  ")
+    return found + [*_unbuilt_environments(config), *config.findings()]
+
+
+def _known(schema: type[MasterConfig] | type[EvalMasterConfig], layer: Layer, found: list[str]) -> Layer:
+    """A file without its unknown keys, which are added to `found`."""
+    content: Any = OmegaConf.to_container(layer.content)
+    for path, sentence in list(unknown_keys(schema, content)):
+        found.append(f"{layer.path}: {sentence}")
+        del value_at(content, path[:-1])[path[-1]]
+    return Layer(layer.path, OmegaConf.create(content))
+
+
+def _unbuilt_environments(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
+    """Rows that one of NeMo RL's environments grades that is not here; a run asks its registry of environments."""
+    entries: list[tuple[str, str | None]] = []
+    if isinstance(config, EvalMasterConfig):
+        entries = [("data", config.data.env_name)]
+    elif isinstance(config, RolloutMasterConfig):
+        entries = [(name, entry.env_name) for name, entry in named_entries(config.data)]
+    for name, environment in entries:
+        if environment in NOT_BUILT_ENVIRONMENTS:
+            yield f"{name}.env_name={environment}: {NOT_BUILT}, unless the name is registered for one of your own."

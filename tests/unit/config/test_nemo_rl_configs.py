@@ -1,0 +1,361 @@
+"""Configurations written for NeMo RL: what loads, what is said about keys without effect, what is refused and how.
+
+`nemo_rl/` holds one configuration for each algorithm with all keys that NeMo RL has, at its defaults.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, Section, load_config
+from nemo_rl.config.base.availability import Later
+from nemo_rl.config.base.structure import Slot
+from nemo_rl.config.loading.obstacles import ALGORITHMS, guess_algorithm, obstacles
+from nemo_rl.config.rules.training import check_generation
+from nemo_rl.utils.errors import ConfigError
+
+SHAPES = Path(__file__).parent / "nemo_rl"
+
+NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {}, {"enabled": False, "x": 1})
+SWITCHED_ON: dict[type, Any] = {bool: True, int: 7, str: "text", list: ["text"], dict: {"enabled": True, "x": 1}}
+"""A value of each kind that asks for something."""
+
+ACCEPTED = {
+    "grpo": (
+        "policy.generation_batch_size=32",
+        "policy.dtensor_cfg.dp_replicate_size=1",
+        "policy.generation.vllm_cfg.enable_prefix_caching=false",
+        "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs",
+        "policy.generation.vllm_cfg.env_vars={VLLM_USE_RAY_V2_EXECUTOR_BACKEND: 1}",
+        "policy.sequence_packing.microbatch_order=largest_first",
+        "policy.offload_optimizer_for_logprob=true",
+        "policy.dtensor_cfg.automodel_kwargs={force_hf: true}",
+        "grpo.val_period=-1",
+        "data.validation=[{dataset_name: AIME2024, repeat: 16}, {dataset_name: AIME2025}]",
+        "env={math: {}, nemo_gym: {config_paths: [a.yaml]}, code: {num_workers: 4}}",
+    ),
+    "sft": (
+        "policy.scheduler=[{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}, {milestones: []}]",
+        "data.train.split_validation_size=64",
+        "policy.dtensor_cfg.lora_cfg={enabled: true, match_all_linear: false, exclude_modules: ['*out_proj*']}",
+        "policy.dtensor_cfg.env_vars={B: 2}",
+    ),
+    "dpo": ("dpo.val_period=-1",),
+    "rm": ("rm.val_period=-1",),
+    "distillation": (
+        "teacher.generation_batch_size=64",
+        "teacher.offload_optimizer_for_logprob=true",
+        "distillation.val_period=-1",
+        "policy.generation.bad_words=['<image>','<img>']",
+        "data.validation={dataset_name: AIME2024, repeat: 16}",
+    ),
+    "eval": ("data.repeat=4",),
+}
+
+WITHOUT_EFFECT = {
+    "grpo": (
+        "policy.generation_batch_size=32",
+        "grpo.zero_variance_prompt_filtering=false",
+        "grpo.penalize_invalid_tool_call=true",
+        "grpo.penalize_malformed_thinking=true",
+        "grpo.invalid_tool_call_strategy=mask",
+        "grpo.num_val_generations_per_prompt=1",
+        "policy.sequence_packing.algorithm=modified_ffd",
+        "policy.sequence_packing.microbatch_order=largest_first",
+        "policy.generation.vllm_cfg.enable_expert_parallel=true",
+        "policy.generation.vllm_cfg.enforce_monotonicity=false",
+        "policy.generation.vllm_cfg.enable_thinking=true",
+        "data.add_system_prompt=false",
+        "data.prompt_file=null",
+        "data.dataset_name=DAPOMath17K",
+        "data.train.max_samples=100000",
+    ),
+    "sft": ("env={math: {num_workers: 8}}",),
+}
+
+NOT_BUILT = {
+    "grpo": (
+        "policy.megatron_cfg={enabled: true}",
+        "policy.generation.engine.tensor_parallel_size=8",
+        "policy.generation.vllm_cfg.async_engine=true",
+        "policy.generation.engine.precision=fp8",
+        "policy.generation.engine.kv_cache_dtype=fp8",
+        "policy.generation.vllm_cfg.quantization_ignored_layer_kws=[a]",
+        "policy.generation.vllm_cfg.limit_mm_per_prompt={image: 1}",
+        "policy.generation.backend=sglang",
+        "policy.dtensor_cfg.tensor_parallel_size=2",
+        "policy.dtensor_cfg.dp_replicate_size=2",
+        "policy.dtensor_cfg.automodel_kwargs.backend={_target_: a.b}",
+        "policy.sequence_packing.fuse_loss=true",
+        "policy.quant_cfg=a.yaml",
+        "policy.is_vlm=true",
+        "policy.dequantize_base_checkpoint=true",
+        "grpo.async_grpo={enabled: true}",
+        "grpo.adv_estimator.name=opd",
+        "cluster.segment_size=8",
+        "data_plane={enabled: true}",
+        "env.should_use_nemo_gym=true",
+        "ppo={ppo_epochs: 4}",
+        "async_rl={sampler: {name: in_order}}",
+        "data.train.data_files=hf://x",
+        "data.train.allowed_problem_types=[a]",
+        "data.custom_dataloader=a.b",
+        "logger.wandb.log_nemo_gym_full_result_tables=true",
+    ),
+    "distillation": ("teachers=[{model_name: a}]", "loss_fn.gold_loss=true", "loss_fn.vocab_topk=8192"),
+    "eval": ("tokenizer.video={num_frames: 32}", "generation.engine.tensor_parallel_size=2"),
+}
+
+
+PASSING = {bool: "false", int: "0", str: "''", list: "[]", dict: "enabled: false"}
+
+
+def written(folder: Path, algorithm: str, *overrides: str) -> Path:
+    """The configuration of an algorithm with more keys, in a file that inherits from it."""
+    content: dict[str, Any] = {"defaults": str(SHAPES / f"{algorithm}.yaml")}
+    for text in overrides:
+        key, value = text.lstrip("+").split("=", 1)
+        *parents, last = key.split(".")
+        place = content
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = yaml.safe_load(value)
+    path = folder / f"{algorithm}.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_all_keys_of_nemo_rl_load_at_its_defaults(algorithm: str) -> None:
+    path = SHAPES / f"{algorithm}.yaml"
+    assert guess_algorithm(path) == algorithm
+    load_config(path, schema=ALGORITHMS[algorithm])
+
+
+@pytest.mark.parametrize("algorithm", ACCEPTED)
+def test_accepted_with_their_meaning(tmp_path: Path, algorithm: str) -> None:
+    assert obstacles(written(tmp_path, algorithm, *ACCEPTED[algorithm]), algorithm) == []
+
+
+@pytest.mark.parametrize("algorithm", WITHOUT_EFFECT)
+def test_accepted_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture, algorithm: str) -> None:
+    keys = WITHOUT_EFFECT[algorithm]
+    with caplog.at_level(logging.INFO, "nemo_rl.config"):
+        load_config(written(tmp_path, algorithm, *keys), schema=ALGORITHMS[algorithm])
+    (message,) = caplog.messages
+    assert message.startswith("Keys without effect: ")
+    assert [key for key in keys if f" {key.split('=')[0]} (" not in message] == []
+
+
+@pytest.mark.parametrize("algorithm", NOT_BUILT)
+def test_refused_by_name(tmp_path: Path, algorithm: str) -> None:
+    found = obstacles(written(tmp_path, algorithm, *NOT_BUILT[algorithm]), algorithm)
+    assert {text.split("=")[0] for text in found} == {key.split("=")[0] for key in NOT_BUILT[algorithm]}
+    assert len(found) == len(NOT_BUILT[algorithm]) and all("not built yet: " in text for text in found)
+
+
+def test_data_and_environments_that_are_not_built(tmp_path: Path) -> None:
+    changes = ("data.train={dataset_name: refcoco}", "data.default.env_name=nemo_gym", "env={nemo_gym: {}, math: {}}")
+    found = obstacles(written(tmp_path, "grpo", *changes), "grpo")
+    assert len(found) == 2 and all("not built yet" in text for text in found)
+    assert {text.split("=")[0] for text in found} == {"data.train.env_name", "data.train.dataset_name"}
+
+
+def sections(root: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Every section with its dotted path; those of lists are left out."""
+    yield path, root
+    for name, field in root.model_fields.items():
+        for below in Slot.of(field.annotation, field.metadata).sections:
+            yield from sections(below, f"{path}.{name}" if path else name)
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, last = path.split(".")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return tree
+
+
+def later_keys(algorithm: str) -> dict[str, tuple[Any, ...]]:
+    """Every key of a feature that is not built, with the neutral values of its own."""
+    found = {}
+    for path, section in sections(ALGORITHMS[algorithm]):
+        if "training_backend" not in path and (path != "policy.generation" or algorithm in ("grpo", "distillation")):
+            for key in section.later:
+                found[f"{path}.{key}".lstrip(".")] = section.neutral.get(key, ())
+    supervised = algorithm in ("sft", "dpo", "rm")
+    unwanted = ("policy.generation.",) if supervised else ("policy.generation.engine.",)
+    return {
+        key: neutral
+        for key, neutral in found.items()
+        if not key.startswith((*unwanted, "teacher.generation.", "data.validation."))
+    }
+
+
+def written_tree(folder: Path, algorithm: str, values: dict[str, Any]) -> Path:
+    path = folder / "tree.yaml"
+    path.write_text(yaml.safe_dump({"defaults": str(SHAPES / f"{algorithm}.yaml"), **nested(values)}))
+    return path
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_neutral_values_pass(tmp_path: Path, algorithm: str) -> None:
+    keys = later_keys(algorithm)
+    assert len(keys) > 10
+    values = {key: neutral[0] if neutral else value for (key, neutral), value in zip(keys.items(), cycle(NEUTRAL))}
+    marked = {key: {"_override_": True, **value} if isinstance(value, dict) else value for key, value in values.items()}
+    assert obstacles(written_tree(tmp_path, algorithm, marked), algorithm) == []
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_other_values_are_refused_together(tmp_path: Path, algorithm: str) -> None:
+    keys = later_keys(algorithm)
+    kinds = dict(zip(keys, cycle(SWITCHED_ON), strict=False))
+    values = {key: SWITCHED_ON[int if keys[key] else kind] for key, kind in kinds.items()}
+    found = obstacles(written_tree(tmp_path, algorithm, values), algorithm)
+    refused = {text.split("=")[0]: text for text in found}
+    assert set(refused) == set(keys) and len(found) == len(keys)
+    for key, text in refused.items():
+        assert "tree.yaml): not built yet: " in text
+        assert text.endswith(
+            f"Values that pass: {', '.join([*map(str, keys[key]), PASSING[type(values[key])]])}, null."
+        )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_value_of_every_key(algorithm: str) -> None:
+    for _, section in sections(ALGORITHMS[algorithm]):
+        later = Later(section.later, section.neutral)
+        for key, feature in section.later.items():
+            for value in (*NEUTRAL, *section.neutral.get(key, ())):
+                assert later.drop({key: value}) == {}
+            for kind, value in SWITCHED_ON.items():
+                ((named, refusal),) = later.switched_on({key: value})
+                assert named == key and feature in refusal and refusal.endswith(f"{PASSING[kind]}, null")
+
+
+def test_obstacles_of_every_stage_come_together(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "grpo",
+        "grpo.num_promts_per_step=3",
+        "policy.megatron_cfg.enabled=true",
+        "policy.quant_cfg=x",
+        "policy.generation.vllm_cfg.tensor_parallel_size=8",
+        "policy.train_micro_batch_size=none",
+        "grpo.batch_multiplier=2",
+    )
+    found = obstacles(path, "grpo")
+    assert [text.split("=")[0].split(": ")[-1].split("'")[0] for text in found] == [
+        "unknown key ",
+        "policy.megatron_cfg",
+        "policy.quant_cfg",
+        "policy.train_micro_batch_size",
+        "policy.generation.engine.tensor_parallel_size",
+    ]
+    assert "Did you mean 'grpo.num_prompts_per_step'?" in found[0]
+    rules = obstacles(written(tmp_path, "grpo", "grpo.batch_multiplier=2"), "grpo")
+    assert rules == obstacles(SHAPES / "grpo.yaml", "grpo", ["grpo.batch_multiplier=2"])
+    assert len(rules) == 1 and "grpo.use_dynamic_sampling" in rules[0]
+
+
+def test_old_names_beside_new_ones(tmp_path: Path) -> None:
+    """A null says nothing; a prompt file would have been used, so it is refused."""
+    (found,) = obstacles(written(tmp_path, "grpo", "data.prompt_file=a.txt"), "grpo")
+    assert "data.prompt_file='a.txt'" in found and "write data.default.prompt_file" in found
+    (found,) = obstacles(written(tmp_path, "grpo", "data.dataset_name=DAPOMath17K", "data.train=null"), "grpo")
+    assert "write data.train.dataset_name" in found
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "same"),
+    [
+        ("top_k", -1, True),
+        ("val_temperature", 0.0, True),
+        ("temperature", 0.7, False),
+        ("top_p", 0.9, False),
+        ("top_k", 50, False),
+        ("bad_words", ["a"], False),
+    ],
+)
+def test_raw_logprobs_only_where_they_are_those_of_the_sampled_distribution(key: str, value: Any, same: bool) -> None:
+    generation = {"vllm_cfg": {"logprobs_mode": "raw_logprobs"}, key: value}
+    found = list(check_generation(PolicyConfig.build(model_name="m", generation=generation), ClusterConfig()))
+    assert (found == []) is same
+    assert all("importance ratios would be wrong" in text and f"{key}={value}" in text for text in found)
+
+
+def test_numbers_in_environment_variables_become_text() -> None:
+    policy = PolicyConfig.build(
+        model_name="m", dtensor_cfg={"env_vars": {"B": 2}}, generation={"vllm_cfg": {"env_vars": {"A": 1}}}
+    )
+    assert policy.generation is not None
+    assert (policy.generation.engine.env_vars, policy.dtensor_cfg.env_vars) == ({"A": "1"}, {"B": "2"})
+
+
+@pytest.fixture(scope="module")
+def checker() -> ModuleType:
+    sys.path.insert(0, str(REPOSITORY_ROOT / "tools"))
+    try:
+        import check_nemo_rl_config
+    finally:
+        sys.path.pop(0)
+    return check_nemo_rl_config
+
+
+def run(checker: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["check_nemo_rl_config.py", *arguments])
+    status: int = checker.main()
+    return status
+
+
+def test_the_command_line(
+    checker: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = written(tmp_path, "sft", "policy.model_name=/no/such/model")
+    bad = written(tmp_path, "grpo", "policy.megatron_cfg.enabled=true", "grpo.vall_period=3")
+    assert run(checker, monkeypatch, str(good)) == 0
+    assert capsys.readouterr().out == f"{good} (sft): loads\n"
+    assert run(checker, monkeypatch, str(good), str(bad)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"{good} (sft): loads", f"{bad} (grpo): does not load"] and len(lines) == 4
+    assert "'grpo.vall_period'. Did you mean 'grpo.val_period'?" in lines[2]
+    assert lines[3].startswith("  - policy.megatron_cfg=") and "not built yet: the Megatron backend" in lines[3]
+    assert run(checker, monkeypatch, str(SHAPES / "common.yaml")) == 1
+    assert "Name it with --algorithm" in capsys.readouterr().out
+    assert run(checker, monkeypatch, str(good), "sft.val_batches=0", "--algorithm", "sft") == 1
+    assert "sft.val_batches=0 validates on nothing" in capsys.readouterr().out
+    assert run(checker, monkeypatch, str(tmp_path / "missing.yaml")) == 1
+    assert "there is no config file" in capsys.readouterr().out
+
+
+def test_a_value_that_is_left_open_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "open.yaml"
+    path.write_text(
+        "sft: {val_period: 0, val_at_start: false}\npolicy: {model_name: '???'}\ndata: {train: {dataset_name: squad}}"
+    )
+    (found,) = obstacles(path, "sft")
+    assert found.startswith("policy.model_name has no value")
+    assert obstacles(path, "sft", ["policy.model_name=Qwen/Qwen3-4B"]) == []
+
+
+def test_ppo_is_named_as_what_is_not_built(tmp_path: Path) -> None:
+    path = tmp_path / "ppo.yaml"
+    parts = {"ppo": {"ppo_epochs": 4}, "value": {"model_name": "m"}, "value_loss_fn": {"scale": 0.4}}
+    path.write_text(yaml.safe_dump({"defaults": str(SHAPES / "common.yaml"), **parts}))
+    assert guess_algorithm(path) == "grpo"
+    found = obstacles(path, "grpo")
+    assert [text.split("=")[0] for text in found] == ["ppo", "value", "value_loss_fn"]
+    with pytest.raises(ConfigError, match="not built yet: PPO with a value model"):
+        load_config(path)

@@ -1,0 +1,41 @@
+"""Say whether configurations written for NeMo RL load here, and if not, why, key by key.
+
+    python tools/check_nemo_rl_config.py examples/configs/grpo_math_1B.yaml
+    python tools/check_nemo_rl_config.py recipe.yaml teacher.model_name=Qwen/Qwen3-4B --algorithm distillation
+
+The algorithm is told by the sections of a file unless `--algorithm` names it. Overrides hold for every file. Models,
+data and prompts need not be on this machine. The exit status is 1 if a file does not load.
+"""
+
+import argparse
+import sys
+
+from nemo_rl.config.loading.obstacles import ALGORITHMS, guess_algorithm, obstacles
+from nemo_rl.utils.errors import ConfigError
+
+
+def main() -> int:
+    """Check each file; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="YAML file, or an override key=value")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="what the files are for; default: by their sections")
+    arguments = parser.parse_intermixed_args()
+    overrides = [text for text in arguments.files if "=" in text]
+    num_refused = 0
+    for file in arguments.files:
+        if file in overrides:
+            continue
+        try:
+            algorithm = arguments.algorithm or guess_algorithm(file)
+            found = obstacles(file, algorithm, overrides)
+        except ConfigError as error:
+            algorithm, found = "?", [str(error)]
+        print(f"{file} ({algorithm}): {'does not load' if found else 'loads'}")
+        for text in found:
+            print(f"  - {text}")
+        num_refused += bool(found)
+    return int(num_refused > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
