@@ -13,6 +13,7 @@ per segment elsewhere (exact, and its cost does not grow with the length of the 
 that are not packed, one causal scaled-dot-product call per batch.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,8 @@ from nemo_rl.utils.errors import ConfigError
 VARLEN_ATTENTION = "nemo_rl_varlen"
 _REFUSED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "head_mask")
 _MAX_FLASH_HEAD_DIM = 256
+_FLASH_HEAD_DIM_MULTIPLE = 8
+_FLASH_CAPABILITY = (8, 0)
 _PROBE_LENGTHS = (11, 9)
 _PROBE_WINDOW = 4
 
@@ -119,12 +122,16 @@ def _causal(
 
 
 def _flash_can_run(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether torch's varlen kernel takes these tensors: what it refuses goes segment by segment."""
+    head_dim = query.shape[-1]
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
-        and query.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD_DIM
+        and head_dim == value.shape[-1] <= _MAX_FLASH_HEAD_DIM
+        and head_dim % _FLASH_HEAD_DIM_MULTIPLE == 0
         and dropout == 0.0
+        and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
     )
 
 
@@ -143,6 +150,9 @@ def _flash_segments(
 
     longest = max_length if max_length is not None else int(cu_seq_lens.diff().max())
     left = -1 if window is None or window >= longest else window - 1
+    # The kernel itself shares key heads; only later torch asks for a word about it, which 2.11 does not know.
+    says_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    gqa = {"enable_gqa": query.shape[1] != key.shape[1]} if says_gqa else {}
     out = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -153,7 +163,7 @@ def _flash_segments(
         longest,
         scale=scaling,
         window_size=(left, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **gqa,
     )
     assert isinstance(out, Tensor)
     return out
