@@ -16,6 +16,7 @@ that are not packed, one causal scaled-dot-product call per batch.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -150,9 +151,7 @@ def _flash_segments(
 
     longest = max_length if max_length is not None else int(cu_seq_lens.diff().max())
     left = -1 if window is None or window >= longest else window - 1
-    # The kernel itself shares key heads; only later torch asks for a word about it, which 2.11 does not know.
-    says_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    gqa = {"enable_gqa": query.shape[1] != key.shape[1]} if says_gqa else {}
+    gqa = {"enable_gqa": query.shape[1] != key.shape[1]} if _asks_for_gqa(varlen_attn) else {}
     out = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -167,6 +166,12 @@ def _flash_segments(
     )
     assert isinstance(out, Tensor)
     return out
+
+
+@cache
+def _asks_for_gqa(kernel: Callable[..., Any]) -> bool:
+    """Whether shared key heads have to be announced: the kernel of torch 2.11 shares them and knows no such argument."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _window_mask(*, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
