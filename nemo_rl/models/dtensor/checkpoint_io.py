@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.models.dtensor.optimizer import OptimizerSettings, hyperparameters_now
+from nemo_rl.models.dtensor.optimizer import OptimizerSettings, hyperparameters_now, keep_implementation
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
@@ -224,6 +224,7 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path) -> None
         raise CheckpointError(
             f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {_reasons(error)}"
         ) from error
+    keep_implementation(optimizer, state["optim"]["param_groups"])
     set_optimizer_state_dict(hf, optimizer, state["optim"])
 
 
