@@ -35,6 +35,7 @@ from nemo_rl.models.inputs import (
 from nemo_rl.models.interfaces import CheckpointPaths, PolicyBackend
 from nemo_rl.models.policy.metrics import reduce_metrics
 from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
+from nemo_rl.utils.device import device_for, to_host
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.interfaces import TransportSpec
@@ -176,7 +177,7 @@ class PolicyWorker:
 
         def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> None:
             scored = inputs[index].scatter(logprobs_K).float()
-            scores.append(torch.nn.functional.pad(scored, (1, 0)).cpu())
+            scores.append(to_host(torch.nn.functional.pad(scored, (1, 0))))
 
         self.backend.run(inputs, forward_step, backward=False)
         return self._given(scores)
@@ -205,7 +206,7 @@ class PolicyWorker:
         scores: list[Tensor] = []
 
         def forward_step(index: int, scores_K: Tensor, entropy_K: Tensor) -> None:
-            scores.append(scores_K.float().cpu())
+            scores.append(to_host(scores_K.float()))
 
         self.backend.run(inputs, forward_step, backward=False)
         return self._given(scores)
@@ -231,8 +232,8 @@ class PolicyWorker:
         indices: list[Tensor] = []
 
         def forward_step(index: int, logits_Kk: Tensor, indices_Kk: Tensor) -> None:
-            logits.append(inputs[index].scatter(logits_Kk).float().cpu())
-            indices.append(inputs[index].scatter(indices_Kk).cpu())
+            logits.append(to_host(inputs[index].scatter(logits_Kk).float()))
+            indices.append(to_host(inputs[index].scatter(indices_Kk)))
 
         self.backend.run(inputs, forward_step, backward=False)
         return self._given(logits), self._given(indices)
@@ -291,6 +292,7 @@ class PolicyWorker:
 
     def _given(self, parts: list[Tensor]) -> Tensor:
         """The scores of all microbatches; nothing where another rank gives them, or this stage has none."""
+        device_for(self.backend.device.type != "cpu").synchronize()
         return torch.cat(parts) if self._gives_scores else torch.empty(0)
 
 
