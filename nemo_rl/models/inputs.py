@@ -202,7 +202,8 @@ def _lay_out(input_ids: Tensor, lengths: Sequence[int], layout: InputLayout) -> 
 
 
 def _on(device: torch.device, model_inputs: dict[str, Any]) -> dict[str, Any]:
-    return {key: to_device(value, device) if isinstance(value, Tensor) else value for key, value in model_inputs.items()}
+    sent = {key: to_device(value, device) for key, value in model_inputs.items() if isinstance(value, Tensor)}
+    return model_inputs | sent
 
 
 def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:

@@ -112,3 +112,7 @@ class PolicyBackend(ABC):
     @abstractmethod
     def move_optimizer_state(self, to_host: bool) -> None:
         """Move optimizer state to host memory to make room on the device, or back."""
+
+    @abstractmethod
+    def move_weights(self, to_host: bool) -> None:
+        """Move the weights of a frozen model to host memory to make room on the device, or back."""

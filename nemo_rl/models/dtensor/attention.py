@@ -151,7 +151,7 @@ def _flash_segments(
 
     longest = max_length if max_length is not None else int(cu_seq_lens.diff().max())
     left = -1 if window is None or window >= longest else window - 1
-    gqa = {"enable_gqa": query.shape[1] != key.shape[1]} if _asks_for_gqa(varlen_attn) else {}
+    gqa: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _asks_for_gqa(varlen_attn) else {}
     out = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -170,7 +170,7 @@ def _flash_segments(
 
 @cache
 def _asks_for_gqa(kernel: Callable[..., Any]) -> bool:
-    """Whether shared key heads have to be announced: the kernel of torch 2.11 shares them and knows no such argument."""
+    """Whether shared key heads are announced: torch 2.11 shares them and knows no such argument."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 

@@ -32,6 +32,7 @@ from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
 from nemo_rl.models.dtensor.checkpoint_io import held_here
+from nemo_rl.models.dtensor.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.dtensor.lora import (
     adapted_weights,
     adapters_off,
@@ -92,7 +93,12 @@ class DTensorBackend(PolicyBackend):
         self._adapters_unproven = self._lora.enabled
         self.model = _build_model(config, device, layout, seed)
         self._has_reference = init_reference_model
-        self._reference = _local_copies(self.model) if init_reference_model and not self._lora.enabled else None
+        on_gpu = device.type != "cpu"
+        self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
+        self._weights_rest = False
+        self._resting, self._replaced, initial = (HostMemory(pinned=on_gpu) for _ in range(3))
+        copies_initial = init_reference_model and not self._lora.enabled
+        self._reference = _local_copies(self.model, initial) if copies_initial else None
         self.optimizer: Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         self._settings = optimizer_settings(config)
@@ -154,7 +160,7 @@ class DTensorBackend(PolicyBackend):
             with adapters_off(self.model.hf):
                 yield
             return
-        current = _local_copies(self.model)
+        current = _local_copies(self.model, self._replaced)
         _copy_into(self.model, self._reference)
         try:
             yield
@@ -199,14 +205,23 @@ class DTensorBackend(PolicyBackend):
 
     def move_optimizer_state(self, to_host: bool) -> None:
         """See `PolicyBackend.move_optimizer_state`."""
-        if self.optimizer is None or self.device.type == "cpu":
-            return
-        target = torch.device("cpu") if to_host else self.device
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    state[name] = value.to(target)
-        device_for(uses_gpu=True).empty_cache()
+        if self._takes_turns and self.optimizer is not None:
+            move_state(self.optimizer, self._resting, self.device, to_host=to_host)
+        self._free_cache()
+
+    def move_weights(self, to_host: bool) -> None:
+        """See `PolicyBackend.move_weights`."""
+        if self._takes_turns and to_host != self._weights_rest:
+            reshard(self.model)
+            move_weights(self.model, self._resting, self.device, to_host=to_host)
+            self._weights_rest = to_host
+        self._free_cache()
+
+    def _free_cache(self) -> None:
+        """Wait for the copies, and leave no memory on the device that this process does not use."""
+        device = device_for(uses_gpu=self.device.type != "cpu")
+        device.synchronize()
+        device.empty_cache()
 
     def save(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.save`."""
@@ -280,15 +295,15 @@ def _shard[ModelT: CausalLMWithLogprobs | RewardModel](
 
 
 @torch.no_grad()
-def _local_copies(model: CausalLMWithLogprobs | RewardModel) -> dict[str, Tensor]:
-    """CPU copies of this rank's part of every weight."""
+def _local_copies(model: CausalLMWithLogprobs | RewardModel, memory: HostMemory) -> dict[str, Tensor]:
+    """Copies in host memory of this rank's part of every weight."""
     reshard(model)
     weights = checkpoint_io.weights_by_name(model.hf)
-    return {name: held_here(tensor).detach().to("cpu", copy=True) for name, tensor in weights.items()}
+    return {name: memory.store(name, held_here(tensor)) for name, tensor in weights.items()}
 
 
 @torch.no_grad()
 def _copy_into(model: CausalLMWithLogprobs | RewardModel, copies: dict[str, Tensor]) -> None:
     reshard(model)
     for name, tensor in checkpoint_io.weights_by_name(model.hf).items():
-        held_here(tensor).copy_(copies[name])
+        held_here(tensor).copy_(copies[name], non_blocking=True)

@@ -324,6 +324,14 @@ class Policy(PolicyInterface):
         """Move optimizer state back to the GPUs before training."""
         self._run_everywhere("move_optimizer_state", "onloading the optimizer", to_host=False)
 
+    def offload_weights(self) -> None:
+        """Move the weights of a frozen model to host memory, to make room for those who share its GPUs."""
+        self._run_everywhere("move_weights", "offloading the weights", to_host=True)
+
+    def onload_weights(self) -> None:
+        """Move the weights back to the GPUs before the model is used."""
+        self._run_everywhere("move_weights", "onloading the weights", to_host=False)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keep other threads from calling the ranks, for a weight stream; one thread may nest it.

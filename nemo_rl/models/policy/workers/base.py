@@ -251,6 +251,10 @@ class PolicyWorker:
         """Make room on the device for a colocated engine, or take it back."""
         self.backend.move_optimizer_state(to_host)
 
+    def move_weights(self, to_host: bool) -> None:
+        """`move_optimizer_state` for the weights of a frozen model."""
+        self.backend.move_weights(to_host)
+
     def begin_weight_stream(self, spec: TransportSpec, dtype: str) -> None:
         """Start streaming the weights to the engines.
 
