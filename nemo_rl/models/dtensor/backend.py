@@ -45,6 +45,7 @@ from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, c
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
     enable_activation_checkpointing,
+    hold_in,
     reshard,
     shard,
 )
@@ -59,6 +60,9 @@ from nemo_rl.utils.device import device_for
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
+
+_HALVES_FROZEN_ON = ("cuda",)
+"""Devices where a model for inference only is held in `policy.precision`."""
 
 
 class DTensorBackend(PolicyBackend):
@@ -91,7 +95,10 @@ class DTensorBackend(PolicyBackend):
         self._density = sampling_density(config)
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
-        self.model = _build_model(config, device, layout, seed)
+        self.model = _build_model(config, seed)
+        if not (init_optimizer or init_reference_model) and device.type in _HALVES_FROZEN_ON:
+            hold_in(self.model, torch_dtype(config.precision))
+        _shard(self.model, config, device, layout)
         self._has_reference = init_reference_model
         on_gpu = device.type != "cpu"
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
@@ -261,12 +268,10 @@ def sampling_density(config: PolicyConfig) -> SamplingDensity:
     return SamplingDensity(generation.temperature, top_k, generation.top_p)
 
 
-def _build_model(
-    config: PolicyConfig, device: torch.device, layout: ParallelLayout, seed: int
-) -> CausalLMWithLogprobs | RewardModel:
-    """Load, check, adapt and shard the model."""
+def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | RewardModel:
+    """Load, check and adapt the model, in float32 on the CPU."""
     if config.reward_model_cfg.enabled:
-        return _shard(build_reward_model(config), config, device, layout)
+        return build_reward_model(config)
     packed = config.sequence_packing.enabled
     hf = load_causal_lm(
         config.model_name,
@@ -280,18 +285,18 @@ def _build_model(
     model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
-    return _shard(model, config, device, layout)
+    return model
 
 
-def _shard[ModelT: CausalLMWithLogprobs | RewardModel](
-    model: ModelT, config: PolicyConfig, device: torch.device, layout: ParallelLayout
-) -> ModelT:
-    """Spread a loaded model over the ranks."""
+def _shard(
+    model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, device: torch.device, layout: ParallelLayout
+) -> None:
+    """Spread a loaded model over the ranks, in place."""
     if config.dtensor_cfg.activation_checkpointing:
         enable_activation_checkpointing(model.hf)
     mesh = device_mesh(layout, device.type)
     spec = ShardingSpec(torch_dtype(config.precision), config.dtensor_cfg.cpu_offload, device)
-    return shard(model, mesh, spec)
+    shard(model, mesh, spec)
 
 
 @torch.no_grad()

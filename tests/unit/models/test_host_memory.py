@@ -217,3 +217,20 @@ def test_cached_memory_is_given_back_after_the_copies(frozen, tmp_path, monkeypa
     given_back = ["synchronize", "empty cache"]
     state = [] if frozen else ["state True"]
     assert events == [*state, *given_back, "weights True", *given_back]
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "gemma3"])
+def test_a_frozen_model_held_in_its_precision_says_the_same(arch, tmp_path, monkeypatch) -> None:
+    name = save_tiny_model(tmp_path / "m", arch, tie=True)
+    data = random_batch(rows=2)
+    found = []
+    with process_group():
+        for devices in (("cuda",), ("cpu",)):
+            monkeypatch.setattr(backend_module, "_HALVES_FROZEN_ON", devices)
+            teacher, _ = _worker(name, takes_turns=False, frozen=True, precision="bfloat16")
+            sizes = {parameter.dtype for parameter in teacher.backend.model.parameters()}
+            assert sizes == {torch.float32 if devices == ("cuda",) else torch.bfloat16}
+            found.append((*teacher.get_topk_logits(data, [2], 5), teacher.get_logprobs(data, [2])))
+        trained, _ = _worker(name, takes_turns=False, precision="bfloat16")
+        assert {parameter.dtype for parameter in trained.backend.model.parameters()} == {torch.float32}
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

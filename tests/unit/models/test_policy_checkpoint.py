@@ -15,11 +15,13 @@ from policy_helpers import (
     run_ranks,
     save_tiny_model,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import SequentialLR
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.dtensor import checkpoint_io
+from nemo_rl.config import OptimizerConfig
+from nemo_rl.models.dtensor import checkpoint_io, optimizer
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, hyperparameters_now
 from nemo_rl.models.interfaces import CheckpointPaths
@@ -323,3 +325,41 @@ def test_wrong_names_and_arguments_are_explained() -> None:
     bad = policy_config("m", optimizer={"name": "torch.optim.SGD", "kwargs": {"beta": 1}}).optimizer
     with pytest.raises(ConfigError, match="policy.optimizer.kwargs do not fit torch.optim.SGD"):
         build_optimizer([parameter], bad)
+
+
+def test_a_fused_optimizer_goes_on_from_one_that_was_not(tmp_path, monkeypatch) -> None:
+    """As on a GPU that resumes a run of CPUs or of an older version: it stays fused, its step counts move."""
+    name = save_tiny_model(tmp_path / "m")
+    step = str(tmp_path / "step")
+    with process_group():
+        plain, config = _worker(name)
+        _update(plain, config, 1)
+        plain.save_checkpoint(f"{step}/weights", f"{step}/optimizer")
+        monkeypatch.setattr(optimizer, "_FUSED_ON", ("cpu",))
+        fused, _ = _worker(name)
+        fused.load_checkpoint(f"{step}/weights", f"{step}/optimizer")
+        assert [group["fused"] for group in fused.backend.optimizer.param_groups] == [True]
+        _assert_equal(_state(plain), _state(fused))
+        for worker in (plain, fused):
+            _update(worker, config, 2)
+        left, right = _state(plain), _state(fused)
+        for key, value in left.items():
+            torch.testing.assert_close(right[key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "kwargs", "fused"),
+    [
+        ("cuda", "torch.optim.AdamW", {}, True),
+        ("cuda", "torch.optim.SGD", {"momentum": 0.9}, True),
+        ("cuda", "torch.optim.AdamW", {"fused": False}, False),
+        ("cuda", "torch.optim.AdamW", {"foreach": False}, None),
+        ("cuda", "torch.optim.Adadelta", {}, None),
+        ("cpu", "torch.optim.AdamW", {}, None),
+    ],
+)
+def test_gpus_get_the_fused_optimizer_unless_the_user_chose(device, name, kwargs, fused) -> None:
+    with FakeTensorMode():
+        parameter = torch.nn.Parameter(torch.empty(2, 2, device=device))
+        made = build_optimizer([parameter], OptimizerConfig.build(name=name, kwargs={"lr": 0.1, **kwargs}))
+    assert made.param_groups[0].get("fused") is fused
