@@ -12,7 +12,7 @@ plan order, ranks reduce in gloo's fixed ring order, and no kernel used here has
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +31,7 @@ from nemo_rl.distributed.process_group import device_mesh
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
-from nemo_rl.models.dtensor.checkpoint_io import held_here
+from nemo_rl.models.dtensor.checkpoint_io import Keep, Write, held_here
 from nemo_rl.models.dtensor.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.dtensor.lora import (
     adapted_weights,
@@ -103,7 +103,8 @@ class DTensorBackend(PolicyBackend):
         on_gpu = device.type != "cpu"
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
         self._weights_rest = False
-        self._resting, self._replaced, initial = (HostMemory(pinned=on_gpu) for _ in range(3))
+        self._resting, self._replaced, self._staged, initial = (HostMemory(pinned=on_gpu) for _ in range(4))
+        self._writers: dist.ProcessGroup | None = None
         copies_initial = init_reference_model and not self._lora.enabled
         self._reference = _local_copies(self.model, initial) if copies_initial else None
         self.optimizer: Optimizer | None = None
@@ -232,17 +233,36 @@ class DTensorBackend(PolicyBackend):
 
     def save(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.save`."""
+        for write in self._prepared(paths, checkpoint_io.as_it_is):
+            write(None)
+
+    def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
+        """See `PolicyBackend.stage_save`; the copies lie in host memory that the next save uses again."""
+        if self._writers is None:
+            self._writers = dist.new_group(backend="gloo")
+        writes, group = list(self._prepared(paths, self._staged.store)), self._writers
+        device_for(uses_gpu=self.device.type != "cpu").synchronize()
+
+        def write_all() -> None:
+            for write in writes:
+                write(group)
+
+        return write_all
+
+    def _prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
+        """The parts of a checkpoint, each prepared when it is asked for."""
         if self._lora.enabled:
-            checkpoint_io.save_weights(self.model.hf, paths.weights, merged_by_name(self.model.hf, self.device))
-            adapter_io.save_adapter(self.model.hf, self._lora, self._model_name, paths.weights)
+            merged = merged_by_name(self.model.hf, self.device)
+            yield checkpoint_io.save_weights(self.model.hf, paths.weights, merged, keep)
+            yield adapter_io.save_adapter(self.model.hf, self._lora, self._model_name, paths.weights, keep)
         else:
-            checkpoint_io.save_weights(self.model.hf, paths.weights)
+            yield checkpoint_io.save_weights(self.model.hf, paths.weights, keep=keep)
         if paths.optimizer is None:
             return
         if self.optimizer is None or self.scheduler is None:
             raise CheckpointError("This policy has no optimizer to save; leave optimizer_path out.")
-        checkpoint_io.save_training_state(
-            self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer
+        yield checkpoint_io.save_training_state(
+            self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer, keep
         )
 
     def load(self, paths: CheckpointPaths) -> None:

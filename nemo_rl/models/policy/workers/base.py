@@ -11,6 +11,7 @@ microbatches is the same on every rank, and a rank with nothing to count runs an
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from nemo_rl.models.inputs import (
 from nemo_rl.models.interfaces import CheckpointPaths, PolicyBackend
 from nemo_rl.models.policy.metrics import reduce_metrics
 from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
+from nemo_rl.utils.background import in_background
 from nemo_rl.utils.device import device_for, to_host
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
@@ -109,6 +111,7 @@ class PolicyWorker:
         self._layout = input_layout(config)
         self._gives_scores = gives_scores
         self._sender: WeightSender | None = None
+        self._saving: Future[None] | None = None
 
     def train(
         self,
@@ -279,9 +282,30 @@ class PolicyWorker:
         assert self._sender is not None, "begin_weight_stream comes first"
         self._sender.send(bucket)
 
-    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Write this rank's part of a checkpoint."""
-        self.backend.save(_paths(weights_path, optimizer_path))
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, background: bool = False
+    ) -> None:
+        """Write this rank's part of a checkpoint; in the background only copies are made before this returns."""
+        paths = _paths(weights_path, optimizer_path)
+        if background:
+            self.finish_checkpoint()
+            self._saving = in_background(self.backend.stage_save(paths), "checkpoint")
+        else:
+            self.backend.save(paths)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether nothing is being written in the background any more."""
+        return self._saving is None or self._saving.done()
+
+    def finish_checkpoint(self) -> None:
+        """Wait for what is being written in the background.
+
+        Raises:
+            CheckpointError: a rank could not write its files.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Restore a checkpoint; the reference weights stay those of `policy.model_name`."""
