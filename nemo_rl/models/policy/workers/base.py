@@ -282,9 +282,7 @@ class PolicyWorker:
         assert self._sender is not None, "begin_weight_stream comes first"
         self._sender.send(bucket)
 
-    def save_checkpoint(
-        self, weights_path: str, optimizer_path: str | None = None, background: bool = False
-    ) -> None:
+    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, background: bool = False) -> None:
         """Write this rank's part of a checkpoint; in the background only copies are made before this returns."""
         paths = _paths(weights_path, optimizer_path)
         if background:
