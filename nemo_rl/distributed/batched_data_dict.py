@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.distributed.tensor_transport import pack_tensors
+from nemo_rl.utils.device import to_device
 from nemo_rl.utils.errors import DataError
 
 
@@ -217,7 +218,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         """
         for key, value in self.data.items():
             if isinstance(value, torch.Tensor):
-                self.data[key] = value.to(device)
+                self.data[key] = to_device(value, torch.device(device))
         return self
 
     def clone(self) -> Self:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
+from nemo_rl.utils.device import to_device
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,9 @@ def build_model_inputs(
     model_inputs, starts = _lay_out(input_ids, lengths, layout)
     return ModelInputs(
         model_inputs=_on(device, model_inputs),
-        positions_K=(starts[row_K] + column_K).to(device),
-        targets_K=input_ids[row_K, column_K + 1].to(device),
-        places_K=(row_K * (width - 1) + column_K).to(device),
+        positions_K=to_device(starts[row_K] + column_K, device),
+        targets_K=to_device(input_ids[row_K, column_K + 1], device),
+        places_K=to_device(row_K * (width - 1) + column_K, device),
         shape=(num_rows, width - 1),
     )
 
@@ -117,7 +118,7 @@ def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, d
     """
     inputs = build_training_inputs(rows, layout, device)
     num_rows, width = inputs.shape
-    indices = rows["teacher_topk_indices"][:, :width].to(device)
+    indices = to_device(rows["teacher_topk_indices"][:, :width], device)
     targets_Kk = indices.reshape(num_rows * width, -1).index_select(0, inputs.places_K).long()
     return replace(inputs, targets_K=targets_Kk, unfiltered=True)
 
@@ -135,9 +136,9 @@ def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: 
     row_B = torch.arange(len(last_B))
     return ModelInputs(
         model_inputs=_on(device, model_inputs),
-        positions_K=(starts + last_B).to(device),
-        targets_K=input_ids[row_B, last_B].to(device),
-        places_K=row_B.to(device),
+        positions_K=to_device(starts + last_B, device),
+        targets_K=to_device(input_ids[row_B, last_B], device),
+        places_K=to_device(row_B, device),
         shape=(len(last_B), 1),
     )
 
@@ -160,9 +161,9 @@ def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout
     model_inputs, starts = _lay_out(input_ids, lengths.tolist(), layout)
     return ModelInputs(
         model_inputs=_on(device, model_inputs),
-        positions_K=(starts[row_K] + column_K).to(device),
-        targets_K=input_ids[row_K, column_K].to(device),
-        places_K=(row_K * width + column_K).to(device),
+        positions_K=to_device(starts[row_K] + column_K, device),
+        targets_K=to_device(input_ids[row_K, column_K], device),
+        places_K=to_device(row_K * width + column_K, device),
         shape=(num_rows, width),
         top_k=top,
     )
@@ -201,7 +202,8 @@ def _lay_out(input_ids: Tensor, lengths: Sequence[int], layout: InputLayout) -> 
 
 
 def _on(device: torch.device, model_inputs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in model_inputs.items()}
+    sent = {key: to_device(value, device) for key, value in model_inputs.items() if isinstance(value, Tensor)}
+    return model_inputs | sent
 
 
 def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:

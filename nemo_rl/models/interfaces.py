@@ -101,6 +101,14 @@ class PolicyBackend(ABC):
     def save(self, paths: CheckpointPaths) -> None:
         """Write weights, and with `paths.optimizer` the rest of the training state."""
 
+    def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
+        """Copy what `save` writes; returns what writes it, which another thread calls while training goes on.
+
+        A backend that does not define it writes at once.
+        """
+        self.save(paths)
+        return lambda: None
+
     @abstractmethod
     def load(self, paths: CheckpointPaths) -> None:
         """Restore what `save` wrote, bit for bit."""
@@ -112,3 +120,7 @@ class PolicyBackend(ABC):
     @abstractmethod
     def move_optimizer_state(self, to_host: bool) -> None:
         """Move optimizer state to host memory to make room on the device, or back."""
+
+    @abstractmethod
+    def move_weights(self, to_host: bool) -> None:
+        """Move the weights of a frozen model to host memory to make room on the device, or back."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from nemo_rl.utils.errors import ConfigError
 
@@ -67,6 +68,18 @@ class Device:
 def device_for(uses_gpu: bool) -> Device:
     """The device of ranks that own a GPU, or of ranks that own none."""
     return Device("cuda" if uses_gpu else "cpu")
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Send a tensor without waiting for it: a GPU takes it from page-locked memory, in the order of its work."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Fetch a tensor without waiting for it; from a GPU it is there behind `Device.synchronize`."""
+    return tensor.to("cpu", non_blocking=True)
 
 
 def gpu_count() -> int:

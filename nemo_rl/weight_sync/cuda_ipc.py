@@ -1,10 +1,17 @@
 """Weights through CUDA IPC: engine and trainer rank share a GPU, so the bytes never leave it.
 
 Every trainer rank packs the gathered bucket on its own GPU and publishes an IPC handle under that GPU's uuid; the
-engine on the same GPU opens it. Invariant: the sender holds the buffer until all receipts are in.
+engine on the same GPU opens it. A buffer is exported once and its mapping is kept, as in `shared_memory`: torch wraps a
+storage anew with each export, and the wraps are only freed with the storage. Invariant: the sender holds the buffer
+until all receipts are in.
 """
 
-from typing import Any
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
@@ -13,7 +20,29 @@ from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.interfaces import TransportSpec
 
+_NUM_BUFFERS = 2
 _DEVICE_ARGUMENT = 6
+_SERIALS = itertools.count()
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
+
+
+class IpcHandle(NamedTuple):
+    """How another process opens a buffer.
+
+    Attributes:
+        serial: tells the sender's buffers apart.
+        arguments: of `rebuild_cuda_tensor`.
+    """
+
+    serial: int
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _ExportedBuffer:
+    flat: torch.Tensor
+    handle: IpcHandle
 
 
 def device_uuid(index: int = 0) -> str:
@@ -28,21 +57,23 @@ class CudaIpcSender:
 
     def __init__(self, spec: TransportSpec):
         self._spec = spec
-        self._buffers: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, _ExportedBuffer] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
         """See `SenderTransport.buffer`; on this rank's GPU."""
-        held = self._buffers.get(index % 2)
-        if held is None or held.numel() < num_bytes:
-            held = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-            self._buffers[index % 2] = held
-        return held[:num_bytes]
+        slot = index % _NUM_BUFFERS
+        held = self._buffers.get(slot)
+        if held is None or held.flat.numel() < num_bytes:
+            with _plain_segments():
+                flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._spec.device)
+            held = self._buffers[slot] = _ExportedBuffer(flat, IpcHandle(next(_SERIALS), reduce_tensor(flat)[1]))
+        return held.flat[:num_bytes]
 
     def publish(self, bucket: Bucket) -> None:
         """Publish the IPC handle under this GPU's uuid, after the packing kernels have finished."""
         torch.cuda.synchronize()
-        _, arguments = reduce_tensor(self._buffers[bucket.index % 2])
-        bucket.handles[device_uuid(torch.cuda.current_device())] = arguments
+        handle = self._buffers[bucket.index % _NUM_BUFFERS].handle
+        bucket.handles[device_uuid(torch.cuda.current_device())] = handle
 
     def send(self, bucket: Bucket) -> None:
         """Nothing to push: the engine maps the buffer."""
@@ -53,27 +84,63 @@ class CudaIpcSender:
 
 
 class CudaIpcReceiver:
-    """Generator half."""
+    """Generator half: maps the sender's buffers, keeping each mapping for later syncs."""
 
     def __init__(self, spec: TransportSpec):
         self._spec = spec
+        self._mappings: dict[int, tuple[int, torch.Tensor]] = {}
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
         """See `ReceiverTransport.receive`.
 
         Raises:
-            WeightSyncError: no trainer rank runs on this engine's GPU.
+            WeightSyncError: no trainer rank runs on this engine's GPU, or its memory cannot be opened.
         """
         uuid = device_uuid(torch.cuda.current_device())
-        arguments: Any = bucket.handles.get(uuid)
-        if arguments is None:
+        handle: IpcHandle | None = bucket.handles.get(uuid)
+        if handle is None:
             raise WeightSyncError(
                 f"No trainer rank shares GPU {uuid} with this engine (trainers are on "
                 f"{sorted(bucket.handles)}). Set policy.generation.weight_sync.transport=collective."
             )
-        rebuilt = list(arguments)
-        rebuilt[_DEVICE_ARGUMENT] = torch.cuda.current_device()
-        return rebuild_cuda_tensor(*rebuilt)[: bucket.num_bytes]
+        slot = bucket.index % _NUM_BUFFERS
+        held = self._mappings.pop(slot, None)
+        if held is None or held[0] != handle.serial:
+            held = None  # closes the mapping of a buffer that the sender has given up, before the next one is opened
+            held = (handle.serial, _map(handle))
+        self._mappings[slot] = held
+        return held[1][: bucket.num_bytes]
 
     def close(self) -> None:
-        """Nothing is held between buckets."""
+        """Close the mappings."""
+        self._mappings.clear()
+
+
+def _map(handle: IpcHandle) -> torch.Tensor:
+    arguments = list(handle.arguments)
+    arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device()
+    try:
+        return rebuild_cuda_tensor(*arguments)
+    except RuntimeError as refusal:
+        raise WeightSyncError(
+            f"The trainer's GPU memory cannot be opened from this engine: {refusal}. CUDA IPC needs both processes in "
+            "one container, or containers with --ipc=host. Else set policy.generation.weight_sync.transport=collective."
+        ) from refusal
+
+
+@contextmanager
+def _plain_segments() -> Iterator[None]:
+    """Allocate by cudaMalloc: expandable segments travel as file descriptors, which containers often refuse.
+
+    The allocator reads its settings as a whole, so the others of the environment are given again.
+    """
+    settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+    if _EXPANDABLE not in settings:
+        yield
+        return
+    apply = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    apply(settings.replace(_EXPANDABLE, "expandable_segments:False"))
+    try:
+        yield
+    finally:
+        apply(settings)

@@ -22,7 +22,7 @@ from nemo_rl.weight_sync.collective import CollectiveReceiver, CollectiveSender
 from nemo_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from nemo_rl.weight_sync.interfaces import ReceiverTransport, SenderTransport, TransportSpec
 from nemo_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from nemo_rl.weight_sync.verify import SyncReceipt, fingerprint, mismatched_names
+from nemo_rl.weight_sync.verify import SyncReceipt, fingerprints, mismatched_names
 
 
 def make_sender_transport(spec: TransportSpec, rank: int, is_node_leader: bool) -> SenderTransport | None:
@@ -86,7 +86,8 @@ class WeightSender:
             flat = self._transport.buffer(num_bytes, bucket.index)
             pack(group, slots, flat)
             if self._spec.verify:
-                bucket.slots = [dataclasses.replace(slot, fingerprint=fingerprint(flat, slot)) for slot in slots]
+                stamped = zip(slots, fingerprints(flat, slots), strict=True)
+                bucket.slots = [dataclasses.replace(slot, fingerprint=value) for slot, value in stamped]
             self._transport.publish(bucket)
         return bucket
 

@@ -4,6 +4,8 @@ The sender stamps each tensor with a fingerprint before it leaves; the receiver 
 answers with a receipt. Invariant: a mismatch raises `WeightSyncError` with tensor names.
 """
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +15,8 @@ from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 
 _WORD_BYTES = 4
 _CHUNK_WORDS = 1 << 18
+# Chunks that one kernel takes: a core's cache holds one, a GPU wants few launches (128 MiB of products).
+_CHUNKS_AT_A_TIME = {"cpu": 1, "cuda": 64}
 _CHUNK_MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
 
@@ -38,40 +42,70 @@ class SyncReceipt:
     unbound: list[str] = field(default_factory=list)
 
 
-def fingerprint(flat: torch.Tensor, slot: TensorSlot) -> int:
-    """A 64-bit checksum of one tensor's bytes that depends on their order.
+def fingerprints(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[int]:
+    """A 64-bit checksum of each tensor's bytes that depends on their order.
 
     Computes `sum_i word_i * (2 i + 1)` modulo 2^64 over signed 4-byte words in chunks of 2^18 words, then
     chains the chunk sums. Within a chunk every change of a single word and every exchange of two words
     changes the sum: the difference is never a multiple of 2^64, because words are narrower than the sum.
-    Runs on the tensor's own device and gives the same number on every device.
+    Runs on the buffer's own device, gives the same number on every device, and waits for it once.
 
     Args:
         flat: uint8 bucket buffer.
-        slot: the tensor's place; bytes between tensors are not covered.
+        slots: the tensors' places; bytes between tensors are not covered.
     """
-    raw = flat[slot.offset : slot.offset + slot.num_bytes]
-    num_tail_bytes = slot.num_bytes % _WORD_BYTES
-    words = raw[: slot.num_bytes - num_tail_bytes].view(torch.int32)
-    length = min(_CHUNK_WORDS, len(words))
+    most_words = max((slot.num_bytes // _WORD_BYTES for slot in slots), default=0)
+    length = min(_CHUNK_WORDS, most_words)
     weights = torch.arange(1, 2 * length + 1, 2, dtype=torch.int64, device=flat.device)
-    products = torch.empty_like(weights)
-    chunk_sums = [
-        torch.mul(chunk, weights[: len(chunk)], out=products[: len(chunk)]).sum()
-        for chunk in words.split(_CHUNK_WORDS)
-        if len(chunk)
-    ]
-    result = slot.num_bytes
-    for value in torch.stack(chunk_sums).tolist() if chunk_sums else []:
+    at_a_time = min(_CHUNKS_AT_A_TIME[flat.device.type], -(-most_words // _CHUNK_WORDS))
+    products = weights.new_empty(at_a_time, length)
+    raws = (flat[slot.offset : slot.offset + slot.num_bytes] for slot in slots)
+    parts = [part for raw in raws for part in _sums(raw, weights, products)]
+    values = iter(torch.cat(parts).tolist() if parts else [])
+    return [_chained(slot.num_bytes, values) for slot in slots]
+
+
+def fingerprint(flat: torch.Tensor, slot: TensorSlot) -> int:
+    """`fingerprints` of one tensor."""
+    return fingerprints(flat, [slot])[0]
+
+
+def _sums(raw: torch.Tensor, weights: torch.Tensor, products: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The weighted sums of a tensor's chunks, then the bytes behind its last whole word, as 1-D int64 tensors.
+
+    Args:
+        raw: uint8.
+        weights: `[chunk]` int64.
+        products: `[n, chunk]` int64, overwritten: room for n chunks at a time.
+    """
+    num_words = len(raw) // _WORD_BYTES
+    words = raw[: num_words * _WORD_BYTES].view(torch.int32)
+    num_whole = num_words // _CHUNK_WORDS * _CHUNK_WORDS
+    for block in words[:num_whole].view(-1, _CHUNK_WORDS).split(len(products)) if num_whole else ():
+        yield torch.mul(block, weights, out=products[: len(block)]).sum(dim=1)
+    rest = num_words - num_whole
+    if rest:
+        yield torch.mul(words[num_whole:], weights[:rest], out=products[0, :rest]).sum(dim=0, keepdim=True)
+    if len(raw) % _WORD_BYTES:
+        yield raw[num_words * _WORD_BYTES :].long()
+
+
+def _chained(num_bytes: int, values: Iterator[int]) -> int:
+    """The fingerprint of a tensor of that size, from its next values."""
+    num_words, num_tail_bytes = divmod(num_bytes, _WORD_BYTES)
+    result = num_bytes
+    for value in itertools.islice(values, -(-num_words // _CHUNK_WORDS)):
         result = (result * _CHUNK_MULTIPLIER + value) & _MASK_64
-    for byte in raw[slot.num_bytes - num_tail_bytes :].tolist():
+    for byte in itertools.islice(values, num_tail_bytes):
         result = (result * _CHUNK_MULTIPLIER + byte + 1) & _MASK_64
     return result
 
 
-def mismatched_names(flat: torch.Tensor, slots: list[TensorSlot]) -> list[str]:
+def mismatched_names(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[str]:
     """Names of the tensors in a received buffer whose fingerprint is not the sender's."""
-    return [slot.name for slot in slots if slot.fingerprint is not None and fingerprint(flat, slot) != slot.fingerprint]
+    stamped = [slot for slot in slots if slot.fingerprint is not None]
+    found = zip(stamped, fingerprints(flat, stamped), strict=True)
+    return [slot.name for slot, value in found if value != slot.fingerprint]
 
 
 def check_receipts(receipts: list[SyncReceipt], buckets: list[Bucket], version: int) -> None:

@@ -152,3 +152,64 @@ def test_offloaded_parameters_train(gpu, tmp_path) -> None:
     results = [worker.train(batch.data[0], batch.sizes[0], WeightedNLL(), count_valid(data)) for _ in range(3)]
     assert results[-1].loss < results[0].loss
     assert all(tensor.device.type == gpu.type for _, tensor in worker.iterate_weights())
+
+
+def test_turns_on_the_gpu_change_no_number_and_free_its_memory(gpu, tmp_path) -> None:
+    """Optimizer state and a frozen model's weights go to page-locked memory and come back."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096}
+    name = save_tiny_model(tmp_path / "m", "qwen3", initializer_range=0.02, **shape)
+    config = policy_config(name, precision="bfloat16", **PACKED)
+    data = random_batch(rows=6, width=24)
+    teacher = PolicyWorker(DTensorBackend(config, gpu, init_optimizer=False, init_reference_model=False), config)
+    want = teacher.get_topk_logits(*_logprob_batch(config, data), 5)
+    policies = [PolicyWorker(DTensorBackend(config, gpu), config) for _ in range(2)]
+    batch = shard_batch(data, 1, training_strategy(config))
+    for _ in range(3):
+        losses = [w.train(batch.data[0], batch.sizes[0], WeightedNLL(), count_valid(data)).loss for w in policies]
+        assert losses[0] == losses[1]
+        awake = torch.cuda.memory_allocated()
+        policies[0].move_optimizer_state(to_host=True)
+        teacher.move_weights(to_host=True)
+        freed = awake - torch.cuda.memory_allocated()
+        numbers = sum(parameter.numel() for parameter in teacher.backend.model.parameters())
+        assert freed > 0.95 * numbers * (8 + 2), "two moments in float32, and weights in bfloat16"
+        moments = [v for s in policies[0].backend.optimizer.state.values() for v in s.values() if v.dim()]
+        assert all(moment.to_local().is_pinned() for moment in moments)
+        policies[0].move_optimizer_state(to_host=False)
+        teacher.move_weights(to_host=False)
+        got = teacher.get_topk_logits(*_logprob_batch(config, data), 5)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert policies[0].backend.optimizer.param_groups[0]["fused"] is True
+
+
+def test_a_checkpoint_is_written_while_the_gpu_trains(gpu, tmp_path) -> None:
+    config = policy_config(save_tiny_model(tmp_path / "m", "qwen3"), precision="bfloat16", **PACKED)
+    data = random_batch(rows=6)
+    worker = PolicyWorker(DTensorBackend(config, gpu), config)
+    batch = shard_batch(data, 1, training_strategy(config))
+    worker.train(batch.data[0], batch.sizes[0], WeightedNLL(), count_valid(data))
+    saved = {key: tensor.clone() for key, tensor in worker.iterate_weights()}
+    worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"), background=True)
+    worker.train(batch.data[0], batch.sizes[0], WeightedNLL(), count_valid(data))
+    worker.finish_checkpoint()
+    worker.load_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+    assert all(torch.equal(saved[key], tensor) for key, tensor in worker.iterate_weights())
+
+
+def test_vocabulary_statistics_are_compiled_and_right(gpu) -> None:
+    from nemo_rl.distributed import parallel_logprobs
+    from nemo_rl.utils import fusion
+
+    hidden = torch.randn(3000, 64, device=gpu, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(5001, 64, device=gpu, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, 5001, (3000,), device=gpu)
+    got, entropy = parallel_logprobs.token_logprobs(hidden, weight, targets)
+    grads = torch.autograd.grad((got + 0.1 * entropy).sum(), [hidden, weight])
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    logp = (wide[0] @ wide[1].t()).log_softmax(-1)
+    want = logp.gather(-1, targets[:, None]).squeeze(-1)
+    want_grads = torch.autograd.grad((want - 0.1 * (logp.exp() * logp).sum(-1)).sum(), wide)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-3)
+    for grad, wanted in zip(grads, want_grads, strict=True):
+        assert (grad.double() - wanted).norm() / wanted.norm() < 0.02
+    assert not fusion._uncompilable, "else it says why in the log"

@@ -28,8 +28,8 @@ from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
 from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.algorithms.rollout.validation import Validator
-from nemo_rl.algorithms.runtime.memory import MemorySharing, TrainedModel
-from nemo_rl.algorithms.runtime.placement import place_roles
+from nemo_rl.algorithms.runtime.memory import FrozenModel, MemorySharing, Party, TrainedModel
+from nemo_rl.algorithms.runtime.placement import place_roles, shares_with_policy
 from nemo_rl.algorithms.runtime.roles import Role, reserve, start_role, start_together
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run_folders import RunFolders, open_folders
@@ -166,7 +166,7 @@ def _connect(
         config.policy.max_total_sequence_length, algorithm.max_rollout_turns, cluster.timeouts.rollout_s
     )
     runner = RolloutRunner(workers.engines, workers.environments, recipe.tokenizer, limits, loop)
-    memory = share_memory(config, workers)
+    memory = share_memory(config, recipe.roles, workers)
     refitter = make_refitter(config.policy, cluster, policy, workers.engines, memory)
     trajectory_log = TrajectoryLog(folders.log_dir, config.logger.save_trajectories)
     rollouts = FreshRollouts(
@@ -209,18 +209,18 @@ def _connect(
     )
 
 
-def share_memory(config: RolloutMasterConfig, workers: Workers) -> MemorySharing:
-    """Who takes turns on the devices: policy and engines, where they are colocated on GPUs."""
+def share_memory(config: RolloutMasterConfig, roles: Mapping[str, Role], workers: Workers) -> MemorySharing:
+    """Who takes turns on the devices of the policy: on GPUs, the engines and models that are colocated with it."""
     generation = config.policy.generation
     assert generation is not None, "engine_settings checks this"
-    if not (config.cluster.uses_gpu and generation.colocated.enabled):
-        return MemorySharing()
-    return MemorySharing(
-        {
-            "generation": Engines(workers.engines, config.cluster.timeouts.weight_sync_s),
-            "policy": TrainedModel(workers.models["policy"]),
-        }
-    )
+    parties: dict[str, Party] = {}
+    if generation.colocated.enabled:
+        parties["generation"] = Engines(workers.engines, config.cluster.timeouts.weight_sync_s)
+    for name, role in roles.items():
+        if shares_with_policy(role.section):
+            model = workers.models[name]
+            parties[name] = TrainedModel(model) if role.trains else FrozenModel(model)
+    return MemorySharing(parties if config.cluster.uses_gpu and len(parties) > 1 else None)
 
 
 def make_prompts(config: RolloutMasterConfig, recipe: RolloutRecipe) -> PromptStream:

@@ -39,6 +39,25 @@ class TrainedModel:
         self.policy.onload_optimizer()
 
 
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model for inference only: its weights rest.
+
+    Attributes:
+        policy: its ranks.
+    """
+
+    policy: Policy
+
+    def rest(self) -> None:
+        """Weights to the host."""
+        self.policy.offload_weights()
+
+    def wake(self) -> None:
+        """Weights back."""
+        self.policy.onload_weights()
+
+
 class MemorySharing:
     """Hands shared devices from party to party.
 

@@ -19,13 +19,18 @@ def place_roles(cluster: ClusterConfig, roles: Mapping[str, PolicyConfig]) -> di
     """
     places, left = {}, cluster
     for name, section in roles.items():
-        if isinstance(section, TeacherConfig) and not section.colocated.enabled:
+        if isinstance(section, TeacherConfig) and not shares_with_policy(section):
             share = teachers_share(cluster, section.colocated)
             places[name] = _reserve(share, name, share.num_nodes, share.policy_ranks_per_node, 1)
             left = students_share(left, section.colocated)
     guests = roles.keys() - places.keys() - {"policy"}
     places["policy"], places["generation"] = make_clusters(left, roles["policy"], len(guests))
     return places | dict.fromkeys(guests, places["policy"])
+
+
+def shares_with_policy(section: PolicyConfig) -> bool:
+    """Whether a model gets the policy's devices; the policy itself does."""
+    return not isinstance(section, TeacherConfig) or section.colocated.enabled
 
 
 def make_clusters(

@@ -15,22 +15,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import torch
 from pydantic import BaseModel
 
 from nemo_rl.algorithms.runtime.idle_steps import IdleSteps
 from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
+from nemo_rl.algorithms.runtime.saving import CheckpointSaver, Savable
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.checkpoint_write import CheckpointWrite
-from nemo_rl.utils.errors import CheckpointError, RunInterruptedError
+from nemo_rl.utils.errors import CheckpointError, NemoRLError, RunInterruptedError
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.plain_load import load_plain
 from nemo_rl.utils.stop_signals import DeferredSignals
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 logger = logging.getLogger(__name__)
+
+_GOES_ON = "%s Training goes on; the next save, or the one at the end, is another attempt."
 
 
 @dataclass
@@ -93,15 +94,6 @@ class Resumable(Protocol):
         """Go to a stored position."""
 
 
-class Savable(Protocol):
-    """A model that can be stored."""
-
-    def save_checkpoint(
-        self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, consolidated: bool
-    ) -> None:
-        """Write weights, optimizer and tokenizer, and with `consolidated` the model to hand on."""
-
-
 @dataclass
 class SessionParts:
     """What a session works with.
@@ -156,7 +148,9 @@ class Session:
         self._finished: dict[str, float] = {}
         self._validated_step: int | None = None
         self._idle = IdleSteps(parts.cadence.max_idle_steps)
-        self._saved_step = 0
+        self._saver: CheckpointSaver | None = None
+        if parts.checkpoints is not None:
+            self._saver = CheckpointSaver(parts.checkpoints, parts.checkpointing, parts.models, parts.run_config)
         self._resumed_step: int | None = None
         self._position: dict[str, Any] | None = None
         self._stop_reason: str | None = None
@@ -168,11 +162,11 @@ class Session:
             self._resume(resume_path)
 
     def _resume(self, path: Path) -> None:
-        assert self._parts.checkpoints is not None
+        assert self._parts.checkpoints is not None and self._saver is not None
         info = self._parts.checkpoints.load_training_info(path) or {}
         known = {name: info[name] for name in asdict(self.state) if name in info}
         self.state = SaveState(**known)
-        self._saved_step = self.state.total_steps
+        self._saver.saved_step = self.state.total_steps
         self._resumed_step = self.state.total_steps
         self._position = load_plain(path / DATA_POSITION_FILE)
         logger.info("Resuming from %s after step %d.", path, self.state.total_steps)
@@ -204,6 +198,7 @@ class Session:
                 self._validate_last_step()
                 self._stop_reason = str(error)
             elif error is not None:
+                self._save_what_is_left(error)
                 return False
             self._end()
         finally:
@@ -216,7 +211,17 @@ class Session:
         if self._cadence.val_at_end and self._finished and self._validated_step != step:
             self._validate(step)
             # A checkpoint of this step lacks the validation.
-            self._saved_step = min(self._saved_step, step - 1)
+            if self._saver is not None:
+                self._settle_or_go_on()
+                self._saver.saved_step = min(self._saver.saved_step, step - 1)
+
+    def _save_what_is_left(self, error: BaseException) -> None:
+        """Complete a checkpoint that is being written, if what ends the run still lets its models answer."""
+        if self._saver is not None and isinstance(error, Exception):
+            try:
+                self._saver.settle()
+            except NemoRLError as failure:
+                logger.error("%s", failure)
 
     def _end(self) -> None:
         step, last_step = self.state.total_steps, self._cadence.max_num_steps
@@ -228,8 +233,10 @@ class Session:
                 or f"the checkpoint is at step {step} already, and the run ends at step {self._cadence.max_num_steps}",
             )
             return
-        if step > self._saved_step:
+        self._settle_or_go_on()
+        if self._saver is not None and step > self._saver.saved_step:
             self._checkpoint(step)
+            self._saver.settle()
         if step >= last_step:
             logger.info("Finished %d steps.", step)
             return
@@ -276,6 +283,7 @@ class Session:
         Raises:
             NothingToLearnError: too many steps in a row made no update; what was learned before them is saved.
         """
+        self._settle_or_go_on(wait=False)
         self.state.total_steps = step
         self.state.current_step = step
         self.state.current_epoch = self._parts.source.epoch
@@ -292,7 +300,7 @@ class Session:
         self._log(step, train_seconds)
         error = self._idle.note(step, self._metrics)
         if error is not None:
-            if step - self._idle.in_a_row > self._saved_step:
+            if self._saver is not None and step - self._idle.in_a_row > self._saver.saved_step:
                 self._checkpoint(step)
             raise error
 
@@ -344,7 +352,15 @@ class Session:
         try:
             self._checkpoint(step)
         except CheckpointError as error:
-            logger.error("%s Training goes on; the next save, or the one at the end, is another attempt.", error)
+            logger.error(_GOES_ON, error)
+
+    def _settle_or_go_on(self, *, wait: bool = True) -> None:
+        """Complete a checkpoint that is written in the background; a failure is treated like that of a save."""
+        if self._saver is not None:
+            try:
+                self._saver.settle(wait=wait)
+            except CheckpointError as error:
+                logger.error(_GOES_ON, error)
 
     def _checkpoint(self, step: int) -> None:
         """Save.
@@ -352,23 +368,9 @@ class Session:
         Raises:
             CheckpointError: the checkpoint could not be written.
         """
-        if self._parts.checkpoints is not None:
-            with CheckpointWrite(self._parts.checkpoints, step):
-                self._write_checkpoint(self._parts.checkpoints, step)
-            self._saved_step = step
-
-    def _write_checkpoint(self, checkpoints: CheckpointManager, step: int) -> None:
-        info = asdict(self.state) | self._finished
-        folder = Path(checkpoints.init_tmp_checkpoint(step, info, self._parts.run_config))
-        for name, model in self._parts.models.items():
-            model.save_checkpoint(
-                str(folder / name / "weights"),
-                str(folder / name / "optimizer") if self._parts.checkpointing.save_optimizer else None,
-                str(folder / name / "tokenizer"),
-                self._parts.checkpointing.save_consolidated,
-            )
-        torch.save(self._parts.source.state_dict(), folder / DATA_POSITION_FILE)
-        checkpoints.finalize_checkpoint(folder)
+        if self._saver is not None:
+            self._settle_or_go_on()
+            self._saver.save(step, asdict(self.state) | self._finished, self._parts.source.state_dict())
 
     def _log(self, step: int, train_seconds: float) -> None:
         timings = {k: float(v) for k, v in self.timer.get_timing_metrics("sum").items()}

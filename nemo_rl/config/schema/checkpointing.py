@@ -33,7 +33,6 @@ class CheckpointingConfig(Section):
     later: ClassVar[dict[str, str]] = {
         "ft_save_period": "extra crash-recovery saves",
         "ft_keep_latest_k": "extra crash-recovery saves",
-        "is_async": "writing checkpoints in the background",
         "is_peft": "adapter checkpoints",
         "peft_config": "adapter checkpoints",
         "pretrained_checkpoint": "the Megatron backend",
@@ -72,6 +71,11 @@ class CheckpointingConfig(Section):
         default_factory=list,
         description="Keys or sections that may differ from the configuration of the checkpoint a run resumes from, "
         "for example [data.train, grpo.seed]; policy.optimizer also lets a lost optimizer state start anew.",
+    )
+    is_async: bool = Field(
+        default=False,
+        description="Copy the state of the ranks into host memory and write it while training goes on; a checkpoint "
+        "counts when it is complete.",
     )
     save_consolidated: bool = Field(
         default=False,

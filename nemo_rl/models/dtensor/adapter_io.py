@@ -10,6 +10,7 @@ is not the one the checkpoint was trained on is refused.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,16 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.models.dtensor.checkpoint_io import failing_together, fill, held_here, local_part, saved_weights
+from nemo_rl.models.dtensor.checkpoint_io import (
+    Keep,
+    Write,
+    as_it_is,
+    failing_together,
+    fill,
+    held_here,
+    local_part,
+    saved_weights,
+)
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
 from nemo_rl.models.huggingface.checkpoint_names import converts
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER
@@ -35,23 +45,32 @@ _EXPERT_LAYERS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _MERGE_TOLERANCE = 1e-5
 
 
-def save_adapter(hf: PreTrainedModel, config: LoraConfig, base_name: str, weights_path: Path) -> None:
-    """Write the adapter; all ranks take part, rank 0 writes.
+def save_adapter(
+    hf: PreTrainedModel, config: LoraConfig, base_name: str, weights_path: Path, keep: Keep = as_it_is
+) -> Write:
+    """Prepare the adapter; all ranks take part, rank 0 writes.
 
     Args:
         hf: the adapted model, sharded or not.
         config: the `lora_cfg` section it was made with.
         base_name: `policy.model_name`.
         weights_path: the W of the module docstring.
+        keep: applied to every tensor that will be written.
     """
-    tensors = {_peft_key(name): _full(parameter) for name, parameter in _adapter_parameters(hf).items()}
-    with failing_together():
+    named = _adapter_parameters(hf).items()
+    tensors = {_peft_key(name): keep(f"adapter.{name}", _full(parameter)) for name, parameter in named}
+    described = json.dumps(_peft_config(config, base_name, hf), indent=2) + "\n"
+    return partial(_write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
+
+
+def _write_adapter(
+    folder: Path, tensors: dict[str, Tensor], described: str, group: dist.ProcessGroup | None = None
+) -> None:
+    with failing_together(group):
         if dist.get_rank() == 0:
-            folder = weights_path / ADAPTER_FOLDER
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
-            described = _peft_config(config, base_name, hf)
-            (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+            (folder / CONFIG_FILE).write_text(described, encoding="utf-8")
 
 
 def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) -> None:

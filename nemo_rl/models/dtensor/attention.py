@@ -13,8 +13,10 @@ per segment elsewhere (exact, and its cost does not grow with the length of the 
 that are not packed, one causal scaled-dot-product call per batch.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ from nemo_rl.utils.errors import ConfigError
 VARLEN_ATTENTION = "nemo_rl_varlen"
 _REFUSED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "head_mask")
 _MAX_FLASH_HEAD_DIM = 256
+_FLASH_HEAD_DIM_MULTIPLE = 8
+_FLASH_CAPABILITY = (8, 0)
 _PROBE_LENGTHS = (11, 9)
 _PROBE_WINDOW = 4
 
@@ -119,12 +123,16 @@ def _causal(
 
 
 def _flash_can_run(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether torch's varlen kernel takes these tensors: what it refuses goes segment by segment."""
+    head_dim = query.shape[-1]
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
-        and query.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD_DIM
+        and head_dim == value.shape[-1] <= _MAX_FLASH_HEAD_DIM
+        and head_dim % _FLASH_HEAD_DIM_MULTIPLE == 0
         and dropout == 0.0
+        and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
     )
 
 
@@ -143,6 +151,7 @@ def _flash_segments(
 
     longest = max_length if max_length is not None else int(cu_seq_lens.diff().max())
     left = -1 if window is None or window >= longest else window - 1
+    gqa: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _asks_for_gqa(varlen_attn) else {}
     out = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -153,10 +162,16 @@ def _flash_segments(
         longest,
         scale=scaling,
         window_size=(left, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **gqa,
     )
     assert isinstance(out, Tensor)
     return out
+
+
+@cache
+def _asks_for_gqa(kernel: Callable[..., Any]) -> bool:
+    """Whether shared key heads are announced: torch 2.11 shares them and knows no such argument."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _window_mask(*, local_size: int | None = None, **kwargs: Any) -> Tensor | None:

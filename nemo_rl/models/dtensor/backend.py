@@ -12,7 +12,7 @@ plan order, ranks reduce in gloo's fixed ring order, and no kernel used here has
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +31,8 @@ from nemo_rl.distributed.process_group import device_mesh
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
-from nemo_rl.models.dtensor.checkpoint_io import held_here
+from nemo_rl.models.dtensor.checkpoint_io import Keep, Write, held_here
+from nemo_rl.models.dtensor.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.dtensor.lora import (
     adapted_weights,
     adapters_off,
@@ -44,6 +45,7 @@ from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, c
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
     enable_activation_checkpointing,
+    hold_in,
     reshard,
     shard,
 )
@@ -58,6 +60,9 @@ from nemo_rl.utils.device import device_for
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
+
+_HALVES_FROZEN_ON = ("cuda",)
+"""Devices where a model for inference only is held in `policy.precision`."""
 
 
 class DTensorBackend(PolicyBackend):
@@ -90,9 +95,18 @@ class DTensorBackend(PolicyBackend):
         self._density = sampling_density(config)
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
-        self.model = _build_model(config, device, layout, seed)
+        self.model = _build_model(config, seed)
+        if not (init_optimizer or init_reference_model) and device.type in _HALVES_FROZEN_ON:
+            hold_in(self.model, torch_dtype(config.precision))
+        _shard(self.model, config, device, layout)
         self._has_reference = init_reference_model
-        self._reference = _local_copies(self.model) if init_reference_model and not self._lora.enabled else None
+        on_gpu = device.type != "cpu"
+        self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
+        self._weights_rest = False
+        self._resting, self._replaced, self._staged, initial = (HostMemory(pinned=on_gpu) for _ in range(4))
+        self._writers: dist.ProcessGroup | None = None
+        copies_initial = init_reference_model and not self._lora.enabled
+        self._reference = _local_copies(self.model, initial) if copies_initial else None
         self.optimizer: Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         self._settings = optimizer_settings(config)
@@ -154,7 +168,7 @@ class DTensorBackend(PolicyBackend):
             with adapters_off(self.model.hf):
                 yield
             return
-        current = _local_copies(self.model)
+        current = _local_copies(self.model, self._replaced)
         _copy_into(self.model, self._reference)
         try:
             yield
@@ -199,28 +213,56 @@ class DTensorBackend(PolicyBackend):
 
     def move_optimizer_state(self, to_host: bool) -> None:
         """See `PolicyBackend.move_optimizer_state`."""
-        if self.optimizer is None or self.device.type == "cpu":
-            return
-        target = torch.device("cpu") if to_host else self.device
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    state[name] = value.to(target)
-        device_for(uses_gpu=True).empty_cache()
+        if self._takes_turns and self.optimizer is not None:
+            move_state(self.optimizer, self._resting, self.device, to_host=to_host)
+        self._free_cache()
+
+    def move_weights(self, to_host: bool) -> None:
+        """See `PolicyBackend.move_weights`."""
+        if self._takes_turns and to_host != self._weights_rest:
+            reshard(self.model)
+            move_weights(self.model, self._resting, self.device, to_host=to_host)
+            self._weights_rest = to_host
+        self._free_cache()
+
+    def _free_cache(self) -> None:
+        """Wait for the copies, and leave no memory on the device that this process does not use."""
+        device = device_for(uses_gpu=self.device.type != "cpu")
+        device.synchronize()
+        device.empty_cache()
 
     def save(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.save`."""
+        for write in self._prepared(paths, checkpoint_io.as_it_is):
+            write(None)
+
+    def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
+        """See `PolicyBackend.stage_save`; the copies lie in host memory that the next save uses again."""
+        if self._writers is None:
+            self._writers = dist.new_group(backend="gloo")
+        writes, group = list(self._prepared(paths, self._staged.store)), self._writers
+        device_for(uses_gpu=self.device.type != "cpu").synchronize()
+
+        def write_all() -> None:
+            for write in writes:
+                write(group)
+
+        return write_all
+
+    def _prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
+        """The parts of a checkpoint, each prepared when it is asked for."""
         if self._lora.enabled:
-            checkpoint_io.save_weights(self.model.hf, paths.weights, merged_by_name(self.model.hf, self.device))
-            adapter_io.save_adapter(self.model.hf, self._lora, self._model_name, paths.weights)
+            merged = merged_by_name(self.model.hf, self.device)
+            yield checkpoint_io.save_weights(self.model.hf, paths.weights, merged, keep)
+            yield adapter_io.save_adapter(self.model.hf, self._lora, self._model_name, paths.weights, keep)
         else:
-            checkpoint_io.save_weights(self.model.hf, paths.weights)
+            yield checkpoint_io.save_weights(self.model.hf, paths.weights, keep=keep)
         if paths.optimizer is None:
             return
         if self.optimizer is None or self.scheduler is None:
             raise CheckpointError("This policy has no optimizer to save; leave optimizer_path out.")
-        checkpoint_io.save_training_state(
-            self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer
+        yield checkpoint_io.save_training_state(
+            self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer, keep
         )
 
     def load(self, paths: CheckpointPaths) -> None:
@@ -246,12 +288,10 @@ def sampling_density(config: PolicyConfig) -> SamplingDensity:
     return SamplingDensity(generation.temperature, top_k, generation.top_p)
 
 
-def _build_model(
-    config: PolicyConfig, device: torch.device, layout: ParallelLayout, seed: int
-) -> CausalLMWithLogprobs | RewardModel:
-    """Load, check, adapt and shard the model."""
+def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | RewardModel:
+    """Load, check and adapt the model, in float32 on the CPU."""
     if config.reward_model_cfg.enabled:
-        return _shard(build_reward_model(config), config, device, layout)
+        return build_reward_model(config)
     packed = config.sequence_packing.enabled
     hf = load_causal_lm(
         config.model_name,
@@ -265,30 +305,30 @@ def _build_model(
     model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
-    return _shard(model, config, device, layout)
+    return model
 
 
-def _shard[ModelT: CausalLMWithLogprobs | RewardModel](
-    model: ModelT, config: PolicyConfig, device: torch.device, layout: ParallelLayout
-) -> ModelT:
-    """Spread a loaded model over the ranks."""
+def _shard(
+    model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, device: torch.device, layout: ParallelLayout
+) -> None:
+    """Spread a loaded model over the ranks, in place."""
     if config.dtensor_cfg.activation_checkpointing:
         enable_activation_checkpointing(model.hf)
     mesh = device_mesh(layout, device.type)
     spec = ShardingSpec(torch_dtype(config.precision), config.dtensor_cfg.cpu_offload, device)
-    return shard(model, mesh, spec)
+    shard(model, mesh, spec)
 
 
 @torch.no_grad()
-def _local_copies(model: CausalLMWithLogprobs | RewardModel) -> dict[str, Tensor]:
-    """CPU copies of this rank's part of every weight."""
+def _local_copies(model: CausalLMWithLogprobs | RewardModel, memory: HostMemory) -> dict[str, Tensor]:
+    """Copies in host memory of this rank's part of every weight."""
     reshard(model)
     weights = checkpoint_io.weights_by_name(model.hf)
-    return {name: held_here(tensor).detach().to("cpu", copy=True) for name, tensor in weights.items()}
+    return {name: memory.store(name, held_here(tensor)) for name, tensor in weights.items()}
 
 
 @torch.no_grad()
 def _copy_into(model: CausalLMWithLogprobs | RewardModel, copies: dict[str, Tensor]) -> None:
     reshard(model)
     for name, tensor in checkpoint_io.weights_by_name(model.hf).items():
-        held_here(tensor).copy_(copies[name])
+        held_here(tensor).copy_(copies[name], non_blocking=True)

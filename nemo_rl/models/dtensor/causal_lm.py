@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.parallel_logprobs import (
-    DEFAULT_CHUNK_SIZE,
     SamplingDensity,
     TopK,
     logprobs_from_logits,
@@ -36,14 +35,14 @@ class CausalLMWithLogprobs(ShardableModel):
     Attributes:
         hf: the wrapped model; its `named_parameters` are the names to export.
         plain_head: whether the head is a linear layer on the body's last hidden state.
-        chunk_size: tokens per chunk of logits.
+        chunk_size: tokens per chunk of logits; None takes what suits the device.
     """
 
     def __init__(self, hf: PreTrainedModel, *, plain_head: bool, chunk_size: int | None = None) -> None:
         super().__init__()
         self.hf = hf
         self.plain_head = plain_head
-        self.chunk_size = chunk_size or DEFAULT_CHUNK_SIZE
+        self.chunk_size = chunk_size
 
     def forward(
         self,
@@ -97,7 +96,7 @@ def build_causal_lm(hf: PreTrainedModel, *, chunk_size: int | None = None) -> Ca
 
     Args:
         hf: the model with its real weights.
-        chunk_size: tokens per chunk of logits; None takes the default.
+        chunk_size: tokens per chunk of logits; None takes what suits the device.
     """
     plain = has_plain_head(hf)
     if not plain:

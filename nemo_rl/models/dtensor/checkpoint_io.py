@@ -12,11 +12,13 @@ the same number), unless the settings of optimizer or schedule are others. Where
 so that training can go on. Folders are on storage that every rank sees; the caller makes writing atomic.
 """
 
+import copy
 import logging
 import random
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.models.dtensor.optimizer import OptimizerSettings, hyperparameters_now
+from nemo_rl.models.dtensor.optimizer import OptimizerSettings, hyperparameters_now, keep_implementation
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
@@ -46,6 +48,16 @@ from nemo_rl.utils.plain_load import load_plain
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 5 * 1024**3
+
+type Keep = Callable[[str, Tensor], Tensor]
+"""What to write in a tensor's place, by its name: the tensor, or a copy that later updates leave alone."""
+type Write = Callable[[dist.ProcessGroup | None], None]
+"""Writes a prepared part of a checkpoint; ranks meet in the group, None is the default one."""
+
+
+def as_it_is(name: str, tensor: Tensor) -> Tensor:
+    """The tensor itself, for what is written at once."""
+    return tensor
 
 
 def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
@@ -58,29 +70,45 @@ def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def save_weights(hf: PreTrainedModel, weights_path: Path, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
-    """Write weights and configuration as a folder that `from_pretrained` and engines load.
+def save_weights(
+    hf: PreTrainedModel,
+    weights_path: Path,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
+    keep: Keep = as_it_is,
+) -> Write:
+    """Prepare weights and configuration as a folder that `from_pretrained` and engines load.
 
     Args:
         hf: the model, sharded or not.
         weights_path: the W of the module docstring.
         weights: what to write, by the model's names; None takes `weights_by_name`.
+        keep: applied to every tensor that will be written.
 
-    Raises:
-        CheckpointError: a rank could not write its files; raised on all ranks.
+    Returns:
+        Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
     """
-    folder = weights_path / MODEL_FOLDER
     weights = weights_by_name(hf).items() if weights is None else weights
     part, num_bytes = _part_of_this_rank(in_checkpoint(hf, weights))
+    part = {name: keep(f"weights.{name}", tensor) for name, tensor in part.items()}
+    return partial(_write_weights, hf, weights_path / MODEL_FOLDER, part, num_bytes)
+
+
+def _write_weights(
+    hf: PreTrainedModel,
+    folder: Path,
+    part: dict[str, Tensor],
+    num_bytes: dict[str, int],
+    group: dist.ProcessGroup | None = None,
+) -> None:
     writer = HuggingFaceStorageWriter(
         str(folder),
         fqn_to_index_mapping=_file_numbers(num_bytes),
         save_distributed=True,
         enable_consolidation=True,
     )
-    with failing_together():
-        dcp.save(part, storage_writer=writer)
-    with failing_together():
+    with failing_together(group):
+        dcp.save(part, storage_writer=writer, process_group=group)
+    with failing_together(group):
         if dist.get_rank() == 0:
             shutil.rmtree(folder / "sharded")
             hf.config.architectures = [type(hf).__name__]
@@ -164,24 +192,54 @@ def local_part(value: Tensor, like: Tensor) -> Tensor:
 
 
 def save_training_state(
-    hf: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler, settings: OptimizerSettings, path: Path
-) -> None:
-    """Write optimizer, schedule and each rank's random-number state; `path` is the O above.
+    hf: PreTrainedModel,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    settings: OptimizerSettings,
+    path: Path,
+    keep: Keep = as_it_is,
+) -> Write:
+    """Prepare optimizer, schedule and each rank's random-number state; `path` is the O above.
 
-    Raises:
-        CheckpointError: a rank could not write its files; raised on all ranks.
+    Returns:
+        Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
     """
-    has_state = bool(optimizer.state)
-    if has_state:
-        with failing_together():
-            dcp.save({"optim": _optimizer_state(hf, optimizer)}, checkpoint_id=str(path / "optim"))
-    with failing_together():
+    state = _kept(_optimizer_state(hf, optimizer), "optim", keep) if optimizer.state else None
+    trainer = {
+        "scheduler": copy.deepcopy(scheduler.state_dict()),
+        "has_optimizer_state": state is not None,
+        "settings": settings,
+    }
+    return partial(_write_training_state, path, state, trainer, rng_state())
+
+
+def _write_training_state(
+    path: Path,
+    state: dict[str, Any] | None,
+    trainer: dict[str, Any],
+    rng: dict[str, Any],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    if state is not None:
+        with failing_together(group):
+            dcp.save({"optim": state}, checkpoint_id=str(path / "optim"), process_group=group)
+    with failing_together(group):
         rng_file = _rng_file(path)
         rng_file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(rng_state(), rng_file)
+        torch.save(rng, rng_file)
         if dist.get_rank() == 0:
-            trainer = {"scheduler": scheduler.state_dict(), "has_optimizer_state": has_state, "settings": settings}
             torch.save(trainer, path / "trainer.pt")
+
+
+def _kept(value: Any, name: str, keep: Keep) -> Any:
+    """The same dicts and lists anew, with what `keep` makes of each tensor."""
+    if isinstance(value, Tensor):
+        return keep(name, value)
+    if isinstance(value, dict):
+        return {key: _kept(below, f"{name}.{key}", keep) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_kept(below, f"{name}.{index}", keep) for index, below in enumerate(value)]
+    return value
 
 
 def load_training_state(
@@ -224,12 +282,16 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path) -> None
         raise CheckpointError(
             f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {_reasons(error)}"
         ) from error
+    keep_implementation(optimizer, state["optim"]["param_groups"])
     set_optimizer_state_dict(hf, optimizer, state["optim"])
 
 
 @contextmanager
-def failing_together() -> Iterator[None]:
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Wait for all ranks; where one of them could not write, raise on all of them.
+
+    Args:
+        group: through which they tell each other; None takes the default one.
 
     Raises:
         CheckpointError: says what each rank met.
@@ -242,7 +304,7 @@ def failing_together() -> Iterator[None]:
     except dcp.CheckpointException as error:
         mine = _reasons(error)
     found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    dist.all_gather_object(found, mine, group=group)
     reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
     if reasons:
         raise CheckpointError("; ".join(reasons))

@@ -3,6 +3,7 @@
 Invariant: the gradient norm is the norm of the whole model's gradient, whichever meshes its parameters live on.
 """
 
+import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,16 +27,28 @@ _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base
 """What schedules of torch keep in an optimizer's parameter groups."""
 
 
+_IMPLEMENTATION = ("foreach", "fused")
+"""Arguments that choose how an optimizer of torch computes, not what."""
+_FUSED_ON = ("cuda",)
+
+
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     """The optimizer named by `policy.optimizer`.
+
+    On GPUs it is the fused one where the class has one and the kwargs choose none: torch itself takes foreach for
+    sharded parameters, which needs temporaries as large as the parameters.
 
     Raises:
         ConfigError: the class cannot be imported or refuses its kwargs.
     """
     cls = _named_class(config, "policy.optimizer.name")
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    kwargs = dict(config.kwargs)
+    on_gpu = all(parameter.device.type in _FUSED_ON for parameter in trainable)
+    if on_gpu and not kwargs.keys() & {*_IMPLEMENTATION} and "fused" in inspect.signature(cls).parameters:
+        kwargs["fused"] = True
     try:
-        return cls(trainable, **config.kwargs)
+        return cls(trainable, **kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"policy.optimizer.kwargs do not fit {config.name}: {error}") from error
 
@@ -93,6 +106,12 @@ def _named_class(entry: OptimizerConfig | SchedulerConfig, key: str) -> Any:
 def optimizer_settings(config: PolicyConfig) -> OptimizerSettings:
     """What optimizer and schedule of a policy are made from."""
     return config.model_dump(mode="json", include={"optimizer", "scheduler"})
+
+
+def keep_implementation(optimizer: Optimizer, saved_groups: Sequence[dict[str, Any]]) -> None:
+    """Write into the groups of a saved state how this optimizer computes, which may be on another device."""
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        saved.update({name: group[name] for name in _IMPLEMENTATION if name in group})
 
 
 def hyperparameters_now(

@@ -65,6 +65,13 @@ def enable_activation_checkpointing(hf: PreTrainedModel) -> None:
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
+@torch.no_grad()
+def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round all parameters once to the dtype that FSDP2 would round them to in every pass; buffers stay."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 def shard[ModelT: ShardableModel](model: ModelT, mesh: DeviceMesh, spec: ShardingSpec) -> ModelT:
     """Shard decoder layers and root with FSDP2, in place, and move the model to its device.
 

@@ -129,6 +129,7 @@ class Policy(PolicyInterface):
         self.weight_version = 0
         self._turn = threading.RLock()
         self._num_calls = 0
+        self._complete_checkpoint: Callable[[], None] | None = None
         self._timeouts = timeouts or TimeoutsConfig()
         self._backend = training_backend(config)
         ranks_of_node = Counter(place.node_idx for place in plan_places(cluster.bundle_counts, workers_per_node, None))
@@ -299,6 +300,8 @@ class Policy(PolicyInterface):
         optimizer_path: str | PathLike[str] | None = None,
         tokenizer_path: str | PathLike[str] | None = None,
         consolidated: bool = False,
+        *,
+        background: bool = False,
     ) -> None:
         """Write a checkpoint; what is in its folders is the training backend's own.
 
@@ -307,17 +310,45 @@ class Policy(PolicyInterface):
             optimizer_path: folder for optimizer, schedule and random-number state; None leaves them out.
             tokenizer_path: folder for one more copy of the tokenizer.
             consolidated: also write the model in `precision` to hand on.
+            background: return when the ranks have copied their state; `finalize_async_save` completes the checkpoint.
         """
+        self.finalize_async_save()
         self._run_everywhere(
             "save_checkpoint",
             "writing a checkpoint",
             weights_path=_absolute(weights_path),
             optimizer_path=_absolute(optimizer_path),
+            background=background,
         )
         precision = self.config.precision if consolidated else None
-        self._backend.complete_checkpoint(Path(weights_path), self.tokenizer, precision)
-        if tokenizer_path is not None:
-            self.tokenizer.save_pretrained(str(tokenizer_path))
+
+        def complete() -> None:
+            self._backend.complete_checkpoint(Path(weights_path), self.tokenizer, precision)
+            if tokenizer_path is not None:
+                self.tokenizer.save_pretrained(str(tokenizer_path))
+
+        if background:
+            self._complete_checkpoint = complete
+        else:
+            complete()
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether the ranks write nothing in the background any more; does not wait for them."""
+        return self._complete_checkpoint is None or all(
+            self._run_everywhere("checkpoint_is_written", "asking for the checkpoint")
+        )
+
+    def finalize_async_save(self) -> None:
+        """Wait until a checkpoint that is written in the background is complete.
+
+        Raises:
+            CheckpointError: a rank could not write its files.
+            DeadlineExceededError: it was not written in `cluster.timeouts.checkpoint_s`.
+        """
+        complete, self._complete_checkpoint = self._complete_checkpoint, None
+        if complete is not None:
+            self._run_everywhere("finish_checkpoint", "writing a checkpoint in the background")
+            complete()
 
     def offload_optimizer(self) -> None:
         """Move optimizer state to host memory, to make room for colocated engines on GPUs."""
@@ -326,6 +357,14 @@ class Policy(PolicyInterface):
     def onload_optimizer(self) -> None:
         """Move optimizer state back to the GPUs before training."""
         self._run_everywhere("move_optimizer_state", "onloading the optimizer", to_host=False)
+
+    def offload_weights(self) -> None:
+        """Move the weights of a frozen model to host memory, to make room for those who share its GPUs."""
+        self._run_everywhere("move_weights", "offloading the weights", to_host=True)
+
+    def onload_weights(self) -> None:
+        """Move the weights back to the GPUs before the model is used."""
+        self._run_everywhere("move_weights", "onloading the weights", to_host=False)
 
     @contextmanager
     def held(self) -> Iterator[None]:

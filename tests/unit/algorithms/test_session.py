@@ -51,10 +51,10 @@ class Policy:
 
 
 def make_session(
-    folder: Path, cadence: Cadence, data: Data, accuracy: dict[int, float] | None = None
+    folder: Path, cadence: Cadence, data: Data, accuracy: dict[int, float] | None = None, **checkpointing: Any
 ) -> tuple[Session, list[int]]:
     """A session below `folder` that goes on from its newest checkpoint; and the steps it validates."""
-    config = CheckpointingConfig.build(checkpoint_dir=str(folder / "checkpoints"))
+    config = CheckpointingConfig.build(checkpoint_dir=str(folder / "checkpoints"), **checkpointing)
     checkpoints = CheckpointManager(config)
     latest = checkpoints.get_latest_checkpoint_path()
     validated: list[int] = []
@@ -181,7 +181,7 @@ FULL = [
 def test_a_full_disk_does_not_end_a_run_that_saves_later(tmp_path: Path, caplog, error: Exception) -> None:
     data = Data()
     session, _ = make_session(tmp_path, Cadence(6, save_period=2), data)
-    session._parts.models = {"policy": FailingPolicy(4, error=error)}
+    session._parts.models["policy"] = FailingPolicy(4, error=error)
     assert train(session, data) == [1, 2, 3, 4, 5, 6]
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("*step_*")) == ["step_2", "step_6"]
     (said,) = [record.message for record in caplog.records if record.levelname == "ERROR"]
@@ -192,7 +192,7 @@ def test_a_full_disk_does_not_end_a_run_that_saves_later(tmp_path: Path, caplog,
 def test_a_run_whose_last_save_fails_ends_with_an_error(tmp_path: Path) -> None:
     data = Data()
     session, _ = make_session(tmp_path, Cadence(4, save_period=2), data)
-    session._parts.models = {"policy": FailingPolicy(4, error=FULL[0])}
+    session._parts.models["policy"] = FailingPolicy(4, error=FULL[0])
     with pytest.raises(CheckpointError, match="step_4 could not be written .* step_2 is complete and stays"):
         train(session, data)
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("*step_*")) == ["step_2"]
@@ -202,7 +202,7 @@ def test_what_is_no_failed_write_ends_the_run(tmp_path: Path) -> None:
     for number, error in enumerate((ZeroDivisionError("bug"), WorkerDiedError("rank 0"))):
         data = Data()
         session, _ = make_session(tmp_path / str(number), Cadence(4, save_period=2), data)
-        session._parts.models = {"policy": FailingPolicy(2, error=error)}
+        session._parts.models["policy"] = FailingPolicy(2, error=error)
         with pytest.raises(type(error)):
             train(session, data)
 
@@ -218,7 +218,7 @@ def test_a_disk_that_is_full_in_truth(tmp_path: Path, ram_disk, caplog) -> None:
     with ram_disk("size=1m") as folder:
         data = Data()
         session, _ = make_session(folder, Cadence(3, save_period=1), data)
-        session._parts.models = {"policy": LargePolicy()}
+        session._parts.models["policy"] = LargePolicy()
         session._parts.logger = Logger(LoggerConfig.build(), tmp_path / "exp")
         with session:
             for step in session.steps():

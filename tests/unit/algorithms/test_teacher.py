@@ -9,7 +9,9 @@ from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_ti
 
 from nemo_rl.algorithms import distillation
 from nemo_rl.algorithms.distillation import check_vocab_equality
+from nemo_rl.algorithms.rollout.start import Workers, share_memory
 from nemo_rl.algorithms.rollout.teacher import TeacherScores, check_teacher_fits
+from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import DistillationMasterConfig, load_config
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -46,6 +48,26 @@ def test_another_vocabulary_is_refused_before_ray_starts(other_words, tmp_path, 
     monkeypatch.setenv("NRL_SKIP_DISTILLATION_TOKENIZER_CHECK", "1")
     # The teacher's head is larger than the student's, so only the student's ids may be asked for.
     assert check_teacher_fits(config, tokenizer) == 264
+
+
+@pytest.mark.parametrize(
+    ("keys", "parties"),
+    [
+        ((), {"generation": "Engines", "policy": "TrainedModel", "teacher": "FrozenModel"}),
+        (("teacher.colocated.enabled=false",), {"generation": "Engines", "policy": "TrainedModel"}),
+        (("policy.generation.colocated.enabled=false",), {"policy": "TrainedModel", "teacher": "FrozenModel"}),
+        (("policy.generation.colocated.enabled=false", "teacher.colocated.enabled=false"), {}),
+        (("cluster.device=cpu",), {}),
+    ],
+)
+def test_those_who_share_gpus_with_the_policy_take_turns(keys, parties) -> None:
+    gpus = ("cluster.device=cuda", "cluster.gpus_per_node=8", "policy.precision=bfloat16")
+    apart = [key.replace("enabled=false", f"resources.gpus_per_node={4 // len(keys)}") for key in keys]
+    config = config_with(*gpus, *keys, *(key for key in apart if "colocated" in key))
+    roles = {"policy": Role(config.policy), "teacher": Role(config.teacher, trains=False)}
+    workers = Workers(dict.fromkeys(roles), engines=None, environments={})  # type: ignore[arg-type]
+    found = share_memory(config, roles, workers)._parties
+    assert {name: type(party).__name__ for name, party in found.items()} == parties
 
 
 def test_a_head_with_rows_beyond_the_vocabulary_is_cut(tmp_path) -> None:

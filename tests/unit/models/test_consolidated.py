@@ -26,6 +26,7 @@ class InProcessPolicy(Policy):
     def __init__(self, config, backend: DTensorBackend) -> None:
         self.config, self.tokenizer, self._rank = config, make_char_tokenizer(), backend
         self._backend = training_backend(config)
+        self._complete_checkpoint = None
 
     def _run_everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
         optimizer = kwargs["optimizer_path"]

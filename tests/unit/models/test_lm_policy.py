@@ -192,7 +192,12 @@ def test_updates_without_a_valid_sample_leave_everything_as_it_was(policy, tmp_p
         result = policy.train(empty, ReportsRank())
         assert result["metrics"] == {"global_valid_seqs": 0.0, "global_valid_toks": 0.0, "skipped_updates": 2.0}
         assert result["loss"].tolist() == result["grad_norm"].tolist() == [0.0, 0.0]
-    policy.save_checkpoint(tmp_path / "after/weights", tmp_path / "after/optimizer")
+    policy.save_checkpoint(tmp_path / "after/weights", tmp_path / "after/optimizer", background=True)
+    policy.train(data, ReportsRank())  # while the ranks write what they had
+    assert not (tmp_path / "after/weights/model/tokenizer_config.json").exists()
+    policy.finalize_async_save()
+    assert policy.checkpoint_is_written()
+    version += 1
     before, after = _files(tmp_path / "before"), _files(tmp_path / "after")
     assert len(before) > 5 and policy.weight_version == version
     assert [name for name in before | after if before.get(name) != after.get(name)] == []

@@ -308,10 +308,12 @@ def _save(rank: int, world_size: int, name: str, step: str) -> tuple[dict, dict]
     worker, config = _worker(name)
     for seed in (1, 2):
         _update(worker, config, seed, rank, world_size)
-    worker.save_checkpoint(f"{step}/weights", f"{step}/optimizer")
+    in_background = world_size == 2
+    worker.save_checkpoint(f"{step}/weights", f"{step}/optimizer", background=in_background)
     saved = _snapshot(worker)
     exported = {f"export.{key}": _full(tensor) for key, tensor in worker.iterate_weights()}
     _update(worker, config, 3, rank, world_size)
+    worker.finish_checkpoint()
     return saved | exported, _snapshot(worker)
 
 

@@ -4,13 +4,19 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from nemo_rl.distributed import parallel_logprobs
 from nemo_rl.distributed.parallel_logprobs import (
     SamplingDensity,
     apply_top_k_top_p,
+    default_chunk_size,
     logprobs_from_logits,
     token_logprobs,
 )
+from nemo_rl.utils import fusion
 from nemo_rl.utils.errors import ConfigError
 
 N, D, V = 37, 16, 53
@@ -97,6 +103,98 @@ def test_never_holds_all_logits() -> None:
         got, _ = token_logprobs(hidden, weight, targets, chunk_size=16)
     assert max(saved) < 512 * 1000 / 10
     got.sum().backward()
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that ran, and how many of them touched all logits of a chunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+        self.num_over_logits = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names.append(func.__name__.partition(".")[0])
+        tensors = [t for t in (*args, out) if isinstance(t, torch.Tensor)]
+        self.num_over_logits += any(t.numel() >= N * V for t in tensors) and not func.is_view
+        return out
+
+
+def test_the_gradient_alone_takes_few_passes_and_asks_the_device_nothing() -> None:
+    hidden, weight, targets, _ = _inputs(torch.float32)
+    got, entropy = token_logprobs(hidden, weight, targets)
+    with Operations() as without:
+        got.sum().backward(retain_graph=True)
+    assert not {"any", "item", "_local_scalar_dense", "is_nonzero", "div_", "where"} & set(without.names)
+    # 3 matrix products; logsumexp, minus, exp, factor, scatter
+    assert without.num_over_logits == 8
+    with Operations() as with_entropy:
+        (got.sum() + entropy.sum()).backward()
+    assert with_entropy.num_over_logits > 8
+
+
+def test_gradients_of_one_of_the_two_results() -> None:
+    hidden, weight, targets, _ = _inputs(torch.float64)
+    want = torch.autograd.grad(_reference(hidden, weight, None, targets, 1.0)[1].sum(), [hidden, weight])
+    got = torch.autograd.grad(token_logprobs(hidden, weight, targets, chunk_size=8)[1].sum(), [hidden, weight])
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=0, atol=1e-11)
+
+
+def test_chunks_are_larger_on_gpus() -> None:
+    with FakeTensorMode():
+        sizes = [default_chunk_size(torch.empty(1, device=device)) for device in ("cpu", "cuda")]
+    assert sizes == [512, 2048]
+
+
+def test_statistics_compile_whole_and_for_any_number_of_tokens() -> None:
+    """With the compiler's front end, which needs no GPU: one graph, the same numbers, dropped tokens included."""
+    frames: list[int] = []
+
+    def backend(graph, inputs):
+        frames.append(len(graph.graph.nodes))
+        return graph.forward
+
+    statistics, grad_logits = (
+        torch.compile(function, backend=backend, fullgraph=True)
+        for function in (parallel_logprobs._statistics, parallel_logprobs._grad_logits)
+    )
+    for n in (32, 17, 9, 21):
+        x = torch.randn(n, V).masked_fill(torch.rand(n, V) < 0.3, -math.inf)
+        targets = x.argmax(-1)
+        for got, want in zip(statistics(x, targets), parallel_logprobs._statistics(x, targets), strict=True):
+            assert torch.equal(got, want)
+        given = (x, torch.rand(n, 1), torch.rand(n))
+        assert torch.equal(grad_logits(*given), parallel_logprobs._grad_logits(*given))
+    assert len(frames) == 4, "one graph for the first number of tokens, one for all others"
+
+
+def test_a_gpu_runs_compiled_functions_unless_they_do_not_compile(monkeypatch, caplog) -> None:
+    def plain(x):
+        return "plain"
+
+    with FakeTensorMode():
+        cpu, gpu = (torch.empty(1, device=device) for device in ("cpu", "cuda"))
+    monkeypatch.setattr(fusion, "_has_triton", lambda: False)
+    assert fusion.fused_on_gpu(plain, gpu) is plain
+    monkeypatch.setattr(fusion, "_has_triton", lambda: True)
+    monkeypatch.setattr(torch, "compile", lambda function: lambda x: "compiled")
+    assert fusion.fused_on_gpu(plain, cpu) is plain
+    assert fusion.fused_on_gpu(plain, gpu)(gpu) == "compiled"
+
+    def refused(x):
+        return "plain"
+
+    def fail(x):
+        raise BackendCompilerFailed(plain, RuntimeError("no C compiler"), None)
+
+    monkeypatch.setattr(torch, "compile", lambda function: fail)
+    call = fusion.fused_on_gpu(refused, gpu)
+    assert [call(gpu), call(gpu)] == ["plain", "plain"]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "refused is not compiled for this GPU, so it is slower"
+    ]
 
 
 def _vllm_filter(row: list[float], top_k: int | None, top_p: float) -> set[int]:

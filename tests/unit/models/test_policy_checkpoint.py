@@ -1,6 +1,7 @@
 """Checkpoints restore every bit, on any number of ranks, and load with from_pretrained."""
 
 import random
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,13 @@ from policy_helpers import (
     run_ranks,
     save_tiny_model,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import SequentialLR
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.dtensor import checkpoint_io
+from nemo_rl.config import OptimizerConfig
+from nemo_rl.models.dtensor import checkpoint_io, optimizer
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, hyperparameters_now
 from nemo_rl.models.interfaces import CheckpointPaths
@@ -59,8 +62,11 @@ def _assert_equal(a: dict, b: dict) -> None:
         assert torch.equal(a[key], b[key]), key
 
 
+PRECISION: dict[str, str] = {}
+
+
 def _worker(name: str, **values) -> tuple[PolicyWorker, object]:
-    config = policy_config(name, scheduler=SCHEDULE, **values)
+    config = policy_config(name, scheduler=SCHEDULE, **PRECISION, **values)
     return PolicyWorker(DTensorBackend(config, CPU), config), config
 
 
@@ -323,3 +329,98 @@ def test_wrong_names_and_arguments_are_explained() -> None:
     bad = policy_config("m", optimizer={"name": "torch.optim.SGD", "kwargs": {"beta": 1}}).optimizer
     with pytest.raises(ConfigError, match="policy.optimizer.kwargs do not fit torch.optim.SGD"):
         build_optimizer([parameter], bad)
+
+
+def test_a_fused_optimizer_goes_on_from_one_that_was_not(tmp_path, monkeypatch) -> None:
+    """As on a GPU that resumes a run of CPUs or of an older version: it stays fused, its step counts move."""
+    name = save_tiny_model(tmp_path / "m")
+    step = str(tmp_path / "step")
+    with process_group():
+        plain, config = _worker(name)
+        _update(plain, config, 1)
+        plain.save_checkpoint(f"{step}/weights", f"{step}/optimizer")
+        monkeypatch.setattr(optimizer, "_FUSED_ON", ("cpu",))
+        fused, _ = _worker(name)
+        fused.load_checkpoint(f"{step}/weights", f"{step}/optimizer")
+        assert [group["fused"] for group in fused.backend.optimizer.param_groups] == [True]
+        _assert_equal(_state(plain), _state(fused))
+        for worker in (plain, fused):
+            _update(worker, config, 2)
+        left, right = _state(plain), _state(fused)
+        for key, value in left.items():
+            torch.testing.assert_close(right[key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "kwargs", "fused"),
+    [
+        ("cuda", "torch.optim.AdamW", {}, True),
+        ("cuda", "torch.optim.SGD", {"momentum": 0.9}, True),
+        ("cuda", "torch.optim.AdamW", {"fused": False}, False),
+        ("cuda", "torch.optim.AdamW", {"foreach": False}, None),
+        ("cuda", "torch.optim.Adadelta", {}, None),
+        ("cpu", "torch.optim.AdamW", {}, None),
+    ],
+)
+def test_gpus_get_the_fused_optimizer_unless_the_user_chose(device, name, kwargs, fused) -> None:
+    with FakeTensorMode():
+        parameter = torch.nn.Parameter(torch.empty(2, 2, device=device))
+        made = build_optimizer([parameter], OptimizerConfig.build(name=name, kwargs={"lr": 0.1, **kwargs}))
+    assert made.param_groups[0].get("fused") is fused
+
+
+def _save_in_background(rank: int, world_size: int, name: str, step: str) -> tuple[dict, dict]:
+    """Two saves while training goes on; each is written only when the next update has been made."""
+    worker, config = _worker(name)
+    states = []
+    for seed in (1, 2):
+        _update(worker, config, seed, rank, world_size)
+        states.append(_state(worker))
+        staged = []
+        stage = worker.backend.stage_save
+
+        def later(paths, stage=stage, staged=staged):
+            write, go = stage(paths), threading.Event()
+            staged.append(go)
+            return lambda: (go.wait(20), write())
+
+        worker.backend.stage_save = later
+        worker.save_checkpoint(f"{step}_{seed}/weights", f"{step}_{seed}/optimizer", background=True)
+        worker.backend.stage_save = stage
+        assert not worker.checkpoint_is_written()
+        _update(worker, config, seed + 10, rank, world_size)
+        staged[0].set()
+        worker.finish_checkpoint()
+        assert worker.checkpoint_is_written()
+    return tuple(states)
+
+
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "float32"), (2, "bfloat16")])
+def test_a_checkpoint_written_in_the_background_is_of_the_moment_it_was_asked_for(
+    world_size, precision, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setitem(PRECISION, "precision", precision)
+    name, step = save_tiny_model(tmp_path / "m", tie=True), str(tmp_path / "step")
+    saved = run_ranks(_save_in_background, world_size, name, step)
+    for number, seed in enumerate((1, 2)):
+        for loaded, _, _ in run_ranks(_resume, world_size, name, f"{step}_{seed}"):
+            _assert_equal(loaded, saved[0][number])
+
+
+def _write_where_rank_1_cannot(rank: int, world_size: int, name: str, step: str) -> str:
+    worker, config = _worker(name)
+    _update(worker, config, 1, rank, world_size)
+    if rank == 1:
+        checkpoint_io._rng_file = lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    worker.save_checkpoint(f"{step}/weights", f"{step}/optimizer", background=True)
+    _update(worker, config, 2, rank, world_size)
+    with pytest.raises(CheckpointError) as failure:
+        worker.finish_checkpoint()
+    worker.finish_checkpoint()  # says it once
+    return str(failure.value)
+
+
+def test_a_rank_that_cannot_write_in_the_background_fails_on_all(tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m")
+    found = run_ranks(_write_where_rank_1_cannot, 2, name, str(tmp_path / "step"))
+    assert found[0] == found[1] and "No space left on device" in found[0]

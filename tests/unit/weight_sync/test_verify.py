@@ -6,11 +6,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync import verify
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot, pack, plan_slots
-from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts, fingerprint, mismatched_names
+from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts, fingerprint, fingerprints, mismatched_names
 
 
 def whole(flat: torch.Tensor) -> TensorSlot:
@@ -71,6 +72,37 @@ def test_two_exchanged_elements_are_noticed(dtype, values):
         if exchanged.view(torch.uint8).equal(tensor.view(torch.uint8)):
             continue
         assert print_of(exchanged) != print_of(tensor)
+
+
+class CountOps(TorchDispatchMode):
+    num_ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_gets_few_kernels_and_is_waited_for_once_per_bucket(monkeypatch):
+    """Kernels by the rule of a GPU, on a CPU: as many for 60 chunks as for 2, and one transfer for all tensors."""
+    monkeypatch.setattr(verify, "_CHUNK_WORDS", 16)
+    monkeypatch.setitem(verify._CHUNKS_AT_A_TIME, "cpu", verify._CHUNKS_AT_A_TIME["cuda"])
+    transfers = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: transfers.append(len(self)) or tolist(self))
+    counts = []
+    for num_chunks in (2, 60):
+        group = [(str(n), torch.randn(16 * num_chunks + n)) for n in range(3)] + [("b", torch.ones(7).bfloat16())]
+        slots, num_bytes = plan_slots(group)
+        flat = torch.zeros(num_bytes, dtype=torch.uint8)
+        pack(group, slots, flat)
+        transfers.clear()
+        with CountOps() as ops:
+            found = fingerprints(flat, slots)
+        counts.append(ops.num_ops)
+        assert len(transfers) == 1
+        raws = [flat[slot.offset : slot.offset + slot.num_bytes].numpy().tobytes() for slot in slots]
+        assert found == [reference_fingerprint(raw, 16) for raw in raws]
+    assert counts[1] <= counts[0], "ops per tensor do not grow with its chunks"
 
 
 def test_exchanged_chunks_and_rows_are_noticed():

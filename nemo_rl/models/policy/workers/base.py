@@ -11,6 +11,7 @@ microbatches is the same on every rank, and a rank with nothing to count runs an
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from nemo_rl.models.inputs import (
 from nemo_rl.models.interfaces import CheckpointPaths, PolicyBackend
 from nemo_rl.models.policy.metrics import reduce_metrics
 from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
+from nemo_rl.utils.background import in_background
+from nemo_rl.utils.device import device_for, to_host
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.interfaces import TransportSpec
@@ -108,6 +111,7 @@ class PolicyWorker:
         self._layout = input_layout(config)
         self._gives_scores = gives_scores
         self._sender: WeightSender | None = None
+        self._saving: Future[None] | None = None
 
     def train(
         self,
@@ -176,7 +180,7 @@ class PolicyWorker:
 
         def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> None:
             scored = inputs[index].scatter(logprobs_K).float()
-            scores.append(torch.nn.functional.pad(scored, (1, 0)).cpu())
+            scores.append(to_host(torch.nn.functional.pad(scored, (1, 0))))
 
         self.backend.run(inputs, forward_step, backward=False)
         return self._given(scores)
@@ -205,7 +209,7 @@ class PolicyWorker:
         scores: list[Tensor] = []
 
         def forward_step(index: int, scores_K: Tensor, entropy_K: Tensor) -> None:
-            scores.append(scores_K.float().cpu())
+            scores.append(to_host(scores_K.float()))
 
         self.backend.run(inputs, forward_step, backward=False)
         return self._given(scores)
@@ -231,8 +235,8 @@ class PolicyWorker:
         indices: list[Tensor] = []
 
         def forward_step(index: int, logits_Kk: Tensor, indices_Kk: Tensor) -> None:
-            logits.append(inputs[index].scatter(logits_Kk).float().cpu())
-            indices.append(inputs[index].scatter(indices_Kk).cpu())
+            logits.append(to_host(inputs[index].scatter(logits_Kk).float()))
+            indices.append(to_host(inputs[index].scatter(indices_Kk)))
 
         self.backend.run(inputs, forward_step, backward=False)
         return self._given(logits), self._given(indices)
@@ -249,6 +253,10 @@ class PolicyWorker:
     def move_optimizer_state(self, to_host: bool) -> None:
         """Make room on the device for a colocated engine, or take it back."""
         self.backend.move_optimizer_state(to_host)
+
+    def move_weights(self, to_host: bool) -> None:
+        """`move_optimizer_state` for the weights of a frozen model."""
+        self.backend.move_weights(to_host)
 
     def begin_weight_stream(self, spec: TransportSpec, dtype: str) -> None:
         """Start streaming the weights to the engines.
@@ -274,9 +282,28 @@ class PolicyWorker:
         assert self._sender is not None, "begin_weight_stream comes first"
         self._sender.send(bucket)
 
-    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Write this rank's part of a checkpoint."""
-        self.backend.save(_paths(weights_path, optimizer_path))
+    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, background: bool = False) -> None:
+        """Write this rank's part of a checkpoint; in the background only copies are made before this returns."""
+        paths = _paths(weights_path, optimizer_path)
+        if background:
+            self.finish_checkpoint()
+            self._saving = in_background(self.backend.stage_save(paths), "checkpoint")
+        else:
+            self.backend.save(paths)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether nothing is being written in the background any more."""
+        return self._saving is None or self._saving.done()
+
+    def finish_checkpoint(self) -> None:
+        """Wait for what is being written in the background.
+
+        Raises:
+            CheckpointError: a rank could not write its files.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Restore a checkpoint; the reference weights stay those of `policy.model_name`."""
@@ -291,6 +318,7 @@ class PolicyWorker:
 
     def _given(self, parts: list[Tensor]) -> Tensor:
         """The scores of all microbatches; nothing where another rank gives them, or this stage has none."""
+        device_for(self.backend.device.type != "cpu").synchronize()
         return torch.cat(parts) if self._gives_scores else torch.empty(0)
 
 

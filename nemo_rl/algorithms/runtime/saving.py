@@ -1,0 +1,122 @@
+"""How a run saves: a checkpoint is begun, filled by the models, and counts from the moment it is complete.
+
+With `checkpointing.is_async` the models return when they have copied their state, and write while training goes on.
+Invariant: at most one checkpoint is unfinished; what fails in the background raises at the next step, the next save or
+the end of the run, whichever comes first.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from pydantic import BaseModel
+
+from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
+from nemo_rl.config import CheckpointingConfig
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.checkpoint_write import CheckpointWrite
+
+
+class Savable(Protocol):
+    """A model that can be stored."""
+
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, consolidated: bool
+    ) -> None:
+        """Write weights, optimizer and tokenizer, and with `consolidated` the model to hand on."""
+
+
+class BackgroundSavable(Savable, Protocol):
+    """A model that can write while it is trained."""
+
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None,
+        tokenizer_path: str | None,
+        consolidated: bool,
+        *,
+        background: bool = False,
+    ) -> None:
+        """As `Savable`, or only copy what has to be written."""
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether nothing is being written any more."""
+
+    def finalize_async_save(self) -> None:
+        """Wait until everything is written, and raise what went wrong."""
+
+
+class CheckpointSaver:
+    """Writes the checkpoints of a run.
+
+    Args:
+        checkpoints: where they are.
+        config: the `checkpointing` section.
+        models: what is saved, each into the folder of its name.
+        run_config: stored in every checkpoint.
+
+    Attributes:
+        saved_step: the last step with a complete checkpoint.
+    """
+
+    def __init__(
+        self,
+        checkpoints: CheckpointManager,
+        config: CheckpointingConfig,
+        models: Mapping[str, Savable | BackgroundSavable],
+        run_config: BaseModel,
+    ):
+        self._checkpoints = checkpoints
+        self._config = config
+        self._models: Mapping[str, Any] = models
+        self._run_config = run_config
+        self._unfinished: tuple[int, Path] | None = None
+        self.saved_step = 0
+
+    def save(self, step: int, info: Mapping[str, Any], position: Mapping[str, Any]) -> None:
+        """Save a step, after the one that is being written.
+
+        Args:
+            step: its number.
+            info: for `training_info.json`.
+            position: in the data.
+
+        Raises:
+            CheckpointError: this checkpoint or the one before it could not be written.
+        """
+        self.settle()
+        with CheckpointWrite(self._checkpoints, step):
+            folder = Path(self._checkpoints.init_tmp_checkpoint(step, info, self._run_config))
+            background = {"background": True} if self._config.is_async else {}
+            for name, model in self._models.items():
+                model.save_checkpoint(
+                    str(folder / name / "weights"),
+                    str(folder / name / "optimizer") if self._config.save_optimizer else None,
+                    str(folder / name / "tokenizer"),
+                    self._config.save_consolidated,
+                    **background,
+                )
+            torch.save(position, folder / DATA_POSITION_FILE)
+        self._unfinished = (step, folder)
+        if not self._config.is_async:
+            self.settle()
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Complete the unfinished checkpoint, if there is one; without `wait` only if all of it is written.
+
+        Raises:
+            CheckpointError: it could not be written; its folder is removed.
+        """
+        if self._unfinished is None:
+            return
+        if not wait and not all(model.checkpoint_is_written() for model in self._models.values()):
+            return
+        (step, folder), self._unfinished = self._unfinished, None
+        with CheckpointWrite(self._checkpoints, step):
+            if self._config.is_async:
+                for model in self._models.values():
+                    model.finalize_async_save()
+            self._checkpoints.finalize_checkpoint(folder)
+        self.saved_step = step

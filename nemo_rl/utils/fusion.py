@@ -1,0 +1,54 @@
+"""Chains of elementwise operations and reductions as one kernel, where a compiler for the device is at hand.
+
+Invariant: a run never fails for want of a compiler, and on a CPU the function itself is called: the same bits as ever.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_uncompilable: set[Callable[..., Any]] = set()
+
+
+def fused_on_gpu[**P, R](function: Callable[P, R], on: Tensor) -> Callable[P, R]:
+    """A function as it is best called on the device of a tensor: compiled on GPUs with triton, else as it is.
+
+    Args:
+        function: of tensors, without side effects.
+        on: any tensor it will work on.
+    """
+    if not on.is_cuda or not _has_triton():
+        return function
+    compiled = _compiled(function)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        from torch._dynamo.exc import TorchDynamoException
+
+        if function in _uncompilable:
+            return function(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            _uncompilable.add(function)
+            logger.warning("%s is not compiled for this GPU, so it is slower: %s", function.__name__, error)
+            return function(*args, **kwargs)
+
+    return call
+
+
+@cache
+def _compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    return torch.compile(function)
+
+
+@cache
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    return has_triton()

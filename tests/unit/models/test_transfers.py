@@ -1,0 +1,77 @@
+"""Batches go to a GPU and scores come back without the host waiting in between.
+
+Shown with tensors that have a device and no memory; how long it takes is for `tools/gpu_check.py` to say.
+"""
+
+import pytest
+import torch
+from policy_helpers import policy_config, random_batch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_rl.distributed.parallel_logprobs import TopK
+from nemo_rl.models import inputs
+from nemo_rl.models.inputs import (
+    InputLayout,
+    build_distillation_inputs,
+    build_score_inputs,
+    build_topk_inputs,
+    build_training_inputs,
+)
+from nemo_rl.models.policy.workers import base
+from nemo_rl.models.policy.workers.base import PolicyWorker
+
+META = torch.device("meta")
+
+
+class Copies(TorchDispatchMode):
+    """Whether each copy to another device lets the host go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.asynchronous: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") == META:
+            self.asynchronous.append(bool(kwargs.get("non_blocking")))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind", ["training", "distillation", "score", "topk", "rows"])
+def test_every_tensor_of_a_batch_is_pinned_and_sent_asynchronously(kind, packed, monkeypatch) -> None:
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    data = random_batch(rows=4)
+    data["teacher_topk_indices"] = torch.zeros(*data["input_ids"].shape, 3, dtype=torch.long)
+    num_tensors = len(data)
+    layout = InputLayout(packed)
+    builders = {
+        "training": lambda: build_training_inputs(data, layout, META),
+        "distillation": lambda: build_distillation_inputs(data, layout, META),
+        "score": lambda: build_score_inputs(data, layout, META),
+        "topk": lambda: build_topk_inputs(data, TopK(3), layout, META),
+        "rows": lambda: data.slice(0, 2).to(META),
+    }
+    with Copies() as copies:
+        builders[kind]()
+    assert len(pinned) >= (num_tensors if kind == "rows" else 4)
+    assert copies.asynchronous == [True] * len(pinned)
+
+
+def test_scores_are_waited_for_once(monkeypatch) -> None:
+    events: list[str] = []
+
+    class Backend:
+        device = torch.device("cuda")
+
+        def run(self, microbatches, forward_step, *, backward):
+            for index, microbatch in enumerate(microbatches):
+                forward_step(index, torch.zeros(len(microbatch.positions_K)), torch.zeros(0))
+
+    monkeypatch.setattr(inputs, "to_device", lambda tensor, device: tensor)
+    monkeypatch.setattr(base, "to_host", lambda tensor: events.append("fetch") or tensor)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
+    worker = PolicyWorker(Backend(), policy_config("m"))
+    worker.get_logprobs(random_batch(rows=6), [2, 2, 2])
+    assert events == ["fetch"] * 3 + ["synchronize"]
