@@ -211,9 +211,9 @@ class EngineGroup(GenerationInterface):
         """Take results from one engine until none is pending."""
         waits: dict[int, asyncio.Future[Any]] = {}
         while member.unfinished:
-            rank = await self._first_to_answer(member, waits)
-            called, _ = member.polls.pop(rank)
             try:
+                rank = await self._first_to_answer(member, waits)
+                called, _ = member.polls.pop(rank)
                 results = waits.pop(rank).result()
             except RayActorError as death:
                 member.polls.clear()
