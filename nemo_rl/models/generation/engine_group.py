@@ -210,10 +210,14 @@ class EngineGroup(GenerationInterface):
     async def _collect(self, member: _Member) -> None:
         """Take results from one engine until none is pending."""
         waits: dict[int, asyncio.Future[Any]] = {}
+        # A death that was seen by another thread while nothing was pending concerns none of what is pending now.
+        member.polls = {rank: poll for rank, poll in member.polls.items() if poll[0] == member.num_starts}
         while member.unfinished:
-            rank = await self._first_to_answer(member, waits)
-            called, _ = member.polls.pop(rank)
             try:
+                rank = await self._first_to_answer(member, waits)
+                if member.collector is not asyncio.current_task():
+                    return  # another loop is served now
+                called, _ = member.polls.pop(rank)
                 results = waits.pop(rank).result()
             except RayActorError as death:
                 member.polls.clear()

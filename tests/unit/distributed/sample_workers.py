@@ -71,10 +71,11 @@ class Plain:
         self.stuck_in_c()
 
 
-class Slow:
+class Slow(Plain):
     """Takes its time to be built."""
 
     def __init__(self, seconds: float) -> None:
+        super().__init__()
         began = time.time()
         time.sleep(seconds)
         self._built_in = (began, time.time())

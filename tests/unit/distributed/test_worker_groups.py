@@ -219,8 +219,8 @@ def test_coroutines_run_concurrently_and_a_stuck_one_is_shown(make_group):
     assert group.get_all_worker_results(waiting, timeout_s=20) == ["met"]
 
 
-def test_independent_workers_survive_a_death_and_can_be_replaced(make_group):
-    group = make_group("engine", independent_workers=True)
+def test_independent_workers_survive_a_death_and_can_be_replaced_until_the_group_ends(make_group):
+    group = make_group("engine", builder=RayWorkerBuilder("sample_workers.Slow", 1.0), independent_workers=True)
     first, second = (m["pid"] for m in group.worker_metadata)
     ref = group.run_single_worker_single_data("die_on", 1, 1)
     with pytest.raises(WorkerDiedError, match="engine-0-1"):
@@ -229,15 +229,10 @@ def test_independent_workers_survive_a_death_and_can_be_replaced(make_group):
     pids = group.get_all_worker_results(group.run_all_workers_single_data("pid"), timeout_s=30)
     assert pids[0] == first and pids[1] != second
     assert [m["pid"] for m in group.worker_metadata] == pids
-
-
-def test_workers_that_are_replaced_together_start_at_the_same_time_unless_the_group_ends(make_group):
-    """Both sleep while they are built; then the group is shut down while they do so once more."""
-    group = make_group("pair", builder=RayWorkerBuilder("sample_workers.Slow", 1.0), independent_workers=True)
     began = time.time()
     group.restart_workers([0, 1], timeout_s=60)
-    first, second = group.get_all_worker_results(group.run_all_workers_single_data("built_in"), timeout_s=30)
-    assert began < max(first[0], second[0]) < min(first[1], second[1])
+    spans = group.get_all_worker_results(group.run_all_workers_single_data("built_in"), timeout_s=30)
+    assert began < max(start for start, _ in spans) < min(end for _, end in spans), "both are built at the same time"
     pids = [m["pid"] for m in group.worker_metadata]
     with ThreadPoolExecutor() as pool:
         again = pool.submit(group.restart_workers, [0, 1], 60.0)
@@ -245,8 +240,7 @@ def test_workers_that_are_replaced_together_start_at_the_same_time_unless_the_gr
         group.shutdown(force=True)
         with pytest.raises(WorkerDiedError, match="has been shut down"):
             again.result(20)
-    left = [actor for actor in ray.util.list_named_actors() if actor.startswith("pair-")]
-    assert left == []
+    assert [name for name in ray.util.list_named_actors() if name.startswith("engine-")] == []
 
 
 def test_shutdown_leaves_no_process_not_even_grandchildren(make_group):

@@ -432,6 +432,14 @@ async def test_the_death_of_any_worker_is_noticed_while_its_engine_generates():
     later = await asyncio.wait_for(asyncio.gather(*start(group, [4, 5, 6])), 2)
     assert [result.token_ids for result in later] == [[1004], [1005], [1006]]
     assert group.num_restarts == 1
+    fake.workers[1].die()
+    assert await asyncio.to_thread(group.revive_dead) == 1
+    fake.workers[0].answers_at_once = False
+    (last,) = start(group, [7])
+    await asyncio.sleep(0.05)
+    fake.workers[0].answer(*fake.workers[0].held)
+    assert ((await asyncio.wait_for(last, 2)).token_ids, group.num_restarts) == ([1007], 2)
+    assert [len(call) for call in fake.workers[0].submissions] == [1], "what died was replaced before this request"
 
 
 @pytest.mark.parametrize("problem", ["weights", "restarts"])
@@ -464,6 +472,7 @@ async def test_a_shutdown_ends_a_revival_and_tells_at_once_who_waits():
     ending = asyncio.create_task(asyncio.to_thread(group.shutdown))
     with pytest.raises(WorkerDiedError, match="have been shut down"):
         await asyncio.wait_for(task, 2)
+    await wait_for(lambda: fake.is_shut_down)
     assert not ending.done(), "nothing is replaced after a shutdown"
     fake.restart_gate.set()
     await asyncio.wait_for(ending, 2)
