@@ -59,6 +59,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "environments/client.py": "a batch's failure is relayed to each waiting coroutine",
     "environments/grading/worker_main.py": "the verifier may be the user's own code",
     "models/generation/engine_group.py": "whatever broke an engine ends its requests",
+    "utils/background.py": "what a call raised is relayed to whoever asks for its result",
     "models/huggingface/reachable.py": "whatever the hub's HTTP library raises means that the hub was not reached",
 }
 

@@ -61,9 +61,6 @@ from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-_HALVES_FROZEN_ON = ("cuda",)
-"""Devices where a model for inference only is held in `policy.precision`."""
-
 
 class DTensorBackend(PolicyBackend):
     """See the module docstring and `PolicyBackend`.
@@ -96,7 +93,7 @@ class DTensorBackend(PolicyBackend):
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
         self.model = _build_model(config, seed)
-        if not (init_optimizer or init_reference_model) and device.type in _HALVES_FROZEN_ON:
+        if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
         _shard(self.model, config, device, layout)
         self._has_reference = init_reference_model
@@ -286,6 +283,11 @@ def sampling_density(config: PolicyConfig) -> SamplingDensity:
         return SamplingDensity()
     top_k = generation.top_k if generation.top_k is not None and generation.top_k > 0 else None
     return SamplingDensity(generation.temperature, top_k, generation.top_p)
+
+
+def _memory_is_dear(device: torch.device) -> bool:
+    """Whether a frozen model is held in the precision it computes in: on GPUs; on CPUs it stays as it was loaded."""
+    return device.type != "cpu"
 
 
 def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | RewardModel:

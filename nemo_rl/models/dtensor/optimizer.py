@@ -29,7 +29,6 @@ _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base
 
 _IMPLEMENTATION = ("foreach", "fused")
 """Arguments that choose how an optimizer of torch computes, not what."""
-_FUSED_ON = ("cuda",)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
@@ -44,8 +43,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
     cls = _named_class(config, "policy.optimizer.name")
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     kwargs = dict(config.kwargs)
-    on_gpu = all(parameter.device.type in _FUSED_ON for parameter in trainable)
-    if on_gpu and not kwargs.keys() & {*_IMPLEMENTATION} and "fused" in inspect.signature(cls).parameters:
+    if _on_gpu(trainable) and not kwargs.keys() & {*_IMPLEMENTATION} and "fused" in inspect.signature(cls).parameters:
         kwargs["fused"] = True
     try:
         return cls(trainable, **kwargs)
@@ -106,6 +104,10 @@ def _named_class(entry: OptimizerConfig | SchedulerConfig, key: str) -> Any:
 def optimizer_settings(config: PolicyConfig) -> OptimizerSettings:
     """What optimizer and schedule of a policy are made from."""
     return config.model_dump(mode="json", include={"optimizer", "scheduler"})
+
+
+def _on_gpu(parameters: Sequence[nn.Parameter]) -> bool:
+    return all(parameter.is_cuda for parameter in parameters)
 
 
 def keep_implementation(optimizer: Optimizer, saved_groups: Sequence[dict[str, Any]]) -> None:

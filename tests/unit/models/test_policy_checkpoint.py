@@ -339,7 +339,7 @@ def test_a_fused_optimizer_goes_on_from_one_that_was_not(tmp_path, monkeypatch) 
         plain, config = _worker(name)
         _update(plain, config, 1)
         plain.save_checkpoint(f"{step}/weights", f"{step}/optimizer")
-        monkeypatch.setattr(optimizer, "_FUSED_ON", ("cpu",))
+        monkeypatch.setattr(optimizer, "_on_gpu", lambda parameters: True)
         fused, _ = _worker(name)
         fused.load_checkpoint(f"{step}/weights", f"{step}/optimizer")
         assert [group["fused"] for group in fused.backend.optimizer.param_groups] == [True]
