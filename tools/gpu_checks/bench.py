@@ -143,7 +143,7 @@ class Bench:
             collective_timeout_s=60.0,
             seed=0,
             init_optimizer=config.optimizer is not None,
-            init_reference_model=True,
+            init_reference_model=config.optimizer is not None,
         )
         return PolicyRank(config, settings)
 

@@ -89,7 +89,7 @@ class Report:
 def table_line(row: Row) -> str:
     """The row for a terminal, with its reason on a second line."""
     figures = "  ".join(f"{name}={_shown(value)}" for name, value in row.figures.items())
-    line = f"{row.status:8}{row.kind[:7]:9}{row.check + ': ' + row.name:62}{figures}".rstrip()
+    line = f"{row.status:8}{row.kind[:7]:9}{row.check + ': ' + row.name:66} {figures}".rstrip()
     return f"{line}\n{'':17}{row.reason}" if row.reason else line
 
 

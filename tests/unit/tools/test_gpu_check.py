@@ -29,7 +29,7 @@ from nemo_rl.models.dtensor import attention, checkpoint_io
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.worker import GenerationWorker
 from nemo_rl.utils.errors import ConfigError, WeightSyncError
-from nemo_rl.weight_sync import endpoints
+from nemo_rl.weight_sync.shared_memory import SharedMemorySender
 
 SETTING = Setting(cpu=True, folder="", bench="sample_checks:Stand")
 
@@ -213,14 +213,13 @@ class EngineHere:
 
 
 def test_a_changed_byte_in_a_bucket_is_found(bench, monkeypatch) -> None:
-    fingerprint = endpoints.fingerprint
+    publish = SharedMemorySender.publish
 
-    def damages_what_was_stamped(flat, slot):
-        stamped = fingerprint(flat, slot)
-        flat[slot.offset] ^= 1
-        return stamped
+    def damages_what_was_stamped(self, bucket):
+        self.buffer(bucket.num_bytes, bucket.index)[bucket.slots[0].offset] ^= 1
+        publish(self, bucket)
 
-    monkeypatch.setattr(endpoints, "fingerprint", damages_what_was_stamped)
+    monkeypatch.setattr(SharedMemorySender, "publish", damages_what_was_stamped)
     monkeypatch.setattr("gpu_checks.bench.EngineProcess", EngineHere)
     with pytest.raises(WeightSyncError, match="content differs in model.embed_tokens.weight"):
         list(weight_sync.between_processes(bench))
