@@ -8,6 +8,7 @@ import asyncio
 import multiprocessing
 import os
 import traceback
+from functools import reduce
 from multiprocessing.connection import Connection
 from typing import Any, Self
 from unittest import mock
@@ -32,7 +33,7 @@ class EngineProcess:
         self._next_id = 0
 
     def call(self, name: str, method: str, *args: Any) -> Any:
-        """One coroutine of a worker; raises AssertionError with the traceback if it fails."""
+        """One coroutine of a worker, or a dotted attribute; raises AssertionError with the traceback if it fails."""
         self._pipe.send((name, method, args))
         assert self._pipe.poll(ANSWER_TIMEOUT_S), f"no answer to {method}"
         kind, value = self._pipe.recv()
@@ -73,7 +74,8 @@ def _serve(pipe: Connection, settings: dict[str, EngineSettings]) -> None:
             try:
                 if name not in workers:
                     workers[name] = GenerationWorker(settings[name])
-                pipe.send(("value", await getattr(workers[name], method)(*args)))
+                found = reduce(getattr, method.split("."), workers[name])
+                pipe.send(("value", await found(*args) if callable(found) else found))
             except Exception:
                 pipe.send(("error", traceback.format_exc()))
 
