@@ -47,11 +47,11 @@ that holds. Parts of `teacher` that have no table here are those of `policy`.
 """
 _LATER = """## Accepted only while switched off
 
-These keys of NeMo RL belong to features that do not exist here yet. `null`, `false`, `0`, an empty value or
-`enabled: false` is accepted; anything else is refused.
+These keys of NeMo RL belong to features that do not exist here yet. `null`, `false`, `0`, an empty value,
+`enabled: false` beside anything, and the values of the last column are accepted; anything else is refused.
 
-| key | feature |
-|---|---|
+| key | feature | accepted too |
+|---|---|---|
 """
 _IGNORED = """## Accepted without effect
 
@@ -164,7 +164,10 @@ def _yaml(value: Any) -> str:
 def _extra_rows(block: _Block, kind: str) -> list[str]:
     extra: dict[str, str] = getattr(block.section, kind, {})
     prefix = f"{block.path}." if block.path else ""
-    return [f"| `{prefix}{key}` | {_cell(text)} |" for key, text in sorted(extra.items())]
+    neutral: dict[str, tuple[Any, ...]] = getattr(block.section, "neutral", {}) if kind == "later" else {}
+    last = [f" {', '.join(f'`{value}`' for value in neutral.get(key, ()))} |" for key in sorted(extra)]
+    rows = [f"| `{prefix}{key}` | {_cell(text)} |" for key, text in sorted(extra.items())]
+    return [row + end for row, end in zip(rows, last, strict=True)] if kind == "later" else rows
 
 
 def _named_rows(block: _Block) -> Iterator[str]:
@@ -172,7 +175,7 @@ def _named_rows(block: _Block) -> Iterator[str]:
     for name, field in block.section.model_fields.items():
         slot = Slot.of(field.annotation, field.metadata)
         if slot.named is not None:
-            yield from (f"| `{name}.{key}` | {_cell(text)} |" for key, text in slot.named.later)
+            yield from (f"| `{name}.{key}` | {_cell(text)} | |" for key, text in slot.named.later)
 
 
 def _cell(text: str) -> str:

@@ -56,6 +56,17 @@ def test_names_in_files_exist():
     assert [f"{file}::{name}" for file, name in places if name not in top_level_names(ROOT / file)] == []
 
 
+def test_tests_that_a_page_names_exist():
+    """`test_file.py::test_name`, or `::test_name` of the file that was named last."""
+    named = re.findall(r"`(test_\w+\.py)?::(test_\w+)`", text_of(ROOT / "docs/design-docs/gpu-readiness.md"))
+    assert len(named) > 20
+    file = ""
+    for given, name in named:
+        file = given or file
+        [path] = (ROOT / "tests").rglob(file)
+        assert name in top_level_names(path), f"{file}::{name}"
+
+
 def top_level_names(file: Path) -> set[str]:
     names: set[str] = set()
     for node in ast.parse(text_of(file)).body:

@@ -1,6 +1,7 @@
 """Checkpoints, and states that leave the device and come back: bit for bit."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ KEYS: dict[str, Any] = {"precision": "bfloat16", **packed(64)}
 
 
 def checkpoint(bench: Bench) -> Iterator[Finding]:
-    """Save, train on, load in a new rank: weights and optimizer state are those that were saved."""
+    """Save, train on, load in a new rank: weights and optimizer state are those that were saved; also in background."""
     config, rows = policy_config(bench.folder("qwen2"), **KEYS), random_rows(LENGTHS)
     rank = bench.policy("qwen2", **KEYS)
     for _ in range(2):
@@ -33,6 +34,13 @@ def checkpoint(bench: Bench) -> Iterator[Finding]:
     again = update(rank, config, rows)
     problem = "" if abs(again.loss - wanted.loss) <= 1e-3 else "the update after the load is another one"
     yield Finding("the next update", {"loss": again.loss, "loss_before": wanted.loss}, problem)
+    saved, folders = _state(rank), _folders(bench, "background")
+    rank.save_checkpoint(*folders, background=True)
+    update(rank, config, rows)
+    rank.finish_checkpoint()
+    rank = bench.policy("qwen2", **KEYS)
+    rank.load_checkpoint(*folders)
+    yield _same("written while training goes on, loaded in a new rank", saved, _state(rank))
 
 
 def offload(bench: Bench) -> Iterator[Finding]:
@@ -57,6 +65,21 @@ def offload(bench: Bench) -> Iterator[Finding]:
     rank = bench.policy("qwen2", **KEYS)
     rank.load_checkpoint(*folders)
     yield _same("saved while offloaded, loaded in a new rank", before, _state(rank))
+    yield _frozen_turns(bench)
+
+
+def _frozen_turns(bench: Bench) -> Finding:
+    """Weights of a model without an optimizer to the host and back, twice."""
+    keys = {**KEYS, "optimizer": None}
+    config, rows = policy_config(bench.folder("qwen2"), **keys), random_rows(LENGTHS)
+    rank = bench.policy("qwen2", **keys)
+    before, first = weights_of(rank), scores(rank, config, rows)
+    for _ in range(2):
+        rank.move_weights(to_host=True)
+        rank.move_weights(to_host=False)
+    finding = _same("a frozen model's weights, out and in twice", before, weights_of(rank))
+    again = scores(rank, config, rows)
+    return finding if torch.equal(first, again) else replace(finding, problem="it scores differently")
 
 
 def _folders(bench: Bench, name: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.autograd import DeviceType
@@ -94,13 +95,17 @@ def offload(bench: Bench) -> Iterator[Finding]:
 
 
 def checkpoint(bench: Bench) -> Iterator[Finding]:
-    """A checkpoint with optimizer state: how long the call takes, and what it writes."""
+    """A checkpoint with optimizer state: how long it holds the training up, how long it takes, and what it writes."""
     rank = bench.large_policy()
     update(rank, _config(bench, bench.large_pack), _rows(bench))
-    folder = Path(bench.setting.folder) / "speed"
-    seconds = _seconds(bench, lambda: rank.save_checkpoint(str(folder / "weights"), str(folder / "optimizer")))
-    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
-    yield Finding("save", {"seconds": seconds, "gb": written, "gb_per_s": written / seconds})
+    for background in (False, True):
+        with TemporaryDirectory(dir=bench.setting.folder) as folder:
+            save = partial(rank.save_checkpoint, f"{folder}/weights", f"{folder}/optimizer", background)
+            held_s = _seconds(bench, save)
+            rest_s = _seconds(bench, rank.finish_checkpoint)
+            written = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file()) / 1e9
+        figures: Figures = {"held_up_s": held_s, "seconds": held_s + rest_s, "gb": written}
+        yield Finding("in the background" if background else "at once", figures)
 
 
 def matrix_product(bench: Bench) -> Iterator[Finding]:

@@ -48,7 +48,7 @@ ACCEPTED = {
         "policy.dtensor_cfg.env_vars={B: 2}",
     ),
     "dpo": ("dpo.val_period=-1",),
-    "rm": ("rm.val_period=-1",),
+    "rm": ("rm.val_period=-1", "data.train.split_validation_size=0", "data.validation=null"),
     "distillation": (
         "teacher.generation_batch_size=64",
         "teacher.offload_optimizer_for_logprob=true",

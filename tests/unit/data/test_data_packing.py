@@ -143,6 +143,9 @@ def test_plan_laws(lengths, num_shards, strategy):
             assert sum(rounded[i] for i in rows) <= strategy.capacity
         else:
             assert max(rounded[i] for i in rows) * len(rows) <= strategy.max_tokens
+    if isinstance(strategy, Packed):  # what `microbatch_order: largest_first` asks for is always so
+        costs = [[sum(rounded[i] for i in rows) for rows in shard] for shard in plan.shards]
+        assert costs == [sorted(shard, reverse=True) for shard in costs]
     assert plan == plan_microbatches(lengths, num_shards, strategy)
 
 

@@ -135,6 +135,22 @@ def test_setup_mixes_data_sets(bare_tokenizer, two_files, caplog):
         data.train[4]
 
 
+def test_repeated_rows_come_round_after_round(bare_tokenizer, two_files):
+    validation = [two_files[0] | {"repeat": 3}, two_files[1]]
+    train = {"dataset_name": "arithmetic", "num_samples": 20, "split_validation_size": 4, "repeat": 2}
+    config = data_config(train=train, validation=validation, max_input_seq_length=20, max_bad_row_share=0.5)
+    data = setup_response_data(bare_tokenizer, config, ["math", "other"])
+    rows = [data.validation[i] for i in range(len(data.validation))]
+    train_questions = [data.train[i]["message_log"][0]["content"] for i in range(len(data.train))]
+    assert len(train_questions) == 40 and train_questions[:20] == train_questions[20:]
+    assert len(rows) == 4 + 3 * 3 + 1, "rows set aside come once"
+    assert [row["idx"] for row in rows] == list(range(14))
+    questions = [row["message_log"][0]["content"] for row in rows]
+    assert questions[4:7] == questions[7:10] == questions[10:13] and len(set(questions[4:7])) == 3
+    assert data.validation.place(8) == data.validation.place(5) == (two_files[0]["data_path"], 3)
+    assert len(data.bad_rows) == 1, "a bad row is reported once"
+
+
 def test_answers_end_at_the_stop_strings_of_their_own_environment(bare_tokenizer, two_files):
     config = data_config(train=two_files, max_input_seq_length=20, max_bad_row_share=0.5)
     environments = {"math": MathEnvironmentConfig(stop_strings=["</answer>"]), "other": {"stop_strings": ["own"]}}

@@ -125,6 +125,15 @@ def test_max_samples_is_a_seeded_choice_in_order(tmp_path) -> None:
     assert chosen(1) != chosen(2)
 
 
+def test_repeated_problems_come_round_after_round(tmp_path) -> None:
+    rows = [{"problem": f"P{number}", "answer": str(number), "subject": f"S{number}"} for number in range(3)]
+    prompts = _prompts(tmp_path, "math500", rows, "data.repeat=2", "data.max_samples=2")
+    batch = prompts.batch(0, len(prompts))
+    truths = [info["ground_truth"] for info in batch["extra_env_info"]]
+    assert len(truths) == 4 and truths[:2] == truths[2:] and len(set(truths)) == 2
+    assert [prompts.topic(index) for index in range(4)] == [f"S{truth}" for truth in truths]
+
+
 def test_the_prompt_file_is_put_around_the_problem(tmp_path) -> None:
     prompts = _prompts(tmp_path, "math500", [ROWS["math500"][0]], "data.prompt_file=examples/prompts/math.txt")
     assert "inside \\boxed{}.\n\nP\n" in prompts.batch(0, 1)["message_log"][0][0]["content"]

@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+import string
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from generation_helpers import (
     check_spans,
     greedy_reference,
     load_weights,
+    logits_of,
     make_model,
     make_settings,
     reference_logprobs,
@@ -22,7 +25,7 @@ from generation_helpers import (
 from tiny_models import make_char_tokenizer
 
 from nemo_rl.models.generation.hf.engine import HfEngine
-from nemo_rl.models.generation.hf.sampling import draw, filtered_logprobs
+from nemo_rl.models.generation.hf.sampling import bad_word_ids, banned_tokens, draw, filtered_logprobs
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.utils.errors import GenerationError
 
@@ -69,6 +72,41 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(engine, model, 
         expected = reference_logprobs(model, prompt, result.token_ids, SamplingParams(**sampling))
         assert all(map(math.isfinite, expected)), "a filtered token was sampled"
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_bad_words_are_not_written_and_take_their_probability_with_them(engine, model):
+    tokenizer = make_char_tokenizer()
+    prompts = PROMPTS * 4
+    free = run(engine, [ask(prompt, seed=i) for i, prompt in enumerate(prompts)])
+    printable = tokenizer(string.ascii_letters + string.digits + string.punctuation)["input_ids"]
+    pairs = [pair for result in free for pair in pairwise(result.token_ids) if set(pair) <= set(printable)]
+    counts = Counter(token for result in free for token in result.token_ids if token in printable)
+    first, second = pairs[0]
+    banned = next(token for token, _ in counts.most_common() if token not in pairs[0])
+    words = (tokenizer.decode([banned]), tokenizer.decode([first, second]))
+    results = run(engine, [ask(prompt, seed=i, bad_words=words) for i, prompt in enumerate(prompts)])
+    assert any(first in result.token_ids[:-1] for result in results)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert banned not in result.token_ids
+        logits = logits_of(model, prompt, result.token_ids).double()
+        logits[:, banned] = -math.inf
+        for position, before in enumerate(result.token_ids[:-1], start=1):
+            if before == first:
+                logits[position, second] = -math.inf
+                assert result.token_ids[position] != second
+        expected = logits.log_softmax(-1)[range(len(result.token_ids)), result.token_ids]
+        assert result.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_bad_words_are_those_of_vllm():
+    """At the beginning of a text and behind a space, where that is another first token; the last token is banned."""
+    tokenizer = make_char_tokenizer()
+    assert bad_word_ids([" ab"], tokenizer) == [tokenizer.encode("ab")]
+    sequences = [[7], [1, 2, 3], [2, 3, 4]]
+    assert banned_tokens(sequences, []) == [7]
+    assert banned_tokens(sequences, [1, 2]) == [7, 3]
+    assert banned_tokens(sequences, [9, 1, 2, 3]) == [7, 4]
+    assert banned_tokens(sequences, [2]) == [7]
 
 
 def test_a_seed_fixes_the_response_whatever_runs_beside_it(engine):

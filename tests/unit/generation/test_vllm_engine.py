@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from generation_helpers import (
     ask,
     check_spans,
     greedy_reference,
+    logits_of,
     make_mixture,
     make_model,
     make_settings,
@@ -31,8 +33,10 @@ from transformers import PreTrainedModel
 from vllm_looks import batch_limits, batch_limits_on, storages
 
 from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
+from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
-from nemo_rl.models.generation.interfaces import GenerationResult, SamplingParams
+from nemo_rl.models.generation.factory import engine_settings
+from nemo_rl.models.generation.interfaces import EngineSettings, GenerationResult, SamplingParams
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.weight_sync.buckets import Bucket
@@ -58,6 +62,20 @@ LONG_PROMPT = [(7 * i) % 250 for i in range(150)]
 """Longer than a block of the prefix cache (128 tokens)."""
 
 
+CONFIGURED = "qwen2 tied, with keys of vllm_cfg"
+
+
+def configured_settings(folder: str) -> EngineSettings:
+    vllm = {"enable_prefix_caching": False, "logprobs_mode": "raw_logprobs", "max_model_len": MAX_MODEL_LEN}
+    policy = PolicyConfig.build(
+        model_name=folder,
+        precision="float32",
+        max_total_sequence_length=MAX_MODEL_LEN,
+        generation={"vllm_cfg": {**vllm, "kv_cache_memory_mb": 16}},
+    )
+    return engine_settings(policy, ClusterConfig(device="cpu"), seed=0, load_weights=True)
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     settings = {}
@@ -65,8 +83,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
         folder = tmp_path_factory.mktemp("model")
         save_model(folder, make(seed=0))
         settings[name] = make_settings(folder, "vllm")
+    settings[CONFIGURED] = configured_settings(settings["qwen2 tied"].model_name)
     with EngineProcess(settings) as process:
-        for name in MODELS:  # a mixture first: vLLM makes its groups of experts with the first engine of a process
+        for name in settings:  # a mixture first: vLLM makes its groups of experts with the first engine of a process
             process.call(name, "ready")
         yield process
 
@@ -314,6 +333,35 @@ def test_a_special_token_can_be_a_stop_string(engines, sender):
     assert [result.token_ids for result in results] == [
         tokens[:end] for tokens, end in zip(expected, ends, strict=True)
     ]
+
+
+def test_bad_words_are_not_written_and_take_their_probability_with_them(engines, sender):
+    name = "llama untied"
+    model = restrict_vocabulary(MODELS[name](seed=21), "abcdefgh")
+    deploy(engines, sender, name, model, version=21)
+    tokenizer = make_char_tokenizer()
+    letter, first, second = (tokenizer(character)["input_ids"][0] for character in "abc")
+    requests = [ask(PROMPTS[i % 5], seed=i, bad_words=("a", "bc")) for i in range(60)]
+    results = engines.generate(name, requests)
+    assert sum(first in result.token_ids[:-1] for result in results) > 3
+    for request, result in zip(requests, results, strict=True):
+        logits = logits_of(model, request.prompt_token_ids, result.token_ids).double()
+        logits[:, letter] = -math.inf
+        for position, before in enumerate(result.token_ids[:-1], start=1):
+            if before == first:
+                logits[position, second] = -math.inf
+        expected = logits.log_softmax(-1)[range(len(result.token_ids)), result.token_ids]
+        assert result.logprobs == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+def test_keys_of_vllm_cfg_reach_vllm(engines):
+    cached = attrgetter("_engine.vllm_config.cache_config.enable_prefix_caching")
+    assert engines.look("qwen2 tied", cached) is True and engines.look(CONFIGURED, cached) is False
+    model = MODELS["qwen2 tied"](seed=0)
+    requests = [ask(prompt, seed=i, temperature=0.5) for i, prompt in enumerate([*PROMPTS, LONG_PROMPT])]
+    for request, result in zip(requests, engines.generate(CONFIGURED, requests), strict=True):
+        raw = reference_logprobs(model, request.prompt_token_ids, result.token_ids, SamplingParams())
+        assert result.logprobs == pytest.approx(raw, abs=1e-3), "raw log-probs do not know of the temperature"
 
 
 def test_limits_and_refusals(engines):

@@ -115,6 +115,36 @@ def test_topk_logits_come_back_in_order(policy, model_name, rows) -> None:
 
 
 @ray_test
+def test_the_optimizer_state_is_away_from_log_prob_passes_until_the_next_update(policy, monkeypatch) -> None:
+    calls: list[str] = []
+    everywhere, sharded = policy.worker_group.run_all_workers_single_data, policy._run_sharded
+
+    def noted_everywhere(method, **kwargs):
+        calls.append("to host" if kwargs.get("to_host") else "back" if "to_host" in kwargs else method)
+        return everywhere(method, **kwargs)
+
+    def noted_sharded(method, *args, **kwargs):
+        calls.append(method)
+        return sharded(method, *args, **kwargs)
+
+    monkeypatch.setattr(policy.worker_group, "run_all_workers_single_data", noted_everywhere)
+    monkeypatch.setattr(policy, "_run_sharded", noted_sharded)
+    data = random_batch(rows=4)
+    for wanted in (False, True):
+        monkeypatch.setattr(
+            policy, "config", policy.config.model_copy(update={"offload_optimizer_for_logprob": wanted})
+        )
+        policy.get_logprobs(data)
+        policy.get_reference_policy_logprobs(data)
+        policy.train(data, WeightedNLL(), eval_mode=True, gbs=4)
+    scoring = ["get_logprobs", "get_reference_policy_logprobs"]
+    assert calls == [*scoring, "train", "to host", scoring[0], "to host", scoring[1], "train"]
+    calls.clear()
+    policy.train(data, WeightedNLL(), gbs=4)
+    assert calls == ["back", "train"]
+
+
+@ray_test
 def test_evaluation_changes_nothing_and_takes_a_partial_batch(policy) -> None:
     data = random_batch(rows=8)
     before = policy.get_logprobs(data)["logprobs"]

@@ -130,6 +130,7 @@ def test_layers_are_chosen_by_name() -> None:
     assert chosen(**some, target_modules=["q_proj"]) == [names[0], names[3]]
     assert chosen(**some, target_modules=["*.layers.1.*"]) == names[3:]
     assert chosen(**some, target_modules=[names[1]]) == [names[1]]
+    assert chosen(**some, exclude_modules=["self_attn.q_proj", "*v_proj"]) == [names[2], names[5]]
     with pytest.raises(ConfigError, match=r"target_modules: 'proj' matches no layer.*q_proj, up_proj, v_proj"):
         chosen(**some, target_modules=["proj"])
     with pytest.raises(ConfigError, match="exclude_modules: 'lm_head' matches no layer"):

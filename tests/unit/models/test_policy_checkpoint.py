@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import SequentialLR
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.config import OptimizerConfig
+from nemo_rl.config import OptimizerConfig, PolicyConfig
 from nemo_rl.models.dtensor import checkpoint_io, optimizer
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, hyperparameters_now
@@ -424,3 +424,18 @@ def test_a_rank_that_cannot_write_in_the_background_fails_on_all(tmp_path) -> No
     name = save_tiny_model(tmp_path / "m")
     found = run_ranks(_write_where_rank_1_cannot, 2, name, str(tmp_path / "step"))
     assert found[0] == found[1] and "No space left on device" in found[0]
+
+
+def test_one_schedule_with_an_empty_list_of_milestones_is_that_schedule() -> None:
+    entry = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.25, "total_iters": 4}}
+    rates = []
+    for written in (entry, [entry], [entry, {"milestones": []}]):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = build_scheduler(optimizer, PolicyConfig.build(model_name="m", scheduler=written).scheduler)
+        assert isinstance(scheduler, torch.optim.lr_scheduler.LinearLR)
+        rates.append([optimizer.param_groups[0]["lr"]])
+        for _ in range(5):
+            optimizer.step()
+            scheduler.step()
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+    assert rates == [[0.25, 0.4375, 0.625, 0.8125, 1.0, 1.0]] * 3
