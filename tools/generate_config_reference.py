@@ -165,7 +165,7 @@ def _extra_rows(block: _Block, kind: str) -> list[str]:
     extra: dict[str, str] = getattr(block.section, kind, {})
     prefix = f"{block.path}." if block.path else ""
     neutral: dict[str, tuple[Any, ...]] = getattr(block.section, "neutral", {}) if kind == "later" else {}
-    last = [f" {', '.join(f'`{value}`' for value in neutral.get(key, ()))} |" for key in sorted(extra)]
+    last = [f" {', '.join(f'`{value}`' for value in neutral.get(key, ())) or '-'} |" for key in sorted(extra)]
     rows = [f"| `{prefix}{key}` | {_cell(text)} |" for key, text in sorted(extra.items())]
     return [row + end for row, end in zip(rows, last, strict=True)] if kind == "later" else rows
 
@@ -175,7 +175,7 @@ def _named_rows(block: _Block) -> Iterator[str]:
     for name, field in block.section.model_fields.items():
         slot = Slot.of(field.annotation, field.metadata)
         if slot.named is not None:
-            yield from (f"| `{name}.{key}` | {_cell(text)} | |" for key, text in slot.named.later)
+            yield from (f"| `{name}.{key}` | {_cell(text)} | - |" for key, text in slot.named.later)
 
 
 def _cell(text: str) -> str:
