@@ -42,7 +42,7 @@ def get_tokenizer(
     _set_chat_template(tokenizer, tokenizer_config.chat_template, tokenizer_config.name)
     if tokenizer_config.chat_template_kwargs:
         _bind_template_kwargs(tokenizer, tokenizer_config.chat_template_kwargs)
-    _ensure_pad_token(tokenizer, tokenizer_config.name)
+    ensure_pad_token(tokenizer, tokenizer_config.name)
     return tokenizer
 
 
@@ -85,7 +85,12 @@ def _bind_template_kwargs(tokenizer: TokenizerType, kwargs: Mapping[str, Any]) -
     tokenizer.apply_chat_template = bound  # type: ignore[method-assign]
 
 
-def _ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
+def ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
+    """Pad with the end-of-sequence token where there is no token to pad with.
+
+    Raises:
+        ConfigError: There is neither.
+    """
     if tokenizer.pad_token is not None:
         return
     if tokenizer.eos_token is None:

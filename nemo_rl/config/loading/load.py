@@ -7,7 +7,7 @@ here, before anything starts.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
-from nemo_rl.config.base.section import Section, fill_defaults
+from nemo_rl.config.base.section import Section, fill_defaults, plain_values
 from nemo_rl.config.base.spellings import in_own_section, unified
 from nemo_rl.config.base.structure import Slot
 from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
@@ -56,8 +56,34 @@ def load_config[Config: Section](
     Raises:
         ConfigError: a file, key, value, override or combination is wrong.
     """
+    return _load(schema, read_layers(path), overrides, check)
+
+
+def config_of[Config: Section](
+    tree: Mapping[str, Any] | DictConfig, schema: type[Config], *, check: bool = True
+) -> Config:
+    """Make a configuration of what a program holds: a dict, or an OmegaConf config.
+
+    Args:
+        tree: keys and values as in a file.
+        schema: the master config class of the algorithm.
+        check: as in `load_config`.
+
+    Raises:
+        ConfigError: as in `load_config`.
+    """
+    try:
+        content = tree if isinstance(tree, DictConfig) else OmegaConf.create(plain_values(tree))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the configuration given: {str(error).splitlines()[0]}") from None
+    return _load(schema, [Layer(Path("the configuration given"), content)], (), check)
+
+
+def _load[Config: Section](
+    schema: type[Config], files: Sequence[Layer], overrides: Sequence[str], check: bool
+) -> Config:
     register_omegaconf_resolvers()
-    layers = [_in_own_sections(schema, layer) for layer in read_layers(path)]
+    layers = [_in_own_sections(schema, layer) for layer in files]
     sources = Sources.of_layers(layers)
     for name, content in sources.layers:
         refuse_unknown_keys(schema, content, name)

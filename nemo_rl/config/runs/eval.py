@@ -65,7 +65,7 @@ class EvalMasterConfig(Section):
                 check_sampling(self.eval, self.generation, self.data),
                 check_eval_data(self.data, self.env),
                 check_eval_files(
-                    (next(name for name, value in self if value is section), section, key)
+                    (next(name for name, value in self.items() if value is section), section, key)
                     for section, key in self.path_keys()
                 ),
             )
