@@ -2,10 +2,11 @@
 
     uv run --extra cpu python examples/own_research.py
 
-A tiny chat model either works a sum out or writes the result alone; on the CPU it learns to be brief.
+A tiny chat model writes the result of a sum alone, or works it out. Paid for its work, it is right more often.
 """
 
 import random
+import sys
 
 import ray
 import torch
@@ -28,28 +29,30 @@ def sum_processor(row, spec, tokenizer, max_seq_length, idx) -> DatumSpec:
     prompt = {"role": "user", "content": text, "token_ids": ids}
     info = {"truth": str(row["a"] + row["b"])}
     return DatumSpec(
-        message_log=[prompt], length=len(ids), extra_env_info=info, loss_multiplier=1.0, idx=idx, task_name="brevity"
+        message_log=[prompt], length=len(ids), extra_env_info=info, loss_multiplier=1.0, idx=idx, task_name="diligence"
     )
 
 
 @ray.remote
-class Brevity(EnvironmentInterface):
-    """Rewards answers of at most `free` characters, and longer ones the less the longer they are."""
+class Diligence(EnvironmentInterface):
+    """Rewards an answer by its length, up to a limit."""
 
     def __init__(self, cfg):
-        self.free, self.scale = cfg["free"], cfg["scale"]
+        self.enough = cfg["enough_characters"]
 
     def step(self, message_log_batch, metadata):
-        excess = torch.tensor([max(len(log[-1]["content"]) - self.free, 0) for log in message_log_batch])
+        """Take the last turn of each conversation."""
+        lengths = torch.tensor([float(len(log[-1]["content"])) for log in message_log_batch])
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""}] * len(metadata),
             metadata=metadata,
             next_stop_strings=[None] * len(metadata),
-            rewards=torch.exp(-excess / self.scale),
+            rewards=(lengths / self.enough).clamp(max=1.0),
             terminateds=torch.ones(len(metadata), dtype=torch.bool),
         )
 
     def global_post_process_and_metrics(self, batch):
+        """The share of right answers, beside the reward."""
         texts = [log[-1]["content"] for log in batch["message_log"]]
         right = [info["truth"] in text for info, text in zip(batch["extra_env_info"], texts, strict=True)]
         return batch, {"right": sum(right) / len(right)}
@@ -62,27 +65,24 @@ class Reinforce(LossFunction):
     input_type = LossInputType.LOGPROB
 
     def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        """Loss of a microbatch, divided by the tokens of the whole update."""
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         loss = masked_mean(-data["advantages"][:, 1:] * next_token_logprobs, mask, None, global_valid_toks)
         return loss, {"loss": loss.item()}
 
 
 configure_logging()
-overrides = [
-    "grpo.max_num_steps=12",
-    "grpo.val_period=4",
-    "policy.generation.backend=hf",
-    "checkpointing.enabled=false",
-]
+overrides = ["grpo.max_num_steps=12", "grpo.val_period=4", "policy.generation.backend=hf", "checkpointing.enabled=false"]
+overrides += sys.argv[1:]
 config = load_config("examples/configs/grpo_math_cpu.yaml", overrides, MasterConfig)
-config["env"] = {"brevity": {"free": 12, "scale": 20.0}}
+config["env"] = {"diligence": {"enough_characters": 60}}
 tokenizer = get_tokenizer(config["policy"]["tokenizer"])
 
 draw = random.Random(0)
 rows = [{"a": draw.randint(10, 99), "b": draw.randint(10, 99)} for _ in range(264)]
 train, val = (
-    AllTaskProcessedDataset(part, tokenizer, TaskDataSpec("brevity"), sum_processor, max_seq_length=128)
+    AllTaskProcessedDataset(part, tokenizer, TaskDataSpec("diligence"), sum_processor, max_seq_length=128)
     for part in (rows[64:], rows[:64])
 )
-with setup(config, tokenizer, train, val, environments={"brevity": Brevity}, loss_fn=Reinforce()) as run:
+with setup(config, tokenizer, train, val, environments={"diligence": Diligence}, loss_fn=Reinforce()) as run:
     grpo_train(run)

@@ -25,11 +25,25 @@ from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.seed import set_seed
 
 __all__ = ["GRPOConfig", "MasterConfig", "grpo_train", "recipe", "setup"]
 
 MasterConfig = GRPOMasterConfig
+__getattr__ = public_names(
+    __name__,
+    {
+        "ColocatablePolicyInterface": "nemo_rl.models.policy.interfaces",
+        "EnvironmentInterface": "nemo_rl.environments.interfaces",
+        "GenerationInterface": "nemo_rl.models.generation.interfaces",
+        "Logger": "nemo_rl.utils.logger",
+        "StatefulDataLoader": "torchdata.stateful_dataloader",
+        "TokenizerType": "nemo_rl.data.interfaces",
+        "refit_policy_generation": "nemo_rl.algorithms.rollout.sync_setup",
+        "shutdown_environments": "nemo_rl.environments.handed_in",
+    },
+)
 
 
 def setup(

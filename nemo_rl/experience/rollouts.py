@@ -39,7 +39,10 @@ from nemo_rl.models.generation.interfaces import (
     VersionSpan,
 )
 from nemo_rl.utils.errors import ConfigError, DataError
+from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.seed import derive_seed
+
+__getattr__ = public_names(__name__)
 
 
 class EnvironmentPort(PostProcessor, Protocol):

@@ -65,21 +65,30 @@ def given_data(dataset: Any, val_dataset: Any, config: DataConfig, *, sampled: b
             "training data by name needs one data loader for each set, which is not built yet; hand in one."
         )
     bad_rows: list[BadRow] = []
+    share = config.max_bad_row_share
     by_name = dict(val_dataset) if isinstance(val_dataset, Mapping) else {UNNAMED: val_dataset}
-    train = _checked(dataset, config, sampled, bad_rows)
-    sets = {name: _checked(rows, config, sampled, bad_rows) for name, rows in by_name.items() if rows is not None}
+    train = checked_rows(dataset, share, sampled, bad_rows)
+    sets = {name: checked_rows(rows, share, sampled, bad_rows) for name, rows in by_name.items() if rows is not None}
     tasks = set().union(*(_tasks(rows) for rows in (train, *sets.values()))) if sampled else set()
     return RunData(train, sets.pop(UNNAMED, None), bad_rows, sets, {name: name for name in sorted(tasks)})
 
 
-def _checked(dataset: Any, config: DataConfig, sampled: bool, bad_rows: list[BadRow]) -> MixedDataset:
+def checked_rows(dataset: Any, max_bad_row_share: float, sampled: bool, bad_rows: list[BadRow]) -> MixedDataset:
+    """Rows that were handed in, after a look at the first ones; arguments and errors as `given_data`.
+
+    Args:
+        dataset: The rows.
+        max_bad_row_share: As the key of `data`.
+        sampled: Rows are prompts.
+        bad_rows: Gets those that are left out.
+    """
     if isinstance(dataset, MixedDataset):
         return dataset
     if not isinstance(dataset, AllTaskProcessedDataset):
         return MixedDataset([GivenRows(dataset)])
     own, total = copy.copy(dataset), len(dataset)
     bad = own.leave_out_unusable(TRIED_ROWS if sampled else CHECKED_ROWS, over_long=not sampled)
-    report_bad_rows(type(dataset.dataset).__name__, bad, total, config.max_bad_row_share)
+    report_bad_rows(type(dataset.dataset).__name__, bad, total, max_bad_row_share)
     bad_rows += bad
     return MixedDataset([own])
 
