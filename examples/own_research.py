@@ -72,8 +72,8 @@ class Reinforce(LossFunction):
 
 
 configure_logging()
-overrides = ["grpo.max_num_steps=12", "grpo.val_period=4", "policy.generation.backend=hf", "checkpointing.enabled=false"]
-overrides += sys.argv[1:]
+overrides = ["grpo.max_num_steps=12", "grpo.val_period=4", "policy.generation.backend=hf"]
+overrides += ["checkpointing.enabled=false", *sys.argv[1:]]
 config = load_config("examples/configs/grpo_math_cpu.yaml", overrides, MasterConfig)
 config["env"] = {"diligence": {"enough_characters": 60}}
 tokenizer = get_tokenizer(config["policy"]["tokenizer"])

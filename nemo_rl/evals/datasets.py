@@ -61,9 +61,7 @@ class Problems:
     @property
     def rekeyed_ds(self) -> Any:
         """The rows, for an `AllTaskProcessedDataset`; the parts of a question are at their top level."""
-        return (
-            [unfold_choice(row) for row in self.raw.dataset] if CHOICE_KEY in self.raw.dataset[0] else self.raw.dataset
-        )
+        return [unfold_choice(row) for row in self.raw.dataset]
 
     @property
     def processor(self) -> TaskDataProcessFnCallable:

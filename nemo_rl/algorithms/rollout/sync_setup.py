@@ -77,9 +77,10 @@ def refit_policy_generation(
     """
     if kv_scales:
         raise NotBuiltError("kv_scales belong to an fp8 key-value cache, which is not built yet.")
-    engines, config = policy_generation, policy.config.model_copy(deep=True)
-    if isinstance(engines, VllmGeneration):
-        engines, config = engines.engines, engines.config.model_copy(deep=True)
+    if isinstance(policy_generation, VllmGeneration):
+        engines, config = policy_generation.engines, policy_generation.config.model_copy(deep=True)
+    else:
+        engines, config = policy_generation, policy.config.model_copy(deep=True)
     if config.generation is None:
         raise ConfigError("policy.generation is null, but weights are to be moved to engines. Fill it in.")
     config.generation.colocated.enabled = colocated_inference
