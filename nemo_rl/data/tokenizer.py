@@ -46,8 +46,7 @@ def get_tokenizer(
     """
     if get_processor:
         raise NotBuiltError("get_processor=True belongs to multimodal data (VLM), which is not built yet.")
-    if isinstance(tokenizer_config, Mapping):
-        tokenizer_config = TokenizerConfig.build(**tokenizer_config)
+    tokenizer_config = TokenizerConfig.of(tokenizer_config)
     tokenizer = _load(tokenizer_config.name, trust_remote_code, section)
     _set_chat_template(tokenizer, tokenizer_config.chat_template, tokenizer_config.name)
     if tokenizer_config.chat_template_kwargs:

@@ -38,7 +38,7 @@ def setup_response_data(
     """
     if is_vlm:
         raise NotBuiltError("is_vlm=True belongs to multimodal data (VLM), which is not built yet.")
-    config = data_config if isinstance(data_config, DataConfig) else DataConfig.build(**data_config)
+    config = DataConfig.of(data_config)
     if env_configs is None:
         data = setup.setup_response_data(tokenizer, config)
         return data.train, data.validation
@@ -56,8 +56,7 @@ def setup_preference_data(
     Returns:
         Training rows, and validation rows by the name of their entry; without a name they are "default".
     """
-    config = data_config if isinstance(data_config, SupervisedDataConfig) else SupervisedDataConfig.build(**data_config)
-    data = setup.setup_preference_data(tokenizer, config)
+    data = setup.setup_preference_data(tokenizer, SupervisedDataConfig.of(data_config))
     unnamed = {} if data.validation is None else {UNNAMED: data.validation}
     return data.train, {**unnamed, **data.named_validation}
 

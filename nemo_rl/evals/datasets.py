@@ -204,7 +204,7 @@ def load_eval_dataset(data_config: EvalDataConfig | Mapping[str, Any]) -> Proble
         ConfigError: A key is unknown or wrong.
         DataError: The name is unknown, or the data cannot be read.
     """
-    config = EvalDataConfig.build(**data_config) if isinstance(data_config, Mapping) else data_config
+    config = EvalDataConfig.of(data_config)
     problems = _load(config)
     processor = config.processor or problems.processor_name
     return replace(

@@ -93,9 +93,11 @@ def setup(
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
     """
-    config = (
-        master_config if isinstance(master_config, EvalMasterConfig) else config_of(master_config, EvalMasterConfig)
-    )
+    if isinstance(master_config, EvalMasterConfig):
+        config = master_config
+        config.check()
+    else:
+        config = config_of(master_config, EvalMasterConfig)
     _check_environment(config)
     check_engine_model(config.policy, config.cluster)
     tokenizer = tokenizer or get_tokenizer(config.tokenizer)

@@ -282,6 +282,15 @@ def test_timer_takes_should_log() -> None:
     set_seed(1)
 
 
+def test_losses_take_a_dict() -> None:
+    from nemo_rl.algorithms.loss import ClippedPGLossFn, DistillationLossFn
+
+    assert not ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}).needs_reference
+    assert DistillationLossFn({"kl_type": "reverse"}).cfg.kl_type == "reverse"
+    with pytest.raises(ConfigError, match="ratio_clip"):
+        ClippedPGLossFn({"ratio_clip_min": "x"})
+
+
 def test_a_run_is_not_unpacked() -> None:
     from nemo_rl.algorithms.runtime.run import Run
 
@@ -449,7 +458,7 @@ def test_engines_and_policy_without_a_run(cpu_cluster: Any, tokenizer: Any, tmp_
         tokenizer,
         is_eval=True,
     )
-    policy = Policy(cpu_cluster, policy_config, tokenizer, init_reference_model=False)
+    policy = Policy(cpu_cluster, policy_config.model_dump(), tokenizer, init_reference_model=False)
     generation = VllmGeneration(cluster=cpu_cluster, config=config)
     try:
         prompts = [

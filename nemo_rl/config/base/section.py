@@ -92,6 +92,11 @@ class Section(BaseModel):
             raise ConfigError(f"{cls.__name__}: " + "; ".join(lines)) from None
 
     @classmethod
+    def of(cls, given: Self | Mapping[str, Any]) -> Self:
+        """A section as it is, or what `build` makes of a dict."""
+        return given if isinstance(given, cls) else cls.build(**given)
+
+    @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
         """Keys that change nothing in a section with these values, with the reason; the user is told."""
         return {**cls.ignored, **cls.idle}

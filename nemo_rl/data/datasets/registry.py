@@ -64,8 +64,7 @@ class DatasetKind:
         Raises:
             DataError: The name is unknown, or the data cannot be read.
         """
-        if isinstance(config, Mapping):
-            config = DatasetConfig.build(**config)
+        config = DatasetConfig.of(config)
         name = config.dataset_name or self.usual
         if config.dataset_name is None and config.data_path is None:
             raise DataError(f"data.{role} names no data: set dataset_name, or data_path to a file.")
