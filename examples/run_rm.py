@@ -22,7 +22,7 @@ def train(config: RMMasterConfig) -> None:
     # Imported here so that a refused configuration does not wait for torch.
     from nemo_rl.algorithms.rm import rm_train, setup
 
-    with setup(config, STARTED_AT) as run:
+    with setup(config, started_at=STARTED_AT) as run:
         rm_train(run)
 
 

@@ -22,7 +22,7 @@ def train(config: SFTMasterConfig) -> None:
     # Imported here so that a refused configuration does not wait for torch.
     from nemo_rl.algorithms.sft import setup, sft_train
 
-    with setup(config, STARTED_AT) as run:
+    with setup(config, started_at=STARTED_AT) as run:
         sft_train(run)
 
 

@@ -5,8 +5,9 @@ Invariant: a name is imported when it is first used, so `import nemo_rl` and `im
 nor ray.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nemo_rl.utils.public_names import explain_missing_modules, public_names
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.runtime.open_policy import OpenPolicy, open_policy
@@ -38,13 +39,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import one of the names above."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'nemo_rl' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = public_names(__name__, _HOMES)
+explain_missing_modules()
 
 
 def __dir__() -> list[str]:

@@ -6,16 +6,20 @@ treatment of rare tokens are values of the loss (`losses.distillation`). Invaria
 """
 
 from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.rollout.teacher import TeacherScores, check_teacher_fits, check_vocab_equality
+from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
 from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as distillation_train
 from nemo_rl.config import DistillationConfig, DistillationMasterConfig
 from nemo_rl.data.datasets.setup import setup_response_data
-from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.losses.distillation import DistillationLossFn
+from nemo_rl.losses.interfaces import AnyLossFunction
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 
@@ -24,19 +28,30 @@ __all__ = ["DistillationConfig", "MasterConfig", "check_vocab_equality", "distil
 MasterConfig = DistillationMasterConfig
 
 
-def setup(config: DistillationMasterConfig, started_at: float = 0.0) -> Run:
+def setup(
+    master_config: DistillationMasterConfig | Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    train_dataset: Any = None,
+    val_dataset: Any = None,
+    *,
+    environments: Mapping[str, Any] | None = None,
+    loss_fn: AnyLossFunction | None = None,
+    started_at: float = 0.0,
+) -> Run:
     """Build a distillation run and start its workers; arguments and errors as `grpo.setup`."""
-    return start_run(config, recipe(config), started_at)
+    handed_in = HandedIn(tokenizer, train_dataset, val_dataset, environments or {}, loss_fn)
+    config = handed_in.checked(master_config, DistillationMasterConfig)
+    return start_run(config, recipe(config, handed_in), started_at)
 
 
-def recipe(config: DistillationMasterConfig) -> RolloutRecipe:
-    """What makes a run that samples one of distillation; starts nothing.
+def recipe(config: DistillationMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRecipe:
+    """What makes a run that samples one of distillation, with the parts handed in; starts nothing.
 
     Raises:
         ConfigError, DataError: the configuration, the data or the teacher cannot be used.
     """
     set_seed(config.distillation.seed)
-    tokenizer = get_tokenizer(config.policy.tokenizer)
+    tokenizer = handed_in.tokenizer_of(config.policy)
     vocab_size = check_teacher_fits(config, tokenizer)
     generation = config.policy.generation
     assert generation is not None, "the configuration was checked"
@@ -47,9 +62,10 @@ def recipe(config: DistillationMasterConfig) -> RolloutRecipe:
 
     return RolloutRecipe(
         tokenizer=tokenizer,
-        data=setup_response_data(tokenizer, config.data, config.env),
-        loss_fn=DistillationLossFn(config.loss_fn),
+        data=handed_in.data(config, lambda: setup_response_data(tokenizer, config.data, config.env), sampled=True),
+        loss_fn=handed_in.loss(DistillationLossFn(config.loss_fn)),
         roles={"policy": Role(config.policy), "teacher": Role(config.teacher, trains=False)},
         stages=stages,
         needs_reward=False,
+        environments=handed_in.running_environments,
     )

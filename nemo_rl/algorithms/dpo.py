@@ -5,15 +5,20 @@ holds the log-probabilities of the model that training started from. Invariant: 
 and row 2i + 1 the rejected one, from the data to the loss.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms import kto
+from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train as dpo_train
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_pairs, from_section, start_run
 from nemo_rl.config import DPOConfig, DPOMasterConfig
 from nemo_rl.data.datasets.setup import setup_preference_data
-from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.policy.lm_policy import Policy
@@ -43,28 +48,40 @@ class ReferenceLogprobs:
         return {}
 
 
-def setup(config: DPOMasterConfig, started_at: float = 0.0) -> Run:
+def setup(
+    master_config: DPOMasterConfig | Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    train_dataset: Any = None,
+    val_dataset: Any = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    started_at: float = 0.0,
+) -> Run:
     """Build a DPO run and start its workers; arguments and errors as `grpo.setup`."""
-    return start_run(config, recipe(config), started_at)
+    handed_in = HandedIn(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
+    config = handed_in.checked(master_config, DPOMasterConfig)
+    return start_run(config, recipe(config, handed_in), started_at)
 
 
-def recipe(config: DPOMasterConfig) -> SupervisedRecipe:
-    """What makes a run of written data one of DPO, or of KTO; starts nothing. Errors as `sft.recipe`."""
+def recipe(config: DPOMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedRecipe:
+    """What makes a run of written data one of DPO, or of KTO; arguments and errors as `sft.recipe`."""
     set_seed(config.dpo.seed)
-    tokenizer = get_tokenizer(config.policy.tokenizer)
+    tokenizer = handed_in.tokenizer_of(config.policy)
     if config.dpo.preference_loss == "kto":
-        return kto.recipe(config, tokenizer)
-    loss_fn = DPOLossFn(from_section(DPOLossConfig, config.dpo))
+        return kto.recipe(config, tokenizer, handed_in)
+    configured = DPOLossFn(from_section(DPOLossConfig, config.dpo))
+    loss_fn: LossFunction = handed_in.loss(configured, rows_per_sample=2)
+    needs_reference = getattr(loss_fn, "needs_reference", configured.needs_reference)
 
     def stages(policy: Policy) -> list[Stage]:
-        return [ReferenceLogprobs(policy)] if loss_fn.needs_reference else []
+        return [ReferenceLogprobs(policy)] if needs_reference else []
 
     return SupervisedRecipe(
         tokenizer=tokenizer,
-        data=setup_preference_data(tokenizer, config.data),
+        data=handed_in.data(config, lambda: setup_preference_data(tokenizer, config.data)),
         collate=collate_pairs(config, tokenizer),
         loss_fn=loss_fn,
         rows_per_sample=2,
-        keeps_reference=loss_fn.needs_reference,
+        keeps_reference=needs_reference,
         stages=stages,
     )

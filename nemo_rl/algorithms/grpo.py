@@ -7,32 +7,66 @@ configuration dict.
 """
 
 from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.credit.assignment import CreditAssignment
 from nemo_rl.algorithms.rollout.scoring import PolicyScoring
 from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
+from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
 from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as grpo_train
 from nemo_rl.config import GRPOConfig, GRPOMasterConfig
 from nemo_rl.data.datasets.setup import setup_response_data
-from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.seed import set_seed
 
 __all__ = ["GRPOConfig", "MasterConfig", "grpo_train", "recipe", "setup"]
 
 MasterConfig = GRPOMasterConfig
+__getattr__ = public_names(
+    __name__,
+    {
+        "ColocatablePolicyInterface": "nemo_rl.models.policy.interfaces",
+        "EnvironmentInterface": "nemo_rl.environments.interfaces",
+        "GenerationInterface": "nemo_rl.models.generation.interfaces",
+        "Logger": "nemo_rl.utils.logger",
+        "StatefulDataLoader": "torchdata.stateful_dataloader",
+        "TokenizerType": "nemo_rl.data.interfaces",
+        "refit_policy_generation": "nemo_rl.algorithms.rollout.sync_setup",
+        "shutdown_environments": "nemo_rl.environments.handed_in",
+    },
+)
 
 
-def setup(config: GRPOMasterConfig, started_at: float = 0.0) -> Run:
-    """Build a GRPO run and start its workers.
+def setup(
+    master_config: GRPOMasterConfig | Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dataset: Any = None,
+    val_dataset: Any = None,
+    *,
+    environments: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    started_at: float = 0.0,
+) -> Run:
+    """Build a GRPO run and start its workers; what is left out is as the configuration says.
 
     Args:
-        config: a checked configuration.
+        master_config: the configuration: an object, or a dict of what a file holds, which is checked as a file is.
+        tokenizer: of the model and of the data.
+        dataset: training prompts: an `AllTaskProcessedDataset` with processors of your own, or anything with `len()`
+            and `[i]` that gives a `DatumSpec`.
+        val_dataset: validation prompts of the same kinds; with `dataset` alone there is no validation.
+        environments: what rewards answers, by task name: classes, objects, actors or clients; see
+            `environments.handed_in.environment_of`.
+        loss_fn: a `LossFunction`. One of your own gets `prev_logprobs` in every batch.
         started_at: `time.perf_counter()` at process start, to report the time to the first step.
 
     Raises:
@@ -40,19 +74,21 @@ def setup(config: GRPOMasterConfig, started_at: float = 0.0) -> Run:
             before Ray starts.
         ResourceInsufficientError: the cluster lacks what is asked for.
     """
-    return start_run(config, recipe(config), started_at)
+    handed_in = HandedIn(tokenizer, dataset, val_dataset, environments or {}, loss_fn)
+    config = handed_in.checked(master_config, GRPOMasterConfig)
+    return start_run(config, recipe(config, handed_in), started_at)
 
 
-def recipe(config: GRPOMasterConfig) -> RolloutRecipe:
-    """What makes a run that samples one of GRPO; starts nothing.
+def recipe(config: GRPOMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRecipe:
+    """What makes a run that samples one of GRPO, with the parts handed in; starts nothing.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
     """
     grpo = config.grpo
     set_seed(grpo.seed)
-    tokenizer = get_tokenizer(config.policy.tokenizer)
-    loss_fn = ClippedPGLossFn(config.loss_fn)
+    tokenizer = handed_in.tokenizer_of(config.policy)
+    loss_fn: LossFunction = handed_in.loss(ClippedPGLossFn(config.loss_fn))
     credit = CreditAssignment(make_advantage_estimator(grpo, config.loss_fn), grpo)
     needs_prev, needs_reference = forward_passes(config, loss_fn, credit)
 
@@ -67,20 +103,28 @@ def recipe(config: GRPOMasterConfig) -> RolloutRecipe:
 
     return RolloutRecipe(
         tokenizer=tokenizer,
-        data=setup_response_data(tokenizer, config.data, config.env),
+        data=handed_in.data(config, lambda: setup_response_data(tokenizer, config.data, config.env), sampled=True),
         loss_fn=loss_fn,
         roles={"policy": Role(config.policy, keeps_reference=needs_reference)},
         stages=stages,
         source=source,
         prompt_factor=grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0,
+        environments=handed_in.running_environments,
     )
 
 
-def forward_passes(config: GRPOMasterConfig, loss_fn: ClippedPGLossFn, credit: CreditAssignment) -> tuple[bool, bool]:
-    """Whether a run needs `prev_logprobs` and reference log-probabilities; see `rollout.scoring`."""
+def forward_passes(config: GRPOMasterConfig, loss_fn: LossFunction, credit: CreditAssignment) -> tuple[bool, bool]:
+    """Whether a run needs `prev_logprobs` and reference log-probabilities; see `rollout.scoring`.
+
+    A loss of another kind than the configured one gets both as that would, and `prev_logprobs` always.
+    """
     grpo = config.grpo
     samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
     several_updates = samples > config.policy.train_global_batch_size
     on_policy = config.loss_fn.force_on_policy_ratio or not several_updates
-    needs_prev = not on_policy or grpo.seq_logprob_error_threshold is not None
-    return needs_prev or credit.needs_logprobs, loss_fn.needs_reference or credit.needs_logprobs
+    own = not isinstance(loss_fn, ClippedPGLossFn)
+    needs_prev = own or not on_policy or grpo.seq_logprob_error_threshold is not None
+    needs_reference = getattr(loss_fn, "needs_reference", False)
+    if own:
+        needs_reference = needs_reference or ClippedPGLossFn(config.loss_fn).needs_reference
+    return needs_prev or credit.needs_logprobs, needs_reference or credit.needs_logprobs

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, from_section
 from nemo_rl.config import DPOMasterConfig
@@ -29,21 +30,23 @@ from nemo_rl.models.policy.lm_policy import Policy
 type Batch = BatchedDataDict[Any]
 
 
-def recipe(config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase) -> SupervisedRecipe:
-    """What makes a run of written data one with the loss of KTO."""
+def recipe(
+    config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase, handed_in: HandedIn = NOTHING
+) -> SupervisedRecipe:
+    """What makes a run of written data one with the loss of KTO, with the parts handed in."""
 
     def stages(policy: Policy) -> list[Stage]:
         return [KTOPreparation(policy, config.policy.max_total_sequence_length)]
 
     return SupervisedRecipe(
         tokenizer=tokenizer,
-        data=setup_feedback_data(tokenizer, config.data),
+        data=handed_in.data(config, lambda: setup_feedback_data(tokenizer, config.data)),
         collate=partial(
             feedback_collate_fn,
             tokenizer=tokenizer,
             make_sequence_length_divisible_by=config.policy.make_sequence_length_divisible_by,
         ),
-        loss_fn=KTOLossFn(from_section(KTOLossConfig, config.dpo)),
+        loss_fn=handed_in.loss(KTOLossFn(from_section(KTOLossConfig, config.dpo))),
         keeps_reference=True,
         stages=stages,
     )

@@ -5,20 +5,23 @@ score is the log-odds of being preferred, so `sigmoid(chosen - rejected)` is the
 model is right as often as it is confident.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
 from nemo_rl.algorithms.runtime.run import Run
 from nemo_rl.algorithms.runtime.run import train as rm_train
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_pairs, start_run, validation_rows
 from nemo_rl.config import RMConfig, RMMasterConfig
 from nemo_rl.data.datasets.setup import setup_preference_data
-from nemo_rl.data.tokenizer import ensure_distinct_pad_token, get_tokenizer
+from nemo_rl.data.tokenizer import ensure_distinct_pad_token
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.losses.pair_losses import CentredMargin
 from nemo_rl.losses.preference import PreferenceLossFn
 from nemo_rl.utils.seed import set_seed
@@ -30,27 +33,37 @@ MasterConfig = RMMasterConfig
 CALIBRATION_BINS = 10
 
 
-def setup(config: RMMasterConfig, started_at: float = 0.0) -> Run:
+def setup(
+    master_config: RMMasterConfig | Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    train_dataset: Any = None,
+    val_dataset: Any = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    started_at: float = 0.0,
+) -> Run:
     """Build a reward-model run and start its workers; arguments and errors as `grpo.setup`."""
-    return start_run(config, recipe(config), started_at)
+    handed_in = HandedIn(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
+    config = handed_in.checked(master_config, RMMasterConfig)
+    return start_run(config, recipe(config, handed_in), started_at)
 
 
-def recipe(config: RMMasterConfig) -> SupervisedRecipe:
-    """What makes a run of written data one of a reward model; starts nothing. Errors as `sft.recipe`."""
+def recipe(config: RMMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedRecipe:
+    """What makes a run of written data one of a reward model; arguments and errors as `sft.recipe`."""
     set_seed(config.rm.seed)
-    tokenizer = get_tokenizer(config.policy.tokenizer)
+    tokenizer = handed_in.tokenizer_of(config.policy)
     ensure_distinct_pad_token(tokenizer)
     # A program that loads the model finds the end of a padded sequence by this token.
     overrides = {"pad_token_id": tokenizer.pad_token_id} | (config.policy.hf_config_overrides or {})
     config.policy.hf_config_overrides = overrides
-    loss_fn = PreferenceLossFn(CentredMargin(config.rm.margin, config.rm.center_rewards_coefficient))
+    configured = PreferenceLossFn(CentredMargin(config.rm.margin, config.rm.center_rewards_coefficient))
     return SupervisedRecipe(
         tokenizer=tokenizer,
-        data=setup_preference_data(tokenizer, config.data),
+        data=handed_in.data(config, lambda: setup_preference_data(tokenizer, config.data)),
         collate=collate_pairs(config, tokenizer),
-        loss_fn=loss_fn,
+        loss_fn=handed_in.loss(configured, rows_per_sample=2),
         rows_per_sample=2,
-        validator=lambda policy, batches: RMValidator(batches, policy, loss_fn, validation_rows(config, 2)),
+        validator=lambda policy, batches: RMValidator(batches, policy, configured, validation_rows(config, 2)),
     )
 
 

@@ -3,15 +3,20 @@
 Invariant: only what an assistant wrote counts, each token once.
 """
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
 from nemo_rl.algorithms.runtime.run import Run
 from nemo_rl.algorithms.runtime.run import train as sft_train
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, start_run
 from nemo_rl.config import SFTConfig, SFTMasterConfig
 from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.datasets.setup import setup_sft_data
-from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.utils.seed import set_seed
 
@@ -20,28 +25,39 @@ __all__ = ["MasterConfig", "SFTConfig", "recipe", "setup", "sft_train"]
 MasterConfig = SFTMasterConfig
 
 
-def setup(config: SFTMasterConfig, started_at: float = 0.0) -> Run:
+def setup(
+    master_config: SFTMasterConfig | Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    train_dataset: Any = None,
+    val_dataset: Any = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    started_at: float = 0.0,
+) -> Run:
     """Build an SFT run and start its workers; arguments and errors as `grpo.setup`."""
-    return start_run(config, recipe(config), started_at)
+    handed_in = HandedIn(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
+    config = handed_in.checked(master_config, SFTMasterConfig)
+    return start_run(config, recipe(config, handed_in), started_at)
 
 
-def recipe(config: SFTMasterConfig) -> SupervisedRecipe:
-    """What makes a run of written data one of SFT; starts nothing.
+def recipe(config: SFTMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedRecipe:
+    """What makes a run of written data one of SFT, with the parts handed in; starts nothing.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
     """
     set_seed(config.sft.seed)
-    tokenizer = get_tokenizer(config.policy.tokenizer)
+    tokenizer = handed_in.tokenizer_of(config.policy)
+    names = (("loss", "val_loss"), ("num_valid_samples", "num_valid_samples"))
     return SupervisedRecipe(
         tokenizer=tokenizer,
-        data=setup_sft_data(tokenizer, config.data),
+        data=handed_in.data(config, lambda: setup_sft_data(tokenizer, config.data)),
         collate=partial(
             sft_collate_fn,
             tokenizer=tokenizer,
             make_sequence_length_divisible_by=config.policy.make_sequence_length_divisible_by,
             only_unmask_final=config.sft.only_unmask_final,
         ),
-        loss_fn=NLLLossFn(),
-        validated_names=(("loss", "val_loss"), ("num_valid_samples", "num_valid_samples")),
+        loss_fn=handed_in.loss(NLLLossFn()),
+        validated_names=names if handed_in.loss_fn is None else names[:1],
     )

@@ -7,7 +7,7 @@ loads neither torch nor ray.
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
 from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path
 from nemo_rl.config.base.section import Section
-from nemo_rl.config.loading.load import load_config, save_resolved
+from nemo_rl.config.loading.load import config_of, load_config, save_resolved
 from nemo_rl.config.loading.overrides import OverridesError
 from nemo_rl.config.rules.findings import report_findings
 from nemo_rl.config.rules.loss import check_loss_options
@@ -139,6 +139,7 @@ __all__ = [
     "check_loss_options",
     "check_reward_scaling",
     "check_reward_shaping",
+    "config_of",
     "count_gpus",
     "data_parallel_ranks",
     "find_path",

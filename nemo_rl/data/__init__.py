@@ -2,3 +2,7 @@
 
 Invariant: token ids of a prompt are made once, here, and never re-tokenised.
 """
+
+from nemo_rl.config import DataConfig
+
+__all__ = ["DataConfig"]

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from nemo_rl.config import TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, NotBuiltError
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,11 @@ PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% 
 
 
 def get_tokenizer(
-    tokenizer_config: TokenizerConfig, *, trust_remote_code: bool = False, section: str = "policy"
+    tokenizer_config: TokenizerConfig | Mapping[str, Any],
+    get_processor: bool = False,
+    *,
+    trust_remote_code: bool = False,
+    section: str = "policy",
 ) -> TokenizerType:
     """Load the tokenizer and set its chat template and pad token.
 
@@ -30,19 +34,24 @@ def get_tokenizer(
         tokenizer_config: `name` is a local folder or a hub id. `chat_template` is "default" (the
             tokenizer's own), None (contents only, no markers), the path of a `*.jinja` file, or a
             template text. `chat_template_kwargs` are given to every `apply_chat_template` call;
-            a call's own arguments win.
+            a call's own arguments win. A dict is checked and filled in.
+        get_processor: Must be False.
         trust_remote_code: Run tokenizer code that comes with the model.
         section: Section of the configuration that names the model, for messages.
 
     Raises:
         ConfigError: The tokenizer or the template file cannot be loaded, or there is neither a
             pad nor an end-of-sequence token.
+        NotBuiltError: `get_processor`.
     """
+    if get_processor:
+        raise NotBuiltError("get_processor=True belongs to multimodal data (VLM), which is not built yet.")
+    tokenizer_config = TokenizerConfig.of(tokenizer_config)
     tokenizer = _load(tokenizer_config.name, trust_remote_code, section)
     _set_chat_template(tokenizer, tokenizer_config.chat_template, tokenizer_config.name)
     if tokenizer_config.chat_template_kwargs:
         _bind_template_kwargs(tokenizer, tokenizer_config.chat_template_kwargs)
-    _ensure_pad_token(tokenizer, tokenizer_config.name)
+    ensure_pad_token(tokenizer, tokenizer_config.name)
     return tokenizer
 
 
@@ -85,7 +94,12 @@ def _bind_template_kwargs(tokenizer: TokenizerType, kwargs: Mapping[str, Any]) -
     tokenizer.apply_chat_template = bound  # type: ignore[method-assign]
 
 
-def _ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
+def ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
+    """Pad with the end-of-sequence token where there is no token to pad with.
+
+    Raises:
+        ConfigError: There is neither.
+    """
     if tokenizer.pad_token is not None:
         return
     if tokenizer.eos_token is None:

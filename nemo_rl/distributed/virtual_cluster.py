@@ -27,9 +27,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_rl.distributed.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
 from nemo_rl.distributed.rendezvous import bind_free_port
 from nemo_rl.utils.errors import ResourceInsufficientError
+from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.stop_signals import handlers_kept
 
 logger = logging.getLogger(__name__)
+__getattr__ = public_names(__name__)
 
 _RESERVE_TIMEOUT_S = 5.0
 _RAY_SETTINGS = {

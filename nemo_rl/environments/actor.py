@@ -22,11 +22,12 @@ from typing import Any
 
 import ray
 import torch
+from ray import cloudpickle
 from ray.actor import ActorHandle
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart, StepResult
-from nemo_rl.environments.loading import EnvironmentClass, class_path, load_env_class, plain_env_class
+from nemo_rl.environments.loading import EnvironmentClass, class_path, is_environment, load_env_class, plain_env_class
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,14 @@ _COROUTINE_STEPS = 64
 """Calls of `step` in flight when it is a coroutine function of a class that states no number."""
 
 
-def launch_environment_actor(env_class: "str | EnvironmentClass", cfg: dict[str, Any]) -> ActorHandle:
+def launch_environment_actor(
+    env_class: "str | EnvironmentClass | EnvironmentInterface[Any]", cfg: dict[str, Any]
+) -> ActorHandle:
     """Start an actor that hosts the environment; returns before it is ready.
 
     Args:
         env_class: A class (plain or `@ray.remote`), or its dotted path, which is then imported
-            again inside the actor.
+            again inside the actor; or an environment, of which the actor gets a copy.
         cfg: What the class is constructed with.
 
     The actor looks for modules where this process does, after its own places.
@@ -50,7 +53,9 @@ def launch_environment_actor(env_class: "str | EnvironmentClass", cfg: dict[str,
     """
     loaded = load_env_class(env_class) if isinstance(env_class, str) else plain_env_class(env_class)
     plain_class, options = loaded
-    hosted = env_class if isinstance(env_class, str) else class_path(plain_class) or plain_class
+    hosted: Any = env_class if isinstance(env_class, str) else class_path(plain_class) or plain_class
+    if is_environment(env_class):
+        hosted = cloudpickle.dumps(env_class)  # read where its class can be imported
     import_path = [entry for entry in sys.path if entry]
     options = {"num_cpus": 0, **options, "max_concurrency": step_concurrency(plain_class), "max_restarts": 0}
     remote_class: Any = ray.remote(EnvironmentActor)
@@ -75,13 +80,14 @@ class EnvironmentActor:
     """Hosts one environment object; see the module docstring."""
 
     def __init__(
-        self, env_class: "str | EnvironmentClass", cfg: dict[str, Any], import_path: Sequence[str] = ()
+        self, env_class: "str | EnvironmentClass | bytes", cfg: dict[str, Any], import_path: Sequence[str] = ()
     ) -> None:
         sys.path.extend(entry for entry in import_path if entry not in sys.path)
         if isinstance(env_class, str):
             env_class, _ = load_env_class(env_class)
-        self._env = env_class(cfg)  # type: ignore[call-arg]
-        self._step_options = {"return_extracted_answer": True} if env_class.gives_answers else {}
+        made = cloudpickle.loads(env_class) if isinstance(env_class, bytes) else env_class(cfg)  # type: ignore[call-arg]
+        self._env: EnvironmentInterface[Any] = made
+        self._step_options = {"return_extracted_answer": True} if made.gives_answers else {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
 

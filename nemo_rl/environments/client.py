@@ -31,7 +31,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from nemo_rl.environments.actor import launch_environment_actor, own_hooks, step_concurrency
-from nemo_rl.environments.interfaces import EpisodeStart, StepResult
+from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult
 from nemo_rl.environments.loading import EnvironmentClass, load_env_class, plain_env_class
 from nemo_rl.utils.errors import WorkerDiedError
 
@@ -82,7 +82,7 @@ class EnvironmentClient:
 
     Args:
         name: For logs and errors, usually the task name.
-        env_class: A class or its dotted path.
+        env_class: A class, its dotted path, or an environment that is made already.
         cfg: What the class is constructed with.
         step_timeout_s: Deadline of one sample's step (`cluster.timeouts.environment_s`).
         start_timeout_s: Deadline of the actor's start.
@@ -96,7 +96,7 @@ class EnvironmentClient:
     def __init__(
         self,
         name: str,
-        env_class: str | EnvironmentClass,
+        env_class: str | EnvironmentClass | EnvironmentInterface[Any],
         cfg: dict[str, Any],
         *,
         step_timeout_s: float = 600.0,

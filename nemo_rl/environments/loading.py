@@ -34,12 +34,14 @@ def load_env_class(path: str) -> tuple[EnvironmentClass, dict[str, Any]]:
 
 
 def plain_env_class(found: Any) -> tuple[EnvironmentClass, dict[str, Any]]:
-    """Take the `@ray.remote` off an environment class, if it has one.
+    """Take the `@ray.remote` off an environment class, if it has one; the class of an environment that is made already.
 
     Raises:
-        ConfigError: `found` is not a subclass of `EnvironmentInterface`.
+        ConfigError: `found` is not a subclass of `EnvironmentInterface`, nor an object of one.
     """
     options: dict[str, Any] = {}
+    if is_environment(found):
+        return type(found), options
     if isinstance(found, ActorClass):
         decorated: Any = found  # Ray has no public way back from an ActorClass to its class
         decorator = decorated._default_options
@@ -50,6 +52,11 @@ def plain_env_class(found: Any) -> tuple[EnvironmentClass, dict[str, Any]]:
             f"{found!r} is not an environment: derive it from nemo_rl.environments.interfaces.EnvironmentInterface."
         )
     return found, options
+
+
+def is_environment(found: Any) -> bool:
+    """Whether this is an environment that is made already; Ray lets its decorated classes pass for objects too."""
+    return isinstance(found, EnvironmentInterface) and not isinstance(found, ActorClass)
 
 
 def class_path(env_class: EnvironmentClass) -> str | None:

@@ -5,12 +5,10 @@ anything is started.
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any, NotRequired, TypedDict
 
 from pydantic import BaseModel
 
-from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
@@ -98,17 +96,3 @@ def create_env(
     path = env_class_path(env_name)
     cfg = env_config.model_dump() if isinstance(env_config, BaseModel) else dict(env_config)
     return EnvironmentClient(env_name, path, cfg, step_timeout_s=step_timeout_s, max_restarts=max_restarts)
-
-
-def start_env(
-    env_name: str, env_config: Mapping[str, Any] | BaseModel, cluster: ClusterConfig, resources: ExitStack
-) -> EnvironmentClient:
-    """`create_env` with the deadline and restarts of a cluster; ended with `resources`."""
-    client = create_env(
-        env_name,
-        env_config,
-        step_timeout_s=cluster.timeouts.environment_s,
-        max_restarts=cluster.max_actor_restarts,
-    )
-    resources.callback(client.shutdown)
-    return client

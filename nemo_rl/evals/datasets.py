@@ -7,7 +7,7 @@ answers wherever the rows come from, the hub, a mirror (`data.data_path`) or a f
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from nemo_rl.config.schema.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.arithmetic import VALIDATION
 from nemo_rl.data.datasets.hub import HubSource, load_table
-from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
+from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.response_datasets import (
     DATASET_REGISTRY,
     GSM8KDataset,
@@ -28,6 +28,8 @@ from nemo_rl.data.datasets.response_datasets import (
     load_response_dataset,
 )
 from nemo_rl.data.datasets.row_values import kind_of, text_of, value_of
+from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
+from nemo_rl.data.processors import get_processor
 from nemo_rl.environments.grading.boxed import last_boxed
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed
@@ -46,13 +48,25 @@ class Problems:
 
     Attributes:
         raw: rows with `messages`, or with `choice` for multiple choice.
-        processor: name of the processor that turns a row into a prompt.
+        processor_name: of the processor that turns a row into a prompt.
         topic_key: column by which results are also reported, None without one.
+        task_spec: texts around a row.
     """
 
     raw: RawDataset
-    processor: str = MATH_PROCESSOR
+    processor_name: str = MATH_PROCESSOR
     topic_key: str | None = None
+    task_spec: TaskDataSpec = field(default_factory=TaskDataSpec)
+
+    @property
+    def rekeyed_ds(self) -> Any:
+        """The rows, for an `AllTaskProcessedDataset`; the parts of a question are at their top level."""
+        return [unfold_choice(row) for row in self.raw.dataset]
+
+    @property
+    def processor(self) -> TaskDataProcessFnCallable:
+        """What turns a row into a prompt."""
+        return get_processor(self.processor_name)
 
 
 class MathDataset(ResponseDataset):
@@ -180,12 +194,32 @@ EVAL_REGISTRY: dict[str, Loader] = {
 }
 
 
-def load_eval_dataset(config: EvalDataConfig) -> Problems:
+def load_eval_dataset(data_config: EvalDataConfig | Mapping[str, Any]) -> Problems:
     """Load the problems that `data` names.
 
+    Args:
+        data_config: `data` of an evaluation; a dict is checked and filled in.
+
     Raises:
+        ConfigError: A key is unknown or wrong.
         DataError: The name is unknown, or the data cannot be read.
     """
+    config = EvalDataConfig.of(data_config)
+    problems = _load(config)
+    processor = config.processor or problems.processor_name
+    return replace(
+        problems,
+        processor_name=processor,
+        task_spec=TaskDataSpec(config.env_name, config.prompt_file, config.system_prompt_file),
+    )
+
+
+def unfold_choice(row: FormattedRow) -> FormattedRow:
+    """A multiple-choice row with its parts at the top level, where the processor looks for them."""
+    return {**row[CHOICE_KEY], "task_name": row["task_name"]} if CHOICE_KEY in row else row
+
+
+def _load(config: EvalDataConfig) -> Problems:
     entry = _as_dataset_config(config)
     name = entry.dataset_name
     if name in EVAL_REGISTRY:

@@ -3,16 +3,19 @@
 from nemo_rl.config.runs.eval import EvalConfig
 from nemo_rl.config.runs.eval import EvalMasterConfig as MasterConfig
 from nemo_rl.evals.estimators import consensus_at_k, pass_at_k
-from nemo_rl.evals.evaluator import evaluate
+from nemo_rl.evals.evaluator import Evaluation, evaluate, run_env_eval, setup
 from nemo_rl.evals.report import EvalReport, format_report, make_report
 
 __all__ = [
     "EvalConfig",
     "EvalReport",
+    "Evaluation",
     "MasterConfig",
     "consensus_at_k",
     "evaluate",
     "format_report",
     "make_report",
     "pass_at_k",
+    "run_env_eval",
+    "setup",
 ]

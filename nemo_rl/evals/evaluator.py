@@ -7,20 +7,25 @@ asked again, and a finished evaluation starts nothing.
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config import config_of
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.env import stop_strings_of
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.environments.client import EnvironmentClient
+from nemo_rl.environments.handed_in import Start, environment_of, start_environment
 from nemo_rl.environments.loading import load_env_class
-from nemo_rl.environments.registry import env_class_path, start_env
-from nemo_rl.evals.prompts import EvalPrompts
+from nemo_rl.environments.registry import env_class_path
+from nemo_rl.evals.prompts import EvalPrompts, GivenPrompts, Prompts
 from nemo_rl.evals.records import AnswerRecord, RecordStore
 from nemo_rl.evals.report import EvalReport, make_report
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -47,11 +52,80 @@ class Asker:
     sampling: SamplingParams
 
 
-def evaluate(config: EvalMasterConfig) -> EvalReport:
-    """Run an evaluation, or the rest of one that was stopped.
+@dataclass(frozen=True)
+class EvalGeneration:
+    """The model under evaluation; its engines run only while prompts are asked.
+
+    Attributes:
+        config: a checked configuration.
+        tokenizer: renders and reads texts.
+    """
+
+    config: EvalMasterConfig
+    tokenizer: PreTrainedTokenizerBase
+
+    def shutdown(self) -> bool:
+        """Nothing is left to end."""
+        return True
+
+
+class Evaluation(NamedTuple):
+    """What `setup` returns: all that is settled before an evaluation starts anything."""
+
+    generation: EvalGeneration
+    dataloader: Prompts
+    master_config: EvalMasterConfig
+
+
+def setup(
+    master_config: EvalMasterConfig | Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dataset: Any = None,
+) -> Evaluation:
+    """Prepare an evaluation for `run_env_eval`; what is left out is as the configuration says.
 
     Args:
-        config: a checked configuration.
+        master_config: the configuration: an object, or a dict of what a file holds, which is checked as a file is.
+        tokenizer: of the model.
+        dataset: the prompts, see `data.datasets.given.given_data`.
+
+    Raises:
+        ConfigError, DataError: the configuration or the data cannot be used.
+    """
+    if isinstance(master_config, EvalMasterConfig):
+        config = master_config
+        config.check()
+    else:
+        config = config_of(master_config, EvalMasterConfig)
+    _check_environment(config)
+    check_engine_model(config.policy, config.cluster)
+    tokenizer = tokenizer or get_tokenizer(config.tokenizer)
+    prompts: Prompts
+    if dataset is None:
+        prompts = EvalPrompts(config.data, tokenizer, stop_strings_of(config.env, config.data.env_name))
+    else:
+        prompts = GivenPrompts(dataset, config.data)
+    return Evaluation(EvalGeneration(config, tokenizer), prompts, config)
+
+
+def evaluate(config: EvalMasterConfig) -> EvalReport:
+    """Run an evaluation as its configuration says; see `setup` and `run_env_eval`."""
+    return run_env_eval(*setup(config)[:2])
+
+
+def run_env_eval(
+    vllm_generation: EvalGeneration,
+    dataloader: Prompts,
+    env: Any = None,
+    master_config: EvalMasterConfig | None = None,
+) -> EvalReport:
+    """Run an evaluation, or the rest of one that was stopped; the arguments are those of NeMo RL.
+
+    Args:
+        vllm_generation: the first that `setup` returns.
+        dataloader: the second.
+        env: what grades, see `environments.handed_in.environment_of`; None takes `data.env_name`.
+        master_config: the third; None is the same.
 
     Returns:
         The report, which is in `eval.save_path` too.
@@ -61,14 +135,12 @@ def evaluate(config: EvalMasterConfig) -> EvalReport:
         CheckpointError: `eval.save_path` is in use or damaged.
         RunInterruptedError: a signal ended it behind a batch that is written.
     """
-    tokenizer = get_tokenizer(config.tokenizer)
-    _check_environment(config)
-    check_engine_model(config.policy, config.cluster)
-    prompts = EvalPrompts(config.data, tokenizer, stop_strings_of(config.env, config.data.env_name))
+    config, prompts = master_config or vllm_generation.config, dataloader
+    environment = environment_of(config.data.env_name, env or env_class_path(config.data.env_name))
     store = RecordStore(config, len(prompts))
     try:
         if store.num_prompts_done < len(prompts):
-            with _started(config, tokenizer) as asker, deferred_signals(config) as signals:
+            with _started(config, vllm_generation.tokenizer, environment) as asker, deferred_signals(config) as signals:
                 ask_all(config, prompts, store, asker, signals)
         report = make_report(config, store.records)
         path = store.write_results(asdict(report))
@@ -81,7 +153,7 @@ def evaluate(config: EvalMasterConfig) -> EvalReport:
 
 def ask_all(
     config: EvalMasterConfig,
-    prompts: EvalPrompts,
+    prompts: Prompts,
     store: RecordStore,
     asker: Asker,
     signals: DeferredSignals | None = None,
@@ -168,15 +240,17 @@ def deferred_signals(config: EvalMasterConfig) -> Iterator[DeferredSignals]:
 
 
 @contextmanager
-def _started(config: EvalMasterConfig, tokenizer: Any) -> Iterator[Asker]:
-    """Engines and environment while the block runs; all of them are ended afterwards."""
+def _started(
+    config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, environment: EnvironmentClient | Start
+) -> Iterator[Asker]:
+    """Engines and environment while the block runs; all that is started here is ended afterwards."""
     cluster = config.cluster
     settings = engine_settings(config.policy, cluster, config.eval.seed, load_weights=True)
     settings = replace(settings, can_sleep=False)
     init_ray()
     name = config.data.env_name
     with ExitStack() as resources:
-        environment = start_env(name, config.env[name], cluster, resources)
+        running = start_environment(environment, config.env.get(name, {}), cluster, resources)
         bundles = _bundles(cluster)
         resources.callback(bundles.shutdown)
         bundles.get_placement_groups()
@@ -187,7 +261,7 @@ def _started(config: EvalMasterConfig, tokenizer: Any) -> Iterator[Asker]:
         limits = RolloutLimits(
             config.generation.engine.max_model_len, config.eval.max_rollout_turns, cluster.timeouts.rollout_s
         )
-        runner = RolloutRunner(engines, {name: environment}, tokenizer, limits, loop)
+        runner = RolloutRunner(engines, {name: running}, tokenizer, limits, loop)
         yield Asker(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False))
 
 

@@ -6,22 +6,65 @@ stopped.
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from nemo_rl.config.schema.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import report_bad_rows
 from nemo_rl.data.collate_fn import rl_collate_fn
+from nemo_rl.data.datasets.given import checked_rows
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, RowView
-from nemo_rl.data.interfaces import DatumSpec, TaskDataSpec, TokenizerType
+from nemo_rl.data.interfaces import DatumSpec, TokenizerType
 from nemo_rl.data.processors import get_processor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.evals.datasets import CHOICE_KEY, load_eval_dataset
+from nemo_rl.evals.datasets import load_eval_dataset, unfold_choice
 from nemo_rl.utils.seed import derive_seed
 
 logger = logging.getLogger(__name__)
+
+
+class Prompts(Protocol):
+    """What an evaluation asks."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
+        """Prompts `start` to `stop - 1`, collated for a rollout."""
+
+    def topic(self, index: int) -> str | None:
+        """Field of knowledge of a prompt, where the data set names one."""
+
+
+class GivenPrompts:
+    """The prompts of a data set that a program hands in.
+
+    Args:
+        dataset: see `data.datasets.given.given_data`; rows without `task_name` are graded by `data.env_name`.
+        config: the `data` section.
+
+    Raises:
+        DataError: too many of its first rows are unusable.
+    """
+
+    def __init__(self, dataset: Any, config: EvalDataConfig) -> None:
+        self._rows = checked_rows(dataset, config.max_bad_row_share, sampled=True, bad_rows=[])
+        self._env_name = config.env_name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
+        """See `Prompts`."""
+        unnamed = {"task_name": self._env_name}
+        data: list[Any] = [unnamed | dict(self._rows[index]) for index in range(start, stop)]
+        return rl_collate_fn(data)
+
+    def topic(self, index: int) -> str | None:
+        """None: nothing is known of it."""
+        return None
 
 
 class EvalPrompts:
@@ -38,9 +81,10 @@ class EvalPrompts:
     """
 
     def __init__(self, config: EvalDataConfig, tokenizer: TokenizerType, stop_strings: list[str] | None = None) -> None:
-        processor = get_processor(config.processor) if config.processor else None
-        spec = TaskDataSpec(config.env_name, config.prompt_file, config.system_prompt_file, stop_strings)
+        if config.processor:
+            get_processor(config.processor)
         problems = load_eval_dataset(config)
+        spec = replace(problems.task_spec, stop_strings=stop_strings)
         raw = problems.raw
         name = config.data_path or str(config.dataset_name)
         self._topic_key = problems.topic_key
@@ -48,8 +92,8 @@ class EvalPrompts:
             _some(raw.dataset, config),
             tokenizer,
             spec,
-            processor or get_processor(problems.processor),
-            _unfold_choice,
+            problems.processor,
+            unfold_choice,
             config.max_input_seq_length,
         )
         bad = raw.bad_rows + self._data.leave_out_unusable(len(self._data), over_long=False)
@@ -68,7 +112,7 @@ class EvalPrompts:
 
     def topic(self, index: int) -> str | None:
         """Field of knowledge of a prompt, where the data set names one."""
-        row = _unfold_choice(self._data.dataset[index % len(self._data)])
+        row = unfold_choice(self._data.dataset[index % len(self._data)])
         topic = row.get(self._topic_key or "subject")
         return None if topic is None else str(topic)
 
@@ -79,8 +123,3 @@ def _some(rows: Sequence[FormattedRow], config: EvalDataConfig) -> Sequence[Form
         return rows
     rng = np.random.default_rng(derive_seed(config.seed, "eval_samples"))
     return RowView(rows, np.sort(rng.permutation(len(rows))[: config.max_samples]))
-
-
-def _unfold_choice(row: FormattedRow) -> FormattedRow:
-    """A multiple-choice row with its parts at the top level, where the processor looks for them."""
-    return {**row[CHOICE_KEY], "task_name": row["task_name"]} if CHOICE_KEY in row else row

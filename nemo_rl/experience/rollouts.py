@@ -42,8 +42,10 @@ from nemo_rl.models.generation.interfaces import (
     VersionSpan,
 )
 from nemo_rl.utils.errors import ConfigError, DataError
+from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.seed import derive_seed
 
+__getattr__ = public_names(__name__)
 logger = logging.getLogger(__name__)
 
 _CLOSING_S = 30.0

@@ -24,6 +24,9 @@ Sources: forward KL, Hinton et al. 2015 (arXiv 1503.02531); reverse KL on the st
 Legend: `B` samples, `T` predicted positions, `k` teacher tokens.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,7 +46,8 @@ class DistillationLossFn:
     rows_per_unit = 1
     needs_reference = False
 
-    def __init__(self, cfg: DistillationLossConfig) -> None:
+    def __init__(self, cfg: DistillationLossConfig | Mapping[str, Any]) -> None:
+        cfg = DistillationLossConfig.of(cfg)
         self.cfg = cfg
         weights = {"forward": 1.0, "reverse": 0.0, "mixed": cfg.mixed_kl_weight}
         self._forward_weight = weights[cfg.kl_type]

@@ -12,8 +12,9 @@ divergence, score-function part included, see `kl`.
 Legend: `B` samples, `T` predicted positions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -54,15 +55,16 @@ class ClippedPGLossFn:
     input_type = LossInputType.LOGPROB
     rows_per_unit = 1
 
-    def __init__(self, cfg: ClippedPGLossConfig) -> None:
+    def __init__(self, cfg: ClippedPGLossConfig | Mapping[str, Any]) -> None:
         """Choose ratio, objective, weights, reduction and penalty terms.
 
         Args:
-            cfg: The `loss_fn` section.
+            cfg: The `loss_fn` section; a dict is checked and filled in.
 
         Raises:
             ConfigError: Options contradict each other or a value is out of range.
         """
+        cfg = ClippedPGLossConfig.of(cfg)
         report_findings(check_loss_options(cfg))
         self.cfg = cfg
         counts_tokens = cfg.token_level_loss and cfg.constant_sample_length is None

@@ -4,10 +4,12 @@
 builds. Invariant: nothing outside of a backend knows what is in the folders `weights` and `optimizer` of a checkpoint.
 """
 
+import json
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
@@ -131,3 +133,44 @@ def _make(own: str | None, enabled: Sequence[str]) -> TrainingBackend:
             "nemo_rl.models.backends.TrainingBackend."
         )
     return found()
+
+
+def convert_dcp_to_hf(
+    dcp_ckpt_path: str | Path,
+    hf_ckpt_path: str | Path,
+    model_name_or_path: str | None = None,
+    tokenizer_name_or_path: str | None = None,
+    overwrite: bool = False,
+    hf_overrides: Mapping[str, Any] | None = None,
+) -> str:
+    """Export a checkpoint as a Hugging Face folder, with NeMo RL's arguments.
+
+    Args:
+        dcp_ckpt_path: a step folder, or its `policy/weights`.
+        hf_ckpt_path: folder for the model.
+        model_name_or_path: not needed: a checkpoint says what model it is.
+        tokenizer_name_or_path: tokenizer for checkpoints that have none.
+        overwrite: replace the folder once the export is complete, if it exists; else it must be new or empty.
+        hf_overrides: values for the exported `config.json`.
+
+    Returns:
+        `hf_ckpt_path`.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or the folder holds files.
+    """
+    source, target = Path(dcp_ckpt_path), Path(hf_ckpt_path)
+    backend = backend_of_checkpoint(source)
+    weights = backend.find_weights(source)
+    if overwrite and weights.absolute().is_relative_to(target.absolute()):
+        raise CheckpointError(f"hf_ckpt_path={str(target)!r} holds the checkpoint itself. Give another folder.")
+    made = target.with_name(f"{target.name}.part") if overwrite else target
+    backend.export(weights, made, tokenizer_name_or_path)
+    if hf_overrides:
+        config = made / "config.json"
+        content = json.loads(config.read_text(encoding="utf-8")) | dict(hf_overrides)
+        config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if overwrite:
+        shutil.rmtree(target, ignore_errors=True)
+        made.rename(target)
+    return str(hf_ckpt_path)

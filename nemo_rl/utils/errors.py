@@ -25,6 +25,12 @@ class ConfigError(NemoRLError, ValueError):
     exit_status = 2
 
 
+class NotBuiltError(NemoRLError, ModuleNotFoundError):
+    """A name of NeMo RL that belongs to a feature which this library does not have yet."""
+
+    exit_status = 2
+
+
 class DataError(NemoRLError, ValueError):
     """A data set, a row or a batch cannot be used as asked."""
 

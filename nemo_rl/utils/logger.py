@@ -8,6 +8,7 @@ import io
 import logging
 import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,10 +39,13 @@ __all__ = [
     "WandbLogger",
     "flatten_dict",
     "get_next_experiment_dir",
+    "log_container_init_timing",
     "print_message_log_samples",
 ]
 
 logger = logging.getLogger(__name__)
+
+_IMPORTED_AT = time.monotonic()
 
 _EXPERIMENT = re.compile(r"^exp_(\d+)$")
 _PANEL_WIDTH = 100
@@ -84,6 +88,14 @@ def get_next_experiment_dir(base_log_dir: str | Path) -> str:
         except FileExistsError:
             continue
         return str(folder)
+
+
+def log_container_init_timing() -> None:
+    """Say how long the program has been starting: from the first import of this file to the call.
+
+    NeMo RL's containers make virtual environments when they start and report the time of that; here there are none.
+    """
+    logger.info("%.1f s since the library was imported.", time.monotonic() - _IMPORTED_AT)
 
 
 class Logger(LoggerInterface):

@@ -33,8 +33,8 @@ class Timer:
         self._running: dict[str, float] = {}
         self._elapsed: dict[str, list[float]] = {}
 
-    def start(self, label: str) -> None:
-        """Start a stopwatch.
+    def start(self, label: str, should_log: bool = True) -> None:
+        """Start a stopwatch; `should_log` has no effect: nothing is written.
 
         Raises:
             ValueError: it runs already.
@@ -43,7 +43,7 @@ class Timer:
             raise ValueError(f"Timer {label!r} is running already; stop it first.")
         self._running[label] = time.perf_counter()
 
-    def stop(self, label: str) -> float:
+    def stop(self, label: str, should_log: bool = True) -> float:
         """Stop a stopwatch; returns and keeps the seconds.
 
         Raises:
@@ -60,7 +60,7 @@ class Timer:
         self._elapsed.setdefault(label, []).append(elapsed)
 
     @contextmanager
-    def time(self, label: str) -> Generator[None]:
+    def time(self, label: str, should_log: bool = True) -> Generator[None]:
         """Measure a block, also when it raises."""
         self.start(label)
         try:

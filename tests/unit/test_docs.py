@@ -1,6 +1,7 @@
 """The documentation tells the truth where a test can tell: paths, links, names, commands, metrics, code."""
 
 import ast
+import contextlib
 import json
 import re
 import subprocess
@@ -179,6 +180,28 @@ def test_the_shown_rollout_source_leaves_out_truncated_groups(shown):
 
 def test_the_shown_data_set_has_rows(shown):
     assert shown["MyData"](seed=1).dataset[0]["messages"][-1]["content"] == "4"
+
+
+def test_the_blocks_for_users_of_nemo_rl_run(monkeypatch, capsys):
+    """One after the other, up to the start of the workers."""
+    page = ROOT / "docs/guides/coming-from-nemo-rl.md"
+    started = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(
+        "nemo_rl.algorithms.grpo.start_run", lambda *parts: started.append(parts) or contextlib.nullcontext(parts)
+    )
+    namespace: dict = {}
+    for number, block in enumerate(blocks(page, "python")):
+        exec(compile(block, str(page), "exec"), namespace)
+        if number == 0:
+            namespace["grpo_train"] = lambda run: None
+    ((config, recipe, _),) = started
+    assert recipe.tokenizer is namespace["tokenizer"]
+    assert recipe.data.train is namespace["dataset"]
+    assert recipe.data.validation is namespace["val_dataset"]
+    assert config.env["math"].num_workers == 1
+    assert namespace["config"].policy.optimizer.kwargs == {"lr": 1e-5}
+    assert capsys.readouterr().out.strip() in text_of(page)
 
 
 @pytest.mark.slow

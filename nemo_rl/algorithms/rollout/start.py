@@ -17,12 +17,14 @@ the next thing starts.
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.rollout.batches import RolloutBatches
+from nemo_rl.algorithms.rollout.environments import check_environments, start_environments
 from nemo_rl.algorithms.rollout.refit import Engines, Refitter
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
@@ -40,7 +42,6 @@ from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.client import EnvironmentClient
-from nemo_rl.environments.registry import start_env
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.prompt_stream import PromptStream, training_stream
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
@@ -70,6 +71,7 @@ class RolloutRecipe:
         source: wraps the source of freshly sampled groups.
         prompt_factor: prompts drawn at a time over `num_prompts_per_step`.
         needs_reward: samples without a reward train nothing.
+        environments: what rewards, by task name, in place of what `env` says; see `rollout.environments`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -80,6 +82,7 @@ class RolloutRecipe:
     source: Callable[[FreshRollouts], RolloutSource] = as_sampled
     prompt_factor: float = 1.0
     needs_reward: bool = True
+    environments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         ResourceInsufficientError: the cluster lacks what is asked for.
     """
     check_engine_model(config.policy, config.cluster)
+    check_environments(config, recipe.data.task_env.values(), recipe.environments)
     prompts = make_prompts(config, recipe)
     with ExitStack() as resources:
         folders = open_folders(config, len(recipe.data.train), resources)
@@ -128,9 +132,7 @@ def _start_workers(
     """Start environments in the background, then engines and models; blocks until those are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
     init_ray(str(folders.log_dir))
-    environments = {
-        name: start_env(name, config.env[name], cluster, resources) for name in recipe.data.task_env.values()
-    }
+    environments = start_environments(config, recipe.data.task_env.values(), recipe.environments, resources)
     places = place_roles(cluster, {name: role.section for name, role in recipe.roles.items()})
     reserve(places.values(), resources)
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
@@ -206,6 +208,7 @@ def _connect(
         loss_fn=recipe.loss_fn,
         memory=memory,
         resources=resources.pop_all(),
+        generation=workers.engines,
     )
 
 

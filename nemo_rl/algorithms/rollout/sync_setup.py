@@ -4,15 +4,20 @@ What cannot work is refused by `config.rules.training` before anything starts.
 """
 
 import uuid
+from collections.abc import Mapping
+from contextlib import nullcontext
 
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.rollout.sync_probe import ROUNDING, SyncProbe
 from nemo_rl.algorithms.runtime.memory import MemorySharing
 from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.models.generation.batches import VllmGeneration, cluster_config
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import engine_precision
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
+from nemo_rl.utils.errors import ConfigError, NotBuiltError
+from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.interfaces import TransportName, TransportSpec
 
 
@@ -42,6 +47,52 @@ def make_refitter(
     )
     stream = PolicyWeightStream(policy, engine_precision(config), timeout_s)
     return Refitter(stream, engines, spec, timeout_s, memory)
+
+
+def refit_policy_generation(
+    policy: Policy,
+    policy_generation: EngineGroup | VllmGeneration,
+    colocated_inference: bool,
+    _refit_buffer_size_gb: float | None = None,
+    timer: Timer | None = None,
+    kv_scales: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Move the policy's weights to engines, with NeMo RL's arguments; a run does so by itself when they are stale.
+
+    Args:
+        policy: where weights come from.
+        policy_generation: where they go: `Run.generation`, or engines of the program's own.
+        colocated_inference: whether both share the devices.
+        _refit_buffer_size_gb: gibibytes moved at a time; None is `weight_sync.bucket_size_mb`.
+        timer: gets the time as `refit`.
+        kv_scales: must be None.
+
+    Returns:
+        Seconds, sizes and the number of tensors, as `train/sync_*` of a run.
+
+    Raises:
+        ConfigError: the policy does not say how weights are moved (`policy.generation` is null).
+        NotBuiltError: `kv_scales` is given.
+        WeightSyncError: the weights did not arrive, or not as they were sent.
+    """
+    if kv_scales:
+        raise NotBuiltError("kv_scales belong to an fp8 key-value cache, which is not built yet.")
+    if isinstance(policy_generation, VllmGeneration):
+        engines, config = policy_generation.engines, policy_generation.config.model_copy(deep=True)
+    else:
+        engines, config = policy_generation, policy.config.model_copy(deep=True)
+    if config.generation is None:
+        raise ConfigError("policy.generation is null, but weights are to be moved to engines. Fill it in.")
+    config.generation.colocated.enabled = colocated_inference
+    if _refit_buffer_size_gb:
+        config.generation.weight_sync.bucket_size_mb = max(1, int(_refit_buffer_size_gb * 1024))
+    cluster = cluster_config(policy.worker_group.cluster)
+    of_run = engines.bring_up
+    refitter = make_refitter(config, cluster, policy, engines, MemorySharing())
+    engines.bring_up = of_run or engines.bring_up
+    with timer.time("refit") if timer else nullcontext():
+        refitter.sync()
+    return refitter.last_sync
 
 
 def make_probe(

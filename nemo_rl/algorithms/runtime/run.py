@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 
 from nemo_rl.algorithms.runtime.memory import MemorySharing
 from nemo_rl.algorithms.runtime.session import Resumable, Session
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.interfaces import AnyLossFunction
+from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.interfaces import PolicyInterface
 
 type Phase = Callable[[str], AbstractContextManager[None]]
@@ -91,6 +92,7 @@ class Run:
         loss_fn: what the policy is trained on.
         memory: which models have the devices, where several share them.
         resources: ends everything that was started, latest first.
+        generation: what samples; None where nothing does.
     """
 
     session: Session
@@ -100,6 +102,7 @@ class Run:
     loss_fn: AnyLossFunction
     memory: MemorySharing
     resources: ExitStack
+    generation: GenerationInterface | None = None
 
     @property
     def policy(self) -> PolicyInterface:
@@ -109,6 +112,12 @@ class Run:
     def close(self) -> None:
         """Stop all workers and free what they hold; a part that fails to end does not keep the others."""
         self.resources.close()
+
+    def __iter__(self) -> NoReturn:
+        """Programs for NeMo RL unpack what `setup` returns."""
+        raise TypeError(
+            "setup returns one Run, not a tuple: `run = setup(...)`, then `grpo_train(run)`, and run.close()."
+        )
 
     def __enter__(self) -> Self:
         return self

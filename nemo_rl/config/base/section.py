@@ -1,21 +1,22 @@
 """The base of every config section: one place for each default, unknown keys refused.
 
 Section files (grpo.py, policy.py, ...) declare keys; loading.py reads files into them. Defaults that follow from other
-keys are OmegaConf interpolations in the schema, e.g. `${.train_micro_batch_size}`. Invariant: a built section holds
-plain values only; no interpolation survives construction.
+keys are OmegaConf interpolations in the schema, e.g. `${.train_micro_batch_size}`. A section reads like a mapping too
+(`config["policy"]["model_name"]`, `**config.loss_fn`). Invariant: a built section holds plain values only; no
+interpolation survives construction.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
 from nemo_rl.config.base.availability import Later
@@ -70,6 +71,9 @@ class Section(BaseModel):
     place: ClassVar[str] = ""
     inherits: ClassVar[str] = ""
 
+    _beside: Section | None = PrivateAttr(default=None)
+    """The section whose keys may be read and written here too (`written_in`)."""
+
     @classmethod
     def build(cls, **values: Any) -> Self:
         """Make a section in code, with derived defaults filled in.
@@ -91,6 +95,11 @@ class Section(BaseModel):
             raise ConfigError(f"{cls.__name__}: " + "; ".join(lines)) from None
 
     @classmethod
+    def of(cls, given: Self | Mapping[str, Any]) -> Self:
+        """A section as it is, or what `build` makes of a dict."""
+        return given if isinstance(given, cls) else cls.build(**given)
+
+    @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
         """Keys that change nothing in a section with these values, with the reason; the user is told."""
         return {**cls.ignored, **cls.idle}
@@ -100,11 +109,88 @@ class Section(BaseModel):
     def _complete(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        plain = unified(cls, {str(key): _plain(value) for key, value in values.items()})
+        plain = unified(cls, {str(key): plain_values(value) for key, value in values.items()})
         filled, derived = fill_defaults(cls, plain)
         if derived:
             filled = _resolve_alone(cls, filled, derived)
         return drop_inactive(cls, filled)
+
+    @model_validator(mode="after")
+    def _complete_below(self) -> Self:
+        self._introduce()
+        return self
+
+    def _introduce(self) -> None:
+        """Tell each section below about the one whose keys it takes too."""
+        for other, own in self.written_in.items():
+            getattr(self, other)._beside = getattr(self, own)
+
+    def __getattr__(self, name: str) -> Any:
+        """A key of the section beside this one."""
+        if not name.startswith("_") and self._beside is not None and name in type(self._beside).model_fields:
+            return getattr(self._beside, name)
+        return super().__getattr__(name)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a key of this section, or of the one beside it."""
+        if name[0] != "_" and name not in type(self).model_fields and self._beside is not None:
+            setattr(self._beside, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a key, as in a mapping.
+
+        Raises:
+            KeyError: there is no such key, or it belongs to a feature that is not built yet.
+        """
+        if key not in self:
+            reason = f"belongs to {self.later[key]}, which is not built yet" if key in self.later else "is no key here"
+            raise KeyError(f"{key} {reason}. {type(self).__name__} has: {', '.join(self.keys())}.")
+        return getattr(self, key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set a key; a mapping is checked and filled in as if it stood in the file.
+
+        Raises:
+            ConfigError: a key is unknown, or a value of a wrong type or out of range.
+        """
+        if self._beside is not None and key not in type(self).model_fields:
+            self._beside[key] = value
+            return
+        field = type(self).model_fields.get(key)
+        whole = isinstance(value, Section) and field is not None
+        if not (whole and isinstance(value, Slot.of(field.annotation, field.metadata).sections)):  # type: ignore[union-attr]
+            value = getattr(self.build(**{**self.model_dump(), key: value}), key, None)
+        if field is not None:
+            setattr(self, key, value)
+            self._introduce()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]  # of a mapping, not pydantic's pairs
+        return iter(self.keys())
+
+    def keys(self) -> KeysView[str]:
+        """The keys of this section, and of the one beside it."""
+        return self._values().keys()
+
+    def values(self) -> ValuesView[Any]:
+        """Their values."""
+        return self._values().values()
+
+    def items(self) -> ItemsView[str, Any]:
+        """Both."""
+        return self._values().items()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, or a default where there is none."""
+        return self._values().get(key, default)
+
+    def _values(self) -> dict[str, Any]:
+        beside = {} if self._beside is None else vars(self._beside)
+        return {**beside, **{name: vars(self)[name] for name in type(self).model_fields}}
 
 
 def fill_defaults(section: type[Section], tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -160,7 +246,7 @@ def _own_default(section: type[BaseModel], name: str) -> Any:
         made = field.default_factory
         if isinstance(made, type) and issubclass(made, BaseModel):
             return {}
-        return _plain(made())  # type: ignore[call-arg]
+        return plain_values(made())  # type: ignore[call-arg]
     if field.default is PydanticUndefined:
         return {} if Slot.of(field.annotation, field.metadata).sections else MISSING
     return copy.deepcopy(field.default)
@@ -215,12 +301,12 @@ def drop_inactive(section: type[Section], values: dict[str, Any]) -> dict[str, A
     return kept
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
     """Sections, tuples and paths as the dicts, lists and texts that YAML would give."""
     if isinstance(value, BaseModel):
-        return _plain(value.model_dump())
+        return plain_values(value.model_dump())
     if isinstance(value, Mapping):
-        return {key: _plain(below) for key, below in value.items()}
+        return {key: plain_values(below) for key, below in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(below) for below in value]
+        return [plain_values(below) for below in value]
     return str(value) if isinstance(value, Path) else value

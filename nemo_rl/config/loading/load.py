@@ -7,7 +7,7 @@ here, before anything starts.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
-from nemo_rl.config.base.section import Section, fill_defaults
+from nemo_rl.config.base.section import Section, fill_defaults, plain_values
 from nemo_rl.config.base.spellings import in_own_section, unified
 from nemo_rl.config.base.structure import Slot, mappings_in, value_at
 from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
@@ -56,7 +56,32 @@ def load_config[Config: Section](
     Raises:
         ConfigError: a file, key, value, override or combination is wrong.
     """
-    layers = layers_of(schema, path)
+    return _loaded(schema, layers_of(schema, read_layers(path)), overrides, check)
+
+
+def config_of[Config: Section](
+    tree: Mapping[str, Any] | DictConfig, schema: type[Config], *, check: bool = True
+) -> Config:
+    """Make a configuration of what a program holds: a dict, or an OmegaConf config.
+
+    Args:
+        tree: keys and values as in a file.
+        schema: the master config class of the algorithm.
+        check: as in `load_config`.
+
+    Raises:
+        ConfigError: as in `load_config`.
+    """
+    try:
+        content = tree if isinstance(tree, DictConfig) else OmegaConf.create(plain_values(tree))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the configuration given: {str(error).splitlines()[0]}") from None
+    return _loaded(schema, layers_of(schema, [Layer(Path("the configuration given"), content)]), (), check)
+
+
+def _loaded[Config: Section](
+    schema: type[Config], layers: Sequence[Layer], overrides: Sequence[str], check: bool
+) -> Config:
     for layer in layers:
         refuse_unknown_keys(schema, OmegaConf.to_container(layer.content), str(layer.path))
     tree, sources = merged(schema, layers, overrides)
@@ -121,9 +146,9 @@ def _make_absolute(paths: list[tuple[Section, str]]) -> None:
             setattr(section, key, str(found))
 
 
-def layers_of(schema: type[Section], path: str | Path) -> list[Layer]:
+def layers_of(schema: type[Section], files: Sequence[Layer]) -> list[Layer]:
     """The files of a configuration, parents first, with every key in its own section."""
-    return [_in_own_sections(schema, layer) for layer in read_layers(path)]
+    return [_in_own_sections(schema, layer) for layer in files]
 
 
 def _in_own_sections(schema: type[Section], layer: Layer) -> Layer:

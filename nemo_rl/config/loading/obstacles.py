@@ -65,7 +65,7 @@ def obstacles(path: str | Path, algorithm: str, overrides: Sequence[str] = ()) -
     schema = ALGORITHMS[algorithm]
     found: list[str] = []
     try:
-        layers = [_known(schema, layer, found) for layer in layers_of(schema, path)]
+        layers = [_known(schema, layer, found) for layer in layers_of(schema, read_layers(path))]
         tree, sources = merged(schema, layers, overrides)
         config, _ = validated(schema, tree, sources)
     except ConfigError as error:

@@ -64,7 +64,8 @@ class EvalMasterConfig(Section):
     def missing_files(self) -> Findings:
         """See `MasterConfig.missing_files`."""
         return check_eval_files(
-            (next(name for name, value in self if value is section), section, key) for section, key in self.path_keys()
+            (next(name for name, value in self.items() if value is section), section, key)
+            for section, key in self.path_keys()
         )
 
     def check(self) -> None:

@@ -68,7 +68,7 @@ class MasterConfig(Section):
 
     def missing_files(self) -> Findings:
         """What is wrong with the files and folders that keys name, where these can only be local."""
-        for name, section in self:
+        for name, section in self.items():
             if isinstance(section, PolicyConfig):
                 yield from check_model_files(name, section)
         yield from check_data_files(self.data)

@@ -6,7 +6,7 @@ Invariant: a key that an entry of `train` or `validation` leaves out comes from 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, Tag
+from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, PrivateAttr, Tag
 
 from nemo_rl.config.base.names import GENERATED_DATASETS
 from nemo_rl.config.base.section import Section, derived
@@ -181,6 +181,19 @@ class DataConfig(Section):
     max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1, description="Share of unusable rows above which a data set is refused."
     )
+
+    _handed_in: bool = PrivateAttr(default=False)
+
+    @property
+    def is_handed_in(self) -> bool:
+        """Whether a program brings the data, so that no entry names any."""
+        return self._handed_in
+
+    def handed_in(self) -> "DataConfig":
+        """This section for data that a program brings in place of `train` and `validation`."""
+        own = self.model_copy(update={"train": None, "validation": None})
+        own._handed_in = True
+        return own
 
     @property
     def train_entries(self) -> list[DatasetConfig]:

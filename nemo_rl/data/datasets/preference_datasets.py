@@ -262,6 +262,6 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
 PAIRS = DatasetKind("BinaryPreferenceDataset", DATASET_REGISTRY, "pair", ranked_pair)
 
 
-def load_preference_dataset(config: DatasetConfig, role: str = TRAIN) -> RawDataset:
+def load_preference_dataset(config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
     """Load the data set of one config entry; see `DatasetKind.load`."""
     return PAIRS.load(config, role)

@@ -6,7 +6,7 @@ Invariant: `dataset[i]` depends on the rows only, so any worker process and any 
 import copy
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -147,6 +147,17 @@ def _reason(error: Exception) -> str:
     return " ".join(text.split())
 
 
+class RowsWithPlace(Protocol):
+    """A part of a `MixedDataset`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, idx: int, /) -> DatumSpec: ...
+
+    def place(self, idx: int) -> tuple[str, int]:
+        """File (or data set) and line of a row."""
+
+
 class MixedDataset(Dataset[DatumSpec]):
     """Several data sets one after another, as one; `idx` counts through all of them.
 
@@ -154,7 +165,7 @@ class MixedDataset(Dataset[DatumSpec]):
         parts: The data sets, in order.
     """
 
-    def __init__(self, parts: Sequence[AllTaskProcessedDataset]) -> None:
+    def __init__(self, parts: Sequence[RowsWithPlace]) -> None:
         self.parts = list(parts)
         self._ends = list(accumulate(len(part) for part in self.parts))
 
@@ -173,7 +184,7 @@ class MixedDataset(Dataset[DatumSpec]):
         part, position = self._find(idx)
         return part.place(position)
 
-    def _find(self, idx: int) -> tuple[AllTaskProcessedDataset, int]:
+    def _find(self, idx: int) -> tuple[RowsWithPlace, int]:
         if not 0 <= idx < len(self):
             raise IndexError(f"row {idx} of {len(self)}")
         start = 0

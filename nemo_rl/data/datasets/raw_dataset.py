@@ -10,8 +10,11 @@ from typing import Any
 import datasets
 import numpy as np
 
+from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import BadRow, RowError
 from nemo_rl.data.datasets.readers import NOT_UTF8, RowTable
+from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
+from nemo_rl.data.processors import get_processor
 from nemo_rl.utils.errors import DataError
 
 Row = Mapping[str, Any]
@@ -34,6 +37,7 @@ class RawDataset:
         bad_rows: Rows left out, with their places.
         num_rows: All rows read, bad ones included.
         first_columns: Columns of the first raw row, for messages.
+        data_config: The entry of the configuration that it was loaded for.
     """
 
     dataset: Sequence[FormattedRow]
@@ -41,6 +45,23 @@ class RawDataset:
     bad_rows: list[BadRow]
     num_rows: int
     first_columns: tuple[str, ...] = ()
+    data_config: DatasetConfig
+
+    @property
+    def task_name(self) -> str | None:
+        """Environment that grades its answers, by which a mapping of processors finds theirs."""
+        return self.data_config.env_name
+
+    @property
+    def task_spec(self) -> TaskDataSpec:
+        """The texts around its rows, as `AllTaskProcessedDataset` takes them."""
+        entry = self.data_config
+        return TaskDataSpec(entry.env_name, entry.prompt_file, entry.system_prompt_file)
+
+    @property
+    def processor(self) -> TaskDataProcessFnCallable:
+        """What turns its rows into data, as `AllTaskProcessedDataset` takes it."""
+        return get_processor(self.data_config.processor)
 
     def take_rows(self, table: RowTable, rows: "FormattedRows") -> None:
         """Hold the usable rows of a table."""

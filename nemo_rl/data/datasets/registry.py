@@ -54,16 +54,17 @@ class DatasetKind:
     key: str = "messages"
     own_row: Callable[[Row], Any] = own_messages
 
-    def load(self, config: DatasetConfig, role: str = TRAIN) -> RawDataset:
+    def load(self, config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
         """Load the data set of one config entry, and split it if the entry says so.
 
         Args:
-            config: An entry of `data.train` or `data.validation`.
+            config: An entry of `data.train` or `data.validation`; a dict is checked and filled in.
             role: "train" or "validation".
 
         Raises:
             DataError: The name is unknown, or the data cannot be read.
         """
+        config = DatasetConfig.of(config)
         name = config.dataset_name or self.usual
         if config.dataset_name is None and config.data_path is None:
             raise DataError(f"data.{role} names no data: set dataset_name, or data_path to a file.")
@@ -71,6 +72,7 @@ class DatasetKind:
             raw = self.named[name](config, role)
         else:
             raw = ExternalDataset(self._own_class(name), config, role, self)
+        raw.data_config = config
         if role == TRAIN:
             raw.split_train_validation(config.split_validation_size, config.seed)
         return raw

@@ -7,6 +7,7 @@ data set is one line of `DATASET_REGISTRY`, or a class with one hook.
 import re
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
@@ -157,6 +158,6 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
 RESPONSES = DatasetKind("ResponseDataset", DATASET_REGISTRY)
 
 
-def load_response_dataset(config: DatasetConfig, role: str = TRAIN) -> RawDataset:
+def load_response_dataset(config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
     """Load the data set of one config entry; see `DatasetKind.load`."""
     return RESPONSES.load(config, role)

@@ -3,6 +3,7 @@
 Importing this package loads no engine; `factory` chooses one and builds it inside an actor.
 """
 
+from nemo_rl.models.generation.configure import configure_generation_config
 from nemo_rl.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationInterface,
@@ -21,4 +22,5 @@ __all__ = [
     "GenerationResult",
     "SamplingParams",
     "VersionSpan",
+    "configure_generation_config",
 ]

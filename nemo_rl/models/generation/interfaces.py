@@ -12,6 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.utils.public_names import public_names
+
+__getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.models.generation.configure"})
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -86,3 +86,7 @@ class PolicyInterface(ABC):
     @abstractmethod
     def shutdown(self) -> bool:
         """End the workers."""
+
+
+ColocatablePolicyInterface = PolicyInterface
+"""NeMo RL's name for a policy that can share devices with engines, as every policy here can."""

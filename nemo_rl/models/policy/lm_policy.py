@@ -16,7 +16,7 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
@@ -84,7 +84,7 @@ class Policy(PolicyInterface):
 
     Args:
         cluster: where the ranks run; one rank per bundle unless `workers_per_node` says otherwise.
-        config: the policy section.
+        config: the policy section; a dict is checked and filled in.
         tokenizer: saved beside the weights.
         name_prefix: names the worker processes.
         workers_per_node: ranks on each node entry of the cluster.
@@ -110,7 +110,7 @@ class Policy(PolicyInterface):
     def __init__(
         self,
         cluster: RayVirtualCluster,
-        config: PolicyConfig,
+        config: PolicyConfig | Mapping[str, Any],
         tokenizer: PreTrainedTokenizerBase,
         name_prefix: str = "lm_policy",
         workers_per_node: int | list[int] | None = None,
@@ -123,6 +123,7 @@ class Policy(PolicyInterface):
         threads_per_rank: int | None = None,
         seed: int = 0,
     ) -> None:
+        config = PolicyConfig.of(config)
         report_findings(check_backend("policy", config))
         self.config = config
         self.tokenizer = tokenizer

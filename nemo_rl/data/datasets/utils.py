@@ -1,0 +1,42 @@
+"""Small helpers for rows and entries of data sets, under NeMo RL's names."""
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import datasets
+from torch.utils.data import ConcatDataset
+
+from nemo_rl.utils.errors import DataError
+
+
+def merge_datasets(datasets_: list[Any]) -> Any:
+    """Several sets of rows one after another, as one.
+
+    Args:
+        datasets_: Hugging Face data sets, or anything with `len()` and `[i]`.
+
+    Returns:
+        A Hugging Face data set if all are, else an object with `len()` and `[i]`; a single one as it is.
+
+    Raises:
+        DataError: There is none, or Hugging Face data sets differ in their columns' types.
+    """
+    if not datasets_:
+        raise DataError("merge_datasets needs at least one data set, got none.")
+    if len(datasets_) == 1:
+        return datasets_[0]
+    if not all(isinstance(rows, datasets.Dataset) for rows in datasets_):
+        return ConcatDataset(datasets_)
+    try:
+        return datasets.concatenate_datasets(datasets_)
+    except ValueError as error:
+        raise DataError(f"the data sets cannot be merged: {error}") from error
+
+
+def update_single_dataset_config(
+    data_config: MutableMapping[str, Any], default_data_config: Mapping[str, Any] | None
+) -> None:
+    """Give an entry of `data.train` or `data.validation` the values of `data.default` that it leaves out, in place."""
+    for key, value in (default_data_config or {}).items():
+        if key not in data_config:
+            data_config[key] = value

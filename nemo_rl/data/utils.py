@@ -1,0 +1,70 @@
+"""Data sets as programs for NeMo RL ask for them; each function puts the library's own in its form."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl.config import DataConfig, RolloutMasterConfig, SupervisedDataConfig
+from nemo_rl.data.datasets import setup
+from nemo_rl.data.datasets.given import UNNAMED
+from nemo_rl.data.datasets.processed_dataset import MixedDataset
+from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.utils.errors import NotBuiltError
+
+type Data = tuple[MixedDataset, MixedDataset | None]
+type DataAndEnvironments = tuple[MixedDataset, MixedDataset | None, dict[str, Any], dict[str, Any]]
+
+
+def setup_response_data(
+    tokenizer: TokenizerType,
+    data_config: DataConfig | Mapping[str, Any],
+    env_configs: Mapping[str, Any] | None = None,
+    is_vlm: bool = False,
+) -> Data | DataAndEnvironments:
+    """Load, check and combine all data sets of prompts; see `data.datasets.setup.setup_response_data`.
+
+    Args:
+        tokenizer: Renders and tokenises prompts.
+        data_config: `data` of the configuration.
+        env_configs: `env` of the configuration; None when answers are not graded (evaluation, distillation).
+        is_vlm: Must be False.
+
+    Returns:
+        Training rows and validation rows (or None); with `env_configs` also, twice, the sections of the environments
+        that they need by task name, for `setup(..., environments=...)`, which starts each once.
+
+    Raises:
+        NotBuiltError: `is_vlm`.
+        ConfigError, DataError: As `data.datasets.setup.setup_response_data`.
+    """
+    if is_vlm:
+        raise NotBuiltError("is_vlm=True belongs to multimodal data (VLM), which is not built yet.")
+    config = DataConfig.of(data_config)
+    if env_configs is None:
+        data = setup.setup_response_data(tokenizer, config)
+        return data.train, data.validation
+    sections = environment_sections(env_configs)
+    data = setup.setup_response_data(tokenizer, config, sections)
+    environments = {task: sections[name] for task, name in data.task_env.items()}
+    return data.train, data.validation, environments, dict(environments)
+
+
+def setup_preference_data(
+    tokenizer: TokenizerType, data_config: SupervisedDataConfig | Mapping[str, Any]
+) -> tuple[MixedDataset, dict[str, MixedDataset]]:
+    """Load, check and combine all data sets of pairs; see `data.datasets.setup.setup_preference_data`.
+
+    Returns:
+        Training rows, and validation rows by the name of their entry; without a name they are "default".
+    """
+    data = setup.setup_preference_data(tokenizer, SupervisedDataConfig.of(data_config))
+    unnamed = {} if data.validation is None else {UNNAMED: data.validation}
+    return data.train, {**unnamed, **data.named_validation}
+
+
+def environment_sections(env_configs: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of environments, those that have a schema checked and filled in.
+
+    Raises:
+        ConfigError: A key is unknown or wrong.
+    """
+    return RolloutMasterConfig.build(policy={"model_name": ""}, env=dict(env_configs)).env

@@ -1,0 +1,129 @@
+"""Environments that a program hands to a run: classes, objects, actors of its own, clients.
+
+Invariant: what the program started it ends itself (`shutdown_environments`); what a run starts ends with the run.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import ray
+from pydantic import BaseModel
+from ray.actor import ActorHandle
+
+from nemo_rl.config import ClusterConfig
+from nemo_rl.environments.client import EnvironmentClient
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
+from nemo_rl.environments.loading import plain_env_class
+from nemo_rl.environments.registry import env_class_path
+from nemo_rl.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+type Start = Callable[[dict[str, Any], float, int], EnvironmentClient]
+"""Configuration, seconds of a step, restarts -> a running environment."""
+
+
+class ActorEnvironment(EnvironmentInterface[Any]):
+    """An environment that runs in an actor of the program's own, which is asked for everything and never ended.
+
+    Args:
+        handle: of the actor; its class has `step`, and may have the other methods of an environment.
+    """
+
+    def __init__(self, handle: ActorHandle) -> None:
+        self._handle = handle
+
+    def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
+        """See `EnvironmentInterface.step`."""
+        return self._ask("step", message_log_batch, metadata)
+
+    def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+        """See `EnvironmentInterface.open_episode`."""
+        return self._ask("open_episode", metadata) if self._has("open_episode") else EpisodeStart(metadata)
+
+    def close_episode(self, metadata: Any) -> None:
+        """See `EnvironmentInterface.close_episode`."""
+        if self._has("close_episode"):
+            self._ask("close_episode", metadata)
+
+    def global_post_process_and_metrics(
+        self, batch: "BatchedDataDict[Any]"
+    ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
+        """See `EnvironmentInterface.global_post_process_and_metrics`."""
+        name = "global_post_process_and_metrics"
+        return self._ask(name, batch) if self._has(name) else (batch, {})
+
+    def _has(self, method: str) -> bool:
+        return hasattr(self._handle, method)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        return ray.get(getattr(self._handle, method).remote(*arguments))
+
+
+def environment_of(name: str, given: Any) -> EnvironmentClient | Start:
+    """An environment that runs already, or how to start it.
+
+    Args:
+        name: of the task.
+        given: a class with `EnvironmentInterface` (`@ray.remote` or not) or its dotted path, which is constructed with
+            its section of `env`; an object of one; the handle of an actor that runs one; or a client (`create_env`).
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(given, EnvironmentClient):
+        return given
+    if isinstance(given, ActorHandle):
+        if not hasattr(given, "step"):
+            raise ConfigError(f"environments[{name!r}] is an actor without a method `step`: {given!r}.")
+        given = ActorEnvironment(given)
+    hosted = env_class_path(given) if isinstance(given, str) else given
+    if not isinstance(hosted, str):
+        plain_env_class(hosted)
+
+    def start(cfg: dict[str, Any], step_timeout_s: float, max_restarts: int) -> EnvironmentClient:
+        return EnvironmentClient(name, hosted, cfg, step_timeout_s=step_timeout_s, max_restarts=max_restarts)
+
+    return start
+
+
+def start_environment(
+    environment: EnvironmentClient | Start,
+    section: Mapping[str, Any] | BaseModel,
+    cluster: ClusterConfig,
+    resources: ExitStack,
+) -> EnvironmentClient:
+    """A running environment; one that is started here, with its section of `env`, ends with `resources`."""
+    if isinstance(environment, EnvironmentClient):
+        return environment
+    cfg = section.model_dump() if isinstance(section, BaseModel) else dict(section)
+    client = environment(cfg, cluster.timeouts.environment_s, cluster.max_actor_restarts)
+    resources.callback(client.shutdown)
+    return client
+
+
+def shutdown_environments(
+    task_to_env: Mapping[str, Any] | None, val_task_to_env: Mapping[str, Any] | None = None
+) -> None:
+    """End environments that a program started, each once: clients (`create_env`) and actors of its own.
+
+    Sections and classes, of which nothing runs yet, are passed over.
+
+    Args:
+        task_to_env: environments by task name.
+        val_task_to_env: those of validation, which may be the same.
+    """
+    environments = [*(task_to_env or {}).values(), *(val_task_to_env or {}).values()]
+    ended: list[Any] = []
+    for environment in environments:
+        if any(environment is other for other in ended):
+            continue
+        ended.append(environment)
+        if isinstance(environment, EnvironmentClient):
+            environment.shutdown()
+        elif isinstance(environment, ActorHandle):
+            if hasattr(environment, "shutdown"):
+                ray.get(environment.shutdown.remote(), timeout=30.0)
+            ray.kill(environment)

@@ -1,0 +1,166 @@
+"""Engines without a run, asked for whole batches: for programs written for NeMo RL.
+
+`EngineGroup` does the work; here a batch becomes its requests and their answers a batch. Invariant: token ids and
+log-probabilities are those of the engine, padded.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nemo_rl.config import ClusterConfig, EvalMasterConfig
+from nemo_rl.config.schema.evaluation import EvalGenerationConfig
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
+from nemo_rl.models.generation.interfaces import (
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    GenerationRequest,
+    GenerationResult,
+)
+from nemo_rl.utils.errors import NotBuiltError
+from nemo_rl.utils.seed import derive_seed
+
+VllmConfig = EvalGenerationConfig
+"""`policy.generation` with a `model_name` of its own, as NeMo RL's programs hand it to engines."""
+
+
+class VllmGeneration:
+    """Engines that read the weights of a model themselves; `refit_policy_generation` gives them those of a policy.
+
+    Args:
+        cluster: where they run, one worker on each bundle.
+        config: `policy.generation` with `model_name`; `backend` chooses the engine, whatever the name of this class.
+        name_prefix: has no effect: processes are named after the engine.
+        workers_per_node: must be None: the bundles decide.
+        seed: of what is sampled; calls count on from it.
+
+    Attributes:
+        engines: one `EngineGroup`.
+        config: the model and its sampling as a `policy` section.
+
+    Raises:
+        ConfigError: a key is wrong, or the model cannot be found.
+        NotBuiltError: `workers_per_node` is given.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        config: EvalGenerationConfig | Mapping[str, Any],
+        name_prefix: str = "vllm_policy",
+        workers_per_node: int | list[int] | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        if workers_per_node is not None:
+            raise NotBuiltError(
+                "VllmGeneration(workers_per_node=...) is not built yet: make a cluster with the bundles."
+            )
+        self.config = EvalMasterConfig.build(generation=config).policy
+        self._tokenizer = get_tokenizer(self.config.tokenizer)
+        self._sampling = sampling_params(self.config, self._tokenizer.eos_token_id, validation=False)
+        self._seed, self._num_calls = seed, 0
+        machines = cluster_config(cluster)
+        check_engine_model(self.config, machines)
+        settings = engine_settings(self.config, machines, seed, load_weights=True)
+        self.engines = make_engines(settings, cluster, machines)
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Continue B prompts.
+
+        Args:
+            data: `input_ids [B, T]` right padded, `input_lengths [B]`, and perhaps `stop_strings`, B lists or None.
+            greedy: take the most likely token.
+
+        Returns:
+            See `GenerationOutputSpec`.
+        """
+        rows = zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
+        prompts = [ids[:length].tolist() for ids, length in rows]
+        return padded(prompts, self._answers(prompts, data.get("stop_strings"), greedy), self._tokenizer.pad_token_id)
+
+    def generate_text(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """Continue texts: `prompts`, B texts, and perhaps `stop_strings`; returns `texts`."""
+        prompts = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in data["prompts"]]
+        answers = self._answers(prompts, data.get("stop_strings"), greedy)
+        texts = [self._tokenizer.decode(answer.token_ids, skip_special_tokens=True) for answer in answers]
+        return BatchedDataDict({"texts": texts})
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Take memory again after `finish_generation`."""
+        return self._on_all("wake_up")
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Give memory back until `prepare_for_generation`, as far as the engine can."""
+        return self._on_all("sleep")
+
+    def shutdown(self) -> bool:
+        """End the engines."""
+        self.engines.shutdown()
+        return True
+
+    def _on_all(self, method: str) -> bool:
+        workers = self.engines.workers
+        workers.get_all_worker_results(workers.run_all_workers_single_data(method), None, method)
+        return True
+
+    def _answers(
+        self, prompts: list[list[int]], stops: list[list[str] | None] | None, greedy: bool
+    ) -> list[GenerationResult]:
+        self._num_calls += 1
+        requests = []
+        for row, ids in enumerate(prompts):
+            more = tuple((stops[row] if stops else None) or ())
+            sampling = replace(self._sampling, stop_strings=(*self._sampling.stop_strings, *more))
+            if greedy:
+                sampling = replace(sampling, temperature=0.0, top_k=None, top_p=1.0)
+            seed = derive_seed(self._seed, "generation", self._num_calls, row)
+            requests.append(GenerationRequest(ids, sampling, seed))
+
+        async def ask_all() -> list[GenerationResult]:
+            return await asyncio.gather(*(self.engines.generate(request) for request in requests))
+
+        return _finished(ask_all())
+
+
+def cluster_config(cluster: RayVirtualCluster) -> ClusterConfig:
+    """The `cluster` section that describes bundles, with default deadlines."""
+    counts = cluster.bundle_counts
+    kind = {} if cluster.use_gpus else {"device": "cpu"}
+    gpus = max(counts) if cluster.use_gpus else 0
+    return ClusterConfig.build(num_nodes=len(counts), gpus_per_node=gpus, ranks_per_node=max(counts), **kind)
+
+
+def padded(
+    prompts: list[list[int]], answers: list[GenerationResult], pad_token_id: int
+) -> BatchedDataDict[GenerationOutputSpec]:
+    """Prompts and answers as tensors, see `GenerationOutputSpec`."""
+    rows = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
+    shape = (len(rows), max(map(len, rows), default=0))
+    output_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
+    logprobs = torch.zeros(shape)
+    for index, (prompt, answer, row) in enumerate(zip(prompts, answers, rows, strict=True)):
+        output_ids[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        logprobs[index, len(prompt) : len(row)] = torch.tensor(answer.logprobs)
+    return BatchedDataDict(
+        output_ids=output_ids,
+        generation_lengths=torch.tensor([len(answer.token_ids) for answer in answers], dtype=torch.int64),
+        unpadded_sequence_lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
+        logprobs=logprobs,
+        truncated=torch.tensor([answer.finish_reason == "length" for answer in answers], dtype=torch.bool),
+    )
+
+
+def _finished[T](coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns, also where this thread runs a loop of its own, as in a notebook."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()

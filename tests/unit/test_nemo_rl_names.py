@@ -1,0 +1,539 @@
+"""Public names of NeMo RL's examples, documentation and research code, each called as its users call it."""
+
+import asyncio
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import ray
+import torch
+from omegaconf import OmegaConf
+
+from nemo_rl.algorithms import distillation, dpo, grpo, rm, sft
+from nemo_rl.algorithms.grpo import MasterConfig
+from nemo_rl.algorithms.runtime.handed_in import HandedIn
+from nemo_rl.algorithms.utils import get_tokenizer, set_seed
+from nemo_rl.config import DistillationMasterConfig, DPOMasterConfig, GenerationConfig, RMMasterConfig, SFTMasterConfig
+from nemo_rl.config import load_config as load_checked
+from nemo_rl.data.datasets import AllTaskProcessedDataset, load_response_dataset
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.utils import setup_preference_data, setup_response_data
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.environments.handed_in import environment_of
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.models.generation import configure_generation_config
+from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers
+from nemo_rl.utils.errors import ConfigError, DataError, NemoRLError
+from nemo_rl.utils.public_names import NOT_BUILT
+from nemo_rl.utils.timer import Timer
+
+ROOT = Path(__file__).resolve().parents[2]
+GRPO = ROOT / "examples/configs/grpo_math_cpu.yaml"
+CHAT = str(ROOT / "examples/assets/tiny-chat")
+SUMS = {"dataset_name": "arithmetic", "num_samples": 40, "seed": 1}
+ENV = {"math": {"num_workers": 1}}
+
+NAMES = [
+    ("nemo_rl.models.generation", "configure_generation_config"),
+    ("nemo_rl.models.generation.interfaces", "configure_generation_config"),
+    ("nemo_rl.data.utils", "setup_response_data"),
+    ("nemo_rl.data.utils", "setup_preference_data"),
+    ("nemo_rl.utils.logger", "log_container_init_timing"),
+    *(("nemo_rl.algorithms.grpo", name) for name in ("setup", "refit_policy_generation", "shutdown_environments")),
+    *(("nemo_rl.algorithms.grpo", name) for name in ("ColocatablePolicyInterface", "EnvironmentInterface", "Logger")),
+    *(("nemo_rl.algorithms.grpo", name) for name in ("GenerationInterface", "StatefulDataLoader", "TokenizerType")),
+    *((f"nemo_rl.algorithms.{name}", "setup") for name in ("distillation", "dpo", "rm", "sft")),
+    ("nemo_rl.models.generation.vllm", "VllmGeneration"),
+    ("nemo_rl.models.generation.vllm", "VllmConfig"),
+    ("nemo_rl.data", "DataConfig"),
+    *(("nemo_rl.data.datasets", name) for name in ("load_eval_dataset", "merge_datasets")),
+    ("nemo_rl.data.datasets", "update_single_dataset_config"),
+    ("nemo_rl.data.datasets.eval_datasets", "load_eval_dataset"),
+    ("nemo_rl.evals.eval", "run_env_eval"),
+    ("nemo_rl.evals.eval", "setup"),
+    ("nemo_rl.utils.native_checkpoint", "convert_dcp_to_hf"),
+    ("nemo_rl.data.datasets.response_datasets", "load_response_dataset"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=[f"{module}.{name}" for module, name in NAMES])
+def test_the_name_is_there(module: str, name: str) -> None:
+    namespace: dict[str, Any] = {}
+    exec(f"from {module} import {name}", namespace)
+    assert namespace[name] is not None
+
+
+LATER = [
+    ("nemo_rl.algorithms.grpo", "async_grpo_train", "async GRPO"),
+    ("nemo_rl.algorithms.grpo_sync", "grpo_train_sync", "data plane"),
+    ("nemo_rl.algorithms.ppo", "setup", "PPO"),
+    ("nemo_rl.algorithms.single_controller_utils", "WatchdogConfig", "single controller"),
+    ("nemo_rl.algorithms.xtoken_off_policy_distillation", "setup", "cross-tokenizer distillation"),
+    ("nemo_rl.data.datasets.eval_datasets", "_is_multimodal_dataset", "VLM"),
+    ("nemo_rl.distributed.ray_actor_environment_registry", "ACTOR_ENVIRONMENT_REGISTRY", "uv venvs"),
+    ("nemo_rl.distributed.virtual_cluster", "PY_EXECUTABLES", "uv venvs"),
+    ("nemo_rl.environments.code_environment", "CodeEnvironment", "code environment"),
+    ("nemo_rl.environments.games.sliding_puzzle", "SlidingPuzzleEnv", "sliding puzzle"),
+    ("nemo_rl.environments.nemo_gym", "NemoGym", "NeMo-Gym"),
+    ("nemo_rl.environments.reward_model_environment", "RewardModelEnvironment", "reward-model environment"),
+    ("nemo_rl.experience.rollouts", "run_nemo_gym_rollout_sync", "NeMo-Gym"),
+    ("nemo_rl.models.generation.vllm.config", "materialize_vllm_video_config", "VLM"),
+    ("nemo_rl.models.megatron.community_import", "export_model_from_megatron", "Megatron"),
+    ("nemo_rl.models.policy.tq_policy", "TQPolicy", "data plane"),
+    ("nemo_rl.models.policy.utils", "get_runtime_env_for_policy_worker", "policy workers"),
+    ("nemo_rl.models.policy.workers.dtensor_policy_worker_v2", "DTensorPolicyWorkerV2Impl", "policy workers"),
+    ("nemo_rl.utils.checkpoint_engines.base", "CheckpointEngine", "checkpoint engines"),
+    ("nemo_rl.utils.venvs", "create_local_venv_on_each_node", "uv venvs"),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "feature"), LATER, ids=[f"{module}.{name}" for module, name, _ in LATER])
+def test_a_name_of_a_later_feature_says_so(module: str, name: str, feature: str) -> None:
+    with pytest.raises(ImportError, match=f"belongs to .*{feature}.*not built yet") as refused:
+        exec(f"from {module} import {name}")
+    assert isinstance(refused.value, NemoRLError)
+
+
+def test_the_table_of_later_features_is_not_stale() -> None:
+    """What is there is not listed as missing."""
+    for module, (_, names) in NOT_BUILT.items():
+        path = ROOT / module.replace(".", "/")
+        assert (path.with_suffix(".py").exists() or path.is_dir()) == bool(names), module
+        if names:
+            assert not set(names) & set(vars(importlib.import_module(module)))
+
+
+def test_other_wrong_names_are_ordinary_errors() -> None:
+    with pytest.raises(ImportError, match="cannot import name 'grpo_trian'"):
+        exec("from nemo_rl.algorithms.grpo import grpo_trian")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'nemo_rl.no_such'"):
+        exec("import nemo_rl.no_such")
+
+
+SETUPS = [
+    (grpo, "dataset"),
+    (distillation, "train_dataset"),
+    (sft, "train_dataset"),
+    (dpo, "train_dataset"),
+    (rm, "train_dataset"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "rows"), SETUPS, ids=["grpo", "distillation", "sft", "dpo", "rm"])
+def test_setup_has_the_arguments_of_nemo_rl(algorithm: Any, rows: str) -> None:
+    arguments = list(inspect.signature(algorithm.setup).parameters)
+    assert arguments[:4] == ["master_config", "tokenizer", rows, "val_dataset"]
+
+
+def plain_config(*overrides: str) -> dict[str, Any]:
+    """As NeMo RL's scripts make it."""
+    register_omegaconf_resolvers()
+    config = parse_hydra_overrides(load_config(GRPO), list(overrides))
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return plain
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return get_tokenizer({"name": CHAT})
+
+
+def test_a_configuration_is_used_as_nemo_rls_scripts_do(tokenizer: Any, tmp_path: Path) -> None:
+    from nemo_rl.utils.logger import get_next_experiment_dir, log_container_init_timing
+
+    config = MasterConfig(**plain_config("grpo.max_num_steps=3"))
+    log_container_init_timing()
+    config.logger["log_dir"] = str(tmp_path)
+    config.logger["log_dir"] = get_next_experiment_dir(config.logger["log_dir"])
+    assert config.logger.log_dir == str(tmp_path / "exp_001")
+    config.policy["generation"] = configure_generation_config(config.policy["generation"], tokenizer)
+    assert config.policy["generation"]["stop_token_ids"] == [tokenizer.eos_token_id]
+    assert config["policy"]["generation"]["vllm_cfg"]["tensor_parallel_size"] == 1
+    config["policy"]["generation"]["vllm_cfg"]["gpu_memory_utilization"] = 0.5
+    assert config.policy.generation.engine.gpu_memory_utilization == 0.5
+    assert config.policy.generation.vllm_cfg.gpu_memory_utilization == 0.5
+    assert "gpu_memory_utilization" in config.policy.generation.vllm_cfg
+    assert {**config.loss_fn}["ratio_clip_min"] == config.loss_fn.ratio_clip_min
+    assert config.grpo.get("max_num_steps") == 3
+    assert config.grpo.get("no_such_key", 7) == 7
+    assert list(config)[:2] == ["policy", "data"]
+    with pytest.raises(ConfigError, match="max_model_len"):
+        config["policy"]["generation"]["vllm_cfg"]["max_model_len"] = -1
+    with pytest.raises(KeyError, match="no_such_key is no key here"):
+        config["grpo"]["no_such_key"]
+
+
+def test_a_section_assigned_as_a_dict_is_filled_in() -> None:
+    config = load_checked(GRPO, schema=MasterConfig)
+    config["policy"]["generation"] = {"temperature": 0.5, "vllm_cfg": {"max_model_len": 64}}
+    generation = config.policy.generation
+    assert isinstance(generation, GenerationConfig)
+    assert (generation.engine.max_model_len, generation.val_temperature, generation.top_p) == (64, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"stop_token_ids": None},
+        GenerationConfig.build(max_new_tokens=8, engine={"max_model_len": 16, "precision": "float32"}),
+    ],
+    ids=["dict", "section"],
+)
+def test_configure_generation_config(config: Any, tokenizer: Any) -> None:
+    made = configure_generation_config(config, tokenizer, is_eval=True)
+    assert made is config
+    assert made["stop_token_ids"] == [tokenizer.eos_token_id]
+    with pytest.raises(NemoRLError, match="not built yet"):
+        configure_generation_config(config, tokenizer, trains_mtp=True)
+
+
+def test_setup_response_data(tokenizer: Any) -> None:
+    data = {"max_input_seq_length": 64, "train": SUMS, "validation": {**SUMS, "seed": 2}}
+    train, val, environments, val_environments = setup_response_data(tokenizer, data, ENV)  # type: ignore[misc]
+    assert (len(train), len(val)) == (40, 40)
+    assert train[0]["task_name"] == "math"
+    assert environments["math"].num_workers == 1
+    assert environments["math"].timeout_s == 10.0
+    assert val_environments == environments
+    assert len(setup_response_data(tokenizer, data)) == 2
+    with pytest.raises(NemoRLError, match="VLM"):
+        setup_response_data(tokenizer, data, ENV, is_vlm=True)
+
+
+def test_setup_preference_data(tokenizer: Any, tmp_path: Path) -> None:
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 4)
+    entry = {"dataset_name": "BinaryPreferenceDataset", "data_path": str(rows)}
+    data = {"max_input_seq_length": 64, "train": entry, "validation": [{**entry, "name": "held"}, entry]}
+    train, val = setup_preference_data(tokenizer, data)
+    assert len(train) == 4
+    assert {name: len(part) for name, part in val.items()} == {"held": 4, "default": 4}
+    handed_in = HandedIn(tokenizer, train, val)
+    config = handed_in.checked(
+        load_checked(ROOT / "examples/configs/dpo_cpu.yaml", schema=DPOMasterConfig), DPOMasterConfig
+    )
+    made = dpo.recipe(config, handed_in).data
+    assert made.validation is val["default"]
+    assert made.named_validation == {"held": val["held"]}
+
+
+def test_load_response_dataset_and_its_parts(tokenizer: Any) -> None:
+    data = load_response_dataset({**SUMS, "split_validation_size": 0.25})
+    assert len(data.val_dataset or ()) == 10
+    processors = {data.task_name: (data.task_spec, data.processor)}
+    rows = AllTaskProcessedDataset(data.dataset, tokenizer, data.task_spec, processors, max_seq_length=64)  # type: ignore[arg-type]
+    assert rows[0]["extra_env_info"]["ground_truth"]
+
+
+def test_load_eval_dataset(tokenizer: Any) -> None:
+    from nemo_rl.data.datasets import load_eval_dataset
+
+    problems = load_eval_dataset({"dataset_name": "arithmetic", "num_samples": 5, "max_input_seq_length": 64})
+    rows = AllTaskProcessedDataset(
+        dataset=problems.rekeyed_ds,
+        tokenizer=tokenizer,
+        default_task_data_spec=problems.task_spec,
+        task_data_processors=problems.processor,
+        max_seq_length=64,
+    )
+    assert len(rows) == 5
+    assert rows[4]["extra_env_info"]["ground_truth"] == problems.raw.dataset[4]["messages"][1]["content"]
+
+
+def test_merge_datasets() -> None:
+    from nemo_rl.data.datasets import merge_datasets
+
+    first, second = (datasets.Dataset.from_dict({"a": values}) for values in ([1, 2], [3]))
+    assert merge_datasets([first, second])["a"][:] == [1, 2, 3]
+    assert merge_datasets([first]) is first
+    assert list(merge_datasets([[1, 2], first])) == [1, 2, {"a": 1}, {"a": 2}]
+    with pytest.raises(DataError, match="at least one"):
+        merge_datasets([])
+
+
+def test_update_single_dataset_config() -> None:
+    from nemo_rl.data.datasets import update_single_dataset_config
+
+    entry: dict[str, Any] = {"dataset_name": "gsm8k", "prompt_file": None}
+    update_single_dataset_config(entry, {"prompt_file": "cot.txt", "env_name": "math"})
+    assert entry == {"dataset_name": "gsm8k", "prompt_file": None, "env_name": "math"}
+
+
+def test_data_config() -> None:
+    from nemo_rl.data import DataConfig
+
+    assert DataConfig.build(train=SUMS)["train"]["dataset_name"] == "arithmetic"
+
+
+def test_timer_takes_should_log() -> None:
+    timer = Timer({"run": 1})
+    timer.start("a", should_log=False)
+    timer.stop("a", should_log=False)
+    with timer.time("b", should_log=False):
+        pass
+    assert sorted(timer.get_timing_metrics("sum")) == ["a", "b"]
+    set_seed(1)
+
+
+def test_losses_take_a_dict() -> None:
+    from nemo_rl.algorithms.loss import ClippedPGLossFn, DistillationLossFn
+
+    assert not ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}).needs_reference
+    assert DistillationLossFn({"kl_type": "reverse"}).cfg.kl_type == "reverse"
+    with pytest.raises(ConfigError, match="ratio_clip"):
+        ClippedPGLossFn({"ratio_clip_min": "x"})
+
+
+def test_a_run_is_not_unpacked() -> None:
+    from nemo_rl.algorithms.runtime.run import Run
+
+    run = Run(*[None] * 7)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=re.escape("run = setup(...)")):
+        _policy, _generation = run
+
+
+# What is handed in, without starting anything
+
+
+class Own(EnvironmentInterface):
+    """Rewards everything."""
+
+    def __init__(self, cfg: dict[str, Any] | None = None) -> None:
+        self.reward = (cfg or {}).get("reward", 0.25)
+
+    def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn[Any]:
+        """All the same."""
+        num = len(metadata)
+        rewards, ended = torch.full((num,), self.reward), torch.ones(num, dtype=torch.bool)
+        return EnvironmentReturn([{"role": "environment", "content": ""}] * num, metadata, [None] * num, rewards, ended)
+
+    def global_post_process_and_metrics(self, batch: Any) -> Any:
+        """Count."""
+        return batch, {"seen": len(batch["rewards"])}
+
+
+class OwnLoss:
+    """A loss as NeMo RL's users write it."""
+
+
+def own_processor(row: Any, spec: Any, tokenizer: Any, max_seq_length: Any, idx: int) -> dict[str, Any]:
+    ids = torch.tensor(tokenizer(row, add_special_tokens=False)["input_ids"])
+    log = [{"role": "user", "content": row, "token_ids": ids}]
+    return {
+        "message_log": log,
+        "length": len(ids),
+        "extra_env_info": {},
+        "loss_multiplier": 1.0,
+        "idx": idx,
+        "task_name": spec.task_name,
+    }
+
+
+def own_rows(tokenizer: Any, task: str = "own") -> AllTaskProcessedDataset:
+    return AllTaskProcessedDataset(["1+1=", "2+2=", "3+3="] * 4, tokenizer, TaskDataSpec(task), own_processor)  # type: ignore[arg-type]
+
+
+def test_grpo_takes_tokenizer_data_environments_and_loss(tokenizer: Any) -> None:
+    rows, loss = own_rows(tokenizer), OwnLoss()
+    handed_in = HandedIn(tokenizer, rows, rows, {"own": Own}, loss)
+    config = handed_in.checked(plain_config(), MasterConfig)
+    made = grpo.recipe(config, handed_in)
+    assert made.tokenizer is tokenizer
+    assert made.loss_fn is loss
+    assert dict(made.environments) == {"own": Own}
+    assert (len(made.data.train), len(made.data.validation or ())) == (12, 12)
+    assert made.data.task_env == {"own": "own"}
+    assert config.env["own"] == {}
+    assert config.data.train is None
+    assert grpo.forward_passes(config, loss, made_credit(config)) == (True, False)  # type: ignore[arg-type]
+
+
+def made_credit(config: MasterConfig) -> Any:
+    from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
+    from nemo_rl.algorithms.credit.assignment import CreditAssignment
+
+    return CreditAssignment(make_advantage_estimator(config.grpo, config.loss_fn), config.grpo)
+
+
+def test_data_without_entries_is_fine_where_rows_are_handed_in(tokenizer: Any) -> None:
+    plain = plain_config()
+    plain["data"] = {"num_workers": 0}
+    with pytest.raises(ConfigError, match="data.train is empty"):
+        HandedIn().checked(plain, MasterConfig)
+    assert HandedIn(dataset=own_rows(tokenizer)).checked(plain, MasterConfig).data.num_workers == 0
+
+
+def test_a_dict_is_checked_as_a_file_is() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'grpo.max_num_steps'"):
+        HandedIn().checked(plain_config("+grpo.max_num_step=3"), MasterConfig)
+    with pytest.raises(ConfigError, match="train_global_batch_size"):
+        HandedIn().checked(plain_config("policy.train_global_batch_size=63"), MasterConfig)
+    with pytest.raises(ConfigError, match="takes a GRPOMasterConfig"):
+        HandedIn().checked(load_checked(ROOT / "examples/configs/sft_cpu.yaml", schema=SFTMasterConfig), MasterConfig)  # type: ignore[arg-type]
+
+
+def test_wrong_parts_are_refused_before_ray_starts(tokenizer: Any) -> None:
+    rows = own_rows(tokenizer)
+    with pytest.raises(ConfigError, match="task 'own', which no environment rewards; there are: math"):
+        grpo.setup(plain_config(), tokenizer, rows)
+    with pytest.raises(ConfigError, match="is not an environment"):
+        grpo.setup(plain_config(), tokenizer, rows, environments={"own": OwnLoss})
+    with pytest.raises(DataError, match="has no len"):
+        grpo.setup(plain_config(), tokenizer, iter([]), environments={"own": Own})
+    with pytest.raises(DataError, match="no task_name"):
+        grpo.setup(plain_config(), tokenizer, [{"message_log": [], "length": 0}], environments={"own": Own})
+    with pytest.raises(DataError, match="one data loader for each set"):
+        grpo.setup(plain_config(), tokenizer, {"a": rows}, environments={"own": Own})
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "file", "schema", "rows_per_unit"),
+    [
+        (sft, "sft_cpu.yaml", SFTMasterConfig, 1),
+        (dpo, "dpo_cpu.yaml", DPOMasterConfig, 2),
+        (rm, "rm_cpu.yaml", RMMasterConfig, 2),
+        (distillation, "distillation_math_cpu.yaml", DistillationMasterConfig, 1),
+    ],
+    ids=["sft", "dpo", "rm", "distillation"],
+)
+def test_the_other_algorithms_take_parts_too(
+    algorithm: Any, file: str, schema: Any, rows_per_unit: int, tokenizer: Any
+) -> None:
+    loss = OwnLoss()
+    plain = load_config(ROOT / "examples/configs" / file)
+    handed_in = HandedIn(tokenizer, own_rows(tokenizer), None, {}, loss)
+    made = algorithm.recipe(handed_in.checked(plain, schema), handed_in)
+    assert made.tokenizer is tokenizer
+    assert made.loss_fn is loss
+    assert loss.rows_per_unit == rows_per_unit  # type: ignore[attr-defined]
+    assert (len(made.data.train), made.data.validation) == (12, None)
+
+
+def test_eval_setup_takes_tokenizer_and_data(tokenizer: Any) -> None:
+    from nemo_rl.evals.eval import setup
+
+    plain = OmegaConf.to_container(load_config(ROOT / "examples/configs/evals/eval_cpu.yaml"), resolve=True)
+    generation, dataloader, config = setup(plain, tokenizer, own_rows(tokenizer))  # type: ignore[arg-type]
+    assert generation.tokenizer is tokenizer
+    assert len(dataloader) == 12
+    assert dataloader.batch(1, 3)["task_name"] == ["own", "own"]
+    assert config.data.env_name == "math"
+
+
+# With Ray: engines, a policy and environments of one's own
+
+
+@pytest.fixture(scope="module")
+def cpu_cluster() -> Any:
+    init_ray(num_cpus=4)
+    cluster = RayVirtualCluster(
+        bundle_ct_per_node_list=[1], use_gpus=False, max_colocated_worker_groups=2, num_gpus_per_node=1, name="names"
+    )
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.mark.ray
+def test_engines_and_policy_without_a_run(cpu_cluster: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Generate, refit with an untrained and a trained policy, export: as research code does."""
+    from nemo_rl.algorithms.grpo import refit_policy_generation
+    from nemo_rl.algorithms.loss import NLLLossFn
+    from nemo_rl.data.chat_batch import chat_batch
+    from nemo_rl.models.generation.vllm import VllmConfig, VllmGeneration
+    from nemo_rl.models.policy.lm_policy import Policy
+    from nemo_rl.utils.native_checkpoint import convert_dcp_to_hf
+
+    policy_config = load_checked(GRPO, schema=MasterConfig).policy
+    engine = {"max_model_len": 64, "precision": "float32"}
+    config = configure_generation_config(
+        VllmConfig(backend="hf", model_name=CHAT, max_new_tokens=12, vllm_cfg=engine, top_k=None),
+        tokenizer,
+        is_eval=True,
+    )
+    policy = Policy(cpu_cluster, policy_config.model_dump(), tokenizer, init_reference_model=False)
+    generation = VllmGeneration(cluster=cpu_cluster, config=config)
+    try:
+        prompts = [
+            tokenizer(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+            for text in ("10+11=", "3+4=")
+        ]
+        width = max(map(len, prompts))
+        ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in prompts])
+        data = BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([len(row) for row in prompts])})
+        before = generation.generate(data, greedy=True)
+        for row, prompt in enumerate(prompts):
+            assert before["output_ids"][row, : len(prompt)].tolist() == prompt
+            assert before["unpadded_sequence_lengths"][row] == len(prompt) + before["generation_lengths"][row]
+            assert (before["logprobs"][row, : len(prompt)] == 0).all()
+        own = policy.get_logprobs(
+            BatchedDataDict(input_ids=before["output_ids"], input_lengths=before["unpadded_sequence_lengths"])
+        )["logprobs"]
+        answered = before["logprobs"] != 0
+        assert torch.allclose(own[answered], before["logprobs"][answered], atol=1e-4)
+        text = generation.generate_text(BatchedDataDict({"prompts": [tokenizer.decode(prompts[0])]}), greedy=True)
+        assert len(text["texts"]) == 1
+        batch = chat_batch(tokenizer, [[{"role": "user", "content": "10+11="}, {"role": "assistant", "content": "no"}]])
+        for _ in range(8):
+            policy.train(batch, NLLLossFn(), gbs=1)
+        timer = Timer()
+        told = refit_policy_generation(policy, generation, colocated_inference=True, timer=timer)
+        assert told["num_tensors"] > 5
+        assert timer.get_elapsed("refit")
+        after = generation.generate(data, greedy=True)
+        scored = policy.get_logprobs(
+            BatchedDataDict(input_ids=after["output_ids"], input_lengths=after["unpadded_sequence_lengths"])
+        )["logprobs"]
+        answered = after["logprobs"] != 0
+        assert torch.allclose(scored[answered], after["logprobs"][answered], atol=1e-4)
+        assert not torch.equal(after["logprobs"], before["logprobs"])
+        policy.save_checkpoint(tmp_path / "step_1/policy/weights")
+        arguments = {"model_name_or_path": CHAT, "tokenizer_name_or_path": CHAT, "hf_overrides": {"note": 3}}
+        exported = convert_dcp_to_hf(str(tmp_path / "step_1/policy/weights"), str(tmp_path / "hf"), **arguments)  # type: ignore[arg-type]
+        assert exported == str(tmp_path / "hf")
+        assert '"note": 3' in (tmp_path / "hf/config.json").read_text()
+        with pytest.raises(NemoRLError, match="not empty"):
+            convert_dcp_to_hf(str(tmp_path / "step_1/policy/weights"), str(tmp_path / "hf"), CHAT, CHAT)
+        convert_dcp_to_hf(str(tmp_path / "step_1/policy/weights"), str(tmp_path / "hf"), CHAT, CHAT, overwrite=True)
+        assert "note" not in (tmp_path / "hf/config.json").read_text()
+    finally:
+        generation.shutdown()
+        policy.shutdown()
+
+
+@pytest.mark.ray
+@pytest.mark.asyncio
+async def test_environments_of_any_kind_reward(cpu_cluster: Any) -> None:
+    """A class, an object, an actor of the program's own, a client; side by side, because each starts a process."""
+    from nemo_rl.algorithms.grpo import shutdown_environments
+    from nemo_rl.environments.utils import create_env, register_env
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # tests are no module that an actor can import
+    register_env("own_for_names", f"{__name__}.Own")
+    remote = ray.remote(num_cpus=0)(Own)
+    actor = remote.remote({"reward": 0.5})
+    given = [remote, Own({"reward": 0.5}), actor, create_env("own_for_names", {"reward": 0.5})]
+    running: list[Any] = [environment_of("own", one) for one in given]
+    running = [one({"reward": 0.5}, 30.0, 1) if callable(one) else one for one in running]
+    assert running[-1] is given[-1]
+    log = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    for result in await asyncio.gather(*(one.step(log, {"idx": 3}) for one in running)):
+        assert (result.reward, result.error, result.metadata) == (0.5, None, {"idx": 3})
+    batch = BatchedDataDict(rewards=torch.zeros(3))
+    for _, metrics in await asyncio.gather(*(one.global_post_process_and_metrics(batch) for one in running)):
+        assert metrics == {"seen": 3}
+    for one in running[:3]:
+        one.shutdown()
+    assert ray.get(actor.step.remote([log], [{}])).rewards.tolist() == [0.5]  # what the program started goes on
+    shutdown_environments({"actor": actor, "client": given[3], "class": Own}, {"actor": actor})
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.step.remote([log], [{}]))
+    with pytest.raises(NemoRLError, match="shut down"):
+        await running[3].step(log, {})
