@@ -52,9 +52,9 @@ from nemo_rl.models.policy.interfaces import (
     TopkLogitsOutputSpec,
     TrainResult,
 )
-from nemo_rl.models.policy.metrics import join_updates, reduce_metrics
 from nemo_rl.models.policy.portable_loss import make_portable
-from nemo_rl.models.policy.workers.base import UpdateResult, WorkerSettings
+from nemo_rl.models.policy.train_results import join_ranks, train_result
+from nemo_rl.models.policy.workers.base import WorkerSettings
 from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
@@ -213,10 +213,10 @@ class Policy(PolicyInterface):
                 eval_mode=eval_mode,
                 last_update=number == wanted[-1],
             )
-            updates[number] = _join_ranks(parts, valid, eval_mode)
+            updates[number] = join_ranks(parts, valid, eval_mode)
         if wanted and not eval_mode:
             self.weight_version += 1
-        return _train_result(updates, loss_fn)
+        return train_result(updates, loss_fn)
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
         """Log-probabilities of all tokens under the current weights and the sampler's temperature.
@@ -473,35 +473,6 @@ def _something_counts(valid: tuple[float, float], loss_fn: AnyLossFunction) -> b
     """Whether a global batch has what its loss looks at: tokens, or whole sequences for a loss of scores."""
     seqs, toks = valid
     return seqs > 0 and (toks > 0 or input_type_of(loss_fn) is LossInputType.LOGIT)
-
-
-def _join_ranks(parts: list[UpdateResult], valid: tuple[float, float], eval_mode: bool) -> dict[str, float]:
-    """The metrics of one update over all ranks."""
-    joined = reduce_metrics([part.metrics for part in parts])
-    joined["loss"] = sum(part.loss for part in parts)
-    joined["global_valid_seqs"], joined["global_valid_toks"] = valid
-    if not eval_mode:
-        joined["lr"] = parts[0].lr
-        joined["grad_norm"] = parts[0].grad_norm
-        joined["skipped_updates"] = float(parts[0].skipped)
-    return joined
-
-
-def _train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> TrainResult:
-    """The result of all global batches; those that were skipped are empty."""
-    made = [update for update in updates if update]
-    num_skipped = len(updates) - len(made)
-    metrics = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0} | join_updates(made, loss_fn)
-    if num_skipped:
-        logger.warning("%d of %d updates were skipped: nothing in them counts in the loss.", num_skipped, len(updates))
-        metrics["skipped_updates"] = metrics.get("skipped_updates", 0.0) + num_skipped
-    names = list(dict.fromkeys(name for update in made for name in update))
-    return TrainResult(
-        loss=torch.tensor([update.get("loss", 0.0) for update in updates]),
-        grad_norm=torch.tensor([update.get("grad_norm", 0.0) for update in updates]),
-        metrics=metrics,
-        all_mb_metrics={name: [u[name] for u in made if name in u] for name in names},
-    )
 
 
 def _absolute(path: str | PathLike[str] | None) -> str | None:

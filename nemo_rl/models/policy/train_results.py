@@ -1,0 +1,41 @@
+"""From what the ranks answer to the result of `Policy.train`."""
+
+import logging
+
+import torch
+
+from nemo_rl.losses.interfaces import AnyLossFunction
+from nemo_rl.models.policy.interfaces import TrainResult
+from nemo_rl.models.policy.metrics import join_updates, reduce_metrics
+from nemo_rl.models.policy.workers.base import UpdateResult
+
+logger = logging.getLogger(__name__)
+
+
+def join_ranks(parts: list[UpdateResult], valid: tuple[float, float], eval_mode: bool) -> dict[str, float]:
+    """The metrics of one update over all ranks."""
+    joined = reduce_metrics([part.metrics for part in parts])
+    joined["loss"] = sum(part.loss for part in parts)
+    joined["global_valid_seqs"], joined["global_valid_toks"] = valid
+    if not eval_mode:
+        joined["lr"] = parts[0].lr
+        joined["grad_norm"] = parts[0].grad_norm
+        joined["skipped_updates"] = float(parts[0].skipped)
+    return joined
+
+
+def train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> TrainResult:
+    """The result of all global batches; those that were skipped are empty."""
+    made = [update for update in updates if update]
+    num_skipped = len(updates) - len(made)
+    metrics = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0} | join_updates(made, loss_fn)
+    if num_skipped:
+        logger.warning("%d of %d updates were skipped: nothing in them counts in the loss.", num_skipped, len(updates))
+        metrics["skipped_updates"] = metrics.get("skipped_updates", 0.0) + num_skipped
+    names = list(dict.fromkeys(name for update in made for name in update))
+    return TrainResult(
+        loss=torch.tensor([update.get("loss", 0.0) for update in updates]),
+        grad_norm=torch.tensor([update.get("grad_norm", 0.0) for update in updates]),
+        metrics=metrics,
+        all_mb_metrics={name: [u[name] for u in made if name in u] for name in names},
+    )
