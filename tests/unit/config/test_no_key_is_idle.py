@@ -170,6 +170,7 @@ PLANTED = {
     ),
     "data.*.processor": (
         ("data/datasets/setup.py", "entry.processor", "None"),
+        ("data/datasets/raw_dataset.py", "self.data_config.processor", "None"),
         {"DatasetConfig.processor", "DatasetDefaults.processor", "SupervisedDatasetDefaults.processor"},
     ),
     "val_micro_batch_size": (
