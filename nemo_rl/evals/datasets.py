@@ -59,7 +59,7 @@ class Problems:
     task_spec: TaskDataSpec = field(default_factory=TaskDataSpec)
 
     @property
-    def rekeyed_ds(self) -> Any:
+    def rows(self) -> Any:
         """The rows, for an `AllTaskProcessedDataset`; the parts of a question are at their top level."""
         return [unfold_choice(row) for row in self.raw.dataset]
 

@@ -237,7 +237,7 @@ def test_load_eval_dataset(tokenizer: Any) -> None:
 
     problems = load_eval_dataset({"dataset_name": "arithmetic", "num_samples": 5, "max_input_seq_length": 64})
     rows = AllTaskProcessedDataset(
-        dataset=problems.rekeyed_ds,
+        dataset=problems.rows,
         tokenizer=tokenizer,
         default_task_data_spec=problems.task_spec,
         task_data_processors=problems.processor,

@@ -250,15 +250,15 @@ class DTensorBackend(PolicyBackend):
         """The parts of a checkpoint, each prepared when it is asked for."""
         if self._lora.enabled:
             merged = merged_by_name(self.model.hf, self.device)
-            yield checkpoint_io.save_weights(self.model.hf, paths.weights, merged, keep)
+            yield checkpoint_io.prepare_weights(self.model.hf, paths.weights, merged, keep)
             yield adapter_io.save_adapter(self.model.hf, self._lora, self._model_name, paths.weights, keep)
         else:
-            yield checkpoint_io.save_weights(self.model.hf, paths.weights, keep=keep)
+            yield checkpoint_io.prepare_weights(self.model.hf, paths.weights, keep=keep)
         if paths.optimizer is None:
             return
         if self.optimizer is None or self.scheduler is None:
             raise CheckpointError("This policy has no optimizer to save; leave optimizer_path out.")
-        yield checkpoint_io.save_training_state(
+        yield checkpoint_io.prepare_training_state(
             self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer, keep
         )
 

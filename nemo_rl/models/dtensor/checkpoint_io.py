@@ -70,7 +70,7 @@ def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def save_weights(
+def prepare_weights(
     hf: PreTrainedModel,
     weights_path: Path,
     weights: Iterable[tuple[str, Tensor]] | None = None,
@@ -191,7 +191,7 @@ def local_part(value: Tensor, like: Tensor) -> Tensor:
     return value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
-def save_training_state(
+def prepare_training_state(
     hf: PreTrainedModel,
     optimizer: Optimizer,
     scheduler: LRScheduler,
@@ -245,7 +245,7 @@ def _kept(value: Any, name: str, keep: Keep) -> Any:
 def load_training_state(
     hf: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler, settings: OptimizerSettings, path: Path
 ) -> None:
-    """Restore what `save_training_state` wrote.
+    """Restore what `prepare_training_state` wrote.
 
     With other settings than those it was written with, the optimizer keeps its moments and gets the new
     hyperparameters; the schedule stands where it would stand had it been the new one from the first step.

@@ -59,6 +59,7 @@ def start_workers(monkeypatch: pytest.MonkeyPatch, parts: Parts, overrides: list
     recipe: Any = SimpleNamespace(
         data=SimpleNamespace(task_env={}),
         tokenizer=None,
+        environments={},
         roles={"policy": Role(config.policy), "teacher": Role(config.policy, trains=False)},
     )
     folders: Any = SimpleNamespace(log_dir=Path("logs"), resume_path=None)

@@ -4,10 +4,10 @@ import copy
 import json
 import logging
 import pickle
-from types import SimpleNamespace
 
 import pytest
 
+from nemo_rl.config import TokenizerConfig
 from nemo_rl.data import processors
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -17,7 +17,7 @@ USER = [{"role": "user", "content": "1+1="}]
 
 
 def config(name, chat_template="default", kwargs=None):
-    return SimpleNamespace(name=str(name), chat_template=chat_template, chat_template_kwargs=kwargs)
+    return TokenizerConfig(name=str(name), chat_template=chat_template, chat_template_kwargs=kwargs)
 
 
 def row(question="What is 2+2?", answer="4", **more):

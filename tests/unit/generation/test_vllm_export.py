@@ -12,7 +12,7 @@ from generation_helpers import MAX_MODEL_LEN, PROMPTS, ask, make_settings, refer
 from tiny_models import make_char_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from nemo_rl.models.dtensor.checkpoint_io import save_weights
+from nemo_rl.models.dtensor.checkpoint_io import prepare_weights
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 
@@ -41,7 +41,7 @@ def _exported(model_type: str, folder: Path) -> PreTrainedModel:
     torch.manual_seed(21)
     config = AutoConfig.for_model(model_type, **COMMON | ARCHITECTURES[model_type])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    save_weights(model, folder / "weights")
+    prepare_weights(model, folder / "weights")(None)
     make_char_tokenizer().save_pretrained(folder / "weights/model")
     DTensorTraining().export(folder / "weights", folder / "hf")
     fix_rotary_frequencies(model, MAX_MODEL_LEN)
