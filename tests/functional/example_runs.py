@@ -227,3 +227,15 @@ def of_training(metrics: Metrics) -> Metrics:
 def run_environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTEST_"))}
     return kept | {"HF_HUB_OFFLINE": "1"}
+
+
+def run_script(folder: Path, script: str, *arguments: str) -> tuple[int, str]:
+    """Run an example script to its end in a folder; returns status and output."""
+    command = [sys.executable, str(REPOSITORY / "examples" / script), *arguments]
+    done = subprocess.run(command, cwd=folder, env=run_environment(), capture_output=True, text=True, timeout=280)
+    return done.returncode, done.stdout + done.stderr
+
+
+def run_eval(folder: Path, *overrides: str) -> tuple[int, str]:
+    """`run_script` for the evaluation on CPUs."""
+    return run_script(folder, "run_eval.py", "--config", "examples/configs/evals/eval_cpu.yaml", *overrides)

@@ -1,5 +1,6 @@
 """GRPO end to end on the CPU: Ray, FSDP2 worker, vLLM, environment, weight sync, checkpoints."""
 
+import json
 import os
 import re
 import signal
@@ -9,7 +10,15 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from example_runs import REPOSITORY, GRPOExample, StartExample, interrupted_and_resumed, read_metrics
+from example_runs import (
+    REPOSITORY,
+    GRPOExample,
+    StartExample,
+    interrupted_and_resumed,
+    read_metrics,
+    run_eval,
+    run_script,
+)
 from tiny_models import make_char_tokenizer, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -31,6 +40,24 @@ def test_learns_and_a_killed_run_repeats_its_metrics_bit_for_bit(grpo_example: G
     errors = [v for (_, _, name), v in metrics.items() if name == "token_mult_prob_error"]
     assert len(errors) == 8
     assert max(errors) < 1.01
+
+
+def test_a_trained_checkpoint_is_exported_and_evaluated(grpo_example: GRPOExample, tmp_path: Path) -> None:
+    step = grpo_example.checkpoint
+    status, output = run_script(
+        tmp_path,
+        "converters/convert_dcp_to_hf.py",
+        f"--config={step}/config.yaml",
+        f"--dcp-ckpt-path={step}/policy/weights",
+        "--hf-ckpt-path=hf",
+        "--verify",
+    )
+    assert status == 0, output[-3000:]
+    assert float(output.split("log-probabilities: ")[1].split()[0]) <= 1e-6
+
+    status, output = run_eval(tmp_path, "generation.model_name=hf", "eval.save_path=exported")
+    assert status == 0, output[-3000:]
+    assert json.loads((tmp_path / "exported/results.json").read_text())["score"]["value"] > 0.5
 
 
 @pytest.mark.long
