@@ -46,7 +46,8 @@ def as_installed(command: str) -> str:
 def test_all_of_them_in_page_order(tmp_path: Path) -> None:
     commands = list(dict.fromkeys(map(as_installed, documented_commands())))
     assert len(commands) > 20
-    shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
+    for part in ("examples", "tools"):
+        shutil.copytree(REPOSITORY / part, tmp_path / part)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = run_environment() | {"PATH": path}
     for command in commands:
