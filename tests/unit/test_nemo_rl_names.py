@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from nemo_rl.algorithms import distillation, dpo, grpo, rm, sft
 from nemo_rl.algorithms.grpo import MasterConfig
+from nemo_rl.algorithms.rollout import start as rollout_start
 from nemo_rl.algorithms.runtime.handed_in import HandedIn
 from nemo_rl.algorithms.utils import get_tokenizer, set_seed
 from nemo_rl.config import DistillationMasterConfig, DPOMasterConfig, GenerationConfig, RMMasterConfig, SFTMasterConfig
@@ -24,7 +25,7 @@ from nemo_rl.data.datasets import AllTaskProcessedDataset, load_response_dataset
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.utils import setup_preference_data, setup_response_data
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.handed_in import environment_of
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.models.generation import configure_generation_config
@@ -379,7 +380,8 @@ def test_a_dict_is_checked_as_a_file_is() -> None:
         HandedIn().checked(load_checked(ROOT / "examples/configs/sft_cpu.yaml", schema=SFTMasterConfig), MasterConfig)  # type: ignore[arg-type]
 
 
-def test_wrong_parts_are_refused_before_ray_starts(tokenizer: Any) -> None:
+def test_wrong_parts_are_refused_before_ray_starts(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_start, "init_ray", lambda *_: pytest.fail("Ray was started"))
     rows = own_rows(tokenizer)
     with pytest.raises(ConfigError, match="task 'own', which no environment rewards; there are: math"):
         grpo.setup(plain_config(), tokenizer, rows)
@@ -391,7 +393,6 @@ def test_wrong_parts_are_refused_before_ray_starts(tokenizer: Any) -> None:
         grpo.setup(plain_config(), tokenizer, [{"message_log": [], "length": 0}], environments={"own": Own})
     with pytest.raises(DataError, match="one data loader for each set"):
         grpo.setup(plain_config(), tokenizer, {"a": rows}, environments={"own": Own})
-    assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -432,8 +433,7 @@ def test_eval_setup_takes_tokenizer_and_data(tokenizer: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def cpu_cluster() -> Any:
-    init_ray(num_cpus=4)
+def cpu_cluster(local_ray: Path) -> Any:
     cluster = RayVirtualCluster(
         bundle_ct_per_node_list=[1], use_gpus=False, max_colocated_worker_groups=2, num_gpus_per_node=1, name="names"
     )

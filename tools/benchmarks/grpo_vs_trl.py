@@ -73,8 +73,11 @@ def read_trl(lines: Iterator[str]) -> Iterator[GRPOStep]:
         yield GRPOStep(row["reward"], row["mean_gen_tokens"] * SAMPLES_PER_STEP, all_tokens, row["generation_s"])
 
 
-def run_own(model: Path, folder: Path, arguments: argparse.Namespace) -> GRPORun:
-    """This library, without what the other side does not do either: validation, checkpoints, trackers."""
+def own_command(model: Path, folder: Path, arguments: argparse.Namespace) -> tuple[list[str], Path]:
+    """The command of this library's run, without what the other side does not do either, and its metrics file.
+
+    Left out are validation, checkpoints and trackers.
+    """
     overrides = {
         "policy.model_name": model,
         "policy.generation.max_new_tokens": 64,
@@ -98,7 +101,12 @@ def run_own(model: Path, folder: Path, arguments: argparse.Namespace) -> GRPORun
     }
     command = [sys.executable, "examples/run_grpo.py", "--config", "examples/configs/grpo_math_cpu.yaml"]
     command += [f"{key}={value}" for key, value in overrides.items()]
-    metrics = folder / "logs" / "exp_001" / "metrics.jsonl"
+    return command, folder / "logs" / "exp_001" / "metrics.jsonl"
+
+
+def run_own(model: Path, folder: Path, arguments: argparse.Namespace) -> GRPORun:
+    """This library."""
+    command, metrics = own_command(model, folder, arguments)
     return run_side(command, metrics, read_own, folder / "own.log", arguments.threads)
 
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
 
 from nemo_rl.algorithms import distillation
 from nemo_rl.algorithms.distillation import check_vocab_equality
+from nemo_rl.algorithms.rollout import start as rollout_start
 from nemo_rl.algorithms.rollout.start import Workers, share_memory
 from nemo_rl.algorithms.rollout.teacher import TeacherScores, check_teacher_fits
 from nemo_rl.algorithms.runtime.roles import Role
@@ -38,9 +38,9 @@ def other_words(tmp_path: Path) -> str:
 def test_another_vocabulary_is_refused_before_ray_starts(other_words, tmp_path, monkeypatch) -> None:
     config = config_with(f"teacher.model_name={other_words}", f"logger.log_dir={tmp_path}/logs")
     words = r"another vocabulary.*1 of 265 tokens differ, e\.g\. 'carry' is id 264 for the teacher and unknown for the"
+    monkeypatch.setattr(rollout_start, "init_ray", lambda *_: pytest.fail("Ray was started"))
     with pytest.raises(ConfigError, match=words):
         distillation.setup(config)
-    assert not ray.is_initialized()
     assert not (tmp_path / "logs").exists()
     tokenizer = get_tokenizer(config.policy.tokenizer)
     with pytest.raises(ConfigError, match="another vocabulary"):

@@ -1,0 +1,261 @@
+"""Say where the time of a GRPO step goes: by phase, by process, and inside the processes.
+
+    uv run --extra cpu python tools/benchmarks/where_time_goes.py [--models tiny-chat warm-3m] [--steps 60]
+
+Runs the same GRPO run as `grpo_vs_trl` and prints three Markdown tables for each model: seconds of the phases of a step
+(the run's own timers); processor seconds and context switches of each kind of process (from /proc, at the end of each
+step); and what the threads of driver, policy and engine did while they used a processor (py-spy, in a second run, so
+that it does not disturb the first). Linux only, on an idle machine.
+"""
+
+import argparse
+import json
+import logging
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpo_vs_trl import find_model, own_command
+from side_by_side import BENCH, WARM_UP_STEPS, Run, Step, cpu_seconds, differences, run_side, show, tree_of
+
+logger = logging.getLogger("where_time_goes")
+
+PY_SPY = ("uv", "tool", "run", "py-spy==0.4.1")
+SAMPLES_PER_SECOND = 200
+PROFILE_S = 12
+
+KINDS = {
+    "policy": re.compile(r"PolicyRank|lm_policy"),
+    "engine": re.compile(r"GenerationWorker|vllm_engine"),
+    "environment": re.compile(r"EnvironmentActor|grading"),
+    "Ray's daemons": re.compile(r"gcs_server|raylet"),
+    "Ray's other workers": re.compile(r"ray::|default_worker"),
+}
+"""Kind of a process, by its command line; the first that matches."""
+
+PARTS = (
+    ("weight sync", re.compile(r"weight_sync|load_tensors|weight_update|weight_bucket|receive_bucket|sync_probe")),
+    ("model: forward", re.compile(r"_model_forward|/model_executor/|modeling_|/dtensor/causal_lm")),
+    ("model: backward", re.compile(r"backward|autograd")),
+    ("optimizer", re.compile(r"/optim/|optimizer|clip_grad")),
+    ("log-probs and loss", re.compile(r"parallel_logprobs|/losses/")),
+    ("sampling", re.compile(r"sampler|/sample/|sampling")),
+    ("scheduling", re.compile(r"/sched/|scheduler")),
+    ("inputs of the model", re.compile(r"prepare_inputs|model_runner|input_batch|block_table|/worker/")),
+    ("outputs, detokenizing", re.compile(r"output_processor|detokenizer|process_outputs|logprobs")),
+    ("vLLM, other", re.compile(r"/vllm/")),
+    ("rollouts in the driver", re.compile(r"experience/|engine_group|environments/client")),
+    ("batches and tensors", re.compile(r"batched_data_dict|training_batch|packing/|models/inputs")),
+    ("logging", re.compile(r"logger|log_backends|trajectory_log|logging")),
+    ("Ray", re.compile(r"/ray/|ray::")),
+    ("asyncio", re.compile(r"asyncio")),
+)
+"""Part of the work, by the frames of a stack; the first that matches any frame."""
+
+
+@dataclass
+class Usage:
+    """What the processes of one kind have used since they began.
+
+    Attributes:
+        cpu_s: processor seconds.
+        woken: times that a thread waited and was woken (voluntary context switches).
+        preempted: times that a thread lost its processor (involuntary ones).
+    """
+
+    cpu_s: float = 0.0
+    woken: float = 0.0
+    preempted: float = 0.0
+
+
+@dataclass
+class PhaseStep(Step):
+    """One step: its phases in seconds, and the use of processors by kind of process at its end."""
+
+    phases: dict[str, float]
+    usage: dict[str, Usage] = field(default_factory=dict)
+
+
+def kind_of(pid: int, root: int) -> str:
+    """The kind of a process; `root` is the driver."""
+    if pid == root:
+        return "driver"
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "other"
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(title)), "other")
+
+
+def switches(pid: int) -> tuple[float, float]:
+    """Voluntary and involuntary context switches of all threads of a process."""
+    counts = [0.0, 0.0]
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        try:
+            lines = status.read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.endswith("voluntary_ctxt_switches"):
+                counts[name.startswith("non")] += float(value)
+    return counts[0], counts[1]
+
+
+def usage_now() -> dict[str, Usage]:
+    """Use of processors by kind of process, of the run that this process has started."""
+    found: dict[str, Usage] = defaultdict(Usage)
+    pids = tree_of(os.getpid())[1:]
+    for pid in pids:
+        use = found[kind_of(pid, pids[0])]
+        woken, preempted = switches(pid)
+        use.cpu_s, use.woken, use.preempted = (
+            use.cpu_s + cpu_seconds([pid]),
+            use.woken + woken,
+            use.preempted + preempted,
+        )
+    return dict(found)
+
+
+def read_phases(lines: Iterator[str]) -> Iterator[PhaseStep]:
+    """Steps from metrics.jsonl, with the use of processors at the moment when each is over."""
+    for line in lines:
+        row = json.loads(line)
+        if row["prefix"] == "timing/train":
+            yield PhaseStep(row["metrics"], usage_now())
+
+
+def phase_table(run: Run[PhaseStep]) -> list[str]:
+    """Median seconds of each phase, and of what no phase covers."""
+    rows: dict[str, list[float]] = defaultdict(list)
+    for step, seconds in zip(run.measured, run.step_seconds, strict=True):
+        phases = {name: value for name, value in step.phases.items() if name != "total_step_time"}
+        for name, value in phases.items():
+            rows[name].append(value)
+        rows["between the phases"].append(seconds - sum(phases.values()))
+    total = statistics.median(run.step_seconds)
+    lines = ["| phase | seconds | share |", "|---|---:|---:|"]
+    for name, values in sorted(rows.items(), key=lambda row: -statistics.median(row[1])):
+        seconds = statistics.median(values)
+        lines.append(f"| {name} | {seconds:.4f} | {seconds / total:.0%} |")
+    return [*lines, f"| whole step | {total:.4f} | |"]
+
+
+def process_table(run: Run[PhaseStep]) -> list[str]:
+    """Processor seconds and context switches per step, by kind of process."""
+    measured = run.steps[WARM_UP_STEPS - 1 :]
+    kinds = sorted({kind for step in measured for kind in step.usage})
+    lines = ["| process | processor seconds | woken | preempted |", "|---|---:|---:|---:|"]
+    total = [0.0, 0.0, 0.0]
+    for kind in kinds:
+        uses = [step.usage.get(kind, Usage()) for step in measured]
+        values = [
+            statistics.median(differences([getattr(use, name) for use in uses]))
+            for name in ("cpu_s", "woken", "preempted")
+        ]
+        total = [whole + value for whole, value in zip(total, values, strict=True)]
+        lines.append(f"| {kind} | {values[0]:.3f} | {values[1]:.0f} | {values[2]:.0f} |")
+    return [*lines, f"| all | {total[0]:.3f} | {total[1]:.0f} | {total[2]:.0f} |"]
+
+
+class Profiles:
+    """py-spy on driver, policy and engine of a run, once it has warmed up."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._recording: dict[str, subprocess.Popen[bytes]] = {}
+
+    def read(self, lines: Iterator[str]) -> Iterator[PhaseStep]:
+        """As `read_phases`; recording begins behind the warm-up."""
+        for number, step in enumerate(read_phases(lines), start=1):
+            if number == WARM_UP_STEPS:
+                threading.Thread(target=self._record, daemon=True).start()
+            yield step
+
+    def _record(self) -> None:
+        pids = tree_of(os.getpid())[1:]
+        for pid in pids:
+            kind = kind_of(pid, pids[0])
+            if kind in ("driver", "policy", "engine"):
+                command = [*PY_SPY, "record", "--pid", str(pid), "--format", "raw", "--output", str(self._file(kind))]
+                command += ["--duration", str(PROFILE_S), "--rate", str(SAMPLES_PER_SECOND), "--nonblocking"]
+                self._recording[kind] = subprocess.Popen(
+                    command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+                )
+
+    def _file(self, kind: str) -> Path:
+        return self._folder / f"{kind}.stacks"
+
+    def table(self, step_s: float) -> list[str]:
+        """Processor seconds per step by process and part of the work, from the stacks.
+
+        Args:
+            step_s: seconds of a step, to turn seconds of the recording into seconds of a step.
+        """
+        lines = ["| process | part | processor seconds | share of the process |", "|---|---|---:|---:|"]
+        for kind, process in sorted(self._recording.items()):
+            process.wait(60)
+            counts = parts_of(self._file(kind))
+            whole = sum(counts.values()) or 1
+            for part, count in counts.most_common():
+                seconds = count / SAMPLES_PER_SECOND / PROFILE_S * step_s
+                if count / whole >= 0.01:
+                    lines.append(f"| {kind} | {part} | {seconds:.3f} | {count / whole:.0%} |")
+        return lines
+
+
+def parts_of(stacks: Path) -> Counter[str]:
+    """Samples by part of the work, from a file with `frame;frame;... count` lines; empty if there is none."""
+    counts: Counter[str] = Counter()
+    if not stacks.exists():
+        logger.warning("%s: py-spy wrote nothing.", stacks)
+        return counts
+    for line in stacks.read_text(errors="replace").splitlines():
+        stack, _, count = line.rpartition(" ")
+        counts[next((part for part, pattern in PARTS if pattern.search(stack)), "other")] += int(count)
+    return counts
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", default=["tiny-chat"], help="as for grpo_vs_trl.py")
+    parser.add_argument("--steps", type=int, default=60, help="of the run that is timed; the other makes as many")
+    parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="further overrides of the run")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Two runs for each model: one timed, one with its stacks sampled."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    arguments = parse_arguments()
+    BENCH.mkdir(exist_ok=True)
+    (BENCH / ".gitignore").write_text("*\n")
+    for name in arguments.models:
+        folder = BENCH / "runs" / f"parts-{name}-{int(time.time())}"
+        logger.info("%s: load average before the start %.1f %.1f %.1f", name, *os.getloadavg())
+        runs = []
+        profiles = Profiles(folder)
+        for part, read in (("timed", read_phases), ("sampled", profiles.read)):
+            (folder / part).mkdir(parents=True)
+            command, metrics = own_command(find_model(name), folder / part, arguments)
+            command += arguments.overrides
+            runs.append(run_side(command, metrics, read, folder / f"{part}.log", arguments.threads))
+        step_s = statistics.median(runs[0].step_seconds)
+        print(f"### {name}: {show(step_s)} s a step, first step after {show(runs[0].steps[0].seen_at_s)} s\n")
+        for table in (phase_table(runs[0]), process_table(runs[0]), profiles.table(step_s)):
+            print("\n".join(table) + "\n")
+
+
+if __name__ == "__main__":
+    main()
