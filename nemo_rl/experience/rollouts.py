@@ -238,7 +238,7 @@ class RolloutRunner:
             if self._begin(sample, start):
                 await self._play(sample, sampling, prompt_stops, key)
         finally:
-            closing = asyncio.create_task(_close(environment, sample.episode))
+            closing = asyncio.create_task(environment.close_episode(sample.episode))
             self._closings.add(closing)
             closing.add_done_callback(self._closings.discard)
         return sample
@@ -349,10 +349,6 @@ class RolloutRunner:
         step = await environment.step(sample.turns, sample.extra_env_info)
         sample.environment_s += time.perf_counter() - started
         return step
-
-
-async def _close(environment: EnvironmentPort, episode: Any) -> None:
-    await environment.close_episode(episode)
 
 
 def _start(prompts: BatchedDataDict[Any], group: int, sample: int) -> Trajectory:
