@@ -52,6 +52,8 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "policy.dtensor_cfg.activation_checkpointing",
         "policy.dtensor_cfg.automodel_kwargs",
         "policy.dtensor_cfg.sequence_parallel",
+        "policy.dtensor_cfg.context_parallel_method",
+        "policy.dtensor_cfg.custom_parallel_plan",
         "policy.dtensor_cfg.env_vars",
         "teacher.colocated",
     ),

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import EnvVars
 
@@ -76,12 +75,9 @@ class DTensorConfig(Section):
     """The PyTorch-native training backend (FSDP2)."""
 
     later: ClassVar[dict[str, str]] = {
-        "custom_parallel_plan": "a user's tensor-parallel plan",
         "defer_fsdp_grad_sync": "delayed gradient reduction",
-        "dp_replicate_size": "hybrid sharding",
         "moe_parallelizer": "expert parallelism",
     }
-    neutral: ClassVar[dict[str, tuple[int, ...]]] = {"dp_replicate_size": (1,)}
     ignored: ClassVar[dict[str, str]] = {
         "_v2": "there is one DTensor worker",
         "clear_cache_every_n_steps": "cached GPU memory is freed between phases",
@@ -94,17 +90,26 @@ class DTensorConfig(Section):
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass to save memory."
     )
-    tensor_parallel_size: Annotated[PositiveInt, Only((1,), "Tensor parallelism")] = Field(
-        default=1, description="Ranks that share each layer."
+    dp_replicate_size: PositiveInt = Field(
+        default=1, description="Copies of the sharded model (HSDP): parameters are gathered within a copy only."
     )
-    context_parallel_size: Annotated[PositiveInt, Only((1,), "Context parallelism")] = Field(
-        default=1, description="Ranks that share each sequence."
-    )
-    expert_parallel_size: Annotated[PositiveInt, Only((1,), "Expert parallelism")] = Field(
-        default=1, description="Ranks that share the experts of a layer."
-    )
-    sequence_parallel: Annotated[bool, Only((False,), "Sequence parallelism")] = Field(
+    tensor_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each layer.")
+    sequence_parallel: bool = Field(
         default=False, description="Split norms and dropout along the sequence between tensor-parallel ranks."
+    )
+    context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
+    context_parallel_method: Literal["all_gather", "ulysses"] = Field(
+        default="all_gather",
+        description="How attention sees the whole sequence: keys and values are gathered, or tokens are exchanged for "
+        "heads (Ulysses).",
+    )
+    pipeline_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
+    virtual_pipeline_size: PositiveInt = Field(
+        default=1, description="Chunks of layers of each stage; above 1 the schedule is interleaved."
+    )
+    expert_parallel_size: PositiveInt = Field(default=1, description="Ranks that share the experts of a layer.")
+    custom_parallel_plan: str | None = Field(
+        default=None, description="Dotted path of a tensor-parallel plan for models that bring none."
     )
     automodel_kwargs: AutomodelConfig = Field(
         default_factory=AutomodelConfig, description="Loading of the model in NeMo RL."

@@ -1,0 +1,159 @@
+"""Collectives inside a forward pass, each with the backward pass that makes the gradient right.
+
+Tensor, sequence, context and expert parallelism are put together from these. What the gradient of a tensor means on a
+rank decides which one is right: it is `whole` where every rank has the same complete gradient, and `partial` where
+the complete one is the sum over ranks. Invariant: a function that takes a tensor equal on all ranks gives a whole
+gradient back, unless its name or its argument says partial. A group of None is one rank: nothing happens.
+
+Source: Megatron-LM's f and g (Shoeybi et al. 2019, arXiv:1909.08053, section 3), and their sequence-parallel forms
+(Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+type Group = dist.ProcessGroup | None
+
+
+def reduce_gradient(x: Tensor, group: Group) -> Tensor:
+    """The tensor itself; its partial gradients are summed over the ranks (Megatron's f)."""
+    return x if group is None else _ReduceGradient.apply(x, group)
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Sum over the ranks; the whole gradient of the sum goes back to every term (Megatron's g)."""
+    return x if group is None else _AllReduce.apply(x, group)
+
+
+def all_gather(x: Tensor, dim: int, group: Group, *, partial_gradient: bool) -> Tensor:
+    """The parts of all ranks in rank order along `dim`; all parts have the same shape.
+
+    Args:
+        x: this rank's part.
+        dim: where the parts are joined.
+        group: the ranks.
+        partial_gradient: whether the gradient of the result is to be summed over the ranks, before each takes its part.
+    """
+    return x if group is None else _AllGather.apply(x, dim, group, partial_gradient)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's part along `dim` of the sum over the ranks; the gradient is gathered."""
+    return x if group is None else _ReduceScatter.apply(x, dim, group)
+
+
+def split(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's part along `dim` of a tensor that is equal on all ranks; the gradient is gathered, and whole."""
+    return x if group is None else _Split.apply(x, dim, group)
+
+
+def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """Send `send[r]` rows to rank r and return the `receive[r]` rows that each sent, in rank order.
+
+    Args:
+        x: `[sum(send), ...]`.
+        send: rows for each rank.
+        receive: rows from each rank.
+        group: the ranks.
+    """
+    return x if group is None else _AllToAll.apply(x, list(send), list(receive), group)
+
+
+def part_of(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's equal part along `dim`; a view."""
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+
+
+def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def _reduce_scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), dim)]
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter(mine, parts, group=group)
+    return mine
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _ReduceGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _summed(grad, ctx.group), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, partial_gradient: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.partial = dim, group, partial_gradient
+        return _gathered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        take = _reduce_scattered if ctx.partial else part_of
+        return take(grad, ctx.dim, ctx.group), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _reduce_scattered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _gathered(grad, ctx.dim, ctx.group), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return part_of(x, dim, group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _gathered(grad, ctx.dim, ctx.group), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _exchanged(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _exchanged(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _exchanged(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    got = x.new_empty((sum(receive), *x.shape[1:]))
+    dist.all_to_all_single(got, x.contiguous(), receive, send, group=group)
+    return got

@@ -1,0 +1,94 @@
+"""The device meshes of one rank: who shards a parameter with whom, who reduces a gradient with whom.
+
+Made once from the `ParallelLayout`; `tensor_parallel`, `context_parallel`, `expert_parallel`, `pipeline` and
+`parallelize` each take their axis from it. Invariant: all meshes are views of one world, and ranks that share an axis
+of size 1 with nobody still have that axis, so that code has no case without it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.process_group import device_mesh
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Views of the world; see the module docstring.
+
+    Attributes:
+        layout: sizes of the axes.
+        world: all ranks, with the axes of `parallel_layout.AXES`.
+        experts: the same ranks as `(pp, dp_replicate, expert_shard, ep)`: `ep` ranks share the experts of a layer,
+            `expert_shard` ranks shard the same experts; None without expert parallelism.
+    """
+
+    layout: ParallelLayout
+    world: DeviceMesh
+    experts: DeviceMesh | None
+
+    @classmethod
+    def build(cls, layout: ParallelLayout, device_type: str) -> "Meshes":
+        """Make the meshes; collective.
+
+        Raises:
+            ConfigError: the process group has another number of ranks than the layout.
+        """
+        world = device_mesh(layout, device_type)
+        return cls(layout, world, _expert_mesh(layout, device_type) if layout.ep > 1 else None)
+
+    @cached_property
+    def fsdp(self) -> DeviceMesh:
+        """Ranks that shard a parameter and sum its gradient: they work on different tokens of one copy.
+
+        One axis, or `(dp_replicate, ...)` with hybrid sharding. Context-parallel ranks are among them.
+        """
+        divided = self.layout.cp > 1
+        shard = self.world["dp_shard", "cp"]._flatten("dp_shard_cp") if divided else self.world["dp_shard"]
+        if self.layout.dp_replicate == 1:
+            return shard
+        (name,) = shard.mesh_dim_names or ()
+        return self.world["dp_replicate", name]
+
+    @cached_property
+    def expert_fsdp(self) -> DeviceMesh:
+        """`fsdp` for the parameters of experts, which expert-parallel ranks share already."""
+        assert self.experts is not None, "there are no expert-parallel ranks"
+        if self.layout.dp_replicate == 1:
+            return self.experts["expert_shard"]
+        return self.experts["dp_replicate", "expert_shard"]
+
+    @property
+    def tp(self) -> DeviceMesh:
+        """Ranks that divide each layer."""
+        return self.world["tp"]
+
+    @property
+    def cp(self) -> DeviceMesh:
+        """Ranks that divide the tokens of a row."""
+        return self.world["cp"]
+
+    @property
+    def pp(self) -> DeviceMesh:
+        """Ranks that hold the stages of one model, first stage first."""
+        return self.world["pp"]
+
+    @property
+    def ep(self) -> DeviceMesh:
+        """Ranks that share the experts of a layer."""
+        assert self.experts is not None, "there are no expert-parallel ranks"
+        return self.experts["ep"]
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """Group of `tp`; None where it has one rank."""
+        return self.tp.get_group() if self.layout.tp > 1 else None
+
+
+def _expert_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
+    sharing = layout.dp_shard * layout.cp * layout.tp
+    shape = (layout.pp, layout.dp_replicate, sharing // layout.ep, layout.ep)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
