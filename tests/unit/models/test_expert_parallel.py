@@ -62,7 +62,7 @@ def _train_once(rank: int, world_size: int, name: str, values: dict[str, Any]) -
     worker.backend.clip_and_step = step_and_keep  # type: ignore[method-assign]
     batch = shard_batch(data, world_size, training_strategy(config))
     result = worker.train(batch.data[rank], batch.sizes[rank], WeightedNLL(), count_valid(data))
-    out["loss"], out["norm"] = result.loss, result.grad_norm
+    out["loss"], out["norm"], out["metrics"] = result.loss, result.grad_norm, result.model_metrics
     out["weights"] = {key: tensor.clone() for key, tensor in worker.iterate_weights()}
     return out
 
@@ -98,7 +98,7 @@ def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
         ("qwen2_moe", 2, 2, {"packed": False, "activation_checkpointing": True}),
         ("deepseek_v3", 2, 2, {"packed": False}),
         ("gpt_oss", 2, 2, {"packed": False}),
-        ("gpt_oss", 4, 4, {"packed": True, "activation_checkpointing": True}),
+        ("gpt_oss", 4, 4, {"packed": False, "activation_checkpointing": True}),
         ("mixtral", 4, 2, {"packed": True}),
         ("qwen3_moe", 4, 2, {"packed": False, "dp_replicate_size": 2}),
     ],
