@@ -8,7 +8,6 @@ import torch
 from architectures import random_model
 from policy_helpers import policy_config, process_group, random_batch, run_ranks
 from test_expert_parallel import CPU, TOLERANCE, _difference, _save, _train_once, _values
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 

@@ -10,9 +10,20 @@ from policy_helpers import WeightedNLL, policy_config, random_batch, run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from nemo_rl.distributed import collectives
+from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.expert_balance import ExpertBalance
+from nemo_rl.models.dtensor.expert_parallel import (
+    dispatch_over_expert_ranks,
+    divide_over_tensor_ranks,
+    divide_tokens,
+    require_experts,
+)
+from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 ROWS = 8
@@ -98,13 +109,16 @@ def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
         ("qwen2_moe", 2, 2, {"packed": False, "activation_checkpointing": True}),
         ("deepseek_v3", 2, 2, {"packed": False}),
         ("gpt_oss", 2, 2, {"packed": False}),
-        ("gpt_oss", 4, 4, {"packed": False, "activation_checkpointing": True}),
-        ("mixtral", 4, 2, {"packed": True}),
+        ("gpt_oss", 4, 2, {"packed": False, "activation_checkpointing": True}),
         ("qwen3_moe", 4, 2, {"packed": False, "dp_replicate_size": 2}),
+        ("deepseek_v3", 4, 4, {"packed": True}),
+        ("mixtral", 4, 2, {"packed": True, "experts": {"num_local_experts": 2}}),
     ],
 )
 def test_shared_experts_equal_one_process(arch, world_size, ep, values, tmp_path) -> None:
-    name = _save(tmp_path / "m", arch)
+    """Ranks and experts without tokens (gpt_oss), and fewer experts of a rank than ranks that shard them (mixtral)."""
+    values = dict(values)
+    name = _save(tmp_path / "m", arch, **values.pop("experts", {}))
     parts = run_ranks(_train_once, world_size, name, _values(ep, **values))
     want_scores, want_loss, want_grads = _by_hugging_face(name, arch)
     scores = {row: part for rank in parts for row, part in rank["scores"].items()}
@@ -114,6 +128,119 @@ def test_shared_experts_equal_one_process(arch, world_size, ep, values, tmp_path
     norm = torch.cat([grad.flatten() for grad in want_grads.values()]).norm().item()
     for part in parts:
         worst = {key: _difference(grad, want_grads[key]) for key, grad in part["grads"].items()}
-        print(max(worst.values()), max(worst, key=worst.__getitem__))
         assert max(worst.values()) < TOLERANCE, worst
         assert part["norm"] == pytest.approx(norm, rel=TOLERANCE)
+
+
+def _as_tensor_parallel_block(rank: int, world_size: int, arch: str, dispatched: bool) -> dict[str, float]:
+    """Differences of one block to the same one whole, for tokens that both tensor-parallel ranks have."""
+    whole, shared = random_model(arch), random_model(arch)
+    layout = ParallelLayout(tp=world_size, ep=world_size if dispatched else 1)
+    meshes = Meshes.build(layout, "cpu")
+    balances = [ExpertBalance(whole, 0.0, CPU), ExpertBalance(shared, 0.0, CPU, layout)]
+    block, group = shared.model.layers[0].mlp, meshes.tp_group
+    if dispatched:
+        dispatch_over_expert_ranks(block.experts, meshes.ep)
+        divide_tokens(block, group)
+    else:
+        divide_over_tensor_ranks(block.experts, meshes.tp)
+    torch.manual_seed(0)
+    hidden, ahead = torch.randn(2, 2, 7, 64)
+    real = torch.arange(7)[None] < torch.tensor([[7], [3]])
+    results = []
+    for module, balance in zip((whole.model.layers[0].mlp, block), balances, strict=True):
+        x = hidden.clone().requires_grad_()
+        divided = module is block and not dispatched
+        with balance.watching(real):
+            out = module(collectives.reduce_gradient(x, group) if divided else x)
+        out = out[0] if isinstance(out, tuple) else out
+        out = collectives.all_reduce(out, group) if divided else out
+        (out * ahead).sum().backward()
+        grads = {f"d{key}": _full(parameter.grad) for key, parameter in module.named_parameters()}
+        if module is block:
+            for key, grad in grads.items():
+                if "experts.down" not in key and "experts.gate_up" not in key:
+                    torch.distributed.all_reduce(grad)
+        results.append({"out": out.detach(), "dx": x.grad} | grads)
+    assert balances[1].end_update() == balances[0].end_update()
+    want, got = results
+    return {key: _difference(got[key], want[key]) for key in want}
+
+
+@pytest.mark.parametrize(("arch", "dispatched"), [("qwen3_moe", False), ("gpt_oss", False), ("qwen2_moe", True)])
+def test_experts_of_tensor_parallel_ranks(arch, dispatched) -> None:
+    """Divided: partial gradients of hidden states and routers. Dispatched: tokens are divided, 7 over 2 ranks."""
+    for found in run_ranks(_as_tensor_parallel_block, 2, arch, dispatched):
+        assert max(found.values()) < TOLERANCE, found
+        assert any(key.startswith(("dgate", "drouter")) for key in found)
+
+
+def test_wrong_numbers_of_ranks_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"expert_parallel_size=3 does not divide the 4 experts.*value: 2"):
+        require_experts(random_model("qwen3_moe"), 3)
+    for arch in ("qwen2", "llama4_text"):
+        with pytest.raises(ConfigError, match="ForCausalLM has no experts that can be shared"):
+            require_experts(random_model(arch), 2)
+
+
+FOREACH = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2, "weight_decay": 0.01, "foreach": True}}
+SCHEDULE = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.25, "total_iters": 8}}
+
+
+def _update(worker: PolicyWorker, config: Any, rank: int, world_size: int, seed: int) -> tuple[float, float]:
+    data = random_batch(rows=ROWS, seed=seed)
+    batch = shard_batch(data, world_size, training_strategy(config))
+    result = worker.train(batch.data[rank], batch.sizes[rank], WeightedNLL(), count_valid(data))
+    return result.loss, result.grad_norm
+
+
+def _train_and_save(rank: int, world_size: int, name: str, values: dict[str, Any], folder: str) -> dict[str, Any]:
+    config = policy_config(name, **values)
+    worker = PolicyWorker(DTensorBackend(config, CPU), config)
+    for seed in (1, 2):
+        _update(worker, config, rank, world_size, seed)
+    worker.save_checkpoint(f"{folder}/w", f"{folder}/o")
+    return {"weights": {key: tensor.clone() for key, tensor in worker.iterate_weights()}} | _go_on(
+        worker, config, rank, world_size
+    )
+
+
+def _load_and_go_on(rank: int, world_size: int, name: str, values: dict[str, Any], folder: str) -> dict[str, Any]:
+    config = policy_config(name, **values)
+    worker = PolicyWorker(DTensorBackend(config, CPU), config)
+    worker.load_checkpoint(f"{folder}/w", f"{folder}/o")
+    return {"weights": {key: tensor.clone() for key, tensor in worker.iterate_weights()}} | _go_on(
+        worker, config, rank, world_size
+    )
+
+
+def _go_on(worker: PolicyWorker, config: Any, rank: int, world_size: int) -> dict[str, Any]:
+    optimizer = worker.backend.optimizer
+    moments = {
+        key: _full(optimizer.state[parameter]["exp_avg_sq"])
+        for key, parameter in worker.backend.model.hf.named_parameters()
+    }
+    rates, losses = [], []
+    for seed in (3, 4):
+        losses.append(_update(worker, config, rank, world_size, seed))
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    return {"moments": moments, "rates": rates, "losses": losses}
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
+def test_a_run_goes_on_with_experts_on_other_ranks(arch, tmp_path) -> None:
+    """Weights and moments bit for bit, then the same losses and learning rates; foreach on parameters of two meshes."""
+    name = _save(tmp_path / "m", arch)
+    values = {"optimizer": FOREACH, "scheduler": SCHEDULE, "max_grad_norm": 0.5}
+    two = run_ranks(_train_and_save, 2, name, _values(2, packed=False) | values, str(tmp_path))
+    (one,) = run_ranks(_load_and_go_on, 1, name, _values(1, packed=False) | values, str(tmp_path))
+    assert [len(rates) for rates in (two[0]["rates"][0], one["rates"][0])] == [2, 1]
+    assert [set(rates) for rates in two[0]["rates"]] == [set(rates) for rates in one["rates"]]
+    for kind in ("weights", "moments"):
+        assert one[kind].keys() == two[0][kind].keys()
+        for key, tensor in one[kind].items():
+            assert torch.equal(tensor, two[0][kind][key]) and torch.equal(tensor, two[1][kind][key]), key
+    for step in (0, 1):
+        loss, norm = one["losses"][step]
+        assert sum(part["losses"][step][0] for part in two) == pytest.approx(loss, rel=1e-4)
+        assert two[0]["losses"][step][1] == pytest.approx(norm, rel=1e-3)
