@@ -43,7 +43,7 @@ def find_experts(hf: nn.Module) -> dict[str, nn.Module]:
 def _is_fused(module: nn.Module) -> bool:
     if not hasattr(module, _OWN_FORWARD):
         return False
-    return all(parameter.shape[0] == module.num_experts for parameter in module.parameters())
+    return all(parameter.shape[0] == _num_own(module) for parameter in module.parameters())
 
 
 def require_experts(hf: PreTrainedModel, ranks: int, key: str = "expert_parallel_size") -> dict[str, nn.Module]:
@@ -79,6 +79,12 @@ def require_experts(hf: PreTrainedModel, ranks: int, key: str = "expert_parallel
 def num_experts(experts: nn.Module) -> int:
     """Experts of a layer, on all ranks together."""
     return next(experts.parameters()).shape[0]
+
+
+def _num_own(experts: nn.Module) -> int:
+    """Experts of a layer on this rank: what the model's own forward knows of."""
+    number: Any = experts.num_experts
+    return int(number)
 
 
 def divide_over_tensor_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
@@ -176,7 +182,7 @@ def _own_parameters(experts: nn.Module) -> Iterator[None]:
     stored = dict(experts._parameters)
     for name, parameter in stored.items():
         if isinstance(parameter, DTensor):
-            experts._parameters[name] = parameter.to_local()  # type: ignore[assignment]
+            experts._parameters[name] = parameter.to_local()
     try:
         yield
     finally:
@@ -210,10 +216,10 @@ def _run_own_experts(
     top_k_weights: Tensor,
 ) -> Tensor:
     pairs = _Pairs.of(top_k_index, num_experts(experts))
-    here = slice(rank * experts.num_experts, (rank + 1) * experts.num_experts)
-    before, counts = int(pairs.counts[: here.start].sum()), pairs.counts[here]
-    places = pairs.places[before : before + int(counts.sum())]
-    results = _compute(forward, experts, hidden[places // top_k_index.shape[1]], counts)
+    counts = pairs.counts.view(-1, _num_own(experts))
+    first, length = torch.stack([counts[:rank].sum(), counts[rank].sum()]).tolist()
+    places = pairs.places[first : first + length]
+    results = _compute(forward, experts, hidden[places // top_k_index.shape[1]], counts[rank])
     return _weighted_sum(results, places, top_k_weights)
 
 
@@ -228,7 +234,7 @@ def _run_dispatched(
     pairs = _Pairs.of(top_k_index, num_experts(experts))
     counts = torch.empty_like(pairs.counts)
     dist.all_to_all_single(counts, pairs.counts, group=group)
-    by_rank = (dist.get_world_size(group), experts.num_experts)
+    by_rank = (dist.get_world_size(group), _num_own(experts))
     send, receive = torch.stack([pairs.counts.view(by_rank).sum(1), counts.view(by_rank).sum(1)]).tolist()
     rows = collectives.all_to_all(hidden[pairs.places // top_k_index.shape[1]], send, receive, group)
     results = _compute(forward, experts, rows, counts)
@@ -251,7 +257,8 @@ def _compute(forward: Callable[..., Tensor], experts: nn.Module, rows: Tensor, c
     with _own_parameters(experts):
         if not len(rows):
             return _NoTokens.apply(rows, *experts.parameters())
-        index = torch.arange(experts.num_experts, device=rows.device).repeat(len(counts) // experts.num_experts)
+        own = torch.arange(_num_own(experts), device=rows.device)
+        index = own.repeat(len(counts) // len(own))
         index = index.repeat_interleave(counts, output_size=len(rows))
         return forward(rows, index[:, None], rows.new_ones(len(rows), 1))
 
