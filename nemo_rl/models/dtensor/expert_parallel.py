@@ -173,7 +173,8 @@ def _keep_own(experts: nn.Module, mesh: DeviceMesh) -> None:
         own = whole.detach().chunk(ranks)[rank].clone()
         shared = DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
         experts._parameters[name] = nn.Parameter(shared, requires_grad=whole.requires_grad)
-    experts.num_experts = num_experts(experts) // ranks
+    own_number: Any = num_experts(experts) // ranks
+    experts.num_experts = own_number
 
 
 @contextmanager
