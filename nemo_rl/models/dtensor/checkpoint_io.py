@@ -279,14 +279,16 @@ def load_training_state(
 
 def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path) -> None:
     state = {"optim": _optimizer_state(hf, optimizer)}
-    names = [group["params"] for group in state["optim"]["param_groups"]]
+    groups = state["optim"]["param_groups"]
+    names = [group["params"] for group in groups]
+    del groups[1:]  # the checkpoint may have others, but always a first one
     try:
         dcp.load(state, checkpoint_id=str(path))
     except dcp.CheckpointException as error:
         raise CheckpointError(
             f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {_reasons(error)}"
         ) from error
-    state["optim"]["param_groups"] = groups_now(optimizer, names, state["optim"]["param_groups"])
+    state["optim"]["param_groups"] = groups_now(optimizer, names, state["optim"]["param_groups"][0])
     set_optimizer_state_dict(hf, optimizer, state["optim"])
 
 

@@ -120,18 +120,16 @@ def _on_gpu(parameters: Sequence[nn.Parameter]) -> bool:
     return all(parameter.is_cuda for parameter in parameters)
 
 
-def groups_now(
-    optimizer: Optimizer, names: Sequence[Sequence[str]], saved_groups: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def groups_now(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The groups of a saved state as those of this optimizer, which may live on other meshes and another device.
 
     Args:
-        optimizer: has one group for each mesh, all with the same settings, so any saved group speaks for all.
+        optimizer: has one group for each mesh, all with the same settings.
         names: of the parameters of each of its groups.
-        saved_groups: one for each mesh of the run that saved.
+        saved: any group of the state, as all have the same settings.
     """
     return [
-        {**saved_groups[0], "params": list(own), **{name: group[name] for name in _IMPLEMENTATION if name in group}}
+        {**saved, "params": list(own), **{name: group[name] for name in _IMPLEMENTATION if name in group}}
         for group, own in zip(optimizer.param_groups, names, strict=True)
     ]
 
