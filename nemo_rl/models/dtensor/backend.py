@@ -18,7 +18,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -27,7 +26,6 @@ from nemo_rl.config.rules.findings import report_findings
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
-from nemo_rl.distributed.process_group import device_mesh
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
@@ -41,6 +39,7 @@ from nemo_rl.models.dtensor.lora import (
     merged_by_name,
     require_on_some_rank,
 )
+from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients, optimizer_settings
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
@@ -49,12 +48,13 @@ from nemo_rl.models.dtensor.parallelize import (
     reshard,
     shard,
 )
+from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.models.dtensor.reward_model import RewardModel, build_reward_model
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
-from nemo_rl.models.inputs import ModelInputs
+from nemo_rl.models.inputs import ModelInputs, with_positions
 from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
 from nemo_rl.utils.device import device_for
 from nemo_rl.utils.errors import CheckpointError, ConfigError
@@ -118,6 +118,8 @@ class DTensorBackend(PolicyBackend):
         with torch.set_grad_enabled(backward):
             for index, inputs in enumerate(microbatches):
                 density = self._density.unfiltered() if inputs.unfiltered else self._density
+                if self.model.tensor is not None and self.model.tensor.sequence_parallel:
+                    inputs = with_positions(inputs)
                 logprobs_K, entropy_K = self.model(
                     inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
                 )
@@ -198,7 +200,7 @@ class DTensorBackend(PolicyBackend):
                 yield name, tensor
 
         for name, tensor in in_checkpoint(self.model.hf, outgoing()):
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, whole(tensor)
         if base:
             require_on_some_rank(arrives, self.device)
 
@@ -295,10 +297,11 @@ def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | Rewa
     if config.reward_model_cfg.enabled:
         return build_reward_model(config)
     packed = config.sequence_packing.enabled
+    divided = config.dtensor_cfg.sequence_parallel  # masks cannot be made from a part of the sequence
     hf = load_causal_lm(
         config.model_name,
         config_overrides=config.hf_config_overrides,
-        attn_implementation=register_varlen_attention() if packed else None,
+        attn_implementation=register_varlen_attention() if packed or divided else None,
     )
     engine = config.generation.engine if config.generation is not None else None
     fix_rotary_frequencies(hf, engine.max_model_len if engine is not None else config.max_total_sequence_length)
@@ -316,9 +319,11 @@ def _shard(
     """Spread a loaded model over the ranks, in place."""
     if config.dtensor_cfg.activation_checkpointing:
         enable_activation_checkpointing(model.hf)
-    mesh = device_mesh(layout, device.type)
-    spec = ShardingSpec(torch_dtype(config.precision), config.dtensor_cfg.cpu_offload, device)
-    shard(model, mesh, spec)
+    asked = config.dtensor_cfg
+    spec = ShardingSpec(
+        torch_dtype(config.precision), asked.cpu_offload, device, asked.sequence_parallel, asked.custom_parallel_plan
+    )
+    shard(model, Meshes.build(layout, device.type), spec)
 
 
 @torch.no_grad()

@@ -68,8 +68,26 @@ class CausalLMWithLogprobs(ShardableModel):
         if not self.plain_head:
             return self._score_with_own_forward(model_inputs, positions_K, targets_K, density, top_k)
         hidden = self.hf.base_model(**model_inputs, use_cache=False).last_hidden_state
-        hidden_KD = hidden.flatten(0, 1).index_select(0, positions_K)
+        if self.tensor is None or not self.tensor.sequence_parallel:
+            hidden_KD = hidden.flatten(0, 1).index_select(0, positions_K)
         head = self.hf.get_output_embeddings()
+        if self.tensor is not None:  # TEMPORARY
+            from nemo_rl.distributed import collectives
+
+            if self.tensor.sequence_parallel:
+                hidden_ = collectives.all_gather(hidden, 1, self.tensor.group, partial_gradient=False)
+                hidden_KD = hidden_.flatten(0, 1).index_select(0, positions_K)
+            w = collectives.all_gather(head.weight.to_local(), 0, self.tensor.group, partial_gradient=False)
+            return token_logprobs(
+                hidden_KD,
+                w,
+                targets_K,
+                density=density,
+                bias_V=None
+                if head.bias is None
+                else collectives.all_gather(head.bias.to_local(), 0, self.tensor.group, partial_gradient=False),
+                chunk_size=self.chunk_size,
+            )
         if top_k is not None:
             return topk_logits(hidden_KD, head.weight, top_k, bias_V=head.bias, chunk_size=self.chunk_size)
         return token_logprobs(

@@ -199,6 +199,6 @@ def _square_sum(group: list[Tensor]) -> Tensor:
     if isinstance(first, DTensor):
         total = total.to(first.device_mesh.device_type)
         for axis, placement in enumerate(first.placements):
-            if placement.is_shard():
+            if not placement.is_replicate():
                 dist.all_reduce(total, group=first.device_mesh.get_group(axis))
     return total

@@ -1,8 +1,8 @@
-"""Spread a model over the ranks: FSDP2, precision, activation checkpointing, offload.
+"""Spread a model over the ranks: division of layers, FSDP2, precision, activation checkpointing, offload.
 
 `enable_activation_checkpointing` comes before `shard`. Invariant: after backward each gradient
-is the SUM over data-parallel ranks, because losses are divided by global token counts already; and nothing here renames
-a parameter.
+is the SUM over ranks that work on different tokens, because losses are divided by global token counts already; and
+nothing here renames a parameter.
 """
 
 import logging
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,6 +19,9 @@ from torch.distributed.fsdp import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.dtensor.mesh import Meshes
+from nemo_rl.models.dtensor.tensor_parallel import TensorParallel, divide_layers
+from nemo_rl.models.dtensor.tensor_plans import plan_for
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
@@ -31,9 +33,11 @@ class ShardableModel(nn.Module):
 
     Attributes:
         hf: the wrapped Hugging Face model.
+        tensor: the ranks that divide its layers; None where they are whole.
     """
 
     hf: PreTrainedModel
+    tensor: TensorParallel | None = None
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,15 @@ class ShardingSpec:
         compute_dtype: dtype of the forward and backward pass; parameters stay float32.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         device: where the rank computes.
+        sequence_parallel: divide norms and the residual stream along the sequence between tensor-parallel ranks.
+        custom_plan: dotted path of a tensor-parallel plan; None takes the model's own.
     """
 
     compute_dtype: torch.dtype
     cpu_offload: bool
     device: torch.device
+    sequence_parallel: bool = False
+    custom_plan: str | None = None
 
 
 def enable_activation_checkpointing(hf: PreTrainedModel) -> None:
@@ -72,8 +80,8 @@ def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def shard[ModelT: ShardableModel](model: ModelT, mesh: DeviceMesh, spec: ShardingSpec) -> ModelT:
-    """Shard decoder layers and root with FSDP2, in place, and move the model to its device.
+def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingSpec) -> ModelT:
+    """Divide layers, then shard decoder layers and root with FSDP2, in place, and move the model to its device.
 
     One float32 rank is left as it is: there is nothing to shard or to cast, and on one CPU core FSDP2's
     hooks cost a step of a 2-million-parameter model 18 % at 512 tokens (2048 tokens: nothing; a
@@ -81,16 +89,18 @@ def shard[ModelT: ShardableModel](model: ModelT, mesh: DeviceMesh, spec: Shardin
 
     Args:
         model: the wrapped model on the CPU, parameters in float32.
-        mesh: from `process_group.device_mesh`.
+        meshes: who divides what with whom.
         spec: precision, offload and device.
     """
-    if mesh.size() == 1 and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
+    if meshes.world.size() == 1 and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
         return model.to(spec.device)
-    fsdp_mesh = mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+    if meshes.layout.tp > 1:
+        model.tensor = TensorParallel(meshes.tp, spec.sequence_parallel)
+        divide_layers(model.hf, plan_for(model.hf, spec.custom_plan), model.tensor)
     offload = _offload_policy(spec)
     for layer in decoder_layers(model.hf):
-        fully_shard(layer, mesh=fsdp_mesh, mp_policy=_precision(spec, root=False), offload_policy=offload)
-    fully_shard(model, mesh=fsdp_mesh, mp_policy=_precision(spec, root=True), offload_policy=offload)
+        fully_shard(layer, mesh=meshes.fsdp, mp_policy=_precision(spec, root=False), offload_policy=offload)
+    fully_shard(model, mesh=meshes.fsdp, mp_policy=_precision(spec, root=True), offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
