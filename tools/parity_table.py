@@ -143,8 +143,8 @@ _HEAD = """# Parity of parallel training
 Made by `python tools/parity_table.py --write docs/reference/parity.md`. Each cell is the largest relative difference
 between the ranks of a mesh and one process over two updates with plain SGD, in float32 on the CPU: of the loss, of
 every entry of every gradient (relative to the largest entry of its tensor), of the gradient norm and of every
-log-probability. The one process is transformers' own model in float64, row by row without padding. `sp` is sequence parallelism,
-`–` means that the model has no experts to divide.
+log-probability. The one process is transformers' own model in float64, row by row without padding. `sp` is sequence
+parallelism, `–` means that the model has no experts to divide.
 
 """
 

@@ -93,8 +93,8 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
 
     Args:
         hf: the model; only its class and configuration are read.
-        custom: dotted path of a plan, or of a function that takes the model's configuration and returns one. Its
-            values are `Style`s or the names that transformers uses ("colwise", "rowwise").
+        custom: dotted path of a plan of the layers, or of a function that takes the model's configuration and returns
+            one. Its values are `Style`s or the names that transformers uses ("colwise", "rowwise").
 
     Raises:
         ConfigError: there is no plan, or it has a style that is unknown here.
@@ -106,7 +106,7 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
             f"policy.dtensor_cfg.custom_parallel_plan={custom!r}",
             "Give the dotted path of a mapping from module names to styles, or of a function that returns one.",
         )
-        return _read(given(hf.config) if callable(given) else given, custom)
+        return _read(given(hf.config) if callable(given) else given, custom) | _vocabulary(hf)
     prefix = f"{hf.base_model_prefix}." if hf.base_model is not hf else ""
     own = OWN.get(hf.config.get_text_config().model_type)
     added = {prefix + name: style for name, style in own(hf.config.get_text_config()).items()} if own else {}
