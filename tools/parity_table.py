@@ -81,11 +81,13 @@ def applies(architecture: str, mesh: str) -> bool:
     return architecture in WITH_EXPERTS or "expert_parallel_size" not in MESHES[mesh][1]
 
 
-def measure(architecture: str, model: str, reference: Numbers, mesh: str, *, packed: bool) -> Cell:
+def measure(
+    architecture: str, model: str, reference: Numbers, mesh: str, *, packed: bool, precision: str = "float32"
+) -> Cell:
     """Run one mesh and compare it."""
     ranks, keys = MESHES[mesh]
     try:
-        found = difference(mesh_numbers(model, keys, ranks, packed=packed), reference)
+        found = difference(mesh_numbers(model, keys, ranks, packed=packed, precision=precision), reference)
     except Exception as error:
         sys.stderr.write(f"{architecture} on {mesh}: {type(error).__name__}: {error}\n")
         found = None
@@ -98,6 +100,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(ARCHITECTURES), choices=list(ARCHITECTURES))
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
     parser.add_argument("--layouts", nargs="+", default=["packed", "padded"], choices=["packed", "padded"])
+    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--write", type=Path, help="Markdown page to write the table to.")
     options = parser.parse_args()
     disable_progress_bar()
@@ -108,7 +111,8 @@ def main() -> int:
             reference = one_process(model)
             for mesh in (mesh for mesh in options.meshes if applies(architecture, mesh)):
                 for layout in options.layouts:
-                    cell = measure(architecture, model, reference, mesh, packed=layout == "packed")
+                    packed = layout == "packed"
+                    cell = measure(architecture, model, reference, mesh, packed=packed, precision=options.precision)
                     told = "FAILED" if cell.found is None else f"{cell.found.largest:.1e} ({cell.found})"
                     sys.stdout.write(f"{architecture:12} {mesh:16} {layout:7} {told}\n")
                     sys.stdout.flush()
