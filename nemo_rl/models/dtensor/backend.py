@@ -304,7 +304,8 @@ def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | Rewa
     fix_rotary_frequencies(hf, engine.max_model_len if engine is not None else config.max_total_sequence_length)
     if packed:
         verify_packing(hf)
-    model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)
+    divided = config.dtensor_cfg.tensor_parallel_size > 1
+    model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size, divides_head=divided)
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
     return model

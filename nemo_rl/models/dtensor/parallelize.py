@@ -9,7 +9,8 @@ import logging
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.distributed.collectives import all_gather
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
@@ -31,9 +33,24 @@ class ShardableModel(nn.Module):
 
     Attributes:
         hf: the wrapped Hugging Face model.
+        tp_group: the ranks that divide each layer; None: there is one.
+        sequence_parallel: whether they divide the hidden states of a row between layers, too.
     """
 
     hf: PreTrainedModel
+    tp_group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+
+    def whole_rows(self, hidden: Tensor, *, partial_gradient: bool) -> Tensor:
+        """`[b, T, D]` from what the body gives this rank: `[b, T / tp, D]` with sequence parallelism.
+
+        Args:
+            hidden: the body's output.
+            partial_gradient: whether what follows gives each rank a part of the gradient, or each the whole.
+        """
+        if not self.sequence_parallel:
+            return hidden
+        return all_gather(hidden, 1, self.tp_group, partial_gradient=partial_gradient)
 
 
 @dataclass(frozen=True)
