@@ -5,12 +5,12 @@ chunks (`distributed.parallel_logprobs`). Both happen inside one module's forwar
 gathers the root's parameters (embedding, final norm, head) around exactly that call.
 
 Invariant: parameters keep their Hugging Face names under `hf`, and the log-probabilities are those of the model's own
-logits: `build_causal_lm` compares the two at load. Heads that `huggingface.head` cannot describe fall back to the
+logits: `find_transform` compares the two. Heads that `huggingface.head` cannot describe fall back to the
 model's own forward, on ranks that hold the whole head.
 """
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -116,28 +116,34 @@ class CausalLMWithLogprobs(ShardableModel):
 
 
 def build_causal_lm(
-    hf: PreTrainedModel, *, chunk_size: int | None = None, divides_head: bool = False
+    hf: PreTrainedModel,
+    *,
+    transform: LogitTransform | None | Literal["find"] = "find",
+    chunk_size: int | None = None,
+    divides_head: bool = False,
 ) -> CausalLMWithLogprobs:
-    """Wrap a loaded, unsharded model after checking how its head works.
+    """Wrap an unsharded model.
 
     Args:
-        hf: the model with its real weights.
+        hf: the model.
+        transform: what `find_transform` says of the architecture; "find" asks it about `hf`, which has weights then.
         chunk_size: tokens per chunk of logits; None takes what suits the device.
         divides_head: whether tensor-parallel ranks will divide the head's rows.
 
     Raises:
-        ConfigError: the head is to be divided, and its logits are not understood.
+        ConfigError: the head is to be divided, and how it makes logits is not described.
     """
-    transform = find_transform(hf)
+    if transform == "find":
+        transform = find_transform(hf)
     if transform is None and divides_head:
         raise ConfigError(
-            f"{type(hf).__name__} computes its logits with more than a linear head, a logit scale and soft-capping, so "
+            f"{type(hf).__name__} makes its logits by more than a linear head, a logit scale and soft-capping, so "
             "tensor-parallel ranks cannot divide its vocabulary. Set policy.dtensor_cfg.tensor_parallel_size=1; "
-            "dtensor_cfg.context_parallel_size and the data-parallel ranks divide the work without touching the head."
+            "data-parallel ranks divide its memory without dividing its logits."
         )
     if transform is None:
         logger.warning(
-            "%s computes its logits with more than a linear head, a logit scale and soft-capping; its own forward is "
+            "%s makes its logits by more than a linear head, a logit scale and soft-capping; its own forward is "
             "used, which holds the logits of a whole microbatch in memory.",
             type(hf).__name__,
         )

@@ -77,12 +77,13 @@ def test_heads_that_are_not_described_use_the_models_own_forward_on_one_rank(cap
     assert find_transform(hf) is None
     with caplog.at_level(logging.WARNING):
         model = build_causal_lm(hf)
-    assert "BertLMHeadModel computes its logits with more than a linear head" in caplog.text
+    assert "BertLMHeadModel makes its logits by more than a linear head" in caplog.text
     *want, want_grads = hf_results(hf)
     scores, entropy = model({"input_ids": TOKENS}, POSITIONS, TARGETS, SamplingDensity(TEMPERATURE))
     grads = gradients(hf, scores, entropy)
     ids = model({"input_ids": TOKENS}, POSITIONS, TARGETS, top_k=TopK(4))[1]
     torch.testing.assert_close([scores, entropy, ids], want)
     torch.testing.assert_close(grads, want_grads)
+    assert build_causal_lm(hf, transform=LogitTransform(2.0)).transform == LogitTransform(2.0), "as given"
     with pytest.raises(ConfigError, match="BertLMHeadModel.*tensor_parallel_size=1"):
         build_causal_lm(hf, divides_head=True)
