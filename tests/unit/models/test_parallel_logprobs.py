@@ -66,6 +66,25 @@ def test_values_and_gradients_equal_log_softmax(temperature, bias, chunk_size) -
         torch.testing.assert_close(g, w, rtol=0, atol=1e-11)
 
 
+def test_one_chunk_has_the_bits_of_the_plain_expressions() -> None:
+    """Runs are repeated bit by bit, also by later versions: another order of operations would be another run."""
+    hidden, weight, targets, b = _inputs(torch.float32, bias=True)
+    got = token_logprobs(hidden, weight, targets, density=SamplingDensity(0.7), bias_V=b)
+    weights_l, weights_h = torch.linspace(-1, 2, N), torch.linspace(1, 0.1, N)
+    grads = torch.autograd.grad((weights_l * got[0]).sum() + (weights_h * got[1]).sum(), [hidden, weight, b])
+    with torch.no_grad():
+        x = (hidden @ weight.t() + b) / 0.7
+        lse = torch.logsumexp(x, -1)
+        log_p = x - lse[:, None]
+        p = log_p.exp()
+        entropy = lse - (p * x).sum(-1)
+        grad = p * -weights_l[:, None] - weights_h[:, None] * p * (log_p + entropy[:, None])
+        grad = grad.scatter_add(-1, targets[:, None], weights_l[:, None]) / 0.7
+        want = [log_p.gather(-1, targets[:, None])[:, 0], entropy, grad @ weight, grad.t() @ hidden, grad.sum(0)]
+    for tensor, wanted in zip([*got, *grads], want, strict=True):
+        assert torch.equal(tensor, wanted)
+
+
 def test_float32_is_close_to_float64() -> None:
     hidden, weight, targets, _ = _inputs(torch.float32)
     want, want_entropy = _reference(hidden.double(), weight.double(), None, targets, 1.0)
