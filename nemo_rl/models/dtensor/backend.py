@@ -118,7 +118,7 @@ class DTensorBackend(PolicyBackend):
         with torch.set_grad_enabled(backward):
             for index, inputs in enumerate(microbatches):
                 density = self._density.unfiltered() if inputs.unfiltered else self._density
-                if self.model.tensor is not None and self.model.tensor.sequence_parallel:
+                if self.model.sequence_parallel:
                     inputs = with_positions(inputs)
                 logprobs_K, entropy_K = self.model(
                     inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
@@ -307,7 +307,8 @@ def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | Rewa
     fix_rotary_frequencies(hf, engine.max_model_len if engine is not None else config.max_total_sequence_length)
     if packed:
         verify_packing(hf)
-    model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)
+    divided = config.dtensor_cfg.tensor_parallel_size > 1
+    model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size, divides_head=divided)
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
     return model

@@ -9,7 +9,8 @@ import logging
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.distributed.collectives import all_gather
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.tensor_parallel import TensorParallel, divide_layers
 from nemo_rl.models.dtensor.tensor_plans import plan_for
@@ -33,11 +35,24 @@ class ShardableModel(nn.Module):
 
     Attributes:
         hf: the wrapped Hugging Face model.
-        tensor: the ranks that divide its layers; None where they are whole.
+        tp_group: the ranks that divide each layer; None: there is one.
+        sequence_parallel: whether they divide the hidden states of a row between layers, too.
     """
 
     hf: PreTrainedModel
-    tensor: TensorParallel | None = None
+    tp_group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+
+    def whole_rows(self, hidden: Tensor, *, partial_gradient: bool) -> Tensor:
+        """`[b, T, D]` from what the body gives this rank: `[b, T / tp, D]` with sequence parallelism.
+
+        Args:
+            hidden: the body's output.
+            partial_gradient: whether what follows gives each rank a part of the gradient, or each the whole.
+        """
+        if not self.sequence_parallel:
+            return hidden
+        return all_gather(hidden, 1, self.tp_group, partial_gradient=partial_gradient)
 
 
 @dataclass(frozen=True)
@@ -95,8 +110,9 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
     if meshes.world.size() == 1 and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
         return model.to(spec.device)
     if meshes.layout.tp > 1:
-        model.tensor = TensorParallel(meshes.tp, spec.sequence_parallel)
-        divide_layers(model.hf, plan_for(model.hf, spec.custom_plan), model.tensor)
+        model.tp_group, model.sequence_parallel = meshes.tp_group, spec.sequence_parallel
+        tensor = TensorParallel(meshes.tp, spec.sequence_parallel)
+        divide_layers(model.hf, plan_for(model.hf, spec.custom_plan), tensor)
     offload = _offload_policy(spec)
     for layer in decoder_layers(model.hf):
         fully_shard(layer, mesh=meshes.fsdp, mp_policy=_precision(spec, root=False), offload_policy=offload)
