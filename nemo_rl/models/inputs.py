@@ -45,6 +45,7 @@ class ModelInputs:
         shape: `(b, T - 1)`.
         unfiltered: score under the temperature that the policy samples with, but without top-k and top-p.
         top_k: give the largest logits of each position and their ids instead of scoring targets.
+        real_tokens: `[b, T]` bool like `input_ids`, False on padding; None: all are real.
     """
 
     model_inputs: dict[str, Any]
@@ -54,6 +55,7 @@ class ModelInputs:
     shape: tuple[int, int]
     unfiltered: bool = False
     top_k: TopK | None = None
+    real_tokens: Tensor | None = None
 
     def scatter(self, values_K: Tensor) -> Tensor:
         """Put per-token values at their places in `[b, T - 1]`, zeros elsewhere; differentiable.
@@ -92,13 +94,14 @@ def build_model_inputs(
     num_rows, width = input_ids.shape
     wanted = wanted & (torch.arange(1, width)[None, :] < rows["input_lengths"][:, None])
     row_K, column_K = wanted.nonzero(as_tuple=True)
-    model_inputs, starts = _lay_out(input_ids, lengths, layout)
+    model_inputs, starts, real = _lay_out(input_ids, lengths, layout)
     return ModelInputs(
         model_inputs=_on(device, model_inputs),
         positions_K=to_device(starts[row_K] + column_K, device),
         targets_K=to_device(input_ids[row_K, column_K + 1], device),
         places_K=to_device(row_K * (width - 1) + column_K, device),
         shape=(num_rows, width - 1),
+        real_tokens=to_device(real, device),
     )
 
 
@@ -132,7 +135,7 @@ def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: 
         device: where the model runs.
     """
     input_ids, last_B = rows["input_ids"], rows["input_lengths"] - 1
-    model_inputs, starts = _lay_out(input_ids, rows["input_lengths"].tolist(), layout)
+    model_inputs, starts, real = _lay_out(input_ids, rows["input_lengths"].tolist(), layout)
     row_B = torch.arange(len(last_B))
     return ModelInputs(
         model_inputs=_on(device, model_inputs),
@@ -140,6 +143,7 @@ def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: 
         targets_K=to_device(input_ids[row_B, last_B], device),
         places_K=to_device(row_B, device),
         shape=(len(last_B), 1),
+        real_tokens=to_device(real, device),
     )
 
 
@@ -158,7 +162,7 @@ def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout
     input_ids, lengths = rows["input_ids"], rows["input_lengths"]
     num_rows, width = input_ids.shape
     row_K, column_K = (torch.arange(width)[None, :] < lengths[:, None]).nonzero(as_tuple=True)
-    model_inputs, starts = _lay_out(input_ids, lengths.tolist(), layout)
+    model_inputs, starts, real = _lay_out(input_ids, lengths.tolist(), layout)
     return ModelInputs(
         model_inputs=_on(device, model_inputs),
         positions_K=to_device(starts[row_K] + column_K, device),
@@ -166,6 +170,7 @@ def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout
         places_K=to_device(row_K * width + column_K, device),
         shape=(num_rows, width),
         top_k=top,
+        real_tokens=to_device(real, device),
     )
 
 
@@ -202,12 +207,15 @@ def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def _lay_out(input_ids: Tensor, lengths: Sequence[int], layout: InputLayout) -> tuple[dict[str, Any], Tensor]:
-    """The model's arguments, and where each row begins in the flattened model tokens."""
+def _lay_out(input_ids: Tensor, lengths: Sequence[int], layout: InputLayout) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """The model's arguments, where each row begins in the flattened model tokens, and which of these are real."""
     if layout.packed:
-        return _packed(input_ids, lengths, layout.round_to), torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    model_inputs = _padded(input_ids, lengths, layout.round_to)
-    return model_inputs, torch.arange(len(lengths)) * model_inputs["input_ids"].shape[1]
+        model_inputs = _packed(input_ids, lengths, layout.round_to)
+        starts, ends = torch.tensor([0, *lengths[:-1]]).cumsum(0), torch.tensor([sum(lengths)])
+    else:
+        model_inputs = _padded(input_ids, lengths, layout.round_to)
+        starts, ends = torch.arange(len(lengths)) * model_inputs["input_ids"].shape[1], torch.tensor(lengths)
+    return model_inputs, starts, torch.arange(model_inputs["input_ids"].shape[1])[None, :] < ends[:, None]
 
 
 def _on(device: torch.device, model_inputs: dict[str, Any]) -> dict[str, Any]:

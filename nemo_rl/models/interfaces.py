@@ -78,6 +78,13 @@ class PolicyBackend(ABC):
     def clip_and_step(self) -> tuple[float, bool]:
         """Clip, update weights, and return the norm before clipping and whether the step was taken."""
 
+    def update_metrics(self) -> dict[str, float]:
+        """What the model itself has to tell about the training passes of an update, equal on all ranks.
+
+        Called once after them. A backend that does not define it has nothing to tell.
+        """
+        return {}
+
     @abstractmethod
     def advance_schedule(self) -> None:
         """Move the learning-rate schedule on by one training step."""

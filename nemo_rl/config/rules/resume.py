@@ -51,6 +51,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "policy.dtensor_cfg.cpu_offload",
         "policy.dtensor_cfg.activation_checkpointing",
         "policy.dtensor_cfg.automodel_kwargs",
+        "policy.dtensor_cfg.moe_parallelizer",
         "policy.dtensor_cfg.sequence_parallel",
         "policy.dtensor_cfg.context_parallel_method",
         "policy.dtensor_cfg.custom_parallel_plan",

@@ -6,7 +6,7 @@ Invariant: these keys change speed and memory, never the result; only `lora_cfg`
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.section import Section, derived
@@ -71,12 +71,30 @@ class AutomodelConfig(Section):
     force_hf: bool = Field(default=True, description="Build the model from its Hugging Face class, as is always done.")
 
 
+class MoeParallelizerConfig(Section):
+    """Sharding of experts that ranks share."""
+
+    idle: ClassVar[dict[str, str]] = {
+        "ignore_router_for_ac": "a recomputed router decides as it did before",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "lm_head_precision": "log-probs are computed in float32 from the head's product",
+        "wrap_outer_model": "embedding and head are always sharded",
+    }
+
+    ignore_router_for_ac: bool = Field(default=False, description="No effect: routers are recomputed with their layer.")
+    reshard_after_forward: bool | None = Field(
+        default=None,
+        description="With expert_parallel_size above 1: free a layer's gathered experts between forward and backward "
+        "pass; null: true.",
+    )
+
+
 class DTensorConfig(Section):
     """The PyTorch-native training backend (FSDP2)."""
 
     later: ClassVar[dict[str, str]] = {
         "defer_fsdp_grad_sync": "delayed gradient reduction",
-        "moe_parallelizer": "expert parallelism",
     }
     ignored: ClassVar[dict[str, str]] = {
         "_v2": "there is one DTensor worker",
@@ -108,6 +126,15 @@ class DTensorConfig(Section):
         default=1, description="Chunks of layers of each stage; above 1 the schedule is interleaved."
     )
     expert_parallel_size: PositiveInt = Field(default=1, description="Ranks that share the experts of a layer.")
+    moe_parallelizer: MoeParallelizerConfig = Field(
+        default_factory=MoeParallelizerConfig, description="How shared experts are sharded."
+    )
+    moe_aux_loss_coeff: NonNegativeFloat | None = Field(
+        default=None,
+        description="Factor of the loss that spreads tokens evenly over experts, which costs one more forward pass; "
+        "null: router_aux_loss_coef of the model's configuration where that sets output_router_logits, else 0.",
+    )
+    freeze_moe_router: bool = Field(default=False, description="Do not train the routers of mixtures of experts.")
     custom_parallel_plan: str | None = Field(
         default=None, description="Dotted path of a tensor-parallel plan for models that bring none."
     )

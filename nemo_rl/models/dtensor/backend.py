@@ -13,13 +13,15 @@ plan order, ranks reduce in gloo's fixed ring order, and no kernel used here has
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.findings import report_findings
@@ -30,6 +32,8 @@ from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
 from nemo_rl.models.dtensor.checkpoint_io import Keep, Write, held_here
+from nemo_rl.models.dtensor.expert_balance import ExpertBalance, auxiliary_coefficient, freeze_routers
+from nemo_rl.models.dtensor.expert_parallel import find_experts
 from nemo_rl.models.dtensor.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.dtensor.lora import (
     adapted_weights,
@@ -93,6 +97,7 @@ class DTensorBackend(PolicyBackend):
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
         self.model = _build_model(config, seed)
+        self._balance = _expert_balance(self.model.hf, config, device, layout) if init_optimizer else None
         if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
         _shard(self.model, config, device, layout)
@@ -114,21 +119,45 @@ class DTensorBackend(PolicyBackend):
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
         """See `PolicyBackend.run`."""
+        balance = self._balance if backward else None
+        if balance is not None and balance.has_loss:
+            self._survey(microbatches, balance)
         self.model.train(backward)
         with torch.set_grad_enabled(backward):
             for index, inputs in enumerate(microbatches):
-                density = self._density.unfiltered() if inputs.unfiltered else self._density
-                if self.model.sequence_parallel:
-                    inputs = with_positions(inputs)
-                logprobs_K, entropy_K = self.model(
-                    inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
-                )
-                loss = forward_step(index, logprobs_K, entropy_K)
+                loss = forward_step(index, *self._scores(inputs, balance))
                 if backward:
                     assert loss is not None
+                    if balance is not None and balance.has_loss:
+                        loss = loss + balance.loss()
                     loss.backward()
         if not backward:
             reshard(self.model)
+
+    def _scores(self, inputs: ModelInputs, balance: ExpertBalance | None) -> tuple[Tensor, Tensor]:
+        """What the model gives for a microbatch; a training pass is watched."""
+        density = self._density.unfiltered() if inputs.unfiltered else self._density
+        if self.model.sequence_parallel:
+            inputs = with_positions(inputs)
+        with nullcontext() if balance is None else balance.watching(inputs.real_tokens):
+            scores: tuple[Tensor, Tensor] = self.model(
+                inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
+            )
+        return scores
+
+    @torch.no_grad()
+    def _survey(self, microbatches: Sequence[ModelInputs], balance: ExpertBalance) -> None:
+        """Find out how an update's tokens are routed, without its scores."""
+        self.model.eval()
+        for inputs in microbatches:
+            unscored = replace(inputs, positions_K=inputs.positions_K[:0], targets_K=inputs.targets_K[:0])
+            self._scores(unscored, balance)
+        reshard(self.model)
+        balance.end_survey()
+
+    def update_metrics(self) -> dict[str, float]:
+        """See `PolicyBackend.update_metrics`: the balance of experts, for a model that has some."""
+        return {} if self._balance is None else self._balance.end_update()
 
     def clip_and_step(self) -> tuple[float, bool]:
         """See `PolicyBackend.clip_and_step`; a gradient that is not finite drops the update."""
@@ -314,6 +343,21 @@ def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | Rewa
     return model
 
 
+def _expert_balance(
+    hf: PreTrainedModel, config: PolicyConfig, device: torch.device, layout: ParallelLayout
+) -> ExpertBalance | None:
+    """What watches the routers of a model that trains, before it is spread over the ranks; None without experts."""
+    if config.dtensor_cfg.freeze_moe_router:
+        freeze_routers(hf)
+    coefficient = auxiliary_coefficient(hf, config.dtensor_cfg.moe_aux_loss_coeff)
+    if coefficient and layout.pp > 1:
+        raise ConfigError(
+            f"the auxiliary loss of experts (coefficient {coefficient}) is over the layers of all stages together, "
+            f"which pipeline_parallel_size={layout.pp} takes apart. Set policy.dtensor_cfg.moe_aux_loss_coeff=0."
+        )
+    return ExpertBalance(hf, coefficient, device, layout) if find_experts(hf) else None
+
+
 def _shard(
     model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, device: torch.device, layout: ParallelLayout
 ) -> None:
@@ -322,7 +366,12 @@ def _shard(
         enable_activation_checkpointing(model.hf)
     asked = config.dtensor_cfg
     spec = ShardingSpec(
-        torch_dtype(config.precision), asked.cpu_offload, device, asked.sequence_parallel, asked.custom_parallel_plan
+        torch_dtype(config.precision),
+        asked.cpu_offload,
+        device,
+        sequence_parallel=asked.sequence_parallel,
+        custom_plan=asked.custom_parallel_plan,
+        keep_experts=asked.moe_parallelizer.reshard_after_forward is False,
     )
     shard(model, Meshes.build(layout, device.type), spec)
 

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.models.dtensor.optimizer import OptimizerSettings, hyperparameters_now, keep_implementation
+from nemo_rl.models.dtensor.optimizer import OptimizerSettings, groups_now, hyperparameters_now
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
@@ -258,7 +258,10 @@ def load_training_state(
         raise CheckpointError(f"{path} holds no trainer.pt: not an optimizer checkpoint.")
     trainer = load_plain(trainer_file)
     saved = trainer.get("settings")
-    new_values = None if settings == saved else hyperparameters_now(optimizer, scheduler, settings, trainer)
+    # A schedule's state has a list with a value for each parameter group, and these follow from the meshes.
+    num_groups = len(optimizer.param_groups)
+    unchanged = settings == saved and len(trainer["scheduler"].get("_last_lr", range(num_groups))) == num_groups
+    new_values = None if unchanged else hyperparameters_now(optimizer, scheduler, settings, trainer)
     if saved is not None and saved["optimizer"]["name"] != settings["optimizer"]["name"]:
         logger.warning("policy.optimizer.name has changed: the optimizer starts without moments.")
     elif trainer["has_optimizer_state"]:
@@ -276,13 +279,14 @@ def load_training_state(
 
 def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path) -> None:
     state = {"optim": _optimizer_state(hf, optimizer)}
+    names = [group["params"] for group in state["optim"]["param_groups"]]
     try:
         dcp.load(state, checkpoint_id=str(path))
     except dcp.CheckpointException as error:
         raise CheckpointError(
             f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {_reasons(error)}"
         ) from error
-    keep_implementation(optimizer, state["optim"]["param_groups"])
+    state["optim"]["param_groups"] = groups_now(optimizer, names, state["optim"]["param_groups"])
     set_optimizer_state_dict(hf, optimizer, state["optim"])
 
 

@@ -32,7 +32,10 @@ _IMPLEMENTATION = ("foreach", "fused")
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    """The optimizer named by `policy.optimizer`.
+    """The optimizer named by `policy.optimizer`, with one parameter group for each mesh that parameters live on.
+
+    All groups have the same settings: an implementation that computes with many tensors at once (foreach, fused) takes
+    them from one mesh only.
 
     On GPUs it is the fused one where the class has one and the kwargs choose none: torch itself takes foreach for
     sharded parameters, which needs temporaries as large as the parameters.
@@ -46,9 +49,16 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
     if _on_gpu(trainable) and not kwargs.keys() & {*_IMPLEMENTATION} and "fused" in inspect.signature(cls).parameters:
         kwargs["fused"] = True
     try:
-        return cls(trainable, **kwargs)
+        return cls(_groups_by_mesh(trainable), **kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"policy.optimizer.kwargs do not fit {config.name}: {error}") from error
+
+
+def _groups_by_mesh(parameters: list[nn.Parameter]) -> list[nn.Parameter] | list[dict[str, Any]]:
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        groups[getattr(parameter, "device_mesh", None)].append(parameter)
+    return parameters if len(groups) < 2 else [{"params": group} for group in groups.values()]
 
 
 def build_scheduler(optimizer: Optimizer, config: SchedulerList | SchedulerConfig | None) -> LRScheduler:
@@ -110,10 +120,20 @@ def _on_gpu(parameters: Sequence[nn.Parameter]) -> bool:
     return all(parameter.is_cuda for parameter in parameters)
 
 
-def keep_implementation(optimizer: Optimizer, saved_groups: Sequence[dict[str, Any]]) -> None:
-    """Write into the groups of a saved state how this optimizer computes, which may be on another device."""
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        saved.update({name: group[name] for name in _IMPLEMENTATION if name in group})
+def groups_now(
+    optimizer: Optimizer, names: Sequence[Sequence[str]], saved_groups: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The groups of a saved state as those of this optimizer, which may live on other meshes and another device.
+
+    Args:
+        optimizer: has one group for each mesh, all with the same settings, so any saved group speaks for all.
+        names: of the parameters of each of its groups.
+        saved_groups: one for each mesh of the run that saved.
+    """
+    return [
+        {**saved_groups[0], "params": list(own), **{name: group[name] for name in _IMPLEMENTATION if name in group}}
+        for group, own in zip(optimizer.param_groups, names, strict=True)
+    ]
 
 
 def hyperparameters_now(
@@ -199,6 +219,6 @@ def _square_sum(group: list[Tensor]) -> Tensor:
     if isinstance(first, DTensor):
         total = total.to(first.device_mesh.device_type)
         for axis, placement in enumerate(first.placements):
-            if not placement.is_replicate():
+            if not placement.is_replicate():  # shards of shards are of another class than shards
                 dist.all_reduce(total, group=first.device_mesh.get_group(axis))
     return total

@@ -21,6 +21,13 @@ from torch.distributed.fsdp import (
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.collectives import all_gather
+from nemo_rl.models.dtensor.expert_parallel import (
+    dispatch_over_expert_ranks,
+    divide_over_tensor_ranks,
+    find_experts,
+    require_experts,
+    shard_experts,
+)
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.tensor_parallel import TensorParallel, divide_layers
 from nemo_rl.models.dtensor.tensor_plans import plan_for
@@ -65,6 +72,7 @@ class ShardingSpec:
         device: where the rank computes.
         sequence_parallel: divide norms and the residual stream along the sequence between tensor-parallel ranks.
         custom_plan: dotted path of a tensor-parallel plan; None takes the model's own.
+        keep_experts: whether the experts of a layer stay gathered between forward and backward pass.
     """
 
     compute_dtype: torch.dtype
@@ -72,6 +80,7 @@ class ShardingSpec:
     device: torch.device
     sequence_parallel: bool = False
     custom_plan: str | None = None
+    keep_experts: bool = False
 
 
 def enable_activation_checkpointing(hf: PreTrainedModel) -> None:
@@ -110,9 +119,9 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
     if meshes.world.size() == 1 and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
         return model.to(spec.device)
     if meshes.layout.tp > 1:
-        model.tp_group, model.sequence_parallel = meshes.tp_group, spec.sequence_parallel
-        tensor = TensorParallel(meshes.tp, spec.sequence_parallel)
-        divide_layers(model.hf, plan_for(model.hf, spec.custom_plan), tensor)
+        _divide_layers(model, meshes, spec)
+    if meshes.layout.ep > 1:
+        _share_experts(model.hf, meshes, spec)
     offload = _offload_policy(spec)
     for layer in decoder_layers(model.hf):
         fully_shard(layer, mesh=meshes.fsdp, mp_policy=_precision(spec, root=False), offload_policy=offload)
@@ -123,6 +132,32 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
             module.set_force_sum_reduction_for_comms(True)
     _move_buffers(model, spec.device)
     return model
+
+
+def _divide_layers(model: ShardableModel, meshes: Meshes, spec: ShardingSpec) -> None:
+    """Tensor parallelism; experts are divided one by one, unless expert-parallel ranks share them."""
+    experts = find_experts(model.hf)
+    dispatched = meshes.layout.ep > 1
+    if experts and not dispatched:
+        for module in require_experts(model.hf, meshes.layout.tp, "tensor_parallel_size").values():
+            divide_over_tensor_ranks(module, meshes.tp)
+    model.tp_group, model.sequence_parallel = meshes.tp_group, spec.sequence_parallel
+    tensor = TensorParallel(meshes.tp, spec.sequence_parallel)
+    plan = plan_for(model.hf, spec.custom_plan)
+    divide_layers(model.hf, plan, tensor, experts=list(experts), dispatched=dispatched)
+
+
+def _share_experts(hf: PreTrainedModel, meshes: Meshes, spec: ShardingSpec) -> None:
+    """Expert parallelism; the experts of a layer are sharded apart from the rest of it."""
+    for experts in require_experts(hf, meshes.layout.ep).values():
+        dispatch_over_expert_ranks(experts, meshes.ep)
+        shard_experts(
+            experts,
+            meshes.expert_fsdp,
+            _precision(spec, root=False),
+            _offload_policy(spec),
+            reshard_after_forward=not spec.keep_experts,
+        )
 
 
 def reshard(model: nn.Module) -> None:

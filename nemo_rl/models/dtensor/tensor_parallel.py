@@ -17,7 +17,7 @@ Source: Megatron-LM (arXiv:1909.08053), sequence parallelism (arXiv:2205.05198).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed import collectives
+from nemo_rl.models.dtensor.expert_parallel import divide_tokens
 from nemo_rl.models.dtensor.placements import as_sharded
 from nemo_rl.models.dtensor.tensor_plans import Plan, Style, style_of
 from nemo_rl.models.huggingface.layers import decoder_layers
@@ -94,28 +95,44 @@ class _Local:
         return local * 0 if self.zero else local
 
 
-def divide_layers(hf: PreTrainedModel, plan: Plan, tensor: TensorParallel) -> None:
+def divide_layers(
+    hf: PreTrainedModel,
+    plan: Plan,
+    tensor: TensorParallel,
+    *,
+    experts: Collection[str] = (),
+    dispatched: bool = False,
+) -> None:
     """Divide a model by its plan; parameters may be on the meta device.
 
     Args:
-        hf: the model, unsharded.
+        hf: the model, unsharded but for its experts.
         plan: from `tensor_plans.plan_for`.
         tensor: the ranks.
+        experts: names of the modules of experts, which are not divided here.
+        dispatched: whether experts get their tokens from other ranks: then the ranks divide the tokens of their block,
+            and everything else in it stays whole.
 
     Raises:
         ConfigError: a size is no multiple of the number of ranks, or a divided module is in no block.
     """
-    blocks = _blocks(hf, plan)
-    _refuse_strays(plan, hf, blocks)
+    token_blocks = _blocks(hf, experts) if dispatched else []
+    styles = {name: style for name, style in _planned(hf, plan).items() if not _within(name, token_blocks)}
+    blocks = _blocks(hf, [*styles, *(() if dispatched else experts)])
+    _refuse_strays(hf, styles, blocks)
     divided = _Divided(hf)
     for name, module in hf.named_modules():
-        inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
-        _divide_module(name, module, plan, tensor, divided, partial_gradient=inside or tensor.sequence_parallel)
+        if _within(name, experts):
+            continue
+        inside = _within(name, blocks) or _within(name, token_blocks)
+        _divide_module(name, module, styles, tensor, divided, partial_gradient=inside or tensor.sequence_parallel)
     for name in blocks:
         block: Any = hf.get_submodule(name)
-        if any(style is not None and style.parts for style in _styles(name, block, plan)):
+        if any(style.parts for below, style in styles.items() if _within(below, [name])):
             _count_own_heads(block, tensor.mesh.size())
         block.forward = partial(_run_block, block.forward, tensor)
+    for name in token_blocks if not tensor.sequence_parallel else []:
+        divide_tokens(hf.get_submodule(name), tensor.group)
     embedding = hf.get_input_embeddings()
     if embedding is not None and isinstance(embedding, nn.Embedding):
         _divide_lookup(embedding, tensor)
@@ -171,21 +188,21 @@ def _run_block(forward: Callable[..., Any], tensor: TensorParallel, *args: Any, 
     return tensor.leave(output)
 
 
-def _blocks(hf: PreTrainedModel, plan: Plan) -> list[str]:
-    """Names of the direct children of decoder layers in which something is divided."""
+def _blocks(hf: PreTrainedModel, divided: Iterable[str]) -> list[str]:
+    """Names of the direct children of decoder layers that contain one of these modules or parameters."""
     names = {id(module): name for name, module in hf.named_modules()}
     layers = [names[id(layer)] for layer in decoder_layers(hf)]
     found: dict[str, None] = {}
-    for name in _planned(hf, plan):
-        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+    for name in divided:
+        layer = next((layer for layer in layers if _within(name, [layer])), None)
         if layer is not None:
-            child = name.removeprefix(f"{layer}.").split(".")[0]
-            found[f"{layer}.{child}"] = None
+            found[f"{layer}.{name.removeprefix(f'{layer}.').split('.')[0]}"] = None
     return list(found)
 
 
-def _styles(name: str, block: nn.Module, plan: Plan) -> list[Style | None]:
-    return [style_of(f"{name}.{below}", plan) for below, _ in block.named_modules()]
+def _within(name: str, owners: Iterable[str]) -> bool:
+    """Whether a module or parameter is one of the owners, or in it."""
+    return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
 
 
 def _count_own_heads(block: Any, ranks: int) -> None:
@@ -197,16 +214,15 @@ def _count_own_heads(block: Any, ranks: int) -> None:
                 setattr(owner, field, getattr(owner, field) // ranks)
 
 
-def _planned(hf: PreTrainedModel, plan: Plan) -> list[str]:
+def _planned(hf: PreTrainedModel, plan: Plan) -> dict[str, Style]:
+    """The modules and parameters that a plan divides."""
     names = [*(name for name, _ in hf.named_modules()), *(name for name, _ in hf.named_parameters())]
-    return [name for name in names if style_of(name, plan) is not None]
+    return {name: style for name in names if (style := style_of(name, plan)) is not None}
 
 
-def _refuse_strays(plan: Plan, hf: PreTrainedModel, blocks: list[str]) -> None:
-    for name in _planned(hf, plan):
-        style = style_of(name, plan)
-        in_block = any(name.startswith(f"{block}.") for block in blocks)
-        if style is not None and (style.how != "vocabulary") != in_block:
+def _refuse_strays(hf: PreTrainedModel, styles: Mapping[str, Style], blocks: list[str]) -> None:
+    for name, style in styles.items():
+        if (style.how != "vocabulary") != _within(name, blocks):
             raise ConfigError(
                 f"the tensor-parallel plan of {type(hf).__name__} divides {name!r} as {style.how!r}: columns and rows "
                 "are divided inside the attention or MLP of a decoder layer, a vocabulary outside of layers."
@@ -216,7 +232,7 @@ def _refuse_strays(plan: Plan, hf: PreTrainedModel, blocks: list[str]) -> None:
 def _divide_module(
     name: str,
     module: nn.Module,
-    plan: Plan,
+    styles: Mapping[str, Style],
     tensor: TensorParallel,
     divided: _Divided,
     *,
@@ -224,11 +240,9 @@ def _divide_module(
 ) -> None:
     """Make DTensors of a module's own parameters, and have it compute with the local parts."""
     views: dict[str, _Local] = {}
-    style = style_of(name, plan)
+    style = styles.get(name)
     for parameter_name, parameter in list(module.named_parameters(recurse=False)):
-        if isinstance(parameter, DTensor):
-            continue  # experts are divided already
-        own = style_of(f"{name}.{parameter_name}", plan) or style
+        own = styles.get(f"{name}.{parameter_name}", style)
         placement = _placement(own, parameter_name)
         _require_divisible(f"{name}.{parameter_name}", parameter, placement, own, tensor.mesh.size())
         module._parameters[parameter_name] = divided.of(parameter, placement, tensor.mesh)

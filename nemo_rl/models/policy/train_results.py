@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 def join_ranks(parts: list[UpdateResult], valid: tuple[float, float], eval_mode: bool) -> dict[str, float]:
     """The metrics of one update over all ranks."""
-    joined = reduce_metrics([part.metrics for part in parts])
+    joined = reduce_metrics([part.metrics for part in parts]) | parts[0].model_metrics
     joined["loss"] = sum(part.loss for part in parts)
     joined["global_valid_seqs"], joined["global_valid_toks"] = valid
     if not eval_mode:

@@ -88,6 +88,7 @@ class UpdateResult:
         grad_norm: of the whole model, equal on all ranks.
         lr: learning rate of the update.
         skipped: whether the update was dropped because its gradient was not finite.
+        model_metrics: of the model itself, equal on all ranks.
     """
 
     loss: float
@@ -95,6 +96,7 @@ class UpdateResult:
     grad_norm: float = 0.0
     lr: float = 0.0
     skipped: bool = False
+    model_metrics: dict[str, float] = field(default_factory=dict)
 
 
 class PolicyWorker:
@@ -155,6 +157,7 @@ class PolicyWorker:
         return result
 
     def _update(self, result: UpdateResult, last_update: bool) -> None:
+        result.model_metrics = self.backend.update_metrics()
         result.lr = self.backend.learning_rate()
         result.grad_norm, stepped = self.backend.clip_and_step()
         result.skipped = not stepped
