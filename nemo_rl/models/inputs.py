@@ -174,6 +174,15 @@ def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout
     )
 
 
+def with_positions(inputs: ModelInputs) -> ModelInputs:
+    """The same inputs with explicit positions, for a model that does not see whole rows."""
+    ids = inputs.model_inputs["input_ids"]
+    if "position_ids" in inputs.model_inputs:
+        return inputs
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    return replace(inputs, model_inputs=inputs.model_inputs | {"position_ids": positions})
+
+
 def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
     """Lay 1-D token tensors end to end as the model's keyword arguments.
 

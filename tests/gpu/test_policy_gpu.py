@@ -213,3 +213,29 @@ def test_vocabulary_statistics_are_compiled_and_right(gpu) -> None:
     for grad, wanted in zip(grads, want_grads, strict=True):
         assert (grad.double() - wanted).norm() / wanted.norm() < 0.02
     assert not fusion._uncompilable, "else it says why in the log"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_take_a_fraction_of_the_memory_of_full_logits(gpu, temperature) -> None:
+    """4 rows of 4096 tokens and 32768 words, forward and backward, in bfloat16."""
+    from nemo_rl.distributed.parallel_logprobs import SamplingDensity, token_logprobs
+
+    hidden, weight = (torch.randn(n, 256, device=gpu, dtype=torch.bfloat16).requires_grad_() for n in (16384, 32768))
+    targets = torch.zeros(16384, dtype=torch.int64, device=gpu)
+
+    def full_way() -> torch.Tensor:
+        logits = (hidden @ weight.t()).float() / temperature
+        return torch.log_softmax(logits, -1).gather(-1, targets[:, None])
+
+    def in_chunks() -> torch.Tensor:
+        return token_logprobs(hidden, weight, targets, density=SamplingDensity(temperature))[0]
+
+    peaks = []
+    for way in (full_way, in_chunks):
+        way().sum().backward()  # compiles, and makes the gradients
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        way().sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    full, chunked = peaks
+    assert chunked < full / 5, peaks

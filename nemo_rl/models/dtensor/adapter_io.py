@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
@@ -33,6 +32,7 @@ from nemo_rl.models.dtensor.checkpoint_io import (
     saved_weights,
 )
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
+from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.models.huggingface.checkpoint_names import converts
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
@@ -57,8 +57,9 @@ def save_adapter(
         weights_path: the W of the module docstring.
         keep: applied to every tensor that will be written.
     """
-    named = _adapter_parameters(hf).items()
-    tensors = {_peft_key(name): keep(f"adapter.{name}", _full(parameter)) for name, parameter in named}
+    tensors = {}
+    for name, parameter in _adapter_parameters(hf).items():
+        tensors[_peft_key(name)] = keep(f"adapter.{name}", whole(parameter.detach()).cpu().contiguous())
     described = json.dumps(_peft_config(config, base_name, hf), indent=2) + "\n"
     return partial(_write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
 
@@ -248,12 +249,3 @@ def _require_same_shapes(folder: Path, saved: dict[str, Tensor], wanted: dict[st
             f"{first}: {saved_shapes.get(first, 'missing')} in the checkpoint, "
             f"{wanted_shapes.get(first, 'missing')} in this run."
         )
-
-
-def _full(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        home = tensor.device_mesh.device_type
-        sharded: Any = tensor if tensor.device.type == home else tensor.to(home)
-        tensor = sharded.full_tensor()
-    return tensor.cpu().contiguous()

@@ -19,7 +19,6 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
@@ -53,12 +52,13 @@ from nemo_rl.models.dtensor.parallelize import (
     reshard,
     shard,
 )
+from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.models.dtensor.reward_model import RewardModel, build_reward_model
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
-from nemo_rl.models.inputs import ModelInputs
+from nemo_rl.models.inputs import ModelInputs, with_positions
 from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
 from nemo_rl.utils.device import device_for
 from nemo_rl.utils.errors import CheckpointError, ConfigError
@@ -137,6 +137,8 @@ class DTensorBackend(PolicyBackend):
     def _scores(self, inputs: ModelInputs, balance: ExpertBalance | None) -> tuple[Tensor, Tensor]:
         """What the model gives for a microbatch; a training pass is watched."""
         density = self._density.unfiltered() if inputs.unfiltered else self._density
+        if self.model.sequence_parallel:
+            inputs = with_positions(inputs)
         with nullcontext() if balance is None else balance.watching(inputs.real_tokens):
             scores: tuple[Tensor, Tensor] = self.model(
                 inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
@@ -227,7 +229,7 @@ class DTensorBackend(PolicyBackend):
                 yield name, tensor
 
         for name, tensor in in_checkpoint(self.model.hf, outgoing()):
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, whole(tensor)
         if base:
             require_on_some_rank(arrives, self.device)
 
@@ -324,16 +326,18 @@ def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | Rewa
     if config.reward_model_cfg.enabled:
         return build_reward_model(config)
     packed = config.sequence_packing.enabled
+    divided = config.dtensor_cfg.sequence_parallel  # masks cannot be made from a part of the sequence
     hf = load_causal_lm(
         config.model_name,
         config_overrides=config.hf_config_overrides,
-        attn_implementation=register_varlen_attention() if packed else None,
+        attn_implementation=register_varlen_attention() if packed or divided else None,
     )
     engine = config.generation.engine if config.generation is not None else None
     fix_rotary_frequencies(hf, engine.max_model_len if engine is not None else config.max_total_sequence_length)
     if packed:
         verify_packing(hf)
-    model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)
+    divided = config.dtensor_cfg.tensor_parallel_size > 1
+    model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size, divides_head=divided)
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
     return model
@@ -361,8 +365,14 @@ def _shard(
     if config.dtensor_cfg.activation_checkpointing:
         enable_activation_checkpointing(model.hf)
     asked = config.dtensor_cfg
-    keep_experts = asked.moe_parallelizer.reshard_after_forward is False
-    spec = ShardingSpec(torch_dtype(config.precision), asked.cpu_offload, device, keep_experts)
+    spec = ShardingSpec(
+        torch_dtype(config.precision),
+        asked.cpu_offload,
+        device,
+        sequence_parallel=asked.sequence_parallel,
+        custom_plan=asked.custom_parallel_plan,
+        keep_experts=asked.moe_parallelizer.reshard_after_forward is False,
+    )
     shard(model, Meshes.build(layout, device.type), spec)
 
 

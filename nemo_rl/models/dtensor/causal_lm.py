@@ -5,18 +5,21 @@ chunks (`distributed.parallel_logprobs`). Both happen inside one module's forwar
 gathers the root's parameters (embedding, final norm, head) around exactly that call.
 
 Invariant: parameters keep their Hugging Face names under `hf`, and the log-probabilities are those of the model's own
-logits: `build_causal_lm` compares the two at load and falls back to the model's own forward for heads that are more
-than a linear layer (soft-capping, logit scales).
+logits: `find_transform` compares the two. Heads that `huggingface.head` cannot describe fall back to the
+model's own forward, on ranks that hold the whole head.
 """
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.distributed.collectives import reduce_gradient
 from nemo_rl.distributed.parallel_logprobs import (
+    LogitTransform,
     SamplingDensity,
     TopK,
     logprobs_from_logits,
@@ -25,6 +28,9 @@ from nemo_rl.distributed.parallel_logprobs import (
     topk_of,
 )
 from nemo_rl.models.dtensor.parallelize import ShardableModel
+from nemo_rl.models.huggingface.head import find_transform
+from nemo_rl.models.huggingface.layers import body
+from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +40,14 @@ class CausalLMWithLogprobs(ShardableModel):
 
     Attributes:
         hf: the wrapped model; its `named_parameters` are the names to export.
-        plain_head: whether the head is a linear layer on the body's last hidden state.
+        transform: what follows the linear head; None: the model's own forward gives the logits.
         chunk_size: tokens per chunk of logits; None takes what suits the device.
     """
 
-    def __init__(self, hf: PreTrainedModel, *, plain_head: bool, chunk_size: int | None = None) -> None:
+    def __init__(self, hf: PreTrainedModel, *, transform: LogitTransform | None, chunk_size: int | None = None) -> None:
         super().__init__()
         self.hf = hf
-        self.plain_head = plain_head
+        self.transform = transform
         self.chunk_size = chunk_size
 
     def forward(
@@ -65,16 +71,34 @@ class CausalLMWithLogprobs(ShardableModel):
             `(logprobs, entropy_K)`, float32, `logprobs` shaped like the targets; with `top_k`
             `(logits_Kk, ids_Kk)`, float32 and int64, largest first.
         """
-        if not self.plain_head:
+        if self.transform is None:
             return self._score_with_own_forward(model_inputs, positions_K, targets_K, density, top_k)
-        hidden = self.hf.base_model(**model_inputs, use_cache=False).last_hidden_state
-        hidden_KD = hidden.flatten(0, 1).index_select(0, positions_K)
+        hidden = body(self.hf)(**model_inputs, use_cache=False).last_hidden_state
+        return self._score(hidden, positions_K, targets_K, density, top_k)
+
+    def _score(
+        self,
+        hidden: Tensor,
+        positions_K: Tensor,
+        targets_K: Tensor,
+        density: SamplingDensity | None,
+        top_k: TopK | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` from the body's `[b, T, D]` on; with sequence parallelism `[b, T / tp, D]`.
+
+        A rank's head gives a part of the gradient of its hidden states, which the way back to the body sums.
+        """
+        assert self.transform is not None
+        hidden_KD = self.whole_rows(hidden, partial_gradient=True).flatten(0, 1).index_select(0, positions_K)
+        if not self.sequence_parallel:
+            hidden_KD = reduce_gradient(hidden_KD, self.tp_group)
         head = self.hf.get_output_embeddings()
+        weight_VD = _rows_here(head.weight, self.tp_group)
+        bias_V = None if head.bias is None else _rows_here(head.bias, self.tp_group)
+        how: dict[str, Any] = {"transform": self.transform, "group": self.tp_group, "chunk_size": self.chunk_size}
         if top_k is not None:
-            return topk_logits(hidden_KD, head.weight, top_k, bias_V=head.bias, chunk_size=self.chunk_size)
-        return token_logprobs(
-            hidden_KD, head.weight, targets_K, density=density, bias_V=head.bias, chunk_size=self.chunk_size
-        )
+            return topk_logits(hidden_KD, weight_VD, top_k, bias_V=bias_V, **how)
+        return token_logprobs(hidden_KD, weight_VD, targets_K, density=density, bias_V=bias_V, **how)
 
     def _score_with_own_forward(
         self,
@@ -91,34 +115,46 @@ class CausalLMWithLogprobs(ShardableModel):
         return logprobs_from_logits(logits_KV, targets_K, density=density)
 
 
-def build_causal_lm(hf: PreTrainedModel, *, chunk_size: int | None = None) -> CausalLMWithLogprobs:
-    """Wrap a loaded, unsharded model after checking how its head works.
+def build_causal_lm(
+    hf: PreTrainedModel,
+    *,
+    transform: LogitTransform | None | Literal["find"] = "find",
+    chunk_size: int | None = None,
+    divides_head: bool = False,
+) -> CausalLMWithLogprobs:
+    """Wrap an unsharded model.
 
     Args:
-        hf: the model with its real weights.
+        hf: the model.
+        transform: what `find_transform` says of the architecture; "find" asks it about `hf`, which has weights then.
         chunk_size: tokens per chunk of logits; None takes what suits the device.
+        divides_head: whether tensor-parallel ranks will divide the head's rows.
+
+    Raises:
+        ConfigError: the head is to be divided, and how it makes logits is not described.
     """
-    plain = has_plain_head(hf)
-    if not plain:
+    if transform == "find":
+        transform = find_transform(hf)
+    if transform is None and divides_head:
+        raise ConfigError(
+            f"{type(hf).__name__} makes its logits by more than a linear head, a logit scale and soft-capping, so "
+            "tensor-parallel ranks cannot divide its vocabulary. Set policy.dtensor_cfg.tensor_parallel_size=1; "
+            "data-parallel ranks divide its memory without dividing its logits."
+        )
+    if transform is None:
         logger.warning(
-            "%s computes its logits with more than a linear head; its own forward is used, which holds "
-            "the logits of a whole microbatch in memory.",
+            "%s makes its logits by more than a linear head, a logit scale and soft-capping; its own forward is "
+            "used, which holds the logits of a whole microbatch in memory.",
             type(hf).__name__,
         )
-    return CausalLMWithLogprobs(hf, plain_head=plain, chunk_size=chunk_size)
+    return CausalLMWithLogprobs(hf, transform=transform, chunk_size=chunk_size)
 
 
-@torch.no_grad()
-def has_plain_head(hf: PreTrainedModel) -> bool:
-    """Whether `head(body(x))` equals the model's own logits on a few tokens."""
-    head = hf.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or hf.base_model is hf:
-        return False
-    was_training = hf.training
-    hf.eval()
-    tokens = (torch.arange(8, device=head.weight.device) * 5 + 1)[None] % head.weight.shape[0]
-    own = hf(input_ids=tokens, use_cache=False).logits
-    ours = head(hf.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
-    hf.train(was_training)
-    tolerance = 1e-5 * own.abs().max().clamp(min=1e-6).item()
-    return own.shape == ours.shape and bool((own - ours).abs().max() <= tolerance)
+def _rows_here(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's rows of a parameter of the head, all of them without a group."""
+    if group is None:
+        return parameter
+    assert isinstance(parameter, DTensor), "tensor-parallel ranks divide the head"
+    rows = parameter.to_local()
+    assert rows.shape[0] * group.size() == parameter.shape[0], "the ranks have equal parts of the vocabulary"
+    return rows

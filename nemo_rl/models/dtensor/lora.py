@@ -4,9 +4,8 @@
 checkpoints read `merged_by_name`. Invariant: base weights never change. Code outside of `models.dtensor` sees plain
 weights under Hugging Face names, each merged when it is asked for.
 
-FSDP2 shards an adapted layer's weight `[out, in]` and its B `[out, dim]` by the same rows, so a rank merges
-its own rows and only the small A is gathered. Tensor parallelism has to keep that property: B is split
-like the rows of the weight, A like its columns.
+FSDP2 and tensor parallelism divide an adapted layer's weight `[out, in]` and its B `[out, dim]` by the same rows, A
+`[dim, in]` by the weight's columns: so a rank merges its own part, and only the small A is gathered.
 """
 
 import fnmatch
@@ -21,10 +20,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.models.dtensor.checkpoint_io import held_here, weights_by_name
+from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.utils.errors import ConfigError, WeightSyncError
 from nemo_rl.utils.seed import derive_seed
 
@@ -82,8 +83,10 @@ class LoraLinear(nn.Module):
         if not isinstance(weight, DTensor):
             return torch.addmm(weight, b, a, alpha=self.scaling)
         assert isinstance(a, DTensor) and isinstance(b, DTensor), "adapters are sharded with their layer"
-        assert b.placements == weight.placements, "B is split like the rows of the weight"
-        local = torch.addmm(weight.to_local(), b.to_local(), a.full_tensor(), alpha=self.scaling)
+        _, (_, first) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        own = weight.to_local()
+        a_own = whole(a)[:, first : first + own.shape[1]]
+        local = torch.addmm(own, b.to_local(), a_own, alpha=self.scaling)
         return DTensor.from_local(
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )

@@ -54,7 +54,8 @@ class RewardModel(ShardableModel):
             `(scores_K, zeros_K)`, float32.
         """
         hidden = self.hf.base_model(**model_inputs, use_cache=False).last_hidden_state
-        hidden_KD = hidden.flatten(0, 1).index_select(0, positions_K)
+        rows = self.whole_rows(hidden, partial_gradient=False)  # every rank has the head, and the whole gradient
+        hidden_KD = rows.flatten(0, 1).index_select(0, positions_K)
         head: Any = self.hf.score
         scores_K = head(hidden_KD).squeeze(-1).float()
         return scores_K, torch.zeros_like(scores_K)

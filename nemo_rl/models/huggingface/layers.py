@@ -1,4 +1,4 @@
-"""The decoder layers of a model, and what they give out in a forward pass."""
+"""The body and the decoder layers of a model, and what they give out in a forward pass."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,13 +10,21 @@ from transformers import PreTrainedModel
 from nemo_rl.utils.errors import ConfigError
 
 
+def body(hf: PreTrainedModel) -> nn.Module:
+    """All of a model but its head, or the model itself where it has no such part.
+
+    Llama 4's text models keep it under a name that is not their `base_model_prefix`.
+    """
+    return hf.base_model if hf.base_model is not hf else getattr(hf, "model", hf)
+
+
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks of the decoder, in order: the units of sharding.
 
     Raises:
         ConfigError: the architecture has no list of layers.
     """
-    layers = getattr(hf.base_model, "layers", None)
+    layers = getattr(body(hf), "layers", None)
     if isinstance(layers, nn.ModuleList):
         return list(layers)
     names = set(hf._no_split_modules or ())

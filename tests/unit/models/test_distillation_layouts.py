@@ -11,13 +11,10 @@ from policy_helpers import (
     save_tiny_model,
     tiny_model,
 )
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from nemo_rl.config import DistillationLossConfig
-from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.losses.distillation import LOG_TEACHER_OUTSIDE, DistillationLossFn
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.causal_lm import build_causal_lm
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
 
@@ -95,20 +92,6 @@ def test_only_ids_of_the_vocabulary_compete(tmp_path) -> None:
         _, indices = topk(worker, config, data)
         _, cut = topk(worker, config, data, vocab_size=50)
     assert indices.max() >= 50 > cut.max()
-
-
-def test_heads_with_soft_capping_give_their_own_logits() -> None:
-    torch.manual_seed(0)
-    shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    hf = Gemma2ForCausalLM(Gemma2Config(**shape, **heads, initializer_range=0.3, final_logit_softcapping=5.0)).eval()
-    model = build_causal_lm(hf)
-    assert not model.plain_head
-    ids = torch.arange(6)[None]
-    logits, indices = model({"input_ids": ids}, torch.arange(6), ids[0], top_k=TopK(K))
-    want = hf(input_ids=ids).logits[0].topk(K)
-    torch.testing.assert_close(logits, want.values)
-    assert torch.equal(indices, want.indices)
 
 
 def reference(model, data, zero: bool) -> tuple[float, dict[str, torch.Tensor]]:

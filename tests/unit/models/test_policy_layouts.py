@@ -16,7 +16,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.causal_lm import build_causal_lm, has_plain_head
 from nemo_rl.models.inputs import InputLayout, all_targets, build_model_inputs
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker, input_layout
@@ -187,7 +186,6 @@ def _gemma2() -> Gemma2ForCausalLM:
             num_key_value_heads=2,
             head_dim=16,
             initializer_range=0.3,
-            final_logit_softcapping=5.0,
         )
     ).eval()
 
@@ -197,20 +195,6 @@ def test_packing_is_refused_for_soft_capped_attention() -> None:
     model.set_attn_implementation(register_varlen_attention())
     with pytest.raises(ConfigError, match="softcap"):
         verify_packing(model)
-
-
-def test_heads_that_cap_logits_use_the_models_own_forward(tmp_path) -> None:
-    model = _gemma2()
-    model.set_attn_implementation("eager")
-    assert not has_plain_head(model)
-    assert has_plain_head(tiny_model("qwen2"))
-    data = random_batch(rows=3, width=12)
-    wrapped = build_causal_lm(model)
-    inputs = build_model_inputs(data, all_targets(data), InputLayout(packed=False), CPU)
-    with torch.no_grad():
-        logprobs_K, _ = wrapped(inputs.model_inputs, inputs.positions_K, inputs.targets_K)
-        want = hf_logprobs(model, data)
-    torch.testing.assert_close(inputs.scatter(logprobs_K).double(), want[:, 1:], rtol=0, atol=1e-4)
 
 
 def test_float16_is_for_models_that_are_not_trained(tmp_path) -> None:

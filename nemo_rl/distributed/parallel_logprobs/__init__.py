@@ -1,0 +1,26 @@
+"""Token log-probabilities and entropies from hidden states, without the `[N, V]` logits in memory.
+
+The output head is applied to a few hundred tokens at a time and once more in the backward pass, so
+peak memory grows with `chunk_size x V`, never with `N x V`. Legend: `N` tokens, `D` hidden size,
+`V` vocabulary (this rank's part of it where a group divides the head), `k` vocabulary entries at a token.
+
+Invariants: every reduction over the vocabulary runs in float32 or wider, whatever the weights are; with a group the
+results are those of the whole vocabulary, equal on all of its ranks.
+"""
+
+from nemo_rl.distributed.parallel_logprobs.chunked import logprobs_from_logits, token_logprobs
+from nemo_rl.distributed.parallel_logprobs.density import SamplingDensity, apply_top_k_top_p
+from nemo_rl.distributed.parallel_logprobs.head import LogitTransform, default_chunk_size
+from nemo_rl.distributed.parallel_logprobs.topk import TopK, topk_logits, topk_of
+
+__all__ = [
+    "LogitTransform",
+    "SamplingDensity",
+    "TopK",
+    "apply_top_k_top_p",
+    "default_chunk_size",
+    "logprobs_from_logits",
+    "token_logprobs",
+    "topk_logits",
+    "topk_of",
+]

@@ -1,0 +1,208 @@
+"""Log-probabilities and entropies of tokens, chunk by chunk, and their gradients.
+
+Each rank reduces over its own part of the vocabulary; what the ranks found is joined once at the end of the forward
+pass. The backward pass asks the other ranks for nothing, filters apart: it has the whole vocabulary's sums.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nemo_rl.distributed.collectives import Group, all_gather, all_reduce
+from nemo_rl.distributed.parallel_logprobs.density import SamplingDensity, columns, logits_of_density
+from nemo_rl.distributed.parallel_logprobs.head import PLAIN, LogitTransform, OutputHead, default_chunk_size, widen
+from nemo_rl.utils.fusion import fused_on_gpu
+
+
+def token_logprobs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    density: SamplingDensity | None = None,
+    bias_V: Tensor | None = None,
+    transform: LogitTransform = PLAIN,
+    group: Group = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target token, or of several, and entropy of each token's distribution.
+
+    With `x = transform(h W^T + b) / temperature`, restricted to the tokens the sampler kept:
+    `logprob = x[target] - logsumexp(x)` and `entropy = -sum_v p_v log p_v`. Both are differentiable
+    in `hidden_ND`, `weight_VD` and `bias_V`; logits are recomputed chunk by chunk in the backward pass.
+
+    A target that the filter would cut is kept in the density: the sampler did draw it, so only
+    rounding between the sampler's and the trainer's logits can push it out, and its log-probability
+    stays finite.
+
+    With a group every rank gives the same hidden states and targets and gets the same results. The gradient of
+    `weight_VD` and `bias_V` is that of the rank's rows; the gradient of `hidden_ND` is PARTIAL: its sum over the
+    ranks is the complete one (`collectives.reduce_gradient`).
+
+    Args:
+        hidden_ND: `[N, D]` hidden states that predict the targets.
+        weight_VD: `[V, D]` output head; with a group this rank's rows, contiguous blocks of equal size in rank order.
+        targets_N: `[N]` int64 token ids of the whole vocabulary, or `[N, k]` with k ids at each token.
+        density: temperature and filters; None means the plain softmax.
+        bias_V: `[V]` bias of these rows.
+        transform: what the model does to the linear layer's output.
+        group: the ranks that divide the head; None: it is whole.
+        chunk_size: tokens per chunk of logits; None takes `default_chunk_size`.
+
+    Returns:
+        `(logprobs, entropy_N)`, float32 (float64 for float64 inputs); `logprobs` has the shape of the targets.
+    """
+    density = density or SamplingDensity()
+    chunk_size = chunk_size or default_chunk_size(hidden_ND)
+    return _ChunkedTokenLogprobs.apply(hidden_ND, weight_VD, bias_V, targets_N, transform, group, density, chunk_size)
+
+
+def logprobs_from_logits(
+    logits_NV: Tensor, targets_N: Tensor, *, density: SamplingDensity | None = None
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` for logits that exist already (heads that are not described by a `LogitTransform`).
+
+    Args:
+        logits_NV: `[N, V]` unscaled logits.
+        targets_N: `[N]` int64 token ids, or `[N, k]`.
+        density: temperature and filters; None means the plain softmax.
+
+    Returns:
+        As `token_logprobs`.
+    """
+    density = density or SamplingDensity()
+    x_NV = logits_of_density(widen(logits_NV), targets_N, density, None)
+    target_Nk, lse_N, mean_N = _statistics(x_NV, columns(targets_N))
+    return (target_Nk - lse_N[:, None]).view(targets_N.shape), lse_N - mean_N
+
+
+def _statistics(x_nV: Tensor, columns_nk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits in the columns `[n, k]`, `logsumexp(x)` `[n]`, and the mean of x under `softmax(x)` `[n]`."""
+    lse_n = torch.logsumexp(x_nV, dim=-1)
+    p_nV = (x_nV - lse_n[:, None]).exp()
+    # A filtered token has p = 0 and x = -inf; its term p*x is 0 in the limit.
+    return x_nV.gather(-1, columns_nk), lse_n, torch.where(p_nV > 0, p_nV * x_nV, 0.0).sum(dim=-1)
+
+
+def _over_all_ranks(
+    target_Nk: Tensor, lse_N: Tensor, mean_N: Tensor, here_Nk: Tensor, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_statistics` of the whole vocabulary from those of its parts: means are weighed by the parts' probability."""
+    target_Nk = all_reduce(target_Nk.where(here_Nk, 0.0), group)
+    parts_r2N = all_gather(torch.stack([lse_N, mean_N])[None], 0, group, partial_gradient=False)
+    lse_rN, mean_rN = parts_r2N.unbind(1)
+    whole_lse_N = torch.logsumexp(lse_rN, dim=0)
+    return target_Nk, whole_lse_N, ((lse_rN - whole_lse_N).exp() * mean_rN).sum(dim=0)
+
+
+def _grad_logits(
+    x_nV: Tensor, lse_n: Tensor, grad_logprob_nk: Tensor, entropy_n: Tensor, grad_entropy_n: Tensor | None
+) -> Tensor:
+    """Gradient of `g_l * logprob + g_h * entropy` in x, without the targets' own terms.
+
+    That is `-g_l p - g_h p (log p + H)`, summed over targets; `g_l` is still to be added at each target.
+    """
+    log_p_nV = x_nV - lse_n[:, None]
+    p_nV = log_p_nV.exp()
+    grad_x_nV = p_nV * -grad_logprob_nk.sum(dim=-1, keepdim=True)
+    if grad_entropy_n is not None:
+        log_p_nV = torch.where(p_nV > 0, log_p_nV, 0.0)
+        grad_x_nV -= grad_entropy_n[:, None] * p_nV * (log_p_nV + entropy_n[:, None])
+    return grad_x_nV
+
+
+class _ChunkedTokenLogprobs(torch.autograd.Function):
+    """See `token_logprobs`; saves hidden states, weights and a few numbers per token, and recomputes the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        transform: LogitTransform,
+        group: Group,
+        density: SamplingDensity,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        head = OutputHead(weight_VD, bias_V, transform, group)
+        columns_Nk, here_Nk = head.locate(columns(targets_N))
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        target_Nk = hidden_ND.new_empty(columns_Nk.shape, dtype=wide)
+        lse_N, mean_N = hidden_ND.new_empty((2, hidden_ND.shape[0]), dtype=wide)
+        statistics = fused_on_gpu(_statistics, hidden_ND)
+        for start in range(0, hidden_ND.shape[0], chunk_size):
+            part = slice(start, start + chunk_size)
+            x_nV = logits_of_density(head.logits(hidden_ND[part]), targets_N[part], density, group)
+            target_Nk[part], lse_N[part], mean_N[part] = statistics(x_nV, columns_Nk[part])
+        if here_Nk is not None:
+            target_Nk, lse_N, mean_N = _over_all_ranks(target_Nk, lse_N, mean_N, here_Nk, group)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, lse_N, mean_N)
+        ctx.transform, ctx.group, ctx.density, ctx.chunk_size = transform, group, density, chunk_size
+        ctx.set_materialize_grads(False)
+        return (target_Nk - lse_N[:, None]).view(targets_N.shape), lse_N - mean_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Any, ...]:
+        hidden_ND, weight_VD, bias_V, targets_N, lse_N, mean_N = ctx.saved_tensors
+        head = OutputHead(weight_VD, bias_V, ctx.transform, ctx.group)
+        columns_Nk, here_Nk = head.locate(columns(targets_N))
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(targets_N, dtype=lse_N.dtype)
+        grad_logprobs_Nk = columns(grad_logprobs_N)
+        grad_targets_Nk = grad_logprobs_Nk if here_Nk is None else grad_logprobs_Nk * here_Nk
+        if grad_entropy_N is not None and not grad_entropy_N.is_cuda and not grad_entropy_N.any():
+            grad_entropy_N = None  # on a GPU the question would wait for the device, and costs more than the answer
+        gradients = _Gradients(ctx, head, hidden_ND)
+        grad_logits = fused_on_gpu(_grad_logits, hidden_ND)
+        for start in range(0, hidden_ND.shape[0], ctx.chunk_size):
+            part = slice(start, start + ctx.chunk_size)
+            y_nV = head.logits(hidden_ND[part])
+            x_nV = logits_of_density(y_nV, targets_N[part], ctx.density, ctx.group)
+            if ctx.transform.cap is None:
+                y_nV = x_nV  # not needed any more: leave its memory
+            grad_entropy_n = None if grad_entropy_N is None else grad_entropy_N[part]
+            entropy_n = lse_N[part] - mean_N[part]
+            grad_x_nV = grad_logits(x_nV, lse_N[part], grad_logprobs_Nk[part], entropy_n, grad_entropy_n)
+            grad_x_nV = grad_x_nV.scatter_add_(-1, columns_Nk[part], grad_targets_Nk[part])
+            if ctx.density.temperature != 1.0:
+                grad_x_nV = grad_x_nV.div_(ctx.density.temperature)
+            gradients.add(part, ctx.transform.backward_(grad_x_nV, y_nV))
+        return *gradients.results(), None, None, None, None, None
+
+
+class _Gradients:
+    """Gradients of hidden states, weight and bias that are asked for, the sums over tokens in float32 or wider."""
+
+    def __init__(self, ctx: Any, head: OutputHead, hidden_ND: Tensor) -> None:
+        wide = torch.promote_types(head.weight_VD.dtype, torch.float32)
+        self._head, self._hidden_ND = head, hidden_ND
+        self._hidden = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        self._weight = torch.zeros_like(head.weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
+        self._bias: Tensor | None = None
+        if head.bias_V is not None and ctx.needs_input_grad[2]:
+            self._bias = torch.zeros_like(head.bias_V, dtype=wide)
+
+    def add(self, part: slice, grad_x_nV: Tensor) -> None:
+        """Take in the gradient of a chunk's linear layer."""
+        h_nD = self._hidden_ND[part]
+        if self._bias is not None:
+            self._bias += grad_x_nV.sum(dim=0)
+        grad_x_nV = grad_x_nV.to(h_nD.dtype)
+        if self._hidden is not None:
+            self._hidden[part] = grad_x_nV @ self._head.weight_VD
+        if self._weight is not None:
+            self._weight += grad_x_nV.t() @ h_nD
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the dtypes of the inputs."""
+        weight, bias = self._weight, self._bias
+        return (
+            self._hidden,
+            None if weight is None else weight.to(self._head.weight_VD.dtype),
+            None if bias is None or self._head.bias_V is None else bias.to(self._head.bias_V.dtype),
+        )

@@ -1,0 +1,113 @@
+"""The density that a sampler drew from: temperature, top-k and nucleus filters, by vLLM's rules.
+
+Invariant: a filter looks at the whole vocabulary, so every rank of a divided head keeps the same tokens.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_rl.distributed.collectives import Group, all_gather, part_of
+from nemo_rl.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SamplingDensity:
+    """How the sampler turned logits into the density it drew tokens from.
+
+    Attributes:
+        temperature: logits are divided by it; > 0.
+        top_k: only the k largest logits stay; None keeps all.
+        top_p: the smallest set of tokens whose probability reaches top_p stays; 1.0 keeps all.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that define no density.
+
+        Raises:
+            ConfigError: temperature <= 0 (greedy decoding has no density), top_k < 1, top_p not in (0, 1].
+        """
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ConfigError(
+                f"temperature={self.temperature}: log-probabilities need a temperature above 0 "
+                "(greedy decoding has no density). Set policy.generation.temperature > 0."
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k={self.top_k}: use a positive count, or null to keep all tokens.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p}: use a value in (0, 1]; 1.0 keeps all tokens.")
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens are cut out of the density."""
+        return self.top_k is not None or self.top_p < 1.0
+
+    def unfiltered(self) -> "SamplingDensity":
+        """The same temperature over all tokens."""
+        return SamplingDensity(self.temperature)
+
+
+def apply_top_k_top_p(logits_NV: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor | None]:
+    """Set the logits outside the sampler's top-k and nucleus sets to -inf.
+
+    Top-k keeps every logit that is not below the k-th largest (ties stay). Top-p then sorts what is
+    left by ascending probability and drops the longest prefix whose sum is at most `1 - top_p`; the
+    most probable token always stays. This is the order and the tie rule of vLLM's sampler.
+
+    Args:
+        logits_NV: `[N, V]` logits, already divided by the temperature.
+        top_k: number of tokens to keep; None keeps all.
+        top_p: probability mass to keep; 1.0 keeps all.
+
+    Returns:
+        The filtered logits and the `[N, V]` bool mask of kept tokens (None if nothing is filtered).
+    """
+    vocab_size = logits_NV.shape[-1]
+    keep_NV: Tensor | None = None
+    if top_k is not None and top_k < vocab_size:
+        kth_N1 = logits_NV.topk(top_k, dim=-1).values[..., -1:]
+        keep_NV = logits_NV >= kth_N1
+        logits_NV = logits_NV.masked_fill(~keep_NV, -math.inf)
+    if top_p < 1.0:
+        sorted_NV, order_NV = logits_NV.sort(dim=-1, descending=False)
+        mass_NV = sorted_NV.softmax(dim=-1).cumsum(dim=-1)
+        drop_sorted_NV = mass_NV <= 1.0 - top_p
+        drop_sorted_NV[..., -1] = False
+        drop_NV = torch.zeros_like(drop_sorted_NV).scatter(-1, order_NV, drop_sorted_NV)
+        keep_NV = ~drop_NV if keep_NV is None else keep_NV & ~drop_NV
+        logits_NV = logits_NV.masked_fill(drop_NV, -math.inf)
+    return logits_NV, keep_NV
+
+
+def logits_of_density(logits_nV: Tensor, targets_n: Tensor, density: SamplingDensity, group: Group) -> Tensor:
+    """Logits over the temperature, with the tokens outside the density at -inf; the targets always stay.
+
+    The filters of a divided head gather the whole vocabulary of these `n` tokens.
+
+    Args:
+        logits_nV: the model's logits of this rank's part of the vocabulary.
+        targets_n: `[n]` or `[n, k]` token ids.
+        density: temperature and filters.
+        group: the ranks that divide the vocabulary.
+    """
+    x_nV = logits_nV if density.temperature == 1.0 else logits_nV / density.temperature
+    if not density.filters:
+        return x_nV
+    whole_nV = all_gather(x_nV, 1, group, partial_gradient=False)
+    filtered_nV, keep_nV = apply_top_k_top_p(whole_nV, density.top_k, density.top_p)
+    if keep_nV is None:
+        return x_nV
+    ids_nk = columns(targets_n)
+    filtered_nV = filtered_nV.scatter(-1, ids_nk, whole_nV.gather(-1, ids_nk))
+    return filtered_nV if group is None else part_of(filtered_nV, 1, group).contiguous()
+
+
+def columns(targets_n: Tensor) -> Tensor:
+    """Targets `[n]` or `[n, k]` as `[n, k]`."""
+    return targets_n if targets_n.ndim == 2 else targets_n[:, None]

@@ -1,0 +1,40 @@
+"""Whole tensors to DTensors and back, with no communication on the way there and one axis at a time on the way back."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+
+def local_slice(whole: Tensor, placement: Placement, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of a whole tensor on a mesh of one axis, in memory of its own; works on the meta device."""
+    if not isinstance(placement, Shard):
+        return whole.detach()
+    return whole.detach().chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous().clone()
+
+
+def as_sharded(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+    """A whole parameter as a DTensor of which this rank holds its part; no communication."""
+    local = local_slice(parameter, placement, mesh)
+    sharded = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor on every rank of its mesh; collective for DTensors.
+
+    Gathered on the mesh's device axis by axis, outermost first: FSDP divides what tensor parallelism left, so its part
+    is joined before. (`full_tensor` does the same for such placements, and warns of it every time.)
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    home = tensor.device_mesh.device_type
+    gathered: Any = tensor if tensor.device.type == home else tensor.to(home)
+    for axis in range(gathered.device_mesh.ndim):
+        placements = [Replicate() if index <= axis else placement for index, placement in enumerate(tensor.placements)]
+        gathered = gathered.redistribute(placements=placements)
+    local: Tensor = gathered.to_local()
+    return local

@@ -1,0 +1,149 @@
+"""Which parameters of an architecture are divided over tensor-parallel ranks, and how.
+
+A plan maps names of modules or parameters, with `*` for layer numbers, to a `Style`. It comes from the user
+(`policy.dtensor_cfg.custom_parallel_plan`), from the table here, or from the model's own `tp_plan`, whose styles are
+read by what they divide: everything else about them follows from `tensor_parallel`'s rule for blocks. Experts are not
+in a plan; `expert_parallel` finds them.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import import_dotted
+
+type How = Literal["column", "row", "vocabulary"]
+"""`column` divides the outputs of a linear layer (or a parameter with one value per head), `row` its inputs, and
+`vocabulary` the rows of an embedding or of the output head."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a module or a parameter is divided.
+
+    Attributes:
+        how: along what.
+        parts: outputs of each of the layers that a fused `column` layer stands for; empty where it is one.
+    """
+
+    how: How
+    parts: tuple[int, ...] = ()
+
+
+type Plan = Mapping[str, Style]
+
+COLUMN, ROW, VOCABULARY = Style("column"), Style("row"), Style("vocabulary")
+_FROM_TRANSFORMERS: Mapping[str, Style] = {
+    "colwise": COLUMN,
+    "rowwise": ROW,
+    "rowwise_split_input": ROW,
+    "embedding_rowwise": VOCABULARY,
+}
+"""Styles of transformers that divide a parameter. Those of experts and of what stays whole in a block are not here."""
+_KNOWN_WHOLE = (
+    "replicated_with_grad_allreduce",
+    "mla_kv_a_proj",
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "packed_colwise",
+    "packed_rowwise",
+    "grouped_gemm",
+    "ep_router",
+    "ep_dispatch_experts",
+    "sequence_parallel",
+    "all_reduce",
+)
+_MLA = {"q_proj": COLUMN, "q_b_proj": COLUMN, "kv_b_proj": COLUMN, "o_proj": ROW}
+_ATTENTION = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW}
+
+
+def _deepseek(config: Any) -> dict[str, Style]:
+    return {f"layers.*.self_attn.{name}": style for name, style in _MLA.items()}
+
+
+def _gpt_oss(config: Any) -> dict[str, Style]:
+    return {f"layers.*.self_attn.{name}": style for name, style in (_ATTENTION | {"sinks": COLUMN}).items()}
+
+
+def _phi3(config: Any) -> dict[str, Style]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    return {
+        "layers.*.self_attn.qkv_proj": Style("column", (queries, keys, keys)),
+        "layers.*.self_attn.o_proj": ROW,
+        "layers.*.mlp.gate_up_proj": Style("column", (config.intermediate_size, config.intermediate_size)),
+        "layers.*.mlp.down_proj": ROW,
+    }
+
+
+OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
+    "deepseek_v3": _deepseek,
+    "gpt_oss": _gpt_oss,
+    "phi3": _phi3,
+}
+"""What is added to the model's own plan, by `model_type`; names are those of the decoder body."""
+
+
+def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]:
+    """The plan of a model, by the names of its parameters.
+
+    Args:
+        hf: the model; only its class and configuration are read.
+        custom: dotted path of a plan of the layers, or of a function that takes the model's configuration and returns
+            one. Its values are `Style`s or the names that transformers uses ("colwise", "rowwise").
+
+    Raises:
+        ConfigError: there is no plan, or it has a style that is unknown here.
+    """
+    if custom is not None:
+        given = import_dotted(
+            custom,
+            ConfigError,
+            f"policy.dtensor_cfg.custom_parallel_plan={custom!r}",
+            "Give the dotted path of a mapping from module names to styles, or of a function that returns one.",
+        )
+        return _read(given(hf.config) if callable(given) else given, custom) | _vocabulary(hf)
+    prefix = f"{hf.base_model_prefix}." if hf.base_model is not hf else ""
+    own = OWN.get(hf.config.get_text_config().model_type)
+    added = {prefix + name: style for name, style in own(hf.config.get_text_config()).items()} if own else {}
+    brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added}
+    plan = _read(brought, type(hf).__name__) | added
+    if not any(style.how == "row" for style in plan.values()):
+        raise ConfigError(
+            f"{type(hf).__name__} brings no tensor-parallel plan, so its layers cannot be divided. Set "
+            "policy.dtensor_cfg.tensor_parallel_size=1, or give policy.dtensor_cfg.custom_parallel_plan: a mapping "
+            "from names such as 'model.layers.*.self_attn.q_proj' to 'colwise' or 'rowwise'."
+        )
+    return plan | _vocabulary(hf)
+
+
+def style_of(name: str, plan: Plan) -> Style | None:
+    """The style of a module or parameter name."""
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:
+    """Styles of transformers, by what they divide; heads and embeddings are always divided by `_vocabulary`."""
+    read = {}
+    for name, style in plan.items():
+        known = style if isinstance(style, Style) else _FROM_TRANSFORMERS.get(style)
+        is_head = style == "colwise_gather_output" and "layers" not in name
+        if known is None and style not in _KNOWN_WHOLE and not is_head:
+            raise ConfigError(
+                f"the tensor-parallel plan of {owner} divides {name!r} as {style!r}, which is not known here. Use "
+                f"{', '.join(_FROM_TRANSFORMERS)}, or a nemo_rl.models.dtensor.tensor_plans.Style."
+            )
+        if known is not None:
+            read[name] = known
+    return read
+
+
+def _vocabulary(hf: PreTrainedModel) -> dict[str, Style]:
+    """The input embedding and the output head; a head that scores has no vocabulary."""
+    names = {id(module): name for name, module in hf.named_modules()}
+    ends = (hf.get_input_embeddings(), hf.get_output_embeddings())
+    return {names[id(module)]: VOCABULARY for module in ends if module is not None and id(module) in names}

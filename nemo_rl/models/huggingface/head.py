@@ -1,0 +1,68 @@
+"""How a Hugging Face causal language model gets from its body's hidden states to logits.
+
+Architectures say it under different names, and some not at all; so what the configuration suggests is compared with
+the model's own logits. Invariant: a transform that is returned reproduces them, also far outside of the range that the
+loaded weights happen to give, where soft-capping bends them.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.distributed.parallel_logprobs import LogitTransform
+from nemo_rl.models.huggingface.layers import body
+
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling",)
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+_PROBED_LOGIT = 100.0
+"""Largest logit of the comparison: caps in use are 15 to 50; one of 1000 still changes such a logit by 0.3 %."""
+
+
+@torch.no_grad()
+def find_transform(hf: PreTrainedModel) -> LogitTransform | None:
+    """What follows the linear head, or None where no described transform gives the model's own logits.
+
+    Args:
+        hf: the unsharded model with real weights, trained or random.
+    """
+    head = hf.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or body(hf) is hf:
+        return None
+    was_training = hf.training
+    hf.eval()
+    tokens = (torch.arange(8, device=head.weight.device) * 5 + 1)[None] % head.weight.shape[0]
+    hidden = body(hf)(input_ids=tokens, use_cache=False).last_hidden_state
+    factor = _PROBED_LOGIT / head(hidden).abs().max().clamp(min=1e-6).item()
+    enlarged = head.register_forward_pre_hook(lambda module, args: (args[0] * factor,))
+    try:
+        own = hf(input_ids=tokens, use_cache=False).logits
+        linear = head(hidden)
+    finally:
+        enlarged.remove()
+        hf.train(was_training)
+    return next((found for found in _suggested(hf) if _equal(found.apply_(linear.clone()), own)), None)
+
+
+def _suggested(hf: PreTrainedModel) -> Iterator[LogitTransform]:
+    """Every combination of the scales and caps that the configuration names, the most it says first."""
+    config = hf.config.get_text_config()
+
+    def values(names: tuple[str, ...]) -> list[float]:
+        found: list[Any] = [getattr(config, name, None) for name in names]
+        return [float(value) for value in found if isinstance(value, int | float) and value > 0]
+
+    scales = [*values(_MULTIPLIERS), *(1 / value for value in values(_DIVISORS)), 1.0]
+    for cap, scale in itertools.product([*values(_CAPS), None], scales):
+        yield LogitTransform(scale, cap)
+
+
+def _equal(ours: Tensor, own: Tensor) -> bool:
+    """Whether two sets of logits differ by rounding only."""
+    tolerance = 1e-5 * own.abs().max().clamp(min=1e-6).item()
+    return own.shape == ours.shape and bool((own - ours).abs().max() <= tolerance)

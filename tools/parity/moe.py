@@ -1,0 +1,62 @@
+"""A mixture of experts that answers as a dense model does: every expert is a copy of the dense layer's MLP.
+
+With weights of the chosen experts that add up to 1 the mixture gives what one copy gives, so a run on it starts from
+the dense model's answers; its router and its experts then learn apart (Komatsuzaki et al. 2022, arXiv:2212.05055).
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+_COPIED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "hidden_act",
+)
+
+
+@torch.no_grad()
+def save_mixture(dense: Path, folder: Path, num_experts: int = 4) -> str:
+    """Write a Qwen2-MoE with `num_experts` copies of each MLP of a Qwen2 model; returns the folder's name."""
+    source = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    fields = {name: getattr(source.config, name) for name in _COPIED}
+    config = Qwen2MoeConfig(
+        **fields,
+        num_experts=num_experts,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        moe_intermediate_size=source.config.intermediate_size,
+        shared_expert_intermediate_size=32,
+        decoder_sparse_step=1,
+    )
+    torch.manual_seed(0)
+    mixture = Qwen2MoeForCausalLM(config)
+    weights: dict[str, Tensor] = source.state_dict()
+    own = mixture.state_dict()
+    for name, tensor in own.items():
+        layer, _, inner = name.partition(".mlp.")
+        if inner == "experts.gate_up_proj":
+            both = torch.cat([weights[f"{layer}.mlp.gate_proj.weight"], weights[f"{layer}.mlp.up_proj.weight"]])
+            tensor.copy_(both.expand(num_experts, -1, -1))
+        elif inner == "experts.down_proj":
+            tensor.copy_(weights[f"{layer}.mlp.down_proj.weight"].expand(num_experts, -1, -1))
+        elif inner == "shared_expert.down_proj.weight":
+            tensor.zero_()
+        elif name in weights:
+            tensor.copy_(weights[name])
+    mixture.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(dense).save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,156 @@
+"""Compare every division of a model over ranks with one process, for each architecture; writes a table.
+
+    python tools/parity_table.py                                  # all of it, into docs/reference/parity.md
+    python tools/parity_table.py --only llama qwen3 --meshes tp2  # a part of it, on the terminal
+
+Each cell is the largest relative difference of losses, gradients, gradient norm and log-probabilities over two
+updates, in float32 on the CPU, against transformers' own model in float64 in one process (`parity.reference`).
+"""
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parity.compare import Difference, difference
+from parity.models import ARCHITECTURES, save_model
+from parity.ranks import mesh_numbers
+from parity.reference import Numbers, one_process
+from transformers.utils.logging import disable_progress_bar
+
+LIMIT = 1e-5
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "dp2": (2, {}),
+    "hsdp2x2": (4, {"dp_replicate_size": 2}),
+    "tp2": (2, {"tensor_parallel_size": 2}),
+    "tp2+sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "tp4+sp": (4, {"tensor_parallel_size": 4, "sequence_parallel": True}),
+    "dp2xtp2": (4, {"tensor_parallel_size": 2}),
+    "dp2xtp2+sp": (4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "cp2-ulysses": (2, {"context_parallel_size": 2, "context_parallel_method": "ulysses"}),
+    "dp2xcp2": (4, {"context_parallel_size": 2}),
+    "cp2xtp2": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2}),
+    "cp2xtp2+sp": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_parallel_size": 2}),
+    "pp2-interleaved": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}),
+    "pp4": (4, {"pipeline_parallel_size": 4}),
+    "dp2xpp2": (4, {"pipeline_parallel_size": 2}),
+    "pp2xtp2": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+    "pp2xtp2+sp": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}),
+    "pp2xcp2": (4, {"pipeline_parallel_size": 2, "context_parallel_size": 2}),
+    "ep2": (2, {"expert_parallel_size": 2}),
+    "dp4,ep2": (4, {"expert_parallel_size": 2}),
+    "dp4,ep4": (4, {"expert_parallel_size": 4}),
+    "dp2xtp2,ep2": (4, {"tensor_parallel_size": 2, "expert_parallel_size": 2}),
+    "dp2xtp2+sp,ep4": (4, {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 4}),
+    "pp2,ep2": (4, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}),
+    "dp2xcp2,ep2": (4, {"context_parallel_size": 2, "expert_parallel_size": 2}),
+}
+"""Ranks and keys of `policy.dtensor_cfg` of each column."""
+WITH_EXPERTS = ("qwen3-moe", "deepseek-v3", "gpt-oss")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison.
+
+    Attributes:
+        architecture: row of the table.
+        mesh: name of the mesh.
+        packed: whether rows are packed.
+        found: the differences; None where the run failed.
+    """
+
+    architecture: str
+    mesh: str
+    packed: bool
+    found: Difference | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether all differences are rounding."""
+        return self.found is not None and self.found.largest < LIMIT
+
+
+def applies(architecture: str, mesh: str) -> bool:
+    """Whether an architecture has what a mesh divides."""
+    return architecture in WITH_EXPERTS or "expert_parallel_size" not in MESHES[mesh][1]
+
+
+def measure(
+    architecture: str, model: str, reference: Numbers, mesh: str, *, packed: bool, precision: str = "float32"
+) -> Cell:
+    """Run one mesh and compare it."""
+    ranks, keys = MESHES[mesh]
+    try:
+        found = difference(mesh_numbers(model, keys, ranks, packed=packed, precision=precision), reference)
+    except Exception as error:
+        sys.stderr.write(f"{architecture} on {mesh}: {type(error).__name__}: {error}\n")
+        found = None
+    return Cell(architecture, mesh, packed, found)
+
+
+def main() -> int:
+    """Run the comparisons; returns 1 where one is above the limit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(ARCHITECTURES), choices=list(ARCHITECTURES))
+    parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
+    parser.add_argument("--layouts", nargs="+", default=["packed", "padded"], choices=["packed", "padded"])
+    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--write", type=Path, help="Markdown page to write the table to.")
+    options = parser.parse_args()
+    disable_progress_bar()
+    cells = []
+    for architecture in options.only:
+        with tempfile.TemporaryDirectory() as folder:
+            model = save_model(architecture, Path(folder) / "model")
+            reference = one_process(model)
+            for mesh in (mesh for mesh in options.meshes if applies(architecture, mesh)):
+                for layout in options.layouts:
+                    packed = layout == "packed"
+                    cell = measure(architecture, model, reference, mesh, packed=packed, precision=options.precision)
+                    told = "FAILED" if cell.found is None else f"{cell.found.largest:.1e} ({cell.found})"
+                    sys.stdout.write(f"{architecture:12} {mesh:16} {layout:7} {told}\n")
+                    sys.stdout.flush()
+                    cells.append(cell)
+    if options.write:
+        options.write.write_text(page(cells), encoding="utf-8")
+    broken = [cell for cell in cells if not cell.holds]
+    sys.stdout.write(f"{len(cells)} comparisons, {len(broken)} above {LIMIT}\n")
+    return int(bool(broken))
+
+
+def page(cells: list[Cell]) -> str:
+    """The table as a page: one row for each mesh, one column for each architecture."""
+    columns = list(dict.fromkeys(cell.architecture for cell in cells))
+    rows = list(dict.fromkeys((cell.mesh, cell.packed) for cell in cells))
+    at = {(cell.mesh, cell.packed, cell.architecture): cell for cell in cells}
+    lines = [f"| mesh | rows | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
+    for mesh, packed in rows:
+        values = [_shown(at.get((mesh, packed, architecture))) for architecture in columns]
+        lines.append(f"| {mesh} | {'packed' if packed else 'padded'} | {' | '.join(values)} |")
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _shown(cell: Cell | None) -> str:
+    if cell is None:
+        return "–"
+    return "failed" if cell.found is None else f"{cell.found.largest:.0e}"
+
+
+_HEAD = """# Parity of parallel training
+
+Made by `python tools/parity_table.py --write docs/reference/parity.md`. Each cell is the largest relative difference
+between the ranks of a mesh and one process over two updates with plain SGD, in float32 on the CPU: of the loss, of
+every entry of every gradient (relative to the largest entry of its tensor), of the gradient norm and of every
+log-probability. The one process is transformers' own model in float64, row by row without padding. `sp` is sequence
+parallelism, `–` means that the model has no experts to divide.
+
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())
