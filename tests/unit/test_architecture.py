@@ -232,6 +232,7 @@ def test_arrows_inside_models_run_one_way():
 
 
 RANK_READERS = {
+    "distributed/collectives.py": "each rank of a group takes its own part",
     "models/dtensor/adapter_io.py": "one rank writes for all",
     "models/dtensor/checkpoint_io.py": "one rank writes for all, and each its random numbers",
     "models/policy/workers/rank.py": "asks the layout what this rank is there for",

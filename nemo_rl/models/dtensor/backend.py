@@ -97,10 +97,11 @@ class DTensorBackend(PolicyBackend):
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
         self.model = _build_model(config, seed)
-        self._balance = _expert_balance(self.model.hf, config, device, layout) if init_optimizer else None
+        meshes = Meshes.build(layout, device.type)
+        self._balance = _expert_balance(self.model.hf, config, device, meshes) if init_optimizer else None
         if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
-        _shard(self.model, config, device, layout)
+        _shard(self.model, config, device, meshes)
         self._has_reference = init_reference_model
         on_gpu = device.type != "cpu"
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
@@ -344,22 +345,22 @@ def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | Rewa
 
 
 def _expert_balance(
-    hf: PreTrainedModel, config: PolicyConfig, device: torch.device, layout: ParallelLayout
+    hf: PreTrainedModel, config: PolicyConfig, device: torch.device, meshes: Meshes
 ) -> ExpertBalance | None:
     """What watches the routers of a model that trains, before it is spread over the ranks; None without experts."""
     if config.dtensor_cfg.freeze_moe_router:
         freeze_routers(hf)
     coefficient = auxiliary_coefficient(hf, config.dtensor_cfg.moe_aux_loss_coeff)
-    if coefficient and layout.pp > 1:
+    if coefficient and meshes.layout.pp > 1:
         raise ConfigError(
             f"the auxiliary loss of experts (coefficient {coefficient}) is over the layers of all stages together, "
-            f"which pipeline_parallel_size={layout.pp} takes apart. Set policy.dtensor_cfg.moe_aux_loss_coeff=0."
+            f"which pipeline_parallel_size={meshes.layout.pp} takes apart. Set policy.dtensor_cfg.moe_aux_loss_coeff=0."
         )
-    return ExpertBalance(hf, coefficient, device, layout) if find_experts(hf) else None
+    return ExpertBalance(hf, coefficient, device, meshes.tp) if find_experts(hf) else None
 
 
 def _shard(
-    model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, device: torch.device, layout: ParallelLayout
+    model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, device: torch.device, meshes: Meshes
 ) -> None:
     """Spread a loaded model over the ranks, in place."""
     if config.dtensor_cfg.activation_checkpointing:
@@ -373,7 +374,7 @@ def _shard(
         custom_plan=asked.custom_parallel_plan,
         keep_experts=asked.moe_parallelizer.reshard_after_forward is False,
     )
-    shard(model, Meshes.build(layout, device.type), spec)
+    shard(model, meshes, spec)
 
 
 @torch.no_grad()

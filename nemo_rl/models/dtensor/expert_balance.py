@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.expert_parallel import find_experts, num_experts
 from nemo_rl.utils.errors import ConfigError
 
@@ -82,17 +82,16 @@ class ExpertBalance:
         hf: a model with experts, before they are shared between ranks.
         coefficient: from `auxiliary_coefficient`.
         device: where the model computes.
-        layout: says which tensor-parallel rank this one is, because these may divide the tokens of a block.
+        tensor: the tensor-parallel ranks, which may divide the tokens of a block between them.
     """
 
     def __init__(
-        self, hf: PreTrainedModel, coefficient: float, device: torch.device, layout: ParallelLayout | None = None
+        self, hf: PreTrainedModel, coefficient: float, device: torch.device, tensor: DeviceMesh | None = None
     ) -> None:
         experts = list(find_experts(hf).values())
         self.has_loss = coefficient > 0
         self._coefficient, self._device = coefficient, device
-        self._parts = layout.tp if layout is not None else 1
-        self._part = dist.get_rank() % self._parts  # the innermost axis
+        self._parts, self._part = (1, 0) if tensor is None else (tensor.size(), tensor.get_local_rank())
         self._sizes = [num_experts(module) for module in experts]
         self._watching = False
         self._real: Tensor | None = None

@@ -143,7 +143,7 @@ def _as_tensor_parallel_block(rank: int, world_size: int, arch: str, dispatched:
             model.set_experts_implementation("eager")
     layout = ParallelLayout(tp=world_size, ep=world_size if dispatched else 1)
     meshes = Meshes.build(layout, "cpu")
-    balances = [ExpertBalance(whole, 0.0, CPU), ExpertBalance(shared, 0.0, CPU, layout)]
+    balances = [ExpertBalance(whole, 0.0, CPU), ExpertBalance(shared, 0.0, CPU, meshes.tp)]
     block, group = shared.model.layers[0].mlp, meshes.tp_group
     if dispatched:
         dispatch_over_expert_ranks(block.experts, meshes.ep)
