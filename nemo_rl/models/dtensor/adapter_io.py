@@ -29,12 +29,13 @@ from nemo_rl.models.dtensor.checkpoint_io import (
     failing_together,
     fill,
     held_here,
-    local_part,
+    local_box,
     saved_weights,
 )
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
-from nemo_rl.models.huggingface.checkpoint_names import converts
+from nemo_rl.models.huggingface.checkpoint_names import Group, converts, groups_in_memory
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER
+from nemo_rl.models.huggingface.tensor_files import TensorFiles
 from nemo_rl.utils.errors import CheckpointError
 
 ADAPTER_FOLDER = "adapter"
@@ -176,10 +177,11 @@ def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None
     """Compare base plus adapter with the merged weights of the checkpoint, each rank its own rows."""
     adapted = {f"{name}.weight": module for name, module in adapted_modules(hf).items()}
     close: dict[str, bool] = {}
-    for name, value in saved_weights(hf, folder):
-        if name in adapted:
-            merged = adapted.pop(name).merged_weight(device)
-            close[name] = _close(held_here(merged), local_part(value, merged).to(device))
+    tensors = saved_weights(folder)
+    for group in groups_in_memory(hf, tensors):
+        if group.converter is None and group.target in adapted:
+            merged = adapted.pop(group.target).merged_weight(device)
+            close[group.target] = _close(held_here(merged), _saved_part(tensors, group, merged).to(device))
     if adapted:
         raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: it lacks {next(iter(adapted))}.")
     agreed = torch.tensor(list(close.values()), device=device).int()
@@ -190,6 +192,12 @@ def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None
             f"policy.model_name plus the adapter is not what {folder} holds: {len(wrong)} weights differ, the "
             f"first {wrong[0]}. The adapter was trained on another model, or with another alpha."
         )
+
+
+def _saved_part(tensors: TensorFiles, group: Group, like: Tensor) -> Tensor:
+    """What the files hold of this rank's part of a weight."""
+    mine = held_here(like)
+    return tensors.read(next(iter(group.sources)), local_box(like)) if mine.numel() > 0 else mine
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:

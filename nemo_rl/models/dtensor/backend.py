@@ -14,6 +14,7 @@ plan order, ranks reduce in gloo's fixed ring order, and no kernel used here has
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.findings import report_findings
@@ -30,7 +32,7 @@ from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 from nemo_rl.distributed.process_group import device_mesh
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
-from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
+from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm, has_plain_head
 from nemo_rl.models.dtensor.checkpoint_io import Keep, Write, held_here
 from nemo_rl.models.dtensor.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.dtensor.lora import (
@@ -41,6 +43,7 @@ from nemo_rl.models.dtensor.lora import (
     merged_by_name,
     require_on_some_rank,
 )
+from nemo_rl.models.dtensor.materialize import materialize
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients, optimizer_settings
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
@@ -50,10 +53,13 @@ from nemo_rl.models.dtensor.parallelize import (
     shard,
 )
 from nemo_rl.models.dtensor.reward_model import RewardModel, build_reward_model
+from nemo_rl.models.dtensor.verdict import found_by_one_rank
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
+from nemo_rl.models.huggingface.twin import small_twin
+from nemo_rl.models.huggingface.unread import Unread, weights_left_in_files
 from nemo_rl.models.inputs import ModelInputs
 from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
 from nemo_rl.utils.device import device_for
@@ -92,10 +98,11 @@ class DTensorBackend(PolicyBackend):
         self._density = sampling_density(config)
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
-        self.model = _build_model(config, seed)
+        self.model, unread = _build_model(config, seed)
         if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
         _shard(self.model, config, device, layout)
+        materialize(self.model, self.model.hf, unread, device, cpu_offload=config.dtensor_cfg.cpu_offload)
         self._has_reference = init_reference_model
         on_gpu = device.type != "cpu"
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
@@ -290,24 +297,34 @@ def _memory_is_dear(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | RewardModel:
-    """Load, check and adapt the model, in float32 on the CPU."""
+def _build_model(config: PolicyConfig, seed: int) -> tuple[CausalLMWithLogprobs | RewardModel, Unread]:
+    """Make, check and adapt the model, in float32, its weights left in the files that come with it; collective."""
     if config.reward_model_cfg.enabled:
         return build_reward_model(config)
     packed = config.sequence_packing.enabled
-    hf = load_causal_lm(
-        config.model_name,
-        config_overrides=config.hf_config_overrides,
-        attn_implementation=register_varlen_attention() if packed else None,
-    )
+    with weights_left_in_files() as unread:
+        hf = load_causal_lm(
+            config.model_name,
+            config_overrides=config.hf_config_overrides,
+            attn_implementation=register_varlen_attention() if packed else None,
+        )
     engine = config.generation.engine if config.generation is not None else None
-    fix_rotary_frequencies(hf, engine.max_model_len if engine is not None else config.max_total_sequence_length)
-    if packed:
-        verify_packing(hf)
-    model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)
+    context = engine.max_model_len if engine is not None else config.max_total_sequence_length
+    fix_rotary_frequencies(hf, context)
+    plain_head = found_by_one_rank(partial(_try_out, hf, context, packed=packed))
+    model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size, plain_head=plain_head)
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
-    return model
+    return model, unread
+
+
+def _try_out(hf: PreTrainedModel, context: int, *, packed: bool) -> bool:
+    """Check on a small twin that the architecture keeps packed sequences apart, and find out whether its head is plain."""
+    twin = small_twin(hf)
+    fix_rotary_frequencies(twin, context)
+    if packed:
+        verify_packing(twin)
+    return has_plain_head(twin)
 
 
 def _shard(

@@ -91,14 +91,17 @@ class CausalLMWithLogprobs(ShardableModel):
         return logprobs_from_logits(logits_KV, targets_K, density=density)
 
 
-def build_causal_lm(hf: PreTrainedModel, *, chunk_size: int | None = None) -> CausalLMWithLogprobs:
-    """Wrap a loaded, unsharded model after checking how its head works.
+def build_causal_lm(
+    hf: PreTrainedModel, *, chunk_size: int | None = None, plain_head: bool | None = None
+) -> CausalLMWithLogprobs:
+    """Wrap an unsharded model.
 
     Args:
-        hf: the model with its real weights.
+        hf: the model.
         chunk_size: tokens per chunk of logits; None takes what suits the device.
+        plain_head: what `has_plain_head` says of the architecture; None asks it about `hf`, which has its weights then.
     """
-    plain = has_plain_head(hf)
+    plain = has_plain_head(hf) if plain_head is None else plain_head
     if not plain:
         logger.warning(
             "%s computes its logits with more than a linear head; its own forward is used, which holds "

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -40,8 +40,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.dtensor.optimizer import OptimizerSettings, hyperparameters_now, keep_implementation
-from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
-from nemo_rl.models.huggingface.folders import MODEL_FOLDER
+from nemo_rl.models.huggingface.checkpoint_names import Group, groups_in_memory, in_checkpoint
+from nemo_rl.models.huggingface.folders import MODEL_FOLDER, TENSOR_FILES
+from nemo_rl.models.huggingface.tensor_files import Box, TensorFiles
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.plain_load import load_plain
 
@@ -133,7 +134,6 @@ def _part_of_this_rank(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str,
     return part, num_bytes
 
 
-@torch.no_grad()
 def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
     """Read weights into the model in place, each rank its own part.
 
@@ -141,36 +141,74 @@ def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
         CheckpointError: the folder has no weights, or they are not this model's.
     """
     folder = weights_path / MODEL_FOLDER
-    missing = weights_by_name(hf)
-    for name, value in saved_weights(hf, folder):
-        parameter = missing.pop(name, None)
-        if parameter is None or parameter.shape != value.shape:
-            wanted = "it has no such weight" if parameter is None else f"of shape {tuple(parameter.shape)}"
-            raise CheckpointError(
-                f"{folder} does not fit {type(hf).__name__}: {name} has shape {tuple(value.shape)}, {wanted}."
-            )
-        fill(parameter, value)
+    read = read_weights(hf, saved_weights(folder), strict=True)
+    missing = weights_by_name(hf).keys() - read
     if missing:
         raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: it lacks {', '.join(sorted(missing)[:5])}.")
 
 
-def saved_weights(hf: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors of a model folder by their names in `hf`; bytes are read when they are used.
+def saved_weights(folder: Path) -> TensorFiles:
+    """The tensors of a model folder.
 
     Raises:
-        CheckpointError: there are no weights, or a file is damaged.
+        CheckpointError: there are none, or a file is damaged.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob(TENSOR_FILES))
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors files: not a policy checkpoint.")
-    home: dict[str, Any] = {}
-    for file in files:
-        try:
-            tensors = safe_open(file, framework="pt")
-        except SafetensorError as error:
-            raise CheckpointError(f"{file} is damaged: {error}.") from error
-        home |= dict.fromkeys(tensors.keys(), tensors)
-    return in_memory(hf, home, lambda name: home[name].get_tensor(name))
+    return TensorFiles(files)
+
+
+@torch.no_grad()
+def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = False) -> set[str]:
+    """Read weights from files into the model in place, each rank its own part, as numbers of the model's format.
+
+    Of a tensor that needs no conversion only the rank's part is read; those that are converted together are in memory
+    together, one group at a time.
+
+    Args:
+        hf: the model, sharded or not.
+        tensors: names and shapes as on the hub.
+        strict: whether a tensor that belongs to no weight of the model is an error.
+
+    Returns:
+        Names of the weights that the files hold, each under its first name.
+
+    Raises:
+        CheckpointError: a tensor does not fit the model.
+    """
+    weights = hf.state_dict(keep_vars=True)
+    name_of = {id(tensor): name for name, tensor in (*hf.named_parameters(), *hf.named_buffers())}
+    found: set[str] = set()
+    for group in groups_in_memory(hf, tensors):
+        shapes = {name: tensors.like(name) for name in group.sources}
+        wanted: dict[str, Tensor] = {}
+        for name, like in group.convert(hf, shapes).items():
+            weight = weights.get(name)
+            if weight is None and not strict:
+                continue
+            if weight is None or weight.shape != like.shape:
+                mine = "it has no such weight" if weight is None else f"of shape {tuple(weight.shape)}"
+                file = tensors.file_of[next(iter(group.sources))]
+                raise CheckpointError(
+                    f"{file} does not fit {type(hf).__name__}: {name} has shape {tuple(like.shape)}, {mine}."
+                )
+            found.add(name_of[id(weight)])
+            if held_here(weight).numel() > 0:
+                wanted[name] = weight
+        _read_group(hf, group, tensors, wanted)
+    return found
+
+
+def _read_group(hf: PreTrainedModel, group: Group, tensors: TensorFiles, wanted: dict[str, Tensor]) -> None:
+    """Read what becomes one weight, or several, of which this rank holds some."""
+    if group.converter is None:
+        for (source, weight) in zip(group.sources, wanted.values(), strict=False):
+            held_here(weight).copy_(tensors.read(source, local_box(weight)))
+    elif wanted:
+        converted = group.convert(hf, {name: tensors.read(name) for name in group.sources})
+        for name, weight in wanted.items():
+            fill(weight, converted[name])
 
 
 def fill(parameter: Tensor, value: Tensor) -> None:
@@ -185,10 +223,15 @@ def held_here(tensor: Tensor) -> Tensor:
 
 def local_part(value: Tensor, like: Tensor) -> Tensor:
     """The part of a whole tensor that this rank holds of `like`; all of it where `like` is not sharded."""
+    return value[local_box(like)]
+
+
+def local_box(like: Tensor) -> Box:
+    """Where in the whole tensor this rank's part lies; empty where that is all of it."""
     if not isinstance(like, DTensor):
-        return value
+        return ()
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    return value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def prepare_training_state(
