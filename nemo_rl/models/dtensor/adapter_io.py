@@ -29,10 +29,10 @@ from nemo_rl.models.dtensor.checkpoint_io import (
     failing_together,
     fill,
     held_here,
-    local_box,
     saved_weights,
 )
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
+from nemo_rl.models.dtensor.weight_files import local_box
 from nemo_rl.models.huggingface.checkpoint_names import Group, converts, groups_in_memory
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER
 from nemo_rl.models.huggingface.tensor_files import TensorFiles

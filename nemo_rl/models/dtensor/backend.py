@@ -319,7 +319,7 @@ def _build_model(config: PolicyConfig, seed: int) -> tuple[CausalLMWithLogprobs 
 
 
 def _try_out(hf: PreTrainedModel, context: int, *, packed: bool) -> bool:
-    """Check on a small twin that the architecture keeps packed sequences apart, and find out whether its head is plain."""
+    """Check on a small twin that packed sequences stay apart, and find out whether the head is plain."""
     twin = small_twin(hf)
     fix_rotary_frequencies(twin, context)
     if packed:

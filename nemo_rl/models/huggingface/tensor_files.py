@@ -75,7 +75,9 @@ class TensorFiles:
         """
         found = self._slices[name]
         if found.get_dtype() not in _DTYPES:
-            raise CheckpointError(f"{self.file_of[name]}: {name} is in a number format unknown here: {found.get_dtype()}.")
+            raise CheckpointError(
+                f"{self.file_of[name]}: {name} is in a number format unknown here: {found.get_dtype()}."
+            )
         return torch.empty(found.get_shape(), dtype=_DTYPES[found.get_dtype()], device="meta")
 
     def read(self, name: str, box: Box | None = None) -> Tensor:

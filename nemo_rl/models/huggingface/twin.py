@@ -25,7 +25,12 @@ _VOCAB, _INNER = 512, 64
 _GAIN = 2.4
 """Standard deviation of what a projection makes of inputs of norm one: large enough for every effect to show."""
 _NOISE = 0.1
-_INNER_SIZES = ("intermediate_size", "intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size")
+_INNER_SIZES = (
+    "intermediate_size",
+    "intermediate_size_mlp",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _NOT_A_KIND = ("layer_idx", "layer_index", "layer_id", "layer_number", "training")
@@ -108,7 +113,9 @@ def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
         for module in layer.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.layer_idx = position  # type: ignore[assignment]
-    configs = [module.config for module in model.modules() if isinstance(getattr(module, "config", None), PretrainedConfig)]
+    configs = [
+        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PretrainedConfig)
+    ]
     for config in {id(config.get_text_config()): config.get_text_config() for config in configs}.values():
         _describe(config, kept, len(layers))
 
