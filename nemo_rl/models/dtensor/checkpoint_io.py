@@ -309,7 +309,7 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
         path: the distributed checkpoint.
         groups: hyperparameters of each parameter group; None for checkpoints that have them beside the states.
     """
-    now = dict(get_optimizer_state_dict(hf, optimizer))
+    now: dict[str, Any] = dict(get_optimizer_state_dict(hf, optimizer))
     state: dict[str, Any] = {"optim": now if groups is None else {"state": now["state"]}}
     try:
         dcp.load(state, checkpoint_id=str(path))
@@ -325,7 +325,7 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
     set_optimizer_state_dict(hf, optimizer, state["optim"])
 
 
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+def _hyperparameters(group: Any) -> dict[str, Any]:
     """What a parameter group of a saved state holds beside the names of this rank's parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 

@@ -135,12 +135,12 @@ def _groups(
     converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     known = {} if hf is None else dict.fromkeys(hf.state_dict(keep_vars=True), True)
-    in_model = {} if hf is None else {"base_model_prefix": hf.base_model_prefix, "meta_state_dict": known}
+    prefix = None if hf is None else hf.base_model_prefix
     groups: dict[str, Group] = {}
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, reverse=reverse, **in_model)
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known, reverse)
         if target not in known and name in known:
-            target, pattern = rename_source_key(name, [], [], **in_model)
+            target, pattern = rename_source_key(name, [], [], prefix, known)
         converter = by_pattern[pattern] if pattern is not None else None
         groups.setdefault(target, Group(target, {}, converter)).sources[name] = pattern or name
     return list(groups.values())

@@ -113,10 +113,9 @@ def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
         for module in layer.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.layer_idx = position  # type: ignore[assignment]
-    configs = [
-        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PretrainedConfig)
-    ]
-    for config in {id(config.get_text_config()): config.get_text_config() for config in configs}.values():
+    owned = [getattr(module, "config", None) for module in model.modules()]
+    configs = [config.get_text_config() for config in owned if isinstance(config, PretrainedConfig)]
+    for config in {id(config): config for config in configs}.values():
         _describe(config, kept, len(layers))
 
 

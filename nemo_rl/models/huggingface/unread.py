@@ -78,13 +78,12 @@ def _match(model: PreTrainedModel, tensors: TensorFiles, load_config: Any) -> An
         del found[extra]
     info, _ = convert_and_load_state_dict_in_model(model, found, replace(load_config, device_map={"": "meta"}))
     for name, theirs, ours in sorted(info.mismatched_keys):
-        sources = next(
-            (list(group.sources) for group in groups_in_memory(model, tensors) if group.target == name), [name]
-        )
+        groups = [group for group in groups_in_memory(model, tensors) if group.target == name]
+        source = next((source for group in groups for source in group.sources), name)
         raise CheckpointError(
             f"The files of {load_config.pretrained_model_name_or_path} do not fit {type(model).__name__} as its "
             f"configuration describes it: {name} has shape {tuple(ours)}, but {tuple(theirs)} in "
-            f"{tensors.file_of.get(sources[0], 'its files')}."
+            f"{tensors.file_of.get(source, 'its files')}."
         )
     return info
 
