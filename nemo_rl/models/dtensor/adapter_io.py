@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
@@ -27,7 +27,6 @@ from nemo_rl.models.dtensor.checkpoint_io import (
     Write,
     as_it_is,
     failing_together,
-    fill,
     held_here,
     saved_weights,
 )
@@ -108,7 +107,7 @@ def attach_adapter(hf: PreTrainedModel, folder: Path) -> None:
             `W + (alpha / r) B A`, or one for other layers.
     """
     described = read_adapter_config(folder)
-    tensors = load_file(folder / _WEIGHTS_FILE)
+    tensors = TensorFiles([folder / _WEIGHTS_FILE])
     names = sorted({key.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors})
     have = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
     missing = [name for name in names if name not in have]
@@ -152,11 +151,12 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 @torch.no_grad()
 def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
     """Copy saved values into the adapters, each rank its own part."""
-    saved = load_file(folder / _WEIGHTS_FILE)
-    parameters = _adapter_parameters(hf)
-    _require_same_shapes(folder, saved, {_peft_key(name): tensor for name, tensor in parameters.items()})
-    for name, parameter in parameters.items():
-        fill(parameter, saved[_peft_key(name)])
+    saved = TensorFiles([folder / _WEIGHTS_FILE])
+    parameters = {_peft_key(name): tensor for name, tensor in _adapter_parameters(hf).items()}
+    _require_same_shapes(folder, {key: saved.like(key) for key in saved}, parameters)
+    for key, parameter in parameters.items():
+        if held_here(parameter).numel() > 0:
+            held_here(parameter).copy_(saved.read(key, local_box(parameter)))
 
 
 def refuse_adapter(weights_path: Path) -> None:

@@ -56,7 +56,7 @@ def measured(start_mib: float) -> Iterator[Peak]:
 
 
 def write_random_llama(folder: Path, **sizes: int) -> tuple[float, float]:
-    """Write a model tensor by tensor.
+    """Write a model in bfloat16, tensor by tensor.
 
     Returns:
         MiB of the model and of one of its layers, in float32.
@@ -68,8 +68,8 @@ def write_random_llama(folder: Path, **sizes: int) -> tuple[float, float]:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(header_bytes({name: (torch.float32, shape) for name, shape in shapes.items()}))
+        file.write(header_bytes({name: (torch.bfloat16, shape) for name, shape in shapes.items()}))
         for shape in shapes.values():
-            file.write(raw_bytes(0.02 * torch.randn(shape)))
+            file.write(raw_bytes((0.02 * torch.randn(shape)).to(torch.bfloat16)))
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     return sum(parameter.nbytes for parameter in model.parameters()) / MIB, layer / MIB

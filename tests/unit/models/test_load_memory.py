@@ -68,4 +68,4 @@ def test_no_rank_holds_the_whole_model(sizes, tmp_path) -> None:
         ", ".join(f"{phase} {peak:.0f} MiB ({peak / model:.3f})" for phase, peak in peaks.items()),
     )
     for phase, peak in peaks.items():
-        assert 0.9 * model / RANKS < peak < SHARE * model + layer, phase
+        assert 0.6 * model / RANKS < peak < SHARE * model + layer, phase
