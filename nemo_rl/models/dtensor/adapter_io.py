@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
@@ -26,15 +26,15 @@ from nemo_rl.models.dtensor.checkpoint_io import (
     Write,
     as_it_is,
     failing_together,
-    fill,
     held_here,
-    local_part,
     saved_weights,
 )
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
 from nemo_rl.models.dtensor.placements import whole
-from nemo_rl.models.huggingface.checkpoint_names import converts
+from nemo_rl.models.dtensor.weight_files import local_box
+from nemo_rl.models.huggingface.checkpoint_names import Group, converts, groups_in_memory
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER
+from nemo_rl.models.huggingface.tensor_files import TensorFiles
 from nemo_rl.utils.errors import CheckpointError
 
 ADAPTER_FOLDER = "adapter"
@@ -108,7 +108,7 @@ def attach_adapter(hf: PreTrainedModel, folder: Path) -> None:
             `W + (alpha / r) B A`, or one for other layers.
     """
     described = read_adapter_config(folder)
-    tensors = load_file(folder / _WEIGHTS_FILE)
+    tensors = TensorFiles([folder / _WEIGHTS_FILE])
     names = sorted({key.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors})
     have = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
     missing = [name for name in names if name not in have]
@@ -152,11 +152,12 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 @torch.no_grad()
 def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
     """Copy saved values into the adapters, each rank its own part."""
-    saved = load_file(folder / _WEIGHTS_FILE)
-    parameters = _adapter_parameters(hf)
-    _require_same_shapes(folder, saved, {_peft_key(name): tensor for name, tensor in parameters.items()})
-    for name, parameter in parameters.items():
-        fill(parameter, saved[_peft_key(name)])
+    saved = TensorFiles([folder / _WEIGHTS_FILE])
+    parameters = {_peft_key(name): tensor for name, tensor in _adapter_parameters(hf).items()}
+    _require_same_shapes(folder, {key: saved.like(key) for key in saved}, parameters)
+    for key, parameter in parameters.items():
+        if held_here(parameter).numel() > 0:
+            held_here(parameter).copy_(saved.read(key, local_box(parameter)))
 
 
 def refuse_adapter(weights_path: Path) -> None:
@@ -177,10 +178,11 @@ def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None
     """Compare base plus adapter with the merged weights of the checkpoint, each rank its own rows."""
     adapted = {f"{name}.weight": module for name, module in adapted_modules(hf).items()}
     close: dict[str, bool] = {}
-    for name, value in saved_weights(hf, folder):
-        if name in adapted:
-            merged = adapted.pop(name).merged_weight(device)
-            close[name] = _close(held_here(merged), local_part(value, merged).to(device))
+    tensors = saved_weights(folder)
+    for group in groups_in_memory(hf, tensors):
+        if group.converter is None and group.target in adapted:
+            merged = adapted.pop(group.target).merged_weight(device)
+            close[group.target] = _close(held_here(merged), _saved_part(tensors, group, merged).to(device))
     if adapted:
         raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: it lacks {next(iter(adapted))}.")
     agreed = torch.tensor(list(close.values()), device=device).int()
@@ -191,6 +193,12 @@ def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None
             f"policy.model_name plus the adapter is not what {folder} holds: {len(wrong)} weights differ, the "
             f"first {wrong[0]}. The adapter was trained on another model, or with another alpha."
         )
+
+
+def _saved_part(tensors: TensorFiles, group: Group, like: Tensor) -> Tensor:
+    """What the files hold of this rank's part of a weight."""
+    mine = held_here(like)
+    return tensors.read(next(iter(group.sources)), local_box(like)) if mine.numel() > 0 else mine
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:

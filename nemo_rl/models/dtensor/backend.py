@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.findings import report_findings
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.parallel_logprobs import SamplingDensity
+from nemo_rl.distributed.parallel_logprobs import LogitTransform, SamplingDensity
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
@@ -43,6 +44,7 @@ from nemo_rl.models.dtensor.lora import (
     merged_by_name,
     require_on_some_rank,
 )
+from nemo_rl.models.dtensor.materialize import materialize
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients, optimizer_settings
 from nemo_rl.models.dtensor.parallelize import (
@@ -54,10 +56,14 @@ from nemo_rl.models.dtensor.parallelize import (
 )
 from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.models.dtensor.reward_model import RewardModel, build_reward_model
+from nemo_rl.models.dtensor.verdict import found_by_one_rank
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
+from nemo_rl.models.huggingface.head import find_transform
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
+from nemo_rl.models.huggingface.twin import small_twin
+from nemo_rl.models.huggingface.unread import Unread, weights_left_in_files
 from nemo_rl.models.inputs import ModelInputs, with_positions
 from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
 from nemo_rl.utils.device import device_for
@@ -96,12 +102,13 @@ class DTensorBackend(PolicyBackend):
         self._density = sampling_density(config)
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
-        self.model = _build_model(config, seed)
+        self.model, unread = _build_model(config, seed)
         meshes = Meshes.build(layout, device.type)
         self._balance = _expert_balance(self.model.hf, config, device, meshes) if init_optimizer else None
         if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
         _shard(self.model, config, device, meshes)
+        materialize(self.model, self.model.hf, unread, device, cpu_offload=config.dtensor_cfg.cpu_offload)
         self._has_reference = init_reference_model
         on_gpu = device.type != "cpu"
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
@@ -322,26 +329,40 @@ def _memory_is_dear(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | RewardModel:
-    """Load, check and adapt the model, in float32 on the CPU."""
+def _build_model(config: PolicyConfig, seed: int) -> tuple[CausalLMWithLogprobs | RewardModel, Unread]:
+    """Make, check and adapt the model, in float32, its weights left in the files that come with it; collective."""
     if config.reward_model_cfg.enabled:
         return build_reward_model(config)
     packed = config.sequence_packing.enabled
     divided = config.dtensor_cfg.sequence_parallel  # masks cannot be made from a part of the sequence
-    hf = load_causal_lm(
-        config.model_name,
-        config_overrides=config.hf_config_overrides,
-        attn_implementation=register_varlen_attention() if packed or divided else None,
-    )
+    with weights_left_in_files() as unread:
+        hf = load_causal_lm(
+            config.model_name,
+            config_overrides=config.hf_config_overrides,
+            attn_implementation=register_varlen_attention() if packed or divided else None,
+        )
     engine = config.generation.engine if config.generation is not None else None
-    fix_rotary_frequencies(hf, engine.max_model_len if engine is not None else config.max_total_sequence_length)
-    if packed:
-        verify_packing(hf)
-    divided = config.dtensor_cfg.tensor_parallel_size > 1
-    model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size, divides_head=divided)
+    context = engine.max_model_len if engine is not None else config.max_total_sequence_length
+    fix_rotary_frequencies(hf, context)
+    transform = found_by_one_rank(partial(_try_out, hf, context, packed=packed))
+    model = build_causal_lm(
+        hf,
+        transform=transform,
+        chunk_size=config.logprob_chunk_size,
+        divides_head=config.dtensor_cfg.tensor_parallel_size > 1,
+    )
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
-    return model
+    return model, unread
+
+
+def _try_out(hf: PreTrainedModel, context: int, *, packed: bool) -> LogitTransform | None:
+    """Check on a small twin that packed sequences stay apart, and find out what follows its linear head."""
+    twin = small_twin(hf)
+    fix_rotary_frequencies(twin, context)
+    if packed:
+        verify_packing(twin)
+    return find_transform(twin)
 
 
 def _expert_balance(

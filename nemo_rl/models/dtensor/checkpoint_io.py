@@ -4,7 +4,8 @@ Layout (W = weights folder, O = optimizer folder), written by all ranks together
 
     W/model/model-*.safetensors, model.safetensors.index.json, config.json   names and shapes as on the hub
     O/optim/                       torch distributed checkpoint, states under parameter names
-    O/trainer.pt                   schedule, settings of optimizer and schedule, whether the optimizer had state
+    O/trainer.pt                   schedule, settings of optimizer and schedule, hyperparameters of the parameter
+                                   groups, whether the optimizer had state
     O/rng/rank_<r>.pt              random-number generators of each rank
 
 Invariant: a load restores every bit that a save wrote, on any number of ranks (random-number state only on
@@ -18,7 +19,9 @@ import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +29,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.dtensor.optimizer import OptimizerSettings, groups_now, hyperparameters_now
-from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
-from nemo_rl.models.huggingface.folders import MODEL_FOLDER
+from nemo_rl.models.dtensor.weight_files import Part, Piece, join_pieces, local_box, parts_of_this_rank, write_parts
+from nemo_rl.models.huggingface.checkpoint_names import Group, groups_in_memory, in_checkpoint
+from nemo_rl.models.huggingface.folders import MODEL_FOLDER, TENSOR_FILES
+from nemo_rl.models.huggingface.tensor_files import TensorFiles, write_index
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.plain_load import load_plain
 
@@ -87,53 +90,39 @@ def prepare_weights(
     Returns:
         Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
     """
-    weights = weights_by_name(hf).items() if weights is None else weights
-    part, num_bytes = _part_of_this_rank(in_checkpoint(hf, weights))
-    part = {name: keep(f"weights.{name}", tensor) for name, tensor in part.items()}
-    return partial(_write_weights, hf, weights_path / MODEL_FOLDER, part, num_bytes)
+    held = weights_by_name(hf)
+    parts = parts_of_this_rank(in_checkpoint(hf, held.items() if weights is None else weights), held)
+    if keep is not as_it_is:
+        parts = iter([replace(part, values=keep(f"weights.{part.name}", part.values)) for part in parts])
+    return partial(_write_weights, hf, weights_path / MODEL_FOLDER, parts)
 
 
 def _write_weights(
-    hf: PreTrainedModel,
-    folder: Path,
-    part: dict[str, Tensor],
-    num_bytes: dict[str, int],
-    group: dist.ProcessGroup | None = None,
+    hf: PreTrainedModel, folder: Path, parts: Iterator[Part], group: dist.ProcessGroup | None = None
 ) -> None:
-    writer = HuggingFaceStorageWriter(
-        str(folder),
-        fqn_to_index_mapping=_file_numbers(num_bytes),
-        save_distributed=True,
-        enable_consolidation=True,
-    )
+    rank, num_ranks, sharded = dist.get_rank(), dist.get_world_size(), folder / "sharded"
+    mine: list[Piece] = []
     with failing_together(group):
-        dcp.save(part, storage_writer=writer, process_group=group)
+        mine = write_parts(sharded / f"rank_{rank:05d}", parts)
+    gathered: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    dist.all_gather_object(gathered, mine, group=group)
+    pieces: dict[str, list[Piece]] = {}
+    for piece in chain.from_iterable(gathered):
+        pieces.setdefault(piece.name, []).append(piece)
+    file_of = _file_names({name: found[0].num_bytes for name, found in pieces.items()})
     with failing_together(group):
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder / "sharded")
+        for file in sorted(set(file_of.values()))[rank::num_ranks]:
+            join_pieces(folder / file, {name: found for name, found in pieces.items() if file_of[name] == file})
+    with failing_together(group):
+        if rank == 0:
+            shutil.rmtree(sharded)
+            write_index(folder, file_of, sum(found[0].num_bytes for found in pieces.values()))
             hf.config.architectures = [type(hf).__name__]
             hf.config.save_pretrained(folder)
             if hf.can_generate() and hf.generation_config is not None:
                 hf.generation_config.save_pretrained(folder)
 
 
-def _part_of_this_rank(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """What this rank writes: its shards, and its turns of the tensors that all ranks hold whole.
-
-    Returns:
-        The tensors, and the bytes of every tensor of the checkpoint.
-    """
-    part, num_bytes = {}, {}
-    for index, (name, tensor) in enumerate(weights):
-        num_bytes[name] = tensor.numel() * tensor.element_size()
-        if isinstance(tensor, DTensor) or dist.get_world_size() == 1:
-            part[name] = tensor
-        elif index % dist.get_world_size() == dist.get_rank():
-            part[name] = tensor.to("cpu", copy=True)  # a copy, not a view that keeps its whole group in memory
-    return part, num_bytes
-
-
-@torch.no_grad()
 def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
     """Read weights into the model in place, each rank its own part.
 
@@ -141,36 +130,74 @@ def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
         CheckpointError: the folder has no weights, or they are not this model's.
     """
     folder = weights_path / MODEL_FOLDER
-    missing = weights_by_name(hf)
-    for name, value in saved_weights(hf, folder):
-        parameter = missing.pop(name, None)
-        if parameter is None or parameter.shape != value.shape:
-            wanted = "it has no such weight" if parameter is None else f"of shape {tuple(parameter.shape)}"
-            raise CheckpointError(
-                f"{folder} does not fit {type(hf).__name__}: {name} has shape {tuple(value.shape)}, {wanted}."
-            )
-        fill(parameter, value)
+    read = read_weights(hf, saved_weights(folder), strict=True)
+    missing = weights_by_name(hf).keys() - read
     if missing:
         raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: it lacks {', '.join(sorted(missing)[:5])}.")
 
 
-def saved_weights(hf: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors of a model folder by their names in `hf`; bytes are read when they are used.
+def saved_weights(folder: Path) -> TensorFiles:
+    """The tensors of a model folder.
 
     Raises:
-        CheckpointError: there are no weights, or a file is damaged.
+        CheckpointError: there are none, or a file is damaged.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob(TENSOR_FILES))
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors files: not a policy checkpoint.")
-    home: dict[str, Any] = {}
-    for file in files:
-        try:
-            tensors = safe_open(file, framework="pt")
-        except SafetensorError as error:
-            raise CheckpointError(f"{file} is damaged: {error}.") from error
-        home |= dict.fromkeys(tensors.keys(), tensors)
-    return in_memory(hf, home, lambda name: home[name].get_tensor(name))
+    return TensorFiles(files)
+
+
+@torch.no_grad()
+def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = False) -> set[str]:
+    """Read weights from files into the model in place, each rank its own part, as numbers of the model's format.
+
+    Of a tensor that needs no conversion only the rank's part is read; those that are converted together are in memory
+    together, one group at a time.
+
+    Args:
+        hf: the model, sharded or not.
+        tensors: names and shapes as on the hub.
+        strict: whether a tensor that belongs to no weight of the model is an error.
+
+    Returns:
+        Names of the weights that the files hold, each under its first name.
+
+    Raises:
+        CheckpointError: a tensor does not fit the model.
+    """
+    weights = hf.state_dict(keep_vars=True)
+    name_of = {id(tensor): name for name, tensor in (*hf.named_parameters(), *hf.named_buffers())}
+    found: set[str] = set()
+    for group in groups_in_memory(hf, tensors):
+        shapes = {name: tensors.like(name) for name in group.sources}
+        wanted: dict[str, Tensor] = {}
+        for name, like in group.convert(hf, shapes).items():
+            weight = weights.get(name)
+            if weight is None and not strict:
+                continue
+            if weight is None or weight.shape != like.shape:
+                mine = "it has no such weight" if weight is None else f"of shape {tuple(weight.shape)}"
+                file = tensors.file_of[next(iter(group.sources))]
+                raise CheckpointError(
+                    f"{file} does not fit {type(hf).__name__}: {name} has shape {tuple(like.shape)}, {mine}."
+                )
+            found.add(name_of[id(weight)])
+            if held_here(weight).numel() > 0:
+                wanted[name] = weight
+        _read_group(hf, group, tensors, wanted)
+    return found
+
+
+def _read_group(hf: PreTrainedModel, group: Group, tensors: TensorFiles, wanted: dict[str, Tensor]) -> None:
+    """Read what becomes one weight, or several, of which this rank holds some."""
+    if group.converter is None:
+        for source, weight in zip(group.sources, wanted.values(), strict=False):
+            held_here(weight).copy_(tensors.read(source, local_box(weight)))
+    elif wanted:
+        converted = group.convert(hf, {name: tensors.read(name) for name in group.sources})
+        for name, weight in wanted.items():
+            fill(weight, converted[name])
 
 
 def fill(parameter: Tensor, value: Tensor) -> None:
@@ -185,10 +212,7 @@ def held_here(tensor: Tensor) -> Tensor:
 
 def local_part(value: Tensor, like: Tensor) -> Tensor:
     """The part of a whole tensor that this rank holds of `like`; all of it where `like` is not sharded."""
-    if not isinstance(like, DTensor):
-        return value
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    return value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    return value[local_box(like)]
 
 
 def prepare_training_state(
@@ -204,12 +228,14 @@ def prepare_training_state(
     Returns:
         Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
     """
-    state = _kept(_optimizer_state(hf, optimizer), "optim", keep) if optimizer.state else None
+    found = get_optimizer_state_dict(hf, optimizer) if optimizer.state else None
     trainer = {
         "scheduler": copy.deepcopy(scheduler.state_dict()),
-        "has_optimizer_state": state is not None,
+        "has_optimizer_state": found is not None,
+        "optimizer_groups": None if found is None else [_hyperparameters(group) for group in found["param_groups"]],
         "settings": settings,
     }
+    state = None if found is None else _kept(found["state"], "optim.state", keep)
     return partial(_write_training_state, path, state, trainer, rng_state())
 
 
@@ -222,7 +248,7 @@ def _write_training_state(
 ) -> None:
     if state is not None:
         with failing_together(group):
-            dcp.save({"optim": state}, checkpoint_id=str(path / "optim"), process_group=group)
+            dcp.save({"optim": {"state": state}}, checkpoint_id=str(path / "optim"), process_group=group)
     with failing_together(group):
         rng_file = _rng_file(path)
         rng_file.parent.mkdir(parents=True, exist_ok=True)
@@ -265,7 +291,7 @@ def load_training_state(
     if saved is not None and saved["optimizer"]["name"] != settings["optimizer"]["name"]:
         logger.warning("policy.optimizer.name has changed: the optimizer starts without moments.")
     elif trainer["has_optimizer_state"]:
-        _load_moments(hf, optimizer, path / "optim")
+        _load_moments(hf, optimizer, path / "optim", trainer.get("optimizer_groups"))
     if new_values is None:
         scheduler.load_state_dict(trainer["scheduler"])
     else:
@@ -277,19 +303,33 @@ def load_training_state(
         logger.warning("%s is missing: this rank keeps its own random-number state.", _rng_file(path))
 
 
-def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path) -> None:
-    state = {"optim": _optimizer_state(hf, optimizer)}
-    groups = state["optim"]["param_groups"]
-    names = [group["params"] for group in groups]
-    del groups[1:]  # the checkpoint may have others, but always a first one
+def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups: list[dict[str, Any]] | None) -> None:
+    """Read the state of each parameter by its name.
+
+    Args:
+        hf: the model; it may hold other parameters than the ranks that wrote.
+        optimizer: of these parameters.
+        path: the distributed checkpoint.
+        groups: hyperparameters of the saved parameter groups, the same for all; None for checkpoints that have them
+            beside the states.
+    """
+    now: dict[str, Any] = dict(get_optimizer_state_dict(hf, optimizer))
+    names = [group["params"] for group in now["param_groups"]]
+    del now["param_groups"][1:]  # a checkpoint that has them may have others, but always a first one
+    state: dict[str, Any] = {"optim": now if groups is None else {"state": now["state"]}}
     try:
         dcp.load(state, checkpoint_id=str(path))
     except dcp.CheckpointException as error:
         raise CheckpointError(
             f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {_reasons(error)}"
         ) from error
-    state["optim"]["param_groups"] = groups_now(optimizer, names, state["optim"]["param_groups"][0])
+    state["optim"]["param_groups"] = groups_now(optimizer, names, (groups or state["optim"]["param_groups"])[0])
     set_optimizer_state_dict(hf, optimizer, state["optim"])
+
+
+def _hyperparameters(group: Any) -> dict[str, Any]:
+    """What a parameter group of a saved state holds beside the names of this rank's parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 @contextmanager
@@ -349,20 +389,16 @@ def restore_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["accelerator"])
 
 
-def _optimizer_state(hf: PreTrainedModel, optimizer: Optimizer) -> dict[str, Any]:
-    return dict(get_optimizer_state_dict(hf, optimizer))
-
-
 def _rng_file(path: Path) -> Path:
     return path / "rng" / f"rank_{dist.get_rank():05d}.pt"
 
 
-def _file_numbers(num_bytes: dict[str, int]) -> dict[str, int]:
-    """Number the output file of each weight, filling files in order up to MAX_FILE_BYTES."""
+def _file_names(num_bytes: dict[str, int]) -> dict[str, str]:
+    """The output file of each weight, filling files in order up to MAX_FILE_BYTES."""
     numbers, number, filled = {}, 1, 0
     for name, size in num_bytes.items():
         if filled and filled + size > MAX_FILE_BYTES:
             number, filled = number + 1, 0
         numbers[name] = number
         filled += size
-    return numbers
+    return {name: f"model-{mine:05d}-of-{number:05d}.safetensors" for name, mine in numbers.items()}

@@ -1,6 +1,6 @@
 """Low-rank adapters on a frozen model (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
-`backend` calls `apply_lora` between loading and sharding; `adapter_io` writes what is trained; weight sync and
+`backend` calls `apply_lora` between making and sharding the model; `adapter_io` writes what is trained; weight sync and
 checkpoints read `merged_by_name`. Invariant: base weights never change. Code outside of `models.dtensor` sees plain
 weights under Hugging Face names, each merged when it is asked for.
 
@@ -59,7 +59,7 @@ class LoraLinear(nn.Module):
         self.weight = base.weight.requires_grad_(False)
         self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
         self.lora_A = nn.Parameter(_initial_a(config, base, generator))
-        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, config.dim))
+        self.lora_B = nn.Parameter(self.lora_A.new_zeros(base.out_features, config.dim))
         self.scaling = config.alpha / config.dim
         self.dropout, self.dropout_position = config.dropout, config.dropout_position
         self.active = True
@@ -284,11 +284,14 @@ def _listed(available: Sequence[str]) -> str:
 
 
 def _initial_a(config: LoraConfig, base: nn.Linear, generator: torch.Generator) -> Tensor:
-    """A `[dim, in]`: `xavier` is Glorot's normal, `uniform` is U(-1/sqrt(in), 1/sqrt(in))."""
+    """A `[dim, in]`: `xavier` is Glorot's normal, `uniform` is U(-1/sqrt(in), 1/sqrt(in)).
+
+    It lies where the layer's weight does; on the CPU while that has no memory yet.
+    """
     a = torch.empty(config.dim, base.in_features, dtype=base.weight.dtype)
     if config.lora_A_init == "xavier":
         nn.init.xavier_normal_(a, generator=generator)
     else:
         bound = 1 / math.sqrt(base.in_features)
         nn.init.uniform_(a, -bound, bound, generator=generator)
-    return a.to(base.weight.device)
+    return a if base.weight.is_meta else a.to(base.weight.device)

@@ -4,9 +4,10 @@ The counterpart of `causal_lm` for reward models: the same call, so that `backen
 to hidden states, the scalar head sees only the last token of each sequence, packed or padded.
 
 Invariant: parameters keep their Hugging Face names under `hf`, and the score of a sequence is what
-`AutoModelForSequenceClassification` gives for it; `build_reward_model` compares the two at load.
+`AutoModelForSequenceClassification` gives for it; `build_reward_model` compares the two on a small twin.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity, TopK
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.parallelize import ShardableModel
+from nemo_rl.models.dtensor.verdict import found_by_one_rank
 from nemo_rl.models.huggingface.load import load_scoring_model
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
+from nemo_rl.models.huggingface.twin import small_twin
+from nemo_rl.models.huggingface.unread import Unread, weights_left_in_files
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -61,27 +65,35 @@ class RewardModel(ShardableModel):
         return scores_K, torch.zeros_like(scores_K)
 
 
-def build_reward_model(config: PolicyConfig) -> RewardModel:
-    """Load the model named by the policy section with a scalar head, on the CPU.
+def build_reward_model(config: PolicyConfig) -> tuple[RewardModel, Unread]:
+    """Make the model named by the policy section with a scalar head, its weights left in files; collective.
 
     Raises:
         ConfigError: the architecture has no such head, or mixes packed sequences.
     """
     packed = config.sequence_packing.enabled
-    hf = load_scoring_model(
-        config.model_name,
-        config_overrides=config.hf_config_overrides,
-        attn_implementation=register_varlen_attention() if packed else None,
-    )
-    if not _scores_the_last_token(hf):
+    with weights_left_in_files() as unread:
+        hf = load_scoring_model(
+            config.model_name,
+            config_overrides=config.hf_config_overrides,
+            attn_implementation=register_varlen_attention() if packed else None,
+        )
+    fix_rotary_frequencies(hf, config.max_total_sequence_length)
+    found_by_one_rank(partial(_try_out, hf, config.max_total_sequence_length, packed=packed))
+    return RewardModel(hf), unread
+
+
+def _try_out(hf: PreTrainedModel, context: int, *, packed: bool) -> None:
+    """Check on a small twin how the architecture scores, and that it keeps packed sequences apart."""
+    twin = small_twin(hf)
+    if not _scores_the_last_token(twin):
         raise ConfigError(
             f"{type(hf).__name__} does not score a sequence by a linear head `score` on its last token, "
             "so it cannot be trained as a reward model here."
         )
-    fix_rotary_frequencies(hf, config.max_total_sequence_length)
+    fix_rotary_frequencies(twin, context)
     if packed:
-        verify_packing(hf, hidden_states)
-    return RewardModel(hf)
+        verify_packing(twin, hidden_states)
 
 
 def hidden_states(hf: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:

@@ -27,7 +27,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Tensors that are converted together.
 
     Attributes:
@@ -86,8 +86,21 @@ def in_memory(hf: PreTrainedModel, names: Iterable[str], read: Callable[[str], T
         names: all names of the checkpoint.
         read: the tensor of a name; called once for each.
     """
-    for group in _groups(names, _transforms(hf), reverse=False):
+    for group in groups_in_memory(hf, names):
         yield from group.convert(hf, {name: read(name) for name in group.sources}).items()
+
+
+def groups_in_memory(
+    hf: PreTrainedModel, names: Iterable[str], rules: list[WeightTransform] | None = None
+) -> list[Group]:
+    """The tensors of a checkpoint, together where they become one weight of the model.
+
+    Args:
+        hf: the model, on any device.
+        names: all names of the checkpoint.
+        rules: how a load renames and converts; None takes those that the model was loaded by.
+    """
+    return _groups(names, _transforms(hf) if rules is None else deepcopy(rules), reverse=False, hf=hf)
 
 
 def converts(hf: PreTrainedModel) -> bool:
@@ -107,20 +120,27 @@ def _transforms(hf: PreTrainedModel) -> list[WeightTransform]:
     return deepcopy(rules)
 
 
-def _groups(names: Iterable[str], transforms: list[WeightTransform], *, reverse: bool) -> list[_Group]:
+def _groups(
+    names: Iterable[str], transforms: list[WeightTransform], *, reverse: bool, hf: PreTrainedModel | None = None
+) -> list[Group]:
     """Sort names into groups by the result they belong to.
 
     Args:
         names: what is converted.
         transforms: the rules, in order.
         reverse: whether they undo a load, which applies converters before renamings.
+        hf: the model of a load: names of its body alone get its prefix, and rules leave names alone that it has.
     """
     renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    groups: dict[str, _Group] = {}
+    known = {} if hf is None else dict.fromkeys(hf.state_dict(keep_vars=True), True)
+    prefix = None if hf is None else hf.base_model_prefix
+    groups: dict[str, Group] = {}
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, reverse=reverse)
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known, reverse)
+        if target not in known and name in known:
+            target, pattern = rename_source_key(name, [], [], prefix, known)
         converter = by_pattern[pattern] if pattern is not None else None
-        groups.setdefault(target, _Group(target, {}, converter)).sources[name] = pattern or name
+        groups.setdefault(target, Group(target, {}, converter)).sources[name] = pattern or name
     return list(groups.values())

@@ -1,0 +1,28 @@
+"""One rank finds out, all ranks know."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from nemo_rl.utils.errors import ConfigError
+
+
+def found_by_one_rank[AnswerT](find_out: Callable[[], AnswerT]) -> AnswerT:
+    """Let the first rank find something out and tell the others; collective.
+
+    Raises:
+        ConfigError: on all ranks, where the first one raised it.
+    """
+    shared: list[Any] = [None, "rank 0 could not find out how the model computes; its log says why."]
+    try:
+        if dist.get_rank() == 0:
+            shared = [find_out(), None]
+    except ConfigError as error:
+        shared[1] = str(error)
+    finally:
+        dist.broadcast_object_list(shared, src=0)
+    answer, trouble = shared
+    if trouble is not None:
+        raise ConfigError(trouble)
+    return answer

@@ -1,0 +1,158 @@
+"""Weights of a sharded model into safetensors files, without any rank holding more than one whole tensor.
+
+Each rank appends what it holds to a file of its own, tensor by tensor as they come; then the ranks share out the
+safetensors files and put the pieces of each tensor together, one tensor at a time. Files are only ever written from
+front to back by one process, so any storage that all ranks see will do.
+
+Invariant: every element of every tensor is written once, by a rank that holds it.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from nemo_rl.models.huggingface.tensor_files import Box, header_bytes, raw_bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank writes of a tensor.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: of the whole tensor.
+        box: where in it the part lies.
+        values: the part, on any device.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a part has been written.
+
+    Attributes:
+        name: as in `Part`.
+        shape: as in `Part`.
+        dtype: number format.
+        box: as in `Part`.
+        file: written by one rank.
+        start: first byte of the part in it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    file: Path
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def local_box(like: Tensor) -> Box:
+    """Where in the whole tensor this rank's part of it lies; empty where that is all of it."""
+    if not isinstance(like, DTensor):
+        return ()
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def parts_of_this_rank(weights: Iterable[tuple[str, Tensor]], names_here: Iterable[str]) -> Iterator[Part]:
+    """What this rank writes: shards that no other rank writes, and its turns of tensors that several hold whole.
+
+    Collective; the first part comes after the ranks have met.
+
+    Args:
+        weights: every weight of this rank's layers, in the same order on all ranks that hold the same ones.
+        names_here: tells those ranks from others: the names of the model's weights on this rank.
+    """
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, sha256("\n".join(names_here).encode()).hexdigest())
+    peers = [rank for rank, names in enumerate(found) if names == found[dist.get_rank()]]
+    for index, (name, tensor) in enumerate(weights):
+        if isinstance(tensor, DTensor):
+            values, mine = tensor.to_local(), _writes(tensor)
+        else:
+            values, mine = tensor, peers[index % len(peers)] == dist.get_rank()
+        if mine:
+            yield Part(name, tuple(tensor.shape), local_box(tensor), values)
+
+
+def _writes(tensor: DTensor) -> bool:
+    """Whether this rank is the first of those that hold the same shard, and the shard is not empty."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    placed = zip(coordinate, tensor.placements, strict=True) if coordinate is not None else ()
+    first = all(index == 0 for index, placement in placed if placement.is_replicate())
+    return first and coordinate is not None and tensor.to_local().numel() > 0
+
+
+def write_parts(file: Path, parts: Iterable[Part]) -> list[Piece]:
+    """Append parts to a file as they come.
+
+    All parts are asked for even where one cannot be written, since other ranks take part in computing them.
+
+    Raises:
+        OSError: one could not be written.
+    """
+    pieces: list[Piece] = []
+    end, trouble = 0, None
+    for part in parts:
+        if trouble is None:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("ab" if end else "wb") as stream:
+                    written = stream.write(raw_bytes(part.values.detach().to("cpu").contiguous()))
+            except OSError as error:
+                trouble = error
+            else:
+                pieces.append(Piece(part.name, part.shape, part.values.dtype, part.box, file, end))
+                end += written
+    if trouble is not None:
+        raise trouble
+    return pieces
+
+
+def join_pieces(target: Path, pieces_of: dict[str, list[Piece]]) -> None:
+    """Write a safetensors file from the pieces of its tensors, one whole tensor in memory at a time.
+
+    Raises:
+        OSError: a piece cannot be read, or the file cannot be written.
+        RuntimeError: the pieces of a tensor are not all there.
+    """
+    with target.open("wb") as stream:
+        stream.write(header_bytes({name: (pieces[0].dtype, pieces[0].shape) for name, pieces in pieces_of.items()}))
+        for pieces in pieces_of.values():
+            stream.write(raw_bytes(_whole(pieces)))
+
+
+def _whole(pieces: list[Piece]) -> Tensor:
+    whole = torch.empty(pieces[0].shape, dtype=pieces[0].dtype)
+    filled = 0
+    for piece in pieces:
+        part = whole[piece.box]
+        contiguous = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
+        with piece.file.open("rb") as stream:
+            stream.seek(piece.start)
+            if stream.readinto(raw_bytes(contiguous)) != contiguous.nbytes:
+                raise OSError(f"{piece.file} ends before the whole part of {piece.name} is read")
+        if contiguous is not part:
+            part.copy_(contiguous)
+        filled += part.numel()
+    if filled != whole.numel():
+        raise RuntimeError(f"{filled} of {whole.numel()} elements of {pieces[0].name} were written")
+    return whole

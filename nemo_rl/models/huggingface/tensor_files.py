@@ -1,0 +1,120 @@
+"""Tensors of several safetensors files by name, read in parts, and such files written tensor by tensor.
+
+Invariant: nothing is read before it is asked for, and of a tensor only the part that is asked for; what lies mapped is
+the page cache's, not the process's.
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from nemo_rl.utils.errors import CheckpointError
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of number formats in the headers of safetensors files."""
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_ALIGNMENT = 8
+
+type Box = tuple[slice, ...]
+"""A part of a tensor: one slice for each dimension."""
+
+
+class TensorFiles:
+    """The tensors of some files; see the module docstring.
+
+    Args:
+        files: safetensors files; of a name that several hold, the last one counts.
+
+    Attributes:
+        file_of: the file that holds each tensor.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.file_of: dict[str, Path] = {}
+        self._slices: dict[str, Any] = {}
+        for file in files:
+            try:
+                opened = safe_open(file, framework="pt")
+                held = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
+            except SafetensorError as error:
+                raise CheckpointError(f"{file} is damaged: {error}.") from error
+            self._slices |= held
+            self.file_of |= dict.fromkeys(held, file)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+    def like(self, name: str) -> Tensor:
+        """Shape and dtype of a tensor: one on the meta device.
+
+        Raises:
+            CheckpointError: torch has no such number format.
+        """
+        found = self._slices[name]
+        if found.get_dtype() not in _DTYPES:
+            raise CheckpointError(
+                f"{self.file_of[name]}: {name} is in a number format unknown here: {found.get_dtype()}."
+            )
+        return torch.empty(found.get_shape(), dtype=_DTYPES[found.get_dtype()], device="meta")
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A tensor on the CPU, or a part of it that is not empty."""
+        if not box:
+            return self._slices[name][...]
+        return self._slices[name][box]
+
+    def equal(self, name: str, other: str, rows: int = 1024) -> bool:
+        """Whether two tensors hold the same bits; that many rows of each are in memory at a time."""
+        ours, theirs = self.like(name), self.like(other)
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return False
+        if ours.dim() == 0:
+            return torch.equal(self.read(name), self.read(other))
+        parts = [(slice(start, start + rows),) for start in range(0, len(ours), rows)]
+        return all(torch.equal(self.read(name, part), self.read(other, part)) for part in parts)
+
+
+def header_bytes(described: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
+    """What stands before the tensors in a file that holds these, in this order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in described.items():
+        start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def write_index(folder: Path, file_of: Mapping[str, str], num_bytes: int) -> None:
+    """Say which file of a folder holds which tensor, as `transformers` reads it."""
+    content = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

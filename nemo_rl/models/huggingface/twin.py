@@ -1,0 +1,146 @@
+"""A small model of the same architecture with random weights, to try out how the large one computes.
+
+The large model may have no weights yet, or be spread over many ranks. The twin has its configuration and one layer of
+each kind, with smaller vocabulary, feed-forward layers and numbers of experts.
+
+Invariant: what a forward pass does with its inputs, masks and positions is the large model's; only sizes differ.
+"""
+
+import logging
+import math
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import ContextManagers
+
+from nemo_rl.models.huggingface.layers import decoder_layers
+
+logger = logging.getLogger(__name__)
+
+_VOCAB, _INNER = 512, 64
+_GAIN = 2.4
+"""Standard deviation of what a projection makes of inputs of norm one: large enough for every effect to show."""
+_NOISE = 0.1
+_INNER_SIZES = (
+    "intermediate_size",
+    "intermediate_size_mlp",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_NOT_A_KIND = ("layer_idx", "layer_index", "layer_id", "layer_number", "training")
+"""Attributes of modules that differ between layers that compute alike."""
+
+
+def small_twin(hf: PreTrainedModel) -> PreTrainedModel:
+    """Make the twin, in float32 on the CPU and in eval mode; the same one every time, and no random number is used up.
+
+    Args:
+        hf: the model, on any device.
+    """
+    try:
+        twin = _unfilled(hf, _smaller(deepcopy(hf.config)))
+    except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
+        logger.info("%s has no smaller form (%r): it is tried out with layers of its size.", type(hf).__name__, error)
+        twin = _unfilled(hf, deepcopy(hf.config))
+    _keep_one_of_each_kind(twin)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        twin.to_empty(device="cpu")
+        twin.tie_weights()
+        twin.initialize_weights()
+        for parameter in twin.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(_NOISE * torch.randn_like(parameter))
+    return twin.float().eval()
+
+
+def _unfilled(hf: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+    """A model of the same class on the meta device."""
+    kind: Any = type(hf)
+    with ContextManagers(kind.get_init_context(torch.float32, False, False, None)):
+        made: PreTrainedModel = kind(config)
+    return made
+
+
+def _smaller(config: PretrainedConfig) -> PretrainedConfig:
+    """The same configuration with small sizes where no head, group or mask depends on them."""
+    text: Any = config.get_text_config()
+    hidden_size = getattr(text, "hidden_size", None)
+    if isinstance(hidden_size, int) and hasattr(text, "initializer_range"):
+        text.initializer_range = _GAIN / math.sqrt(hidden_size)
+    if text.vocab_size > _VOCAB:
+        text.vocab_size = _VOCAB
+        for token, name in enumerate(_SPECIAL_TOKENS):
+            if getattr(text, name, None) is not None:
+                setattr(text, name, token)
+    for name in _INNER_SIZES:
+        size = getattr(text, name, None)
+        if isinstance(size, int):
+            setattr(text, name, min(size, _INNER))
+    for name in _EXPERTS:
+        count = getattr(text, name, None)
+        if isinstance(count, int):
+            setattr(text, name, min(count, _few_experts(text)))
+    return config
+
+
+def _few_experts(text: Any) -> int:
+    """Twice as many experts as a token may choose, in as many groups as the router knows."""
+    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    groups = getattr(text, "n_group", None) or 1
+    eligible = getattr(text, "topk_group", None) or 1
+    return groups * max(2, math.ceil(2 * chosen / eligible))
+
+
+def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
+    """Leave the first layer of each kind, in order, and say so in the configuration."""
+    layers = decoder_layers(model)
+    holder = next(module for module in model.modules() if isinstance(module, nn.ModuleList) and layers[0] in [*module])
+    kept = [*{repr(_kind(layer)): index for index, layer in reversed([*enumerate(layers)])}.values()][::-1]
+    if len(holder) != len(layers) or len(kept) == len(layers):
+        return
+    kept.sort()
+    chosen = [layers[index] for index in kept]
+    del holder[:]
+    holder.extend(chosen)
+    for position, layer in enumerate(chosen):
+        for module in layer.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx = position  # type: ignore[assignment]
+    owned = [getattr(module, "config", None) for module in model.modules()]
+    configs = [config.get_text_config() for config in owned if isinstance(config, PretrainedConfig)]
+    for config in {id(config): config for config in configs}.values():
+        _describe(config, kept, len(layers))
+
+
+def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
+    """Say in a configuration which of its layers are left."""
+    values: Any = config
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == before:
+            setattr(values, name, [value[index] for index in kept])
+    if getattr(values, "num_hidden_layers", None) == before:
+        values.num_hidden_layers = len(kept)
+
+
+def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:
+    """What a layer computes: its modules, the shapes of their weights and their plain attributes."""
+    return [
+        (
+            name,
+            type(module).__qualname__,
+            [(key, tuple(weight.shape)) for key, weight in module.named_parameters(recurse=False)],
+            [
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, bool | int | float | str | tuple | None) and key not in _NOT_A_KIND
+            ],
+        )
+        for name, module in layer.named_modules()
+    ]
