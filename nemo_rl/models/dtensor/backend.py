@@ -27,11 +27,11 @@ from nemo_rl.config.rules.findings import report_findings
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
-from nemo_rl.distributed.process_group import device_mesh
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
-from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
+from nemo_rl.models.dtensor.attention import register_varlen_attention, use_registered_attention
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
 from nemo_rl.models.dtensor.checkpoint_io import Keep, Write, held_here
+from nemo_rl.models.dtensor.context_parallel import ContextParallel
 from nemo_rl.models.dtensor.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.dtensor.lora import (
     adapted_weights,
@@ -41,6 +41,7 @@ from nemo_rl.models.dtensor.lora import (
     merged_by_name,
     require_on_some_rank,
 )
+from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients, optimizer_settings
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
@@ -95,7 +96,10 @@ class DTensorBackend(PolicyBackend):
         self.model = _build_model(config, seed)
         if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
-        _shard(self.model, config, device, layout)
+        meshes = Meshes.build(layout, device.type)
+        _shard(self.model, config, device, meshes)
+        method = config.dtensor_cfg.context_parallel_method
+        self._context = ContextParallel(meshes.cp, method) if layout.cp > 1 else None
         self._has_reference = init_reference_model
         on_gpu = device.type != "cpu"
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
@@ -117,16 +121,22 @@ class DTensorBackend(PolicyBackend):
         self.model.train(backward)
         with torch.set_grad_enabled(backward):
             for index, inputs in enumerate(microbatches):
-                density = self._density.unfiltered() if inputs.unfiltered else self._density
-                logprobs_K, entropy_K = self.model(
-                    inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
-                )
-                loss = forward_step(index, logprobs_K, entropy_K)
+                loss = forward_step(index, *self._scores(inputs))
                 if backward:
                     assert loss is not None
                     loss.backward()
         if not backward:
             reshard(self.model)
+
+    def _scores(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """What the model gives for all K tokens of a microbatch, on whichever context-parallel rank they are."""
+        own = None if self._context is None else self._context.divide(inputs)
+        mine = inputs if own is None else own.inputs
+        density = self._density.unfiltered() if inputs.unfiltered else self._density
+        first, second = self.model(mine.model_inputs, mine.positions_K, mine.targets_K, density, mine.top_k)
+        if self._context is None or own is None:
+            return first, second
+        return self._context.collect(own, first), self._context.collect(own, second)
 
     def clip_and_step(self) -> tuple[float, bool]:
         """See `PolicyBackend.clip_and_step`; a gradient that is not finite drops the update."""
@@ -176,6 +186,10 @@ class DTensorBackend(PolicyBackend):
         """See `PolicyBackend.decoder_layers`."""
         names = {id(module): name for name, module in self.model.hf.named_modules()}
         return {names[id(layer)]: layer for layer in decoder_layers(self.model.hf)}
+
+    def join_tokens(self, hidden_tD: Tensor) -> Tensor:
+        """See `PolicyBackend.join_tokens`."""
+        return hidden_tD if self._context is None else self._context.join(hidden_tD.to(self.device)).cpu()
 
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `PolicyBackend.iterate_weights`.
@@ -294,16 +308,15 @@ def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | Rewa
     """Load, check and adapt the model, in float32 on the CPU."""
     if config.reward_model_cfg.enabled:
         return build_reward_model(config)
-    packed = config.sequence_packing.enabled
+    packed, divided = config.sequence_packing.enabled, config.dtensor_cfg.context_parallel_size > 1
     hf = load_causal_lm(
         config.model_name,
         config_overrides=config.hf_config_overrides,
-        attn_implementation=register_varlen_attention() if packed else None,
+        attn_implementation=register_varlen_attention() if packed or divided else None,
     )
     engine = config.generation.engine if config.generation is not None else None
     fix_rotary_frequencies(hf, engine.max_model_len if engine is not None else config.max_total_sequence_length)
-    if packed:
-        verify_packing(hf)
+    use_registered_attention(hf, packed=packed, divided=divided)
     model = build_causal_lm(hf, chunk_size=config.logprob_chunk_size)
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
@@ -311,14 +324,13 @@ def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | Rewa
 
 
 def _shard(
-    model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, device: torch.device, layout: ParallelLayout
+    model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, device: torch.device, meshes: Meshes
 ) -> None:
     """Spread a loaded model over the ranks, in place."""
     if config.dtensor_cfg.activation_checkpointing:
         enable_activation_checkpointing(model.hf)
-    mesh = device_mesh(layout, device.type)
     spec = ShardingSpec(torch_dtype(config.precision), config.dtensor_cfg.cpu_offload, device)
-    shard(model, mesh, spec)
+    shard(model, meshes, spec)
 
 
 @torch.no_grad()

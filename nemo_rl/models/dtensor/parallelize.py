@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
@@ -72,7 +72,7 @@ def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def shard[ModelT: ShardableModel](model: ModelT, mesh: DeviceMesh, spec: ShardingSpec) -> ModelT:
+def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingSpec) -> ModelT:
     """Shard decoder layers and root with FSDP2, in place, and move the model to its device.
 
     One float32 rank is left as it is: there is nothing to shard or to cast, and on one CPU core FSDP2's
@@ -81,16 +81,15 @@ def shard[ModelT: ShardableModel](model: ModelT, mesh: DeviceMesh, spec: Shardin
 
     Args:
         model: the wrapped model on the CPU, parameters in float32.
-        mesh: from `process_group.device_mesh`.
+        meshes: who shards with whom.
         spec: precision, offload and device.
     """
-    if mesh.size() == 1 and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
+    if meshes.layout.num_ranks == 1 and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
         return model.to(spec.device)
-    fsdp_mesh = mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
     offload = _offload_policy(spec)
     for layer in decoder_layers(model.hf):
-        fully_shard(layer, mesh=fsdp_mesh, mp_policy=_precision(spec, root=False), offload_policy=offload)
-    fully_shard(model, mesh=fsdp_mesh, mp_policy=_precision(spec, root=True), offload_policy=offload)
+        fully_shard(layer, mesh=meshes.fsdp, mp_policy=_precision(spec, root=False), offload_policy=offload)
+    fully_shard(model, mesh=meshes.fsdp, mp_policy=_precision(spec, root=True), offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

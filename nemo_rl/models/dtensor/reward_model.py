@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity, TopK
-from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
+from nemo_rl.models.dtensor.attention import register_varlen_attention, use_registered_attention
 from nemo_rl.models.dtensor.parallelize import ShardableModel
 from nemo_rl.models.huggingface.load import load_scoring_model
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
@@ -66,11 +66,11 @@ def build_reward_model(config: PolicyConfig) -> RewardModel:
     Raises:
         ConfigError: the architecture has no such head, or mixes packed sequences.
     """
-    packed = config.sequence_packing.enabled
+    packed, divided = config.sequence_packing.enabled, config.dtensor_cfg.context_parallel_size > 1
     hf = load_scoring_model(
         config.model_name,
         config_overrides=config.hf_config_overrides,
-        attn_implementation=register_varlen_attention() if packed else None,
+        attn_implementation=register_varlen_attention() if packed or divided else None,
     )
     if not _scores_the_last_token(hf):
         raise ConfigError(
@@ -78,8 +78,7 @@ def build_reward_model(config: PolicyConfig) -> RewardModel:
             "so it cannot be trained as a reward model here."
         )
     fix_rotary_frequencies(hf, config.max_total_sequence_length)
-    if packed:
-        verify_packing(hf, hidden_states)
+    use_registered_attention(hf, packed=packed, divided=divided, forward=hidden_states)
     return RewardModel(hf)
 
 

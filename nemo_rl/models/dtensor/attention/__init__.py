@@ -1,0 +1,17 @@
+"""The attention function of training: one for padded rows, packed rows, and rows divided over ranks.
+
+`plan` says which keys each query of a row sees, `kernels` computes it, `function` is what transformers calls, `probe`
+compares it with the model's own attention at load. Re-exports the last two.
+"""
+
+from nemo_rl.models.dtensor.attention.function import VARLEN_ATTENTION, register_varlen_attention, varlen_attention
+from nemo_rl.models.dtensor.attention.probe import use_registered_attention, verify_division, verify_packing
+
+__all__ = [
+    "VARLEN_ATTENTION",
+    "register_varlen_attention",
+    "use_registered_attention",
+    "varlen_attention",
+    "verify_division",
+    "verify_packing",
+]
