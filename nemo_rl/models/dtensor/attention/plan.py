@@ -58,6 +58,11 @@ class Piece(NamedTuple):
         """Number of keys, at least as many as queries."""
         return self.key_stop - self.key_start
 
+    @property
+    def work(self) -> int:
+        """Pairs of a query and a key that it sees."""
+        return self.queries * self.keys - self.queries * (self.queries - 1) // 2
+
 
 class Bounds(NamedTuple):
     """A plan as varlen kernels take it.
