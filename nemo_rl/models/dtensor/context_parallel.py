@@ -8,8 +8,9 @@ row, by one of two methods:
   share of the heads.
 
 A row is cut into `2 * cp` chunks of which each rank takes two, those with the most work together with those with the
-least: of one long sequence chunks r and `2 * cp - 1 - r`, as Llama 3 does (arXiv:2407.21783, section 3.3.2). Invariant: ranks that divide a row hold the gradient of
-their own tokens, so gradients are summed over them as over data-parallel ranks; scores leave as those of whole rows.
+least: of one long sequence chunks r and `2 * cp - 1 - r`, as Llama 3 does (arXiv:2407.21783, section 3.3.2). Invariant:
+ranks that divide a row hold the gradient of their own tokens, so gradients are summed over them as over data-parallel
+ranks; scores leave as those of whole rows.
 """
 
 from collections.abc import Sequence
@@ -66,9 +67,8 @@ class Chunks:
     def pieces(self) -> list[Piece]:
         """What this rank's queries see of the whole row's keys."""
         length = self.edges[-1] // self.count
-        return [
-            piece for i, chunk in enumerate(self.mine) for piece in _pieces(self.edges, self.count, chunk, i * length)
-        ]
+        early, late = self.mine
+        return [*_pieces(self.edges, self.count, early, 0), *_pieces(self.edges, self.count, late, length)]
 
     def take(self, rows: Tensor) -> Tensor:
         """This rank's tokens `[b, t]` of `[b, T]`."""
@@ -97,11 +97,12 @@ class Chunks:
 
 def _pieces(edges: Sequence[int], count: int, chunk: int, place: int) -> list[Piece]:
     """One of `count` chunks against the segments that it meets; its queries lie at `place`."""
-    begin, end = (edges[-1] // count * i for i in (chunk, chunk + 1))
+    length = edges[-1] // count
+    begin, end = chunk * length, (chunk + 1) * length
     met = [
-        (max(start, begin), min(stop, end), start) for start, stop in pairwise(edges) if start < end and stop > begin
+        (start, max(start, begin), min(stop, end)) for start, stop in pairwise(edges) if start < end and begin < stop
     ]
-    return [Piece(place + first - begin, place + last - begin, start, last) for first, last, start in met]
+    return [Piece(place + first - begin, place + last - begin, start, last) for start, first, last in met]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scori
         `[b, H, T, D_v]`.
     """
     plan = plan.within(scoring.window)
-    plain = plan.is_one_triangle and scoring.is_plain and scoring.window is None
+    sees_all = scoring.window is None or scoring.window >= key.shape[2]
+    plain = plan.is_one_triangle and scoring.is_plain and sees_all
     kernel = None if plain else varlen.find_kernel(query, key, value, scoring)
     if kernel is not None:
         return _in_one_call(kernel, query, key, value, plan, scoring)

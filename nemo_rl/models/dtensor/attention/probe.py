@@ -130,8 +130,8 @@ def _verify(model: PreTrainedModel, forward: Forward, layout: str, lay_out: _Lay
     if not worst <= allowed:
         raise ConfigError(
             f"{name}: outputs for {layout} sequences differ from those of the same sequences padded, in the model's "
-            f"own attention, by {worst:.2e} (allowed {allowed:.2e}): this architecture mixes tokens elsewhere than in "
-            f"attention, or masks its attention in a way that the registered one does not. {way_out}"
+            f"own attention, by {worst:.2e} (allowed {allowed:.2e}): this architecture mixes {layout} sequences "
+            f"outside attention, or masks it in a way that the registered one does not. {way_out}"
         )
 
 
