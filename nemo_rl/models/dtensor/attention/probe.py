@@ -28,6 +28,7 @@ Forward = Callable[[PreTrainedModel, dict[str, Any]], Tensor]
 """A model and its inputs to the `[b, T, ...]` outputs that are compared."""
 
 _LENGTHS = (11, 9)
+_STRIDE = 7
 _WINDOW = 4
 _WITHOUT_DIVISION = "Set policy.dtensor_cfg.context_parallel_size=1 for this model."
 
@@ -153,26 +154,28 @@ def _packed(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], 
 
 
 def _shuffled(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
-    """One packed row, its second half before its first."""
+    """One packed row in an order in which no two neighbours stay together."""
     packed = packed_model_inputs(segments)
-    half = packed["input_ids"].shape[1] // 2
-    shuffled = {key: packed[key].roll(half, dims=1) for key in ("input_ids", "position_ids")}
-    return shuffled | {"divided_row": _Shuffled(half)}, lambda output: output[0].roll(-half, dims=0)
+    order = torch.arange(sum(_LENGTHS), device=segments[0].device) * _STRIDE % sum(_LENGTHS)
+    row = _Shuffled(order)
+    shuffled = {key: packed[key][:, order] for key in ("input_ids", "position_ids")}
+    return shuffled | {"divided_row": row}, lambda output: output[0][row.places]
 
 
 class _Shuffled:
     """The `DividedRow` of `_shuffled`."""
 
-    def __init__(self, half: int) -> None:
+    def __init__(self, order: Tensor) -> None:
         first, total = _LENGTHS[0], sum(_LENGTHS)
         self.plan = AttentionPlan([Piece(0, first, 0, first), Piece(first, total, first, total)])
-        self._half = half
+        self.places = order.argsort()
+        self._order = order
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return query.roll(-self._half, dims=2), key.roll(-self._half, dims=2), value.roll(-self._half, dims=2)
+        return query[:, :, self.places], key[:, :, self.places], value[:, :, self.places]
 
     def leave(self, out: Tensor) -> Tensor:
-        return out.roll(self._half, dims=2)
+        return out[:, :, self._order]
 
     def heads_of(self, per_head: Tensor) -> Tensor:
         return per_head
