@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nemo_rl.models.dtensor.attention import varlen, varlen_attention
 from nemo_rl.models.dtensor.attention.kernels import attend
-from nemo_rl.models.dtensor.attention.plan import AttentionPlan, Piece, Scoring
+from nemo_rl.models.dtensor.attention.plan import AttentionPlan, Piece, Scoring, plan_of_row
 
 BOUNDS = torch.tensor([0, 5, 7, 16], dtype=torch.int32)
 LATE_CHUNK = [Piece(0, 2, 0, 2), Piece(2, 4, 4, 6), Piece(4, 9, 4, 15)]
@@ -195,7 +195,7 @@ def test_the_backward_kernel_has_the_arguments_it_is_given() -> None:
 
 def test_the_package_caps_scores(kernel) -> None:
     query, key, value = _random((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-    plan, scoring = AttentionPlan.of_row(9), Scoring(2.0, 4, softcap=1.5)
+    plan, scoring = plan_of_row(9), Scoring(2.0, 4, softcap=1.5)
     want = attend(query, key, value, plan, scoring)
     assert not torch.allclose(want, attend(query, key, value, plan, Scoring(2.0, 4)), atol=1e-2)
     kernel(of_the_package)

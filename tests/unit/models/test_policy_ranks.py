@@ -19,6 +19,7 @@ from nemo_rl.distributed.process_group import device_mesh
 from nemo_rl.losses.interfaces import LossType
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.causal_lm import build_causal_lm
+from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.optimizer import clip_gradients, total_norm
 from nemo_rl.models.dtensor.parallelize import ShardingSpec, shard
 from nemo_rl.models.huggingface.load import load_causal_lm
@@ -112,8 +113,8 @@ def test_the_same_run_gives_the_same_bits(tmp_path) -> None:
 
 def _sharded_gradients(rank: int, world_size: int, name: str, dp_replicate: int, dtype, offload) -> dict:
     hf = load_causal_lm(name)
-    mesh = device_mesh(ParallelLayout(dp_replicate=dp_replicate, dp_shard=world_size // dp_replicate), "cpu")
-    model = shard(build_causal_lm(hf), mesh, ShardingSpec(dtype, offload, CPU))
+    layout = ParallelLayout(dp_replicate=dp_replicate, dp_shard=world_size // dp_replicate)
+    model = shard(build_causal_lm(hf), Meshes.build(layout, "cpu"), ShardingSpec(dtype, offload, CPU))
     gen = torch.Generator().manual_seed(rank)
     ids = torch.randint(3, 97, (2, 12), generator=gen)
     positions = torch.arange(11)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from nemo_rl.models.dtensor.attention.kernels import attend
-from nemo_rl.models.dtensor.attention.plan import AttentionPlan, PackedRow, Scoring
+from nemo_rl.models.dtensor.attention.plan import AttentionPlan, PackedRow, Scoring, plan_of_row
 from nemo_rl.utils.errors import ConfigError
 
 VARLEN_ATTENTION = "nemo_rl_varlen"
@@ -94,7 +94,7 @@ def varlen_attention(
     elif cu_seq_lens_q is not None:
         out = attend(query, key, value, PackedRow(cu_seq_lens_q, max_length_q), scoring)
     else:
-        out = attend(query, key, value, AttentionPlan.of_row(query.shape[2]), scoring)
+        out = attend(query, key, value, plan_of_row(query.shape[2]), scoring)
     return out.transpose(1, 2).contiguous(), None
 
 

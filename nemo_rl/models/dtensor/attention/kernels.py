@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_rl.models.dtensor.attention import varlen
 from nemo_rl.models.dtensor.attention.plan import AttentionPlan, Scoring
+from nemo_rl.models.dtensor.attention.varlen import Kernel, find_kernel
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
@@ -29,7 +29,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scori
     plan = plan.within(scoring.window)
     sees_all = scoring.window is None or scoring.window >= key.shape[2]
     plain = plan.is_one_triangle and scoring.is_plain and sees_all
-    kernel = None if plain else varlen.find_kernel(query, key, value, scoring)
+    kernel = None if plain else find_kernel(query, key, value, scoring)
     if kernel is not None:
         return _in_one_call(kernel, query, key, value, plan, scoring)
     parts = [_attend_piece(q, k, v, scoring) for q, k, v in plan.cut(query, key, value)]
@@ -37,7 +37,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scori
 
 
 def _in_one_call(
-    kernel: varlen.Kernel, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scoring: Scoring
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scoring: Scoring
 ) -> Tensor:
     """All rows and pieces laid end to end; values shorter than keys (MLA) are filled with zeros for the call."""
     rows, width = len(query), value.shape[-1]

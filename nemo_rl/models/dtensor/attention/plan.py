@@ -8,7 +8,7 @@ pieces' queries cover the row in order and without gaps; their keys may overlap.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -94,11 +94,6 @@ class AttentionPlan:
         self._narrowed: dict[int, AttentionPlan] = {}
         self._bounds: dict[tuple[int, torch.device], Bounds] = {}
 
-    @classmethod
-    def of_row(cls, length: int) -> "AttentionPlan":
-        """A row that is one sequence, or one and its padding."""
-        return cls([Piece(0, length, 0, length)])
-
     @property
     def is_one_triangle(self) -> bool:
         """Whether plain causal attention over the row is all there is to do; False where that is not known."""
@@ -146,6 +141,12 @@ class AttentionPlan:
         parts = tensor.split([stop - start for start, stop in pairwise(edges)], dim=2)
         runs = [parts[place[piece.key_start] : place[piece.key_stop]] for piece in self.pieces]
         return [run[0] if len(run) == 1 else torch.cat(run, dim=2) for run in runs]
+
+
+@lru_cache(maxsize=16)
+def plan_of_row(length: int) -> AttentionPlan:
+    """A row that is one sequence, or one and its padding; kept, so that layers do not send its bounds again."""
+    return AttentionPlan([Piece(0, length, 0, length)])
 
 
 class PackedRow(AttentionPlan):
