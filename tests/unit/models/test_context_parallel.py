@@ -66,7 +66,8 @@ def _one_case(rank: int, world_size: int, name: str, values: dict[str, Any]) -> 
     out: dict[str, Any] = {}
 
     def keep_gradients() -> tuple[float, bool]:
-        out["gradients"] = {key: full(p.grad) for key, p in worker.backend.model.hf.named_parameters()}
+        named = worker.backend.model.hf.named_parameters()
+        out["gradients"] = {key: full(p.grad) for key, p in named if p.grad is not None}
         worker.backend.model.zero_grad()
         return 0.0, True
 
