@@ -16,6 +16,7 @@ from nemo_rl.config.rules.topology import (
     data_parallel_ranks,
     parallel_sizes,
     plan_topology,
+    row_length_multiple,
     students_share,
     teachers_share,
 )
@@ -145,6 +146,7 @@ __all__ = [
     "find_path",
     "load_config",
     "parallel_sizes",
+    "row_length_multiple",
     "plan_topology",
     "report_findings",
     "save_resolved",

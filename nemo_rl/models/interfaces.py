@@ -124,6 +124,10 @@ class PolicyBackend(ABC):
     def decoder_layers(self) -> dict[str, nn.Module]:
         """The decoder layers of this stage by name, in the order of a forward pass; to find where engines differ."""
 
+    def join_tokens(self, hidden_tD: Tensor) -> Tensor:
+        """`[T, D]` on the CPU: what a layer gave for one row, from the tokens that each rank has of it."""
+        return hidden_tD
+
     @abstractmethod
     def move_optimizer_state(self, to_host: bool) -> None:
         """Move optimizer state to host memory to make room on the device, or back."""

@@ -15,27 +15,27 @@ from nemo_rl.models.dtensor.attention import varlen_attention
 
 LENGTHS = [37, 1, 64, 90]
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
-type Attend = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
+type Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03}
 """Largest error, as a share of the largest value."""
 _FLASH_CAPABILITY = (8, 0)
 
 
 def kernels(bench: Bench) -> Iterator[Finding]:
-    """Output and gradients, grouped queries, with and without a window, in both precisions."""
+    """Output and gradients, grouped queries, with and without a window or sinks, in both precisions."""
     for dtype, allowed in TOLERANCE.items():
-        for window in (None, 16):
-            tensors = _random_heads(bench.device, dtype)
+        for window, has_sinks in ((None, False), (16, False), (16, True)):
+            tensors = _random_heads(bench.device, dtype, has_sinks)
             want = _with_gradients(_dense, [t.double().cpu() for t in tensors], window)
             with _watched_kernel(bench.on_gpu) as calls:
                 got = _with_gradients(_packed, tensors, window)
-            names = ("output", "grad_query", "grad_key", "grad_value")
-            errors = {name: _relative(g, w) for name, g, w in zip(names, got, want, strict=True)}
+            names = ("output", "grad_query", "grad_key", "grad_value", "grad_sinks")
+            errors = {name: _relative(g, w) for name, g, w in zip(names, got, want, strict=False)}
             problem = "" if max(errors.values()) <= allowed else "differs from dense attention"
             if dtype == torch.bfloat16 and _has_flash(bench) and not calls:
                 problem = "torch's varlen flash attention did not run"
             used = "flash" if calls else "sdpa per segment"
-            name = f"{str(dtype).removeprefix('torch.')}, window {window}"
+            name = f"{str(dtype).removeprefix('torch.')}, window {window}{', sinks' if has_sinks else ''}"
             yield Finding(name, {**errors, "allowed": allowed, "kernel": used}, problem)
 
 
@@ -63,25 +63,27 @@ def _watched_kernel(on_gpu: bool) -> Iterator[list[str]]:
         yield calls
 
 
-def _random_heads(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Query, key and value `[1, H, T, D]`."""
+def _random_heads(device: torch.device, dtype: torch.dtype, has_sinks: bool) -> list[Tensor]:
+    """Query, key and value `[1, H, T, D]`, and sinks `[H]`."""
     generator = torch.Generator().manual_seed(1)
-    return [
-        torch.randn(1, heads, sum(LENGTHS), HEAD_DIM, generator=generator).to(device, dtype)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    ]
+    heads = [(1, heads, sum(LENGTHS), HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    shapes: list[tuple[int, ...]] = [*heads, (HEADS,)] if has_sinks else [*heads]
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
-def _packed(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+def _packed(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: int | None) -> Tensor:
     """`[1, T, H, D]` by the library."""
     bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
     mask = None if window is None else torch.tensor(window)
-    out, _ = varlen_attention(nn.Module(), query, key, value, mask, cu_seq_lens_q=bounds, max_length_q=max(LENGTHS))
+    longest = max(LENGTHS)
+    out, _ = varlen_attention(
+        nn.Module(), query, key, value, mask, s_aux=sinks, cu_seq_lens_q=bounds, max_length_q=longest
+    )
     return out
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """`[1, T, H, D]` by the definition: one matrix of scores over all segments."""
+def _dense(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: int | None) -> Tensor:
+    """`[1, T, H, D]` by the definition: one matrix of scores over all segments, a sink is one more column."""
     segment_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     position_T = torch.arange(sum(LENGTHS))
     distance_TT = position_T[:, None] - position_T[None, :]
@@ -90,14 +92,18 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Ten
         sees_TT &= distance_TT < window
     key, value = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (key, value))
     scores_HTT = query @ key.transpose(-1, -2) * HEAD_DIM**-0.5
-    weights_HTT = scores_HTT.masked_fill(~sees_TT, float("-inf")).softmax(-1)
+    scores_HTT = scores_HTT.masked_fill(~sees_TT, float("-inf"))
+    if sinks is not None:
+        scores_HTT = torch.cat([scores_HTT, sinks.view(1, -1, 1, 1).expand(*scores_HTT.shape[:-1], 1)], dim=-1)
+    weights_HTT = scores_HTT.softmax(-1)[..., : len(position_T)]
     return (weights_HTT @ value).transpose(1, 2)
 
 
 def _with_gradients(attend: Attend, tensors: list[Tensor], window: int | None) -> list[Tensor]:
     """Output, and gradients of a weighted sum of it, in float64 on the CPU."""
-    query, key, value = leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    out = attend(query, key, value, window)
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    query, key, value, *sinks = leaves
+    out = attend(query, key, value, sinks[0] if sinks else None, window)
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
     gradients = torch.autograd.grad((out * weight.to(out)).sum(), leaves)
     return [t.detach().double().cpu() for t in (out, *gradients)]

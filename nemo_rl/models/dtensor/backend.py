@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,18 +27,18 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.findings import report_findings
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.parallel_logprobs import LogitTransform, SamplingDensity
+from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
-from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
-from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
+from nemo_rl.models.dtensor.build import build_model
+from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
 from nemo_rl.models.dtensor.checkpoint_io import Keep, Write, held_here
+from nemo_rl.models.dtensor.context_parallel import ContextParallel
 from nemo_rl.models.dtensor.expert_balance import ExpertBalance, auxiliary_coefficient, freeze_routers
 from nemo_rl.models.dtensor.expert_parallel import find_experts
 from nemo_rl.models.dtensor.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.dtensor.lora import (
     adapted_weights,
     adapters_off,
-    apply_lora,
     check_adapters_moved,
     merged_by_name,
     require_on_some_rank,
@@ -55,15 +54,10 @@ from nemo_rl.models.dtensor.parallelize import (
     shard,
 )
 from nemo_rl.models.dtensor.placements import whole
-from nemo_rl.models.dtensor.reward_model import RewardModel, build_reward_model
-from nemo_rl.models.dtensor.verdict import found_by_one_rank
+from nemo_rl.models.dtensor.reward_model import RewardModel
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
-from nemo_rl.models.huggingface.head import find_transform
 from nemo_rl.models.huggingface.layers import decoder_layers
-from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
-from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
-from nemo_rl.models.huggingface.twin import small_twin
-from nemo_rl.models.huggingface.unread import Unread, weights_left_in_files
+from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.inputs import ModelInputs, with_positions
 from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
 from nemo_rl.utils.device import device_for
@@ -102,13 +96,19 @@ class DTensorBackend(PolicyBackend):
         self._density = sampling_density(config)
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
-        self.model, unread = _build_model(config, seed)
+        self.model, unread = build_model(config, seed)
         meshes = Meshes.build(layout, device.type)
         self._balance = _expert_balance(self.model.hf, config, device, meshes) if init_optimizer else None
         if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
         _shard(self.model, config, device, meshes)
         materialize(self.model, self.model.hf, unread, device, cpu_offload=config.dtensor_cfg.cpu_offload)
+        method = config.dtensor_cfg.context_parallel_method
+        self._context = ContextParallel(meshes.cp, method) if layout.cp > 1 else None
+        meshes = Meshes.build(layout, device.type)
+        _shard(self.model, config, device, meshes)
+        method = config.dtensor_cfg.context_parallel_method
+        self._context = ContextParallel(meshes.cp, method) if layout.cp > 1 else None
         self._has_reference = init_reference_model
         on_gpu = device.type != "cpu"
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
@@ -143,15 +143,20 @@ class DTensorBackend(PolicyBackend):
             reshard(self.model)
 
     def _scores(self, inputs: ModelInputs, balance: ExpertBalance | None) -> tuple[Tensor, Tensor]:
-        """What the model gives for a microbatch; a training pass is watched."""
+        """What the model gives for all K tokens of a microbatch, on whichever context-parallel rank they are.
+
+        A training pass is watched.
+        """
         density = self._density.unfiltered() if inputs.unfiltered else self._density
         if self.model.sequence_parallel:
             inputs = with_positions(inputs)
-        with nullcontext() if balance is None else balance.watching(inputs.real_tokens):
-            scores: tuple[Tensor, Tensor] = self.model(
-                inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
-            )
-        return scores
+        own = None if self._context is None else self._context.divide(inputs)
+        mine = inputs if own is None else own.inputs
+        with nullcontext() if balance is None else balance.watching(mine.real_tokens):
+            first, second = self.model(mine.model_inputs, mine.positions_K, mine.targets_K, density, mine.top_k)
+        if self._context is None or own is None:
+            return first, second
+        return self._context.collect(own, first), self._context.collect(own, second)
 
     @torch.no_grad()
     def _survey(self, microbatches: Sequence[ModelInputs], balance: ExpertBalance) -> None:
@@ -215,6 +220,10 @@ class DTensorBackend(PolicyBackend):
         """See `PolicyBackend.decoder_layers`."""
         names = {id(module): name for name, module in self.model.hf.named_modules()}
         return {names[id(layer)]: layer for layer in decoder_layers(self.model.hf)}
+
+    def join_tokens(self, hidden_tD: Tensor) -> Tensor:
+        """See `PolicyBackend.join_tokens`."""
+        return hidden_tD if self._context is None else self._context.join(hidden_tD.to(self.device)).cpu()
 
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `PolicyBackend.iterate_weights`.
@@ -327,42 +336,6 @@ def sampling_density(config: PolicyConfig) -> SamplingDensity:
 def _memory_is_dear(device: torch.device) -> bool:
     """Whether a frozen model is held in the precision it computes in: on GPUs; on CPUs it stays as it was loaded."""
     return device.type != "cpu"
-
-
-def _build_model(config: PolicyConfig, seed: int) -> tuple[CausalLMWithLogprobs | RewardModel, Unread]:
-    """Make, check and adapt the model, in float32, its weights left in the files that come with it; collective."""
-    if config.reward_model_cfg.enabled:
-        return build_reward_model(config)
-    packed = config.sequence_packing.enabled
-    divided = config.dtensor_cfg.sequence_parallel  # masks cannot be made from a part of the sequence
-    with weights_left_in_files() as unread:
-        hf = load_causal_lm(
-            config.model_name,
-            config_overrides=config.hf_config_overrides,
-            attn_implementation=register_varlen_attention() if packed or divided else None,
-        )
-    engine = config.generation.engine if config.generation is not None else None
-    context = engine.max_model_len if engine is not None else config.max_total_sequence_length
-    fix_rotary_frequencies(hf, context)
-    transform = found_by_one_rank(partial(_try_out, hf, context, packed=packed))
-    model = build_causal_lm(
-        hf,
-        transform=transform,
-        chunk_size=config.logprob_chunk_size,
-        divides_head=config.dtensor_cfg.tensor_parallel_size > 1,
-    )
-    if config.dtensor_cfg.lora_cfg.enabled:
-        apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
-    return model, unread
-
-
-def _try_out(hf: PreTrainedModel, context: int, *, packed: bool) -> LogitTransform | None:
-    """Check on a small twin that packed sequences stay apart, and find out what follows its linear head."""
-    twin = small_twin(hf)
-    fix_rotary_frequencies(twin, context)
-    if packed:
-        verify_packing(twin)
-    return find_transform(twin)
 
 
 def _expert_balance(

@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity, TopK
-from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
+from nemo_rl.models.dtensor.attention import attention_to_load, choose_attention
 from nemo_rl.models.dtensor.parallelize import ShardableModel
 from nemo_rl.models.dtensor.verdict import found_by_one_rank
 from nemo_rl.models.huggingface.load import load_scoring_model
@@ -71,20 +71,20 @@ def build_reward_model(config: PolicyConfig) -> tuple[RewardModel, Unread]:
     Raises:
         ConfigError: the architecture has no such head, or mixes packed sequences.
     """
-    packed = config.sequence_packing.enabled
     with weights_left_in_files() as unread:
         hf = load_scoring_model(
             config.model_name,
             config_overrides=config.hf_config_overrides,
-            attn_implementation=register_varlen_attention() if packed else None,
+            attn_implementation=attention_to_load(config),
         )
-    fix_rotary_frequencies(hf, config.max_total_sequence_length)
-    found_by_one_rank(partial(_try_out, hf, config.max_total_sequence_length, packed=packed))
+    context = config.max_total_sequence_length
+    fix_rotary_frequencies(hf, context)
+    hf.set_attn_implementation(found_by_one_rank(partial(_try_out, hf, context, config)))
     return RewardModel(hf), unread
 
 
-def _try_out(hf: PreTrainedModel, context: int, *, packed: bool) -> None:
-    """Check on a small twin how the architecture scores, and that it keeps packed sequences apart."""
+def _try_out(hf: PreTrainedModel, context: int, config: PolicyConfig) -> str:
+    """Check on a small twin how the architecture scores; returns the attention that it takes."""
     twin = small_twin(hf)
     if not _scores_the_last_token(twin):
         raise ConfigError(
@@ -92,8 +92,7 @@ def _try_out(hf: PreTrainedModel, context: int, *, packed: bool) -> None:
             "so it cannot be trained as a reward model here."
         )
     fix_rotary_frequencies(twin, context)
-    if packed:
-        verify_packing(twin, hidden_states)
+    return choose_attention(twin, config, hidden_states)
 
 
 def hidden_states(hf: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:

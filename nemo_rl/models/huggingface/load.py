@@ -111,8 +111,8 @@ def _attention_choice(
     model_class = classes.get(type(config), None)
     if model_class is not None and not model_class._can_set_attn_implementation():
         raise ConfigError(
-            f"{model_class.__name__} computes its attention in code of its own, which knows no packed sequences. "
-            f"{WITHOUT_PACKING}"
+            f"{model_class.__name__} computes its attention in code of its own, which knows neither packed rows nor "
+            f"rows that ranks divide. {WITHOUT_PACKING} Leave policy.dtensor_cfg.context_parallel_size=1."
         )
     return {"attn_implementation": attn_implementation}
 

@@ -4,6 +4,7 @@ The plan itself comes from `data.packing`. Invariant: any number of rows works. 
 uneven is filled with rows that count for nothing and score nothing.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl.config import PolicyConfig
+from nemo_rl.config import PolicyConfig, row_length_multiple
 from nemo_rl.data.packing import (
     FixedSize,
     MicrobatchPlan,
@@ -159,9 +160,9 @@ def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) 
 def _strategy(config: PolicyConfig, size: int, tokens: int, micro_batch_size: int | None) -> MicrobatchStrategy:
     if micro_batch_size is not None:
         return FixedSize(micro_batch_size)
-    round_to = config.make_sequence_length_divisible_by
+    round_to = row_length_multiple(config)
     if config.sequence_packing.enabled:
         return Packed(tokens, config.sequence_packing.algorithm, round_to)
     if config.dynamic_batching.enabled:
-        return TokenBudget(tokens, max(round_to, config.dynamic_batching.sequence_length_round))
+        return TokenBudget(tokens, math.lcm(round_to, config.dynamic_batching.sequence_length_round))
     return FixedSize(size)

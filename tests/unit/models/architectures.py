@@ -32,7 +32,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v3": _MLA
     | _GROUPED
     | {"num_key_value_heads": 4, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 48},
-    "gemma2": _GEMMA,
+    "gemma2": _GEMMA | {"attn_logit_softcapping": 1.0},
     "gemma3_text": _GEMMA,
     "gpt_oss": _HYBRID | _LOCAL_EXPERTS,
     "llama4_text": _LOCAL_EXPERTS | {"attention_chunk_size": 5, "head_dim": 16, "intermediate_size_mlp": 96},

@@ -7,7 +7,13 @@ from policy_helpers import VOCAB
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedModel
 
-from nemo_rl.models.dtensor.attention import VARLEN_ATTENTION, register_varlen_attention, verify_packing
+from nemo_rl.models.dtensor.attention import (
+    VARLEN_ATTENTION,
+    register_varlen_attention,
+    use_registered_attention,
+    verify_division,
+    verify_packing,
+)
 from nemo_rl.models.huggingface.load import load_causal_lm
 from nemo_rl.models.inputs import packed_model_inputs
 from nemo_rl.utils.errors import ConfigError
@@ -15,7 +21,7 @@ from nemo_rl.utils.errors import ConfigError
 PACKS = (
     *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "ministral", "mixtral", "phi", "phi3", "phimoe"),
     *("deepseek_v3", "gemma3_text", "gpt_neox", "gpt2", "cohere2", "olmo2", "olmo3", "starcoder2", "exaone4"),
-    *("smollm3", "glm4", "granite"),
+    *("smollm3", "glm4", "granite", "gemma2", "gpt_oss"),
 )
 REFUSED_AT_LOAD = {
     "falcon": "FalconForCausalLM computes its attention in code of its own",
@@ -25,8 +31,6 @@ REFUSED_AT_LOAD = {
     "bloom": "BloomForCausalLM computes its attention in code of its own",
 }
 REFUSED_BY_PROBE = {
-    "gemma2": "Gemma2Attention asks its attention for softcap",
-    "gpt_oss": "GptOssAttention asks its attention for s_aux",
     "llama4_text": "Llama4ForCausalLM uses chunked attention",
     "doge": "DogeAttention asks its attention for a mask of its own",
     "minimax": "MiniMaxForCausalLM: outputs for packed sequences differ .* padded",
@@ -49,6 +53,7 @@ def _logprobs(model: PreTrainedModel, inputs: dict) -> Tensor:
 def test_packed_is_the_models_own_attention_padded(model_type) -> None:
     model = random_model(model_type)
     segments = list(((torch.arange(40) * 7 + 3) % VOCAB).split([23, 17]))
+    model.set_attn_implementation("eager")
     padded = _logprobs(model, {"input_ids": torch.nn.utils.rnn.pad_sequence(segments, batch_first=True)})
     want = torch.cat([row[: len(segment)] for row, segment in zip(padded, segments, strict=True)])
     verify_packing(_packing(model))
@@ -66,6 +71,56 @@ def test_attention_that_cannot_be_replaced_is_refused_before_the_weights_are_rea
 def test_what_packing_would_lose_is_refused(model_type) -> None:
     with pytest.raises(ConfigError, match=f"(?s){REFUSED_BY_PROBE[model_type]}.*{WAY_OUT}"):
         verify_packing(_packing(random_model(model_type)))
+
+
+@pytest.mark.parametrize("model_type", ["minimax", "stablelm", "llama4_text", "doge"])
+def test_what_ranks_cannot_divide_is_refused(model_type) -> None:
+    """Tokens that meet outside attention: linear attention, arguments that do not reach it, masks of its own."""
+    with pytest.raises(ConfigError, match=r"(?s)ForCausalLM.*context_parallel_size=1"):
+        use_registered_attention(random_model(model_type), packed=False, divided=True)
+
+
+def test_a_layer_that_looks_at_its_neighbour_is_noticed_where_packing_would_not() -> None:
+    model = _packing(random_model("qwen3"))
+    verify_division(model)
+    layer = model.model.layers[0]
+    plain = layer.forward
+
+    def with_neighbour(hidden: Tensor, position_ids: Tensor, **kwargs) -> Tensor:
+        """A convolution that knows where sequences begin."""
+        left = hidden.roll(1, dims=1) * (position_ids > 0)[..., None]
+        return plain(hidden + 0.1 * left, position_ids=position_ids, **kwargs)
+
+    layer.forward = with_neighbour
+    verify_packing(model)
+    with pytest.raises(ConfigError, match="mixes divided sequences"):
+        verify_division(model)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mistral", "deepseek_v3"])
+def test_padded_rows_use_it_too_and_have_the_models_gradients(model_type) -> None:
+    ids = (torch.arange(40) * 7 + 3).view(2, 20) % VOCAB
+    found = []
+    for registered in (False, True):
+        model = random_model(model_type)
+        model.set_attn_implementation("eager")
+        if registered:
+            use_registered_attention(model, packed=False, divided=False)
+            assert model.config._attn_implementation == VARLEN_ATTENTION
+        model(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)[..., 5].sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for name, want in found[0].items():
+        torch.testing.assert_close(found[1][name], want, rtol=0, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("model_type", ["doge", "llama4_text", "falcon"])
+def test_where_nothing_needs_it_a_model_keeps_its_own(model_type, caplog) -> None:
+    model = random_model(model_type)
+    own = model.config._attn_implementation
+    with caplog.at_level("INFO"):
+        use_registered_attention(model, packed=False, divided=False)
+    assert model.config._attn_implementation == own != VARLEN_ATTENTION
+    assert "keeps its own attention" in caplog.text
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2_moe"])

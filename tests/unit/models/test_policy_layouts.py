@@ -190,13 +190,6 @@ def _gemma2() -> Gemma2ForCausalLM:
     ).eval()
 
 
-def test_packing_is_refused_for_soft_capped_attention() -> None:
-    model = _gemma2()
-    model.set_attn_implementation(register_varlen_attention())
-    with pytest.raises(ConfigError, match="softcap"):
-        verify_packing(model)
-
-
 def test_float16_is_for_models_that_are_not_trained(tmp_path) -> None:
     config = policy_config(save_tiny_model(tmp_path, initializer_range=0.05), precision="float16")
     data = random_batch(rows=2, width=8)

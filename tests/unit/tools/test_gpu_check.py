@@ -25,7 +25,8 @@ from gpu_checks.runner import Check, Runner, Setting
 from gpu_checks.shapes import SHAPES
 from transformers import AutoConfig
 
-from nemo_rl.models.dtensor import attention, checkpoint_io
+from nemo_rl.models.dtensor import checkpoint_io
+from nemo_rl.models.dtensor.attention import kernels as attention_kernels
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.worker import GenerationWorker
 from nemo_rl.utils.errors import ConfigError, WeightSyncError
@@ -168,10 +169,8 @@ def bench(tmp_path) -> Iterator[Bench]:
 
 def test_attention_that_sees_too_much_is_found(bench, monkeypatch) -> None:
     assert not any(finding.problem for finding in kernels(bench))
-    causal = attention._causal
-    monkeypatch.setattr(
-        attention, "_causal", lambda q, k, v, dropout, scale, window: causal(q, k, v, dropout, scale, None)
-    )
+    mask = attention_kernels._mask
+    monkeypatch.setattr(attention_kernels, "_mask", lambda query, key, window: mask(query, key, None))
     problems = {finding.name: finding.problem for finding in kernels(bench)}
     assert problems["float32, window None"] == ""
     assert problems["float32, window 16"] == problems["bfloat16, window 16"] == "differs from dense attention"

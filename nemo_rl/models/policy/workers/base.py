@@ -9,6 +9,7 @@ microbatches is the same on every rank, and a rank with nothing to count runs an
 """
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl.config import PolicyConfig
+from nemo_rl.config import PolicyConfig, row_length_multiple
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import TopK
@@ -196,7 +197,7 @@ class PolicyWorker:
         layers = self.backend.decoder_layers()
         with recorded_outputs(list(layers.values())) as outputs:
             self.get_logprobs(rows, [1])
-        return list(layers), [output[: len(token_ids)] for output in outputs]
+        return list(layers), [self.backend.join_tokens(output)[: len(token_ids)] for output in outputs]
 
     def score(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
         """Score this rank's rows as wholes; only for reward models.
@@ -327,9 +328,9 @@ class PolicyWorker:
 
 def input_layout(config: PolicyConfig) -> InputLayout:
     """How the configuration wants microbatches laid out."""
-    round_to = config.make_sequence_length_divisible_by
+    round_to = row_length_multiple(config)
     if config.dynamic_batching.enabled:
-        round_to = max(round_to, config.dynamic_batching.sequence_length_round)
+        round_to = math.lcm(round_to, config.dynamic_batching.sequence_length_round)
     return InputLayout(packed=config.sequence_packing.enabled, round_to=round_to)
 
 

@@ -1,0 +1,20 @@
+"""The attention function of training: one for padded rows, packed rows, and rows divided over ranks.
+
+`plan` says which keys each query of a row sees, `kernels` computes it, `function` is what transformers calls, `probe`
+compares it with the model's own attention at load, and `choice` says what a policy section needs of it.
+"""
+
+from nemo_rl.models.dtensor.attention.choice import attention_to_load, choose_attention
+from nemo_rl.models.dtensor.attention.function import VARLEN_ATTENTION, register_varlen_attention, varlen_attention
+from nemo_rl.models.dtensor.attention.probe import use_registered_attention, verify_division, verify_packing
+
+__all__ = [
+    "VARLEN_ATTENTION",
+    "attention_to_load",
+    "choose_attention",
+    "register_varlen_attention",
+    "use_registered_attention",
+    "varlen_attention",
+    "verify_division",
+    "verify_packing",
+]

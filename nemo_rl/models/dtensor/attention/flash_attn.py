@@ -1,0 +1,16 @@
+"""The `flash-attn` package, where it is installed."""
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+
+@cache
+def flash_attn_varlen() -> Callable[..., Any] | None:
+    """Its function `flash_attn_varlen_func`; None where the package is not installed."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func

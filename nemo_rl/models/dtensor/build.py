@@ -1,0 +1,62 @@
+"""Make the model of a policy section: its class and configuration, checked and adapted, its weights left in the files.
+
+Before `parallelize.shard` spreads it over the ranks and `materialize` reads each rank's part. Invariant: what cannot
+be honoured is found on a small twin by one rank, and refused by all.
+"""
+
+from functools import partial
+
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.parallel_logprobs import LogitTransform
+from nemo_rl.models.dtensor.attention import attention_to_load, choose_attention
+from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
+from nemo_rl.models.dtensor.lora import apply_lora
+from nemo_rl.models.dtensor.reward_model import RewardModel, build_reward_model
+from nemo_rl.models.dtensor.verdict import found_by_one_rank
+from nemo_rl.models.huggingface.head import find_transform
+from nemo_rl.models.huggingface.load import load_causal_lm
+from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
+from nemo_rl.models.huggingface.twin import small_twin
+from nemo_rl.models.huggingface.unread import Unread, weights_left_in_files
+
+
+def build_model(config: PolicyConfig, seed: int) -> tuple[CausalLMWithLogprobs | RewardModel, Unread]:
+    """Make, check and adapt the model, in float32; collective.
+
+    Args:
+        config: the policy section.
+        seed: run seed, for the adapters' first values.
+
+    Returns:
+        The model, its parameters on the meta device where files have them, and these files.
+
+    Raises:
+        ConfigError: the architecture cannot do what is asked.
+    """
+    if config.reward_model_cfg.enabled:
+        return build_reward_model(config)
+    with weights_left_in_files() as unread:
+        hf = load_causal_lm(
+            config.model_name,
+            config_overrides=config.hf_config_overrides,
+            attn_implementation=attention_to_load(config),
+        )
+    engine = config.generation.engine if config.generation is not None else None
+    context = engine.max_model_len if engine is not None else config.max_total_sequence_length
+    fix_rotary_frequencies(hf, context)
+    attention, transform = found_by_one_rank(partial(_try_out, hf, context, config))
+    hf.set_attn_implementation(attention)
+    divided = config.dtensor_cfg.tensor_parallel_size > 1
+    model = build_causal_lm(hf, transform=transform, chunk_size=config.logprob_chunk_size, divides_head=divided)
+    if config.dtensor_cfg.lora_cfg.enabled:
+        apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
+    return model, unread
+
+
+def _try_out(hf: PreTrainedModel, context: int, config: PolicyConfig) -> tuple[str, LogitTransform | None]:
+    """Find out on a small twin which attention it takes, and what follows its linear head."""
+    twin = small_twin(hf)
+    fix_rotary_frequencies(twin, context)
+    return choose_attention(twin, config), find_transform(twin)

@@ -1,0 +1,245 @@
+"""Context parallelism: the ranks of a group divide the tokens of each row.
+
+Everything but attention treats tokens one by one, so each rank runs the model on its own; attention sees the whole
+row, by one of two methods:
+
+* `all_gather`: keys and values of all ranks are gathered; a rank computes its own queries. Any number of heads.
+* `ulysses`: tokens are exchanged for heads (Jacobs et al. 2023, arXiv:2309.14509); a rank computes all queries of its
+  share of the heads.
+
+A row is cut into `2 * cp` chunks of which each rank takes two, those with the most work together with those with the
+least: of one long sequence chunks r and `2 * cp - 1 - r`, as Llama 3 does (arXiv:2407.21783, section 3.3.2). Invariant:
+ranks that divide a row hold the gradient of their own tokens, so gradients are summed over them as over data-parallel
+ranks; scores leave as those of whole rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import lcm
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from nemo_rl.distributed.collectives import all_gather, all_reduce, all_to_all
+from nemo_rl.models.dtensor.attention.plan import AttentionPlan, Piece
+from nemo_rl.models.inputs import ModelInputs
+from nemo_rl.utils.errors import ConfigError
+
+_OF_WHOLE_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How a row is cut: which two chunks each rank has.
+
+    Attributes:
+        rank: this rank.
+        by_rank: all chunks, two of each rank, in the order of the ranks.
+        edges: where the row's segments begin, and its end.
+    """
+
+    rank: int
+    by_rank: Sequence[int]
+    edges: Sequence[int]
+
+    @classmethod
+    def balanced(cls, edges: Sequence[int], ranks: int, rank: int) -> "Chunks":
+        """The most work with the least, so that no two ranks differ by more than the work of one chunk."""
+        work = [sum(p.work for p in _pieces(edges, 2 * ranks, chunk, 0)) for chunk in range(2 * ranks)]
+        lightest_first = sorted(range(2 * ranks), key=lambda chunk: work[chunk])
+        pairs = (sorted((lightest_first[i], lightest_first[-1 - i])) for i in range(ranks))
+        return cls(rank, [chunk for pair in pairs for chunk in pair], edges)
+
+    @property
+    def count(self) -> int:
+        """Chunks of a row, two for each rank."""
+        return len(self.by_rank)
+
+    @property
+    def mine(self) -> Sequence[int]:
+        """This rank's chunks, the earlier first."""
+        return self.by_rank[2 * self.rank : 2 * self.rank + 2]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What this rank's queries see of the whole row's keys."""
+        length = self.edges[-1] // self.count
+        early, late = self.mine
+        return [*_pieces(self.edges, self.count, early, 0), *_pieces(self.edges, self.count, late, length)]
+
+    def take(self, rows: Tensor) -> Tensor:
+        """This rank's tokens `[b, t]` of `[b, T]`."""
+        parts = rows.chunk(self.count, dim=1)
+        return torch.cat([parts[chunk] for chunk in self.mine], dim=1)
+
+    def own(self, positions_K: Tensor) -> tuple[Tensor, Tensor]:
+        """Places of tokens of flattened `[b, T]` rows in this rank's `[b, t]`, and which of them it has."""
+        length = self.edges[-1] // self.count
+        row_K, place_K = positions_K // self.edges[-1], positions_K % self.edges[-1]
+        chunk_K, offset_K = place_K // length, place_K % length
+        early, late = self.mine
+        own_K = row_K * 2 * length + (chunk_K == late) * length + offset_K
+        return own_K, (chunk_K == early) | (chunk_K == late)
+
+    def to_row(self, x: Tensor, dim: int) -> Tensor:
+        """From the order of the ranks to that of the row."""
+        parts = x.chunk(self.count, dim)
+        return torch.cat([parts[self.by_rank.index(chunk)] for chunk in range(self.count)], dim)
+
+    def to_ranks(self, x: Tensor, dim: int) -> Tensor:
+        """From the order of the row to that of the ranks."""
+        parts = x.chunk(self.count, dim)
+        return torch.cat([parts[chunk] for chunk in self.by_rank], dim)
+
+
+def _pieces(edges: Sequence[int], count: int, chunk: int, place: int) -> list[Piece]:
+    """One of `count` chunks against the segments that it meets; its queries lie at `place`."""
+    length = edges[-1] // count
+    begin, end = chunk * length, (chunk + 1) * length
+    met = [
+        (start, max(start, begin), min(stop, end)) for start, stop in pairwise(edges) if start < end and begin < stop
+    ]
+    return [Piece(place + first - begin, place + last - begin, start, last) for start, first, last in met]
+
+
+@dataclass(frozen=True)
+class OwnTokens:
+    """What a rank's forward needs of a microbatch.
+
+    Attributes:
+        inputs: its tokens, and what of them is scored.
+        places: which of the microbatch's K scores are its own.
+        num_scores: K.
+    """
+
+    inputs: ModelInputs
+    places: Tensor
+    num_scores: int
+
+
+class ContextParallel:
+    """One rank's part of the rows.
+
+    Args:
+        mesh: one axis, the ranks that divide the same rows.
+        method: `all_gather` or `ulysses`.
+    """
+
+    def __init__(self, mesh: DeviceMesh, method: str) -> None:
+        self._group, self._ranks, self._rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self._row = _GatheredRow if method == "all_gather" else _ExchangedRow
+        self._chunks: Chunks | None = None
+
+    def divide(self, inputs: ModelInputs) -> OwnTokens:
+        """Keep this rank's tokens.
+
+        Args:
+            inputs: the microbatch, equal on all ranks; its rows are a multiple of `2 * cp` tokens long.
+
+        Raises:
+            ConfigError: the rows are not.
+        """
+        tokens = inputs.model_inputs["input_ids"]
+        num_rows, length = tokens.shape
+        if length % (2 * self._ranks):
+            raise ConfigError(
+                f"rows of {length} tokens do not divide into {2 * self._ranks} equal chunks, two for each of "
+                f"{self._ranks} context-parallel ranks. Set policy.make_sequence_length_divisible_by to a multiple of "
+                f"{2 * self._ranks}."
+            )
+        whole = {key: value for key, value in inputs.model_inputs.items() if key not in _OF_WHOLE_ROWS}
+        whole.setdefault("position_ids", torch.arange(length, device=tokens.device).expand(num_rows, length))
+        bounds = inputs.model_inputs.get("cu_seq_lens_q")
+        self._chunks = chunks = Chunks.balanced(
+            [0, length] if bounds is None else bounds.tolist(), self._ranks, self._rank
+        )
+        own = {key: chunks.take(value) for key, value in whole.items()}
+        positions_K, is_own = chunks.own(inputs.positions_K)
+        places = is_own.nonzero()[:, 0]
+        mine = replace(
+            inputs,
+            model_inputs=own | {"divided_row": self._row(chunks, self._group)},
+            positions_K=positions_K[places],
+            targets_K=inputs.targets_K[places],
+        )
+        return OwnTokens(mine, places, len(inputs.positions_K))
+
+    def collect(self, own: OwnTokens, values: Tensor) -> Tensor:
+        """All ranks' values `[K, ...]` of a microbatch, on every rank; the gradient is that of the rank's own."""
+        whole = values.new_zeros((own.num_scores, *values.shape[1:])).index_copy(0, own.places, values)
+        return all_reduce(whole, self._group)
+
+    def join(self, hidden_tD: Tensor) -> Tensor:
+        """`[T, D]` of the row divided last, from every rank's own tokens; not differentiable."""
+        assert self._chunks is not None, "nothing has been divided"
+        return self._chunks.to_row(all_gather(hidden_tD, 0, self._group, partial_gradient=False), 0)
+
+
+class _GatheredRow:
+    """Own queries, everybody's keys and values."""
+
+    def __init__(self, chunks: Chunks, group: dist.ProcessGroup) -> None:
+        self.plan = AttentionPlan(chunks.pieces)
+        self._chunks, self._group = chunks, group
+
+    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `DividedRow`; one collective for keys and values."""
+        both = all_gather(torch.cat([key, value], dim=-1), 2, self._group, partial_gradient=True)
+        key, value = self._chunks.to_row(both, 2).split([key.shape[-1], value.shape[-1]], dim=-1)
+        return query, key, value
+
+    def leave(self, out: Tensor) -> Tensor:
+        """See `DividedRow`."""
+        return out
+
+    def heads_of(self, per_head: Tensor) -> Tensor:
+        """See `DividedRow`."""
+        return per_head
+
+
+class _ExchangedRow:
+    """All tokens, this rank's heads. Fewer key heads than ranks are repeated, as grouped queries share them anyway."""
+
+    def __init__(self, chunks: Chunks, group: dist.ProcessGroup) -> None:
+        self.plan = AttentionPlan([Piece(start, stop, start, stop) for start, stop in pairwise(chunks.edges)])
+        self._chunks, self._group, self._ranks = chunks, group, chunks.count // 2
+
+    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `DividedRow`.
+
+        Raises:
+            ConfigError: the heads do not divide over the ranks.
+        """
+        heads, key_heads, ranks = query.shape[1], key.shape[1], self._ranks
+        if heads % ranks:
+            raise ConfigError(
+                f"policy.dtensor_cfg.context_parallel_method=ulysses divides the {heads} attention heads of a rank "
+                f"over {ranks} context-parallel ranks, and {heads} is no multiple of {ranks}. Use "
+                f"context_parallel_size={max(n for n in range(1, ranks) if heads % n == 0)} or "
+                "context_parallel_method=all_gather."
+            )
+        copies = lcm(key_heads, ranks) // key_heads
+        if copies > 1:
+            key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
+        return self._to_heads(query), self._to_heads(key), self._to_heads(value)
+
+    def leave(self, out: Tensor) -> Tensor:
+        """See `DividedRow`."""
+        sent = self._chunks.to_ranks(out, 2).unflatten(2, (self._ranks, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
+        return self._exchanged(sent).transpose(0, 1)
+
+    def heads_of(self, per_head: Tensor) -> Tensor:
+        """See `DividedRow`."""
+        return per_head.chunk(self._ranks)[self._chunks.rank]
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        """`[b, H, t, D]` of own tokens to `[b, H / cp, T, D]` of own heads."""
+        got = self._exchanged(x.transpose(0, 1)).unflatten(0, (self._ranks, -1))
+        return self._chunks.to_row(got.permute(2, 1, 0, 3, 4).flatten(2, 3), 2)
+
+    def _exchanged(self, x: Tensor) -> Tensor:
+        each = [len(x) // self._ranks] * self._ranks
+        return all_to_all(x, each, each, self._group)
