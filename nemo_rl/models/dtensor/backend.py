@@ -105,10 +105,6 @@ class DTensorBackend(PolicyBackend):
         materialize(self.model, self.model.hf, unread, device, cpu_offload=config.dtensor_cfg.cpu_offload)
         method = config.dtensor_cfg.context_parallel_method
         self._context = ContextParallel(meshes.cp, method) if layout.cp > 1 else None
-        meshes = Meshes.build(layout, device.type)
-        _shard(self.model, config, device, meshes)
-        method = config.dtensor_cfg.context_parallel_method
-        self._context = ContextParallel(meshes.cp, method) if layout.cp > 1 else None
         self._has_reference = init_reference_model
         on_gpu = device.type != "cpu"
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload

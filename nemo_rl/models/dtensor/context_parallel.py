@@ -164,6 +164,7 @@ class ContextParallel:
             model_inputs=own | {"divided_row": self._row(chunks, self._group)},
             positions_K=positions_K[places],
             targets_K=inputs.targets_K[places],
+            real_tokens=None if inputs.real_tokens is None else chunks.take(inputs.real_tokens),
         )
         return OwnTokens(mine, places, len(inputs.positions_K))
 
