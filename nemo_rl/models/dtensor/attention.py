@@ -199,14 +199,14 @@ def _logits(model: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:
 def verify_packing(
     model: PreTrainedModel, forward: Callable[[PreTrainedModel, dict[str, Any]], Tensor] = _logits
 ) -> None:
-    """Check on real weights that two packed sequences score as they do padded, in the model's own attention.
+    """Check that two packed sequences score as they do padded, in the model's own attention.
 
     Catches what an architecture's mask holds beyond causality and windows, and every way to leak across a
     boundary: state-space or convolution layers, masks built inside the model, positions not taken from
     `position_ids`. Windows are shortened for the check, so that the few tokens reach beyond them.
 
     Args:
-        model: the unsharded model, loaded with `attn_implementation=VARLEN_ATTENTION`.
+        model: the unsharded model, or a small twin of it, made with `attn_implementation=VARLEN_ATTENTION`.
         forward: model and its inputs to the `[b, T, ...]` outputs that are compared; logits by default.
 
     Raises:

@@ -5,7 +5,7 @@ chunks (`distributed.parallel_logprobs`). Both happen inside one module's forwar
 gathers the root's parameters (embedding, final norm, head) around exactly that call.
 
 Invariant: parameters keep their Hugging Face names under `hf`, and the log-probabilities are those of the model's own
-logits: `build_causal_lm` compares the two at load and falls back to the model's own forward for heads that are more
+logits: `has_plain_head` compares the two, on a small twin of a model that has no weights yet, and falls back to the model's own forward for heads that are more
 than a linear layer (soft-capping, logit scales).
 """
 
