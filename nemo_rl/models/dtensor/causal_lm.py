@@ -5,8 +5,8 @@ chunks (`distributed.parallel_logprobs`). Both happen inside one module's forwar
 gathers the root's parameters (embedding, final norm, head) around exactly that call.
 
 Invariant: parameters keep their Hugging Face names under `hf`, and the log-probabilities are those of the model's own
-logits: `has_plain_head` compares the two, on a small twin of a model that has no weights yet, and falls back to the model's own forward for heads that are more
-than a linear layer (soft-capping, logit scales).
+logits: `has_plain_head` compares the two, on a small twin where the model has no weights yet. For heads that are more
+than a linear layer (soft-capping, logit scales) the model's own forward is used.
 """
 
 import logging
