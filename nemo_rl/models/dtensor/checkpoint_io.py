@@ -192,7 +192,8 @@ def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = Fa
 def _read_group(hf: PreTrainedModel, group: Group, tensors: TensorFiles, wanted: dict[str, Tensor]) -> None:
     """Read what becomes one weight, or several, of which this rank holds some."""
     if group.converter is None:
-        for source, weight in zip(group.sources, wanted.values(), strict=False):
+        (source,) = group.sources
+        for weight in wanted.values():
             held_here(weight).copy_(tensors.read(source, local_box(weight)))
     elif wanted:
         converted = group.convert(hf, {name: tensors.read(name) for name in group.sources})
