@@ -33,6 +33,7 @@ from nemo_rl.models.dtensor.checkpoint_io import (
     saved_weights,
 )
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
+from nemo_rl.models.dtensor.pipeline.weights import joined, of_all_stages
 from nemo_rl.models.huggingface.checkpoint_names import converts
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
@@ -57,8 +58,9 @@ def save_adapter(
         weights_path: the W of the module docstring.
         keep: applied to every tensor that will be written.
     """
-    named = _adapter_parameters(hf).items()
-    tensors = {_peft_key(name): keep(f"adapter.{name}", _full(parameter)) for name, parameter in named}
+    mine = ((name, _full(parameter)) for name, parameter in _adapter_parameters(hf).items())
+    named = of_all_stages(hf, mine)
+    tensors = {_peft_key(name): keep(f"adapter.{name}", tensor.cpu().contiguous()) for name, tensor in named}
     described = json.dumps(_peft_config(config, base_name, hf), indent=2) + "\n"
     return partial(_write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
 
@@ -153,7 +155,8 @@ def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
     """Copy saved values into the adapters, each rank its own part."""
     saved = load_file(folder / _WEIGHTS_FILE)
     parameters = _adapter_parameters(hf)
-    _require_same_shapes(folder, saved, {_peft_key(name): tensor for name, tensor in parameters.items()})
+    shapes = joined(hf, {_peft_key(name): tuple(tensor.shape) for name, tensor in parameters.items()})
+    _require_same_shapes(folder, saved, shapes)
     for name, parameter in parameters.items():
         fill(parameter, saved[_peft_key(name)])
 
@@ -182,6 +185,7 @@ def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None
             close[name] = _close(held_here(merged), local_part(value, merged).to(device))
     if adapted:
         raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: it lacks {next(iter(adapted))}.")
+    close = joined(hf, close)
     agreed = torch.tensor(list(close.values()), device=device).int()
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     wrong = [name for name, same in zip(close, agreed.tolist(), strict=True) if not same]
@@ -217,7 +221,7 @@ def _peft_config(config: LoraConfig, base_name: str, hf: PreTrainedModel) -> dic
     adapters of dense and shared layers would be lost. Named by their weights they are found; without dropout, which
     PEFT allows for none of those and which is off when an adapter is used.
     """
-    names = list(adapted_modules(hf))
+    names = list(joined(hf, dict.fromkeys(adapted_modules(hf))))
     taken = [name for name in names if name.rpartition(".")[2] in _EXPERT_LAYERS] if converts(hf) else []
     return {
         "peft_type": "LORA",
@@ -237,9 +241,8 @@ def _peft_config(config: LoraConfig, base_name: str, hf: PreTrainedModel) -> dic
     }
 
 
-def _require_same_shapes(folder: Path, saved: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def _require_same_shapes(folder: Path, saved: dict[str, Tensor], wanted_shapes: dict[str, tuple[int, ...]]) -> None:
     saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    wanted_shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
     different = sorted(dict(saved_shapes.items() ^ wanted_shapes.items()))
     if different:
         first = different[0]
@@ -256,4 +259,4 @@ def _full(tensor: Tensor) -> Tensor:
         home = tensor.device_mesh.device_type
         sharded: Any = tensor if tensor.device.type == home else tensor.to(home)
         tensor = sharded.full_tensor()
-    return tensor.cpu().contiguous()
+    return tensor

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.findings import report_findings
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
-from nemo_rl.distributed.process_group import device_mesh
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.attention import register_varlen_attention, verify_packing
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
@@ -41,6 +41,7 @@ from nemo_rl.models.dtensor.lora import (
     merged_by_name,
     require_on_some_rank,
 )
+from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients, optimizer_settings
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
@@ -48,6 +49,14 @@ from nemo_rl.models.dtensor.parallelize import (
     hold_in,
     reshard,
     shard,
+)
+from nemo_rl.models.dtensor.pipeline.runner import HiddenStates, Pipeline, Score
+from nemo_rl.models.dtensor.pipeline.stages import Place, cut, divide_layers, require_divisible, stage_of
+from nemo_rl.models.dtensor.pipeline.weights import (
+    copied_parameters,
+    of_all_stages,
+    sum_shared_gradients,
+    without_copies,
 )
 from nemo_rl.models.dtensor.reward_model import RewardModel, build_reward_model
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
@@ -95,7 +104,10 @@ class DTensorBackend(PolicyBackend):
         self.model = _build_model(config, seed)
         if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
-        _shard(self.model, config, device, layout)
+        self._meshes = Meshes.build(layout, device.type)
+        _shard(self.model, config, device, self._meshes)
+        self._stage = stage_of(self.model.hf)
+        self._pipeline = _pipeline(self.model, config, self._score)
         self._has_reference = init_reference_model
         on_gpu = device.type != "cpu"
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
@@ -114,24 +126,36 @@ class DTensorBackend(PolicyBackend):
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
         """See `PolicyBackend.run`."""
+        if self._pipeline is not None:
+            return self._pipeline.run(microbatches, forward_step, backward=backward)
         self.model.train(backward)
         with torch.set_grad_enabled(backward):
             for index, inputs in enumerate(microbatches):
-                density = self._density.unfiltered() if inputs.unfiltered else self._density
-                logprobs_K, entropy_K = self.model(
-                    inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
-                )
-                loss = forward_step(index, logprobs_K, entropy_K)
+                loss = forward_step(index, *self._score(inputs))
                 if backward:
                     assert loss is not None
                     loss.backward()
         if not backward:
             reshard(self.model)
 
+    def _score(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """The model's scores of one microbatch, and their entropy."""
+        density = self._density.unfiltered() if inputs.unfiltered else self._density
+        scores: tuple[Tensor, Tensor] = self.model(
+            inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
+        )
+        return scores
+
     def clip_and_step(self) -> tuple[float, bool]:
         """See `PolicyBackend.clip_and_step`; a gradient that is not finite drops the update."""
         assert self.optimizer is not None, "this policy was made without an optimizer"
-        norm = clip_gradients(self.model.parameters(), self._max_grad_norm)
+        sum_shared_gradients(self.model.hf)
+        norm = clip_gradients(
+            self.model.parameters(),
+            self._max_grad_norm,
+            copies=copied_parameters(self.model.hf),
+            sum_over_stages=self._stage.sum if self._stage is not None else None,
+        )
         finite = norm == norm and norm != float("inf")
         if finite:
             self.optimizer.step()
@@ -186,8 +210,9 @@ class DTensorBackend(PolicyBackend):
         Raises:
             WeightSyncError: adapters were trained, but every weight that leaves is the base model's.
         """
-        base = {} if self._adapters_unproven else adapted_weights(self.model.hf)
-        arrives = not base
+        proves = self._lora.enabled and not self._adapters_unproven
+        base = adapted_weights(self.model.hf) if proves else {}
+        arrives = not proves
 
         def outgoing() -> Iterator[tuple[str, Tensor]]:
             nonlocal arrives
@@ -197,9 +222,10 @@ class DTensorBackend(PolicyBackend):
                     arrives = not torch.equal(held_here(tensor), held_here(self._outgoing(base[name], dtype)))
                 yield name, tensor
 
-        for name, tensor in in_checkpoint(self.model.hf, outgoing()):
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if base:
+        mine = in_checkpoint(self.model.hf, without_copies(self.model.hf, outgoing()))
+        whole = ((name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in mine)
+        yield from of_all_stages(self.model.hf, whole)
+        if proves:
             require_on_some_rank(arrives, self.device)
 
     def _outgoing(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -311,14 +337,34 @@ def _build_model(config: PolicyConfig, seed: int) -> CausalLMWithLogprobs | Rewa
 
 
 def _shard(
-    model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, device: torch.device, layout: ParallelLayout
+    model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, device: torch.device, meshes: Meshes
 ) -> None:
     """Spread a loaded model over the ranks, in place."""
+    if meshes.layout.pp > 1:
+        _keep_stage(model.hf, config, device, meshes)
     if config.dtensor_cfg.activation_checkpointing:
         enable_activation_checkpointing(model.hf)
-    mesh = device_mesh(layout, device.type)
-    spec = ShardingSpec(torch_dtype(config.precision), config.dtensor_cfg.cpu_offload, device)
-    shard(model, mesh, spec)
+    keep_gathered = meshes.layout.pp > 1
+    spec = ShardingSpec(torch_dtype(config.precision), config.dtensor_cfg.cpu_offload, device, keep_gathered)
+    shard(model, meshes.world, spec)
+
+
+def _keep_stage(hf: PreTrainedModel, config: PolicyConfig, device: torch.device, meshes: Meshes) -> None:
+    """Leave of a loaded model what this rank's pipeline stage holds, in place."""
+    size = meshes.layout.pp
+    chunks = divide_layers(len(decoder_layers(hf)), size, config.dtensor_cfg.virtual_pipeline_size)
+    place = Place(meshes.pp.get_local_rank(), size, chunks, meshes.pp.get_group(), device)
+    require_divisible(hf, place)
+    cut(hf, place)
+
+
+def _pipeline(model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, score: Score) -> Pipeline | None:
+    """What runs microbatches through the stages; None for a whole model."""
+    stage = stage_of(model.hf)
+    if stage is None:
+        return None
+    width = model.hf.config.get_text_config().hidden_size
+    return Pipeline(model, stage, HiddenStates(width, torch_dtype(config.precision)), score)
 
 
 @torch.no_grad()

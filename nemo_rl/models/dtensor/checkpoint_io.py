@@ -40,6 +40,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.dtensor.optimizer import OptimizerSettings, hyperparameters_now, keep_implementation
+from nemo_rl.models.dtensor.pipeline.stages import stage_of
+from nemo_rl.models.dtensor.pipeline.weights import joined, names_here, ranks_of_stage, without_copies
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint, in_memory
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError
@@ -61,13 +63,17 @@ def as_it_is(name: str, tensor: Tensor) -> Tensor:
 
 
 def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by the model's own names, tied ones once; no copies."""
+    """Parameters and persistent buffers by the model's own names, tied ones once; no copies.
+
+    Of a pipeline stage those that it holds, tied ones under the name that the whole model has for them.
+    """
     persistent = hf.state_dict(keep_vars=True)
     named = {name: parameter.detach() for name, parameter in hf.named_parameters()}
     for name, buffer in hf.named_buffers():
         if name in persistent:
             named[name] = buffer.detach()
-    return named
+    stage = stage_of(hf)
+    return named if stage is None else {stage.known_as(name): tensor for name, tensor in named.items()}
 
 
 def prepare_weights(
@@ -88,7 +94,8 @@ def prepare_weights(
         Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
     """
     weights = weights_by_name(hf).items() if weights is None else weights
-    part, num_bytes = _part_of_this_rank(in_checkpoint(hf, weights))
+    part, num_bytes = _part_of_this_rank(in_checkpoint(hf, without_copies(hf, weights)), ranks_of_stage(hf))
+    num_bytes = joined(hf, num_bytes)
     part = {name: keep(f"weights.{name}", tensor) for name, tensor in part.items()}
     return partial(_write_weights, hf, weights_path / MODEL_FOLDER, part, num_bytes)
 
@@ -117,18 +124,20 @@ def _write_weights(
                 hf.generation_config.save_pretrained(folder)
 
 
-def _part_of_this_rank(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """What this rank writes: its shards, and its turns of the tensors that all ranks hold whole.
+def _part_of_this_rank(
+    weights: Iterable[tuple[str, Tensor]], num_ranks: int
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """What this rank writes: its shards, and its turns of the tensors that `num_ranks` neighbours hold whole.
 
     Returns:
-        The tensors, and the bytes of every tensor of the checkpoint.
+        The tensors, and the bytes of every one of the weights.
     """
     part, num_bytes = {}, {}
     for index, (name, tensor) in enumerate(weights):
         num_bytes[name] = tensor.numel() * tensor.element_size()
         if isinstance(tensor, DTensor) or dist.get_world_size() == 1:
             part[name] = tensor
-        elif index % dist.get_world_size() == dist.get_rank():
+        elif index % num_ranks == dist.get_rank() % num_ranks:
             part[name] = tensor.to("cpu", copy=True)  # a copy, not a view that keeps its whole group in memory
     return part, num_bytes
 
@@ -141,8 +150,10 @@ def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
         CheckpointError: the folder has no weights, or they are not this model's.
     """
     folder = weights_path / MODEL_FOLDER
-    missing = weights_by_name(hf)
+    missing, stage = weights_by_name(hf), stage_of(hf)
     for name, value in saved_weights(hf, folder):
+        if stage is not None and name in stage.elsewhere:
+            continue
         parameter = missing.pop(name, None)
         if parameter is None or parameter.shape != value.shape:
             wanted = "it has no such weight" if parameter is None else f"of shape {tuple(parameter.shape)}"
@@ -275,7 +286,8 @@ def load_training_state(
 
 
 def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path) -> None:
-    state = {"optim": _optimizer_state(hf, optimizer)}
+    state = {"optim": _optimizer_state(hf, optimizer, with_copies=True)}
+    mine = [group["params"] for group in state["optim"]["param_groups"]]
     try:
         dcp.load(state, checkpoint_id=str(path))
     except dcp.CheckpointException as error:
@@ -283,7 +295,9 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path) -> None
             f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {_reasons(error)}"
         ) from error
     keep_implementation(optimizer, state["optim"]["param_groups"])
-    set_optimizer_state_dict(hf, optimizer, state["optim"])
+    for group, names in zip(state["optim"]["param_groups"], mine, strict=True):
+        group["params"] = names  # saved are those of one pipeline stage
+    set_optimizer_state_dict(hf, optimizer, _renamed(state["optim"], names_here(hf)))
 
 
 @contextmanager
@@ -343,8 +357,31 @@ def restore_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["accelerator"])
 
 
-def _optimizer_state(hf: PreTrainedModel, optimizer: Optimizer) -> dict[str, Any]:
-    return dict(get_optimizer_state_dict(hf, optimizer))
+def _optimizer_state(hf: PreTrainedModel, optimizer: Optimizer, *, with_copies: bool = False) -> dict[str, Any]:
+    """The optimizer's state under the names that checkpoints have for the parameters of this stage.
+
+    Args:
+        hf: the model, or a pipeline stage of it.
+        optimizer: of its parameters.
+        with_copies: also the state of parameters that an earlier stage holds too.
+    """
+    state, stage = dict(get_optimizer_state_dict(hf, optimizer)), stage_of(hf)
+    if stage is None:
+        return state
+    state = _renamed(state, stage.renamed)
+    if not with_copies:
+        state["state"] = {name: value for name, value in state["state"].items() if name not in stage.copies}
+    return state
+
+
+def _renamed(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """An optimizer's state with other names for some parameters."""
+    return {
+        "state": {names.get(name, name): value for name, value in state["state"].items()},
+        "param_groups": [
+            group | {"params": [names.get(name, name) for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
 
 
 def _rng_file(path: Path) -> Path:

@@ -7,9 +7,10 @@ a parameter.
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from transformers.modeling_utils import PreTrainedModel
 
@@ -35,6 +37,11 @@ class ShardableModel(nn.Module):
 
     hf: PreTrainedModel
 
+    def body(self, model_inputs: dict[str, Any]) -> Tensor:
+        """`[b, T, D]` hidden states behind this rank's layers: what a pipeline stage hands on."""
+        hidden: Tensor = self.hf.base_model(**model_inputs, use_cache=False).last_hidden_state
+        return hidden
+
 
 @dataclass(frozen=True)
 class ShardingSpec:
@@ -44,11 +51,13 @@ class ShardingSpec:
         compute_dtype: dtype of the forward and backward pass; parameters stay float32.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         device: where the rank computes.
+        keep_gathered: gather parameters once for a whole run of microbatches, until `reshard` (pipeline stages).
     """
 
     compute_dtype: torch.dtype
     cpu_offload: bool
     device: torch.device
+    keep_gathered: bool = False
 
 
 def enable_activation_checkpointing(hf: PreTrainedModel) -> None:
@@ -75,7 +84,7 @@ def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
 def shard[ModelT: ShardableModel](model: ModelT, mesh: DeviceMesh, spec: ShardingSpec) -> ModelT:
     """Shard decoder layers and root with FSDP2, in place, and move the model to its device.
 
-    One float32 rank is left as it is: there is nothing to shard or to cast, and on one CPU core FSDP2's
+    One float32 rank of a stage is left as it is: there is nothing to shard or to cast, and on one CPU core FSDP2's
     hooks cost a step of a 2-million-parameter model 18 % at 512 tokens (2048 tokens: nothing; a
     0.26-million-parameter model at 256 tokens: 54 %).
 
@@ -84,29 +93,34 @@ def shard[ModelT: ShardableModel](model: ModelT, mesh: DeviceMesh, spec: Shardin
         mesh: from `process_group.device_mesh`.
         spec: precision, offload and device.
     """
-    if mesh.size() == 1 and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
+    if mesh.size() == mesh["pp"].size() and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
         return model.to(spec.device)
     fsdp_mesh = mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
-    offload = _offload_policy(spec)
+    options: dict[str, Any] = {"mesh": fsdp_mesh, "offload_policy": _offload_policy(spec)}
+    if spec.keep_gathered:
+        options["reshard_after_forward"] = False
     for layer in decoder_layers(model.hf):
-        fully_shard(layer, mesh=fsdp_mesh, mp_policy=_precision(spec, root=False), offload_policy=offload)
-    fully_shard(model, mesh=fsdp_mesh, mp_policy=_precision(spec, root=True), offload_policy=offload)
+        fully_shard(layer, mp_policy=_precision(spec, root=False), **options)
+    fully_shard(model, mp_policy=_precision(spec, root=True), **options)
+    register_fsdp_forward_method(model, "body")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            module.set_reshard_after_backward(not spec.keep_gathered, recurse=False)
     _move_buffers(model, spec.device)
     return model
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters after a pass without backward.
+    """Free gathered parameters after a pass without backward, or after a run of microbatches through a pipeline.
 
-    FSDP2 keeps the root gathered after such a pass; a later change of the shards (optimizer step,
-    reference weights) would then go unnoticed by the next forward.
+    FSDP2 keeps the root gathered after such a pass, and everything with `keep_gathered`; a later change of the shards
+    (optimizer step, reference weights) would then go unnoticed by the next forward.
     """
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _precision(spec: ShardingSpec, *, root: bool) -> MixedPrecisionPolicy:

@@ -24,6 +24,7 @@ from typing import Any, Concatenate
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.core_model_loading import dot_natural_key
 
 from nemo_rl.config import PolicyConfig, TimeoutsConfig, report_findings
 from nemo_rl.config.rules.model import check_backend
@@ -234,8 +235,10 @@ class Policy(PolicyInterface):
         reports: list[tuple[list[str], list[torch.Tensor]]] = self._run_everywhere(
             "layer_outputs", "comparing layers", token_ids=token_ids
         )
-        stages = [reports[rank] for rank in self.layout.stage_ranks]
-        return [name for names, _ in stages for name in names], [output for _, outputs in stages for output in outputs]
+        found = [pair for rank in self.layout.stage_ranks for pair in zip(*reports[rank], strict=True)]
+        if self.layout.pp > 1:  # a stage may hold layers from several places
+            found.sort(key=lambda pair: dot_natural_key(pair[0]))
+        return [name for name, _ in found], [output for _, output in found]
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
