@@ -13,12 +13,14 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.pipeline.stages import stage_of
+from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
+from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.inputs import InputLayout, build_training_inputs
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 MAX_GRAD_NORM = 0.5
+LEARNING_RATE = 0.1
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Case:
             dtensor_cfg=section,
             sequence_packing={"enabled": self.packed},
             max_grad_norm=MAX_GRAD_NORM,
-            **values,
+            **{"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": LEARNING_RATE}}, **values},
         )
 
 
@@ -90,11 +92,10 @@ def microbatches(dp_rank: int, number: int) -> list[BatchedDataDict[Any]]:
     return made
 
 
-def reference(name: str, dp: int, number: int, train: bool = False) -> dict[str, Any]:
-    """Loss, gradients and log-probabilities of the whole batch by the model's own logits, row by row."""
+def reference(name: str, dp: int, number: int) -> dict[str, Any]:
+    """Loss, gradients, log-probabilities and one clipped SGD step by the model's own logits, row by row."""
     torch.set_num_threads(1)
     hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="eager")
-    hf.train(train)
     total, scores = 0.0, {}
     for dp_rank in range(dp):
         for index, rows in enumerate(microbatches(dp_rank, number)):
@@ -109,7 +110,16 @@ def reference(name: str, dp: int, number: int, train: bool = False) -> dict[str,
                 out[row, : length - 1] = picked.detach()
             scores[dp_rank, index] = out
     grads = {key: p.grad.clone() for key, p in hf.named_parameters() if p.grad is not None}
-    return {"loss": total, "grads": grads, "scores": scores}
+    norm = torch.cat([g.double().flatten() for g in grads.values()]).norm().item()
+    step = LEARNING_RATE * min(1.0, MAX_GRAD_NORM / norm)
+    stepped = {key: value - step * grads[key] if key in grads else value for key, value in weights_by_name(hf).items()}
+    saved = dict(in_checkpoint(hf, stepped.items()))
+    return {"loss": total, "grads": grads, "scores": scores, "norm": norm, "stepped": saved}
+
+
+def run_cases(rank: int, world_size: int, names: list[str], case: Case) -> list[dict[str, Any]]:
+    """`run_case` for several models, in the same processes."""
+    return [run_case(rank, world_size, name, case) for name in names]
 
 
 def run_case(rank: int, world_size: int, name: str, case: Case) -> dict[str, Any]:
