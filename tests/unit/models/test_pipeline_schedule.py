@@ -62,7 +62,8 @@ class Network:
 
     def run(self) -> None:
         while any(at < len(program) for at, program in zip(self.at, self.made, strict=True)):
-            assert any([self._step(stage) for stage in range(len(self.made))]), "all stages wait for each other"
+            moved = [self._step(stage) for stage in range(len(self.made))]
+            assert any(moved), "all stages wait for each other"
 
     def _step(self, stage: int) -> bool:
         if self.at[stage] == len(self.made[stage]):

@@ -124,7 +124,7 @@ def cut(hf: PreTrainedModel, place: Place) -> Stage:
     weights = hf.state_dict(keep_vars=True)
     first_names = {id(parameter): name for name, parameter in hf.named_parameters()}
     known = {name: first_names.get(id(tensor), name) for name, tensor in weights.items()}
-    shared = _shared(hf, known, owners, place)
+    shared = _shared(hf, known, owners)
     _take_away(hf, behind, place)
     mine = set(hf.state_dict(keep_vars=True))
     held = {known[name] for name in mine}
@@ -274,11 +274,13 @@ def _require_trainable(hf: PreTrainedModel, owners: dict[str, list[int]], place:
         )
 
 
-def _shared(hf: PreTrainedModel, known: dict[str, str], owners: dict[str, list[int]], place: Place) -> frozenset[str]:
+def _shared(hf: PreTrainedModel, known: dict[str, str], owners: dict[str, list[int]]) -> frozenset[str]:
     """The parameters that several stages use: an embedding that is also the head, nothing else."""
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    tied = [name for name, module in hf.named_modules() if module in (embedding, head)]
     shared = {name: first for name, first in known.items() if owners[name] != owners[first]}
     for name, first in shared.items():
-        if (owners[first], owners[name]) != ([0], [place.size - 1]):
+        if not {name.rpartition(".")[0], first.rpartition(".")[0]} <= set(tied):
             raise _refused(hf, f"{name} is the same weight as {first} of another stage")
     return frozenset(shared.values())
 
