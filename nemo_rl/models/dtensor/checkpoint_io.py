@@ -365,7 +365,8 @@ def _optimizer_state(hf: PreTrainedModel, optimizer: Optimizer, *, with_copies: 
         optimizer: of its parameters.
         with_copies: also the state of parameters that an earlier stage holds too.
     """
-    state, stage = dict(get_optimizer_state_dict(hf, optimizer)), stage_of(hf)
+    state: dict[str, Any] = dict(get_optimizer_state_dict(hf, optimizer))
+    stage = stage_of(hf)
     if stage is None:
         return state
     state = _renamed(state, stage.renamed)

@@ -144,12 +144,13 @@ def cut(hf: PreTrainedModel, place: Place) -> Stage:
 @contextmanager
 def active(hf: PreTrainedModel, place: Place, after_layers: Sequence[str], chunk: int) -> Iterator[None]:
     """Let the body's forward go through one chunk; the modules stay where they are for everything else."""
-    modules = hf.base_model._modules
+    body: Any = hf.base_model
+    modules = body._modules
     before = dict(modules)
-    held, numbers, skip = before["layers"], place.chunks[chunk], _PassThrough()
-    assert held is not None
+    held = dict(body.layers.named_children())
+    numbers, skip = place.chunks[chunk], _PassThrough()
     modules["layers"] = nn.ModuleList(
-        held._modules[str(layer)] if layer in numbers else skip for layer in range(place.chunks[-1].stop)
+        held[str(layer)] if layer in numbers else skip for layer in range(place.chunks[-1].stop)
     )
     if chunk < len(place.chunks) - 1:
         modules.update(dict.fromkeys(after_layers, skip))
@@ -254,7 +255,8 @@ def _take_away(hf: PreTrainedModel, behind: tuple[str, ...], place: Place) -> No
         held.add_module(str(layer), body.layers[layer])
     body.layers = held
     if not place.is_first:
-        setattr(body, *_embedding_names(hf), None)
+        (embedding,) = _embedding_names(hf)
+        setattr(body, embedding, None)
     if not place.is_last:
         for name in behind:
             setattr(body, name, None)
