@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.findings import report_findings
@@ -50,8 +49,8 @@ from nemo_rl.models.dtensor.parallelize import (
     reshard,
     shard,
 )
-from nemo_rl.models.dtensor.pipeline.runner import HiddenStates, Pipeline, Score
-from nemo_rl.models.dtensor.pipeline.stages import Place, cut, divide_layers, require_divisible, stage_of
+from nemo_rl.models.dtensor.pipeline.runner import pipeline_for
+from nemo_rl.models.dtensor.pipeline.stages import keep_stage, stage_of
 from nemo_rl.models.dtensor.pipeline.weights import (
     copied_parameters,
     of_all_stages,
@@ -104,10 +103,10 @@ class DTensorBackend(PolicyBackend):
         self.model = _build_model(config, seed)
         if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
-        self._meshes = Meshes.build(layout, device.type)
-        _shard(self.model, config, device, self._meshes)
+        meshes = Meshes.build(layout, device.type)
+        _shard(self.model, config, device, meshes)
         self._stage = stage_of(self.model.hf)
-        self._pipeline = _pipeline(self.model, config, self._score)
+        self._pipeline = pipeline_for(self.model, config, meshes, self._score)
         self._has_reference = init_reference_model
         on_gpu = device.type != "cpu"
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
@@ -341,30 +340,12 @@ def _shard(
 ) -> None:
     """Spread a loaded model over the ranks, in place."""
     if meshes.layout.pp > 1:
-        _keep_stage(model.hf, config, device, meshes)
+        keep_stage(model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
     if config.dtensor_cfg.activation_checkpointing:
         enable_activation_checkpointing(model.hf)
     keep_gathered = meshes.layout.pp > 1
     spec = ShardingSpec(torch_dtype(config.precision), config.dtensor_cfg.cpu_offload, device, keep_gathered)
     shard(model, meshes.world, spec)
-
-
-def _keep_stage(hf: PreTrainedModel, config: PolicyConfig, device: torch.device, meshes: Meshes) -> None:
-    """Leave of a loaded model what this rank's pipeline stage holds, in place."""
-    size = meshes.layout.pp
-    chunks = divide_layers(len(decoder_layers(hf)), size, config.dtensor_cfg.virtual_pipeline_size)
-    place = Place(meshes.pp.get_local_rank(), size, chunks, meshes.pp.get_group(), device)
-    require_divisible(hf, place)
-    cut(hf, place)
-
-
-def _pipeline(model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, score: Score) -> Pipeline | None:
-    """What runs microbatches through the stages; None for a whole model."""
-    stage = stage_of(model.hf)
-    if stage is None:
-        return None
-    width = model.hf.config.get_text_config().hidden_size
-    return Pipeline(model, stage, HiddenStates(width, torch_dtype(config.precision)), score)
 
 
 @torch.no_grad()

@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import P2POp, batch_isend_irecv
 
+from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.process_group import collective_timeout
+from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.parallelize import ShardableModel, reshard
 from nemo_rl.models.dtensor.pipeline.schedule import Exchange, Pass, programs
-from nemo_rl.models.dtensor.pipeline.stages import Stage, active
+from nemo_rl.models.dtensor.pipeline.stages import Stage, active, stage_of
+from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.inputs import ModelInputs
 from nemo_rl.models.interfaces import ForwardStep
 
@@ -84,6 +87,16 @@ class Pipeline:
                 run.exchange(step) if isinstance(step, Exchange) else run.make(step)
         run.finish(keep=0)
         reshard(self.model)
+
+
+def pipeline_for(model: ShardableModel, config: PolicyConfig, meshes: Meshes, score: Score) -> Pipeline | None:
+    """What runs microbatches through the stages; None for a whole model."""
+    stage = stage_of(model.hf)
+    if stage is None:
+        return None
+    width, dtype = model.hf.config.get_text_config().hidden_size, torch_dtype(config.precision)
+    token_parts = meshes.layout.tp if config.dtensor_cfg.sequence_parallel else 1
+    return Pipeline(model, stage, HiddenStates(width, dtype, token_parts), score)
 
 
 @dataclass

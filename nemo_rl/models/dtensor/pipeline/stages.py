@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.dtensor.mesh import Meshes
+from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
 _ATTRIBUTE = "pipeline_stage"
@@ -110,6 +112,19 @@ def divide_layers(num_layers: int, num_stages: int, chunks_per_stage: int) -> tu
     size, more = divmod(num_layers, num_chunks)
     starts = [chunk * size + min(chunk, more) for chunk in range(num_chunks + 1)]
     return tuple(range(*bounds) for bounds in zip(starts, starts[1:], strict=False))
+
+
+def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, device: torch.device) -> Stage:
+    """Leave of a loaded model what the stage of this rank holds, in place, after trying the division.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    size = meshes.layout.pp
+    chunks = divide_layers(len(decoder_layers(hf)), size, chunks_per_stage)
+    place = Place(meshes.pp.get_local_rank(), size, chunks, meshes.pp.get_group(), device)
+    require_divisible(hf, place)
+    return cut(hf, place)
 
 
 def cut(hf: PreTrainedModel, place: Place) -> Stage:

@@ -33,7 +33,10 @@ def of_all_stages(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Itera
 
     Args:
         hf: the model of this stage.
-        weights: whole tensors that leave from this stage, on the rank's device.
+        weights: whole tensors that leave from this stage.
+
+    Yields:
+        Those of this stage as they are, those of others on the rank's device.
     """
     stage = stage_of(hf)
     if stage is None:
@@ -110,7 +113,7 @@ def _sent(weights: Iterable[tuple[str, Tensor]], place: Place) -> Iterator[tuple
         described = [(name, tensor.shape, tensor.dtype) for name, tensor in group]
         dist.broadcast_object_list([described], group=place.group, group_src=place.number)
         for name, tensor in group:
-            dist.broadcast(tensor.contiguous(), group=place.group, group_src=place.number)
+            dist.broadcast(tensor.to(place.device).contiguous(), group=place.group, group_src=place.number)
             yield name, tensor
     dist.broadcast_object_list([[]], group=place.group, group_src=place.number)
 
