@@ -372,6 +372,8 @@ def _optimizer_state(hf: PreTrainedModel, optimizer: Optimizer, *, with_copies: 
     state = _renamed(state, stage.renamed)
     if not with_copies:
         state["state"] = {name: value for name, value in state["state"].items() if name not in stage.copies}
+        for group in state["param_groups"]:
+            group["params"] = [name for name in group["params"] if name not in stage.copies]
     return state
 
 

@@ -22,7 +22,9 @@ from nemo_rl.models.policy.workers.base import PolicyWorker, UpdateResult
 
 ADAMW = ("optimizer", {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-3}})
 LORA = ("dtensor_cfg", {"lora_cfg": {"enabled": True, "dim": 4}})
-STAGES = Case(values=(ADAMW,))
+RISING = {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 10}
+TRAINED = (ADAMW, ("scheduler", {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": RISING}))
+STAGES = Case(values=TRAINED)
 
 
 def _worker(rank: int, world_size: int, name: str, case: Case) -> PolicyWorker:
@@ -90,6 +92,7 @@ def _require_same(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> 
         one, other = _joined(before, key), _joined(after, key)
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
+    assert {rank["next"].lr for rank in (*before, *after)} == {before[0]["next"].lr}, "not that of the first step"
     losses = [sum(rank["next"].loss for rank in ranks) for ranks in (before, after)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert after[0]["next"].grad_norm == pytest.approx(before[0]["next"].grad_norm, rel=1e-4)
@@ -103,10 +106,10 @@ def test_a_checkpoint_moves_from_mesh_to_mesh(tmp_path) -> None:
     assert written.keys() == saved[0]["weights"].keys()
     assert all(torch.equal(written[key], tensor) for key, tensor in saved[0]["weights"].items())
     meshes = [
-        Case(pp=1, dp=2, values=(ADAMW,)),
-        Case(dp=2, virtual=2, values=(ADAMW,)),
-        Case(pp=1, values=(ADAMW,)),
-        Case(virtual=2, values=(ADAMW,)),
+        STAGES,
+        Case(pp=1, dp=2, values=TRAINED),
+        Case(dp=2, virtual=2, values=TRAINED),
+        Case(pp=1, values=TRAINED),
     ]
     for number, case in enumerate(meshes):
         source, target = tmp_path / str(number), tmp_path / str(number + 1)
