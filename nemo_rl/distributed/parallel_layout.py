@@ -77,6 +77,11 @@ class ParallelLayout:
         """Which rows a rank works on; ranks that differ on other axes only get the same ones."""
         return self.sharding.get_worker_coords(rank)["data_parallel"]
 
+    def random_path(self, rank: int) -> tuple[int, ...]:
+        """What tells a rank's random numbers (dropout) apart: its rows, and behind the first stage its layers."""
+        stage = self.sharding.get_worker_coords(rank)["pipeline_parallel"]
+        return (self.data_parallel_rank(rank), stage) if stage else (self.data_parallel_rank(rank),)
+
     @property
     def result_ranks(self) -> list[int]:
         """The rank whose loss, metrics and scores count for each data-parallel rank, in that order.

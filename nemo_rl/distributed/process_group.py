@@ -8,7 +8,9 @@ import ipaddress
 import os
 import sys
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -73,6 +75,13 @@ def device_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
             f"process group {dist.get_world_size()}."
         )
     return init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES)
+
+
+def collective_timeout(device: torch.device) -> timedelta:
+    """After how long a collective of the default group raises; groups of a mesh have torch's own default instead."""
+    world: Any = dist.group.WORLD
+    limit: timedelta = world._get_backend(device).options._timeout
+    return limit
 
 
 def destroy_process_group() -> None:

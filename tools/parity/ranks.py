@@ -19,6 +19,7 @@ from torch import Tensor
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
@@ -80,11 +81,20 @@ def mesh_numbers(model_name: str, mesh: Mapping[str, Any], num_ranks: int, *, pa
     for step in range(STEPS):
         joined.losses.append(sum(parts[rank]["losses"][step] for rank in givers))
         joined.norms.append(parts[0]["norms"][step])
-        joined.gradients.append({name: g for part in parts for name, g in part["gradients"][step].items()})
+        joined.gradients.append(_sum_of([parts[rank]["gradients"][step] for rank in layout.stage_ranks]))
         scored = torch.cat([parts[rank]["logprobs"][step] for rank in givers])
         order = [row for shard in shards[step] for row in shard]
         joined.logprobs.append(torch.stack([scored[order.index(row)] for row in range(rows)]))
     return joined
+
+
+def _sum_of(stages: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The gradients of all stages; a weight that two of them hold has the sum."""
+    total: dict[str, Tensor] = {}
+    for gradients in stages:
+        for name, gradient in gradients.items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return total
 
 
 def _train(config: PolicyConfig) -> dict[str, Any]:
@@ -114,10 +124,9 @@ def _train(config: PolicyConfig) -> dict[str, Any]:
 
 
 def _whole_gradients(backend: DTensorBackend) -> dict[str, Tensor]:
-    """Every gradient of this rank's stage, gathered; collective."""
-    gradients = {}
+    """Every gradient of this rank's stage, gathered, under the name that checkpoints have; collective."""
+    gradients, stage = {}, stage_of(backend.model.hf)
     for name, parameter in backend.model.hf.named_parameters():
-        gradient = parameter.grad
-        if gradient is not None:
-            gradients[name] = whole(gradient).clone()
+        if parameter.grad is not None:
+            gradients[name if stage is None else stage.known_as(name)] = whole(parameter.grad).clone()
     return gradients

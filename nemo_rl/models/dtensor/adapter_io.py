@@ -30,6 +30,7 @@ from nemo_rl.models.dtensor.checkpoint_io import (
     saved_weights,
 )
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
+from nemo_rl.models.dtensor.pipeline.weights import joined, of_all_stages
 from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.models.dtensor.weight_files import local_box
 from nemo_rl.models.huggingface.checkpoint_names import Group, converts, groups_in_memory
@@ -57,9 +58,9 @@ def save_adapter(
         weights_path: the W of the module docstring.
         keep: applied to every tensor that will be written.
     """
-    tensors = {}
-    for name, parameter in _adapter_parameters(hf).items():
-        tensors[_peft_key(name)] = keep(f"adapter.{name}", whole(parameter.detach()).cpu().contiguous())
+    mine = ((name, whole(parameter.detach())) for name, parameter in _adapter_parameters(hf).items())
+    named = of_all_stages(hf, mine)
+    tensors = {_peft_key(name): keep(f"adapter.{name}", tensor.cpu().contiguous()) for name, tensor in named}
     described = json.dumps(_peft_config(config, base_name, hf), indent=2) + "\n"
     return partial(_write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
 
@@ -154,7 +155,8 @@ def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
     """Copy saved values into the adapters, each rank its own part."""
     saved = TensorFiles([folder / _WEIGHTS_FILE])
     parameters = {_peft_key(name): tensor for name, tensor in _adapter_parameters(hf).items()}
-    _require_same_shapes(folder, {key: saved.like(key) for key in saved}, parameters)
+    shapes = joined(hf, {key: tuple(tensor.shape) for key, tensor in parameters.items()})
+    _require_same_shapes(folder, {key: saved.like(key) for key in saved}, shapes)
     for key, parameter in parameters.items():
         if held_here(parameter).numel() > 0:
             held_here(parameter).copy_(saved.read(key, local_box(parameter)))
@@ -185,6 +187,7 @@ def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None
             close[group.target] = _close(held_here(merged), _saved_part(tensors, group, merged).to(device))
     if adapted:
         raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: it lacks {next(iter(adapted))}.")
+    close = joined(hf, close)
     agreed = torch.tensor(list(close.values()), device=device).int()
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     wrong = [name for name, same in zip(close, agreed.tolist(), strict=True) if not same]
@@ -226,7 +229,7 @@ def _peft_config(config: LoraConfig, base_name: str, hf: PreTrainedModel) -> dic
     adapters of dense and shared layers would be lost. Named by their weights they are found; without dropout, which
     PEFT allows for none of those and which is off when an adapter is used.
     """
-    names = list(adapted_modules(hf))
+    names = list(joined(hf, dict.fromkeys(adapted_modules(hf))))
     taken = [name for name in names if name.rpartition(".")[2] in _EXPERT_LAYERS] if converts(hf) else []
     return {
         "peft_type": "LORA",
@@ -246,9 +249,8 @@ def _peft_config(config: LoraConfig, base_name: str, hf: PreTrainedModel) -> dic
     }
 
 
-def _require_same_shapes(folder: Path, saved: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def _require_same_shapes(folder: Path, saved: dict[str, Tensor], wanted_shapes: dict[str, tuple[int, ...]]) -> None:
     saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    wanted_shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
     different = sorted(dict(saved_shapes.items() ^ wanted_shapes.items()))
     if different:
         first = different[0]

@@ -53,6 +53,14 @@ from nemo_rl.models.dtensor.parallelize import (
     reshard,
     shard,
 )
+from nemo_rl.models.dtensor.pipeline.runner import pipeline_for
+from nemo_rl.models.dtensor.pipeline.stages import keep_stage, stage_of
+from nemo_rl.models.dtensor.pipeline.weights import (
+    copied_parameters,
+    of_all_stages,
+    sum_shared_gradients,
+    without_copies,
+)
 from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.models.dtensor.reward_model import RewardModel
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
@@ -98,6 +106,8 @@ class DTensorBackend(PolicyBackend):
         self._adapters_unproven = self._lora.enabled
         self.model, unread = build_model(config, seed)
         meshes = Meshes.build(layout, device.type)
+        if layout.pp > 1:
+            keep_stage(self.model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
         self._balance = _expert_balance(self.model.hf, config, device, meshes) if init_optimizer else None
         if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
@@ -105,6 +115,8 @@ class DTensorBackend(PolicyBackend):
         materialize(self.model, self.model.hf, unread, device, cpu_offload=config.dtensor_cfg.cpu_offload)
         method = config.dtensor_cfg.context_parallel_method
         self._context = ContextParallel(meshes.cp, method) if layout.cp > 1 else None
+        self._stage = stage_of(self.model.hf)
+        self._pipeline = pipeline_for(self.model, config, meshes, self._scores)
         self._has_reference = init_reference_model
         on_gpu = device.type != "cpu"
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
@@ -123,6 +135,12 @@ class DTensorBackend(PolicyBackend):
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
         """See `PolicyBackend.run`."""
+        if self.model.sequence_parallel:
+            microbatches = [with_positions(inputs) for inputs in microbatches]
+        if self._context is not None:
+            microbatches, forward_step = self._context.divided(microbatches, forward_step)
+        if self._pipeline is not None:
+            return self._pipeline.run(microbatches, forward_step, backward=backward)
         balance = self._balance if backward else None
         if balance is not None and balance.has_loss:
             self._survey(microbatches, balance)
@@ -138,21 +156,14 @@ class DTensorBackend(PolicyBackend):
         if not backward:
             reshard(self.model)
 
-    def _scores(self, inputs: ModelInputs, balance: ExpertBalance | None) -> tuple[Tensor, Tensor]:
-        """What the model gives for all K tokens of a microbatch, on whichever context-parallel rank they are.
-
-        A training pass is watched.
-        """
+    def _scores(self, inputs: ModelInputs, balance: ExpertBalance | None = None) -> tuple[Tensor, Tensor]:
+        """The model's scores of one microbatch, and their entropy; a training pass is watched."""
         density = self._density.unfiltered() if inputs.unfiltered else self._density
-        if self.model.sequence_parallel:
-            inputs = with_positions(inputs)
-        own = None if self._context is None else self._context.divide(inputs)
-        mine = inputs if own is None else own.inputs
-        with nullcontext() if balance is None else balance.watching(mine.real_tokens):
-            first, second = self.model(mine.model_inputs, mine.positions_K, mine.targets_K, density, mine.top_k)
-        if self._context is None or own is None:
-            return first, second
-        return self._context.collect(own, first), self._context.collect(own, second)
+        with nullcontext() if balance is None else balance.watching(inputs.real_tokens):
+            scores: tuple[Tensor, Tensor] = self.model(
+                inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
+            )
+        return scores
 
     @torch.no_grad()
     def _survey(self, microbatches: Sequence[ModelInputs], balance: ExpertBalance) -> None:
@@ -171,7 +182,13 @@ class DTensorBackend(PolicyBackend):
     def clip_and_step(self) -> tuple[float, bool]:
         """See `PolicyBackend.clip_and_step`; a gradient that is not finite drops the update."""
         assert self.optimizer is not None, "this policy was made without an optimizer"
-        norm = clip_gradients(self.model.parameters(), self._max_grad_norm)
+        sum_shared_gradients(self.model.hf)
+        norm = clip_gradients(
+            self.model.parameters(),
+            self._max_grad_norm,
+            copies=copied_parameters(self.model.hf),
+            sum_over_stages=self._stage.sum if self._stage is not None else None,
+        )
         finite = norm == norm and norm != float("inf")
         if finite:
             self.optimizer.step()
@@ -230,8 +247,9 @@ class DTensorBackend(PolicyBackend):
         Raises:
             WeightSyncError: adapters were trained, but every weight that leaves is the base model's.
         """
-        base = {} if self._adapters_unproven else adapted_weights(self.model.hf)
-        arrives = not base
+        proves = self._lora.enabled and not self._adapters_unproven
+        base = adapted_weights(self.model.hf) if proves else {}
+        arrives = not proves
 
         def outgoing() -> Iterator[tuple[str, Tensor]]:
             nonlocal arrives
@@ -241,9 +259,9 @@ class DTensorBackend(PolicyBackend):
                     arrives = not torch.equal(held_here(tensor), held_here(self._outgoing(base[name], dtype)))
                 yield name, tensor
 
-        for name, tensor in in_checkpoint(self.model.hf, outgoing()):
-            yield name, whole(tensor)
-        if base:
+        mine = in_checkpoint(self.model.hf, without_copies(self.model.hf, outgoing()))
+        yield from of_all_stages(self.model.hf, ((name, whole(tensor)) for name, tensor in mine))
+        if proves:
             require_on_some_rank(arrives, self.device)
 
     def _outgoing(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -337,7 +355,10 @@ def _memory_is_dear(device: torch.device) -> bool:
 def _expert_balance(
     hf: PreTrainedModel, config: PolicyConfig, device: torch.device, meshes: Meshes
 ) -> ExpertBalance | None:
-    """What watches the routers of a model that trains, before it is spread over the ranks; None without experts."""
+    """What watches the routers of a model that trains, before it is spread over the ranks.
+
+    None without experts, and in a pipeline, whose stages have other layers.
+    """
     if config.dtensor_cfg.freeze_moe_router:
         freeze_routers(hf)
     coefficient = auxiliary_coefficient(hf, config.dtensor_cfg.moe_aux_loss_coeff)
@@ -346,7 +367,8 @@ def _expert_balance(
             f"the auxiliary loss of experts (coefficient {coefficient}) is over the layers of all stages together, "
             f"which pipeline_parallel_size={meshes.layout.pp} takes apart. Set policy.dtensor_cfg.moe_aux_loss_coeff=0."
         )
-    return ExpertBalance(hf, coefficient, device, meshes.tp) if find_experts(hf) else None
+    watched = find_experts(hf) and meshes.layout.pp == 1
+    return ExpertBalance(hf, coefficient, device, meshes.tp) if watched else None
 
 
 def _shard(
@@ -363,6 +385,7 @@ def _shard(
         sequence_parallel=asked.sequence_parallel,
         custom_plan=asked.custom_parallel_plan,
         keep_experts=asked.moe_parallelizer.reshard_after_forward is False,
+        keep_gathered=meshes.layout.pp > 1,
     )
     shard(model, meshes, spec)
 

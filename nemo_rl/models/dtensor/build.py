@@ -13,6 +13,7 @@ from nemo_rl.distributed.parallel_logprobs import LogitTransform
 from nemo_rl.models.dtensor.attention import attention_to_load, choose_attention
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
 from nemo_rl.models.dtensor.lora import apply_lora
+from nemo_rl.models.dtensor.pipeline.stages import try_division
 from nemo_rl.models.dtensor.reward_model import RewardModel, build_reward_model
 from nemo_rl.models.dtensor.verdict import found_by_one_rank
 from nemo_rl.models.huggingface.head import find_transform
@@ -56,7 +57,9 @@ def build_model(config: PolicyConfig, seed: int) -> tuple[CausalLMWithLogprobs |
 
 
 def _try_out(hf: PreTrainedModel, context: int, config: PolicyConfig) -> tuple[str, LogitTransform | None]:
-    """Find out on a small twin which attention it takes, and what follows its linear head."""
+    """Find out on a small twin whether it divides into stages, which attention it takes, and what follows its head."""
     twin = small_twin(hf)
     fix_rotary_frequencies(twin, context)
+    if config.dtensor_cfg.pipeline_parallel_size > 1:
+        try_division(twin)
     return choose_attention(twin, config), find_transform(twin)

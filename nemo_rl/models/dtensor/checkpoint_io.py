@@ -17,7 +17,7 @@ import copy
 import logging
 import random
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,6 +41,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.dtensor.optimizer import OptimizerSettings, groups_now, hyperparameters_now
+from nemo_rl.models.dtensor.pipeline.stages import stage_of
+from nemo_rl.models.dtensor.pipeline.weights import names_here, without_copies
 from nemo_rl.models.dtensor.weight_files import Part, Piece, join_pieces, local_box, parts_of_this_rank, write_parts
 from nemo_rl.models.huggingface.checkpoint_names import Group, groups_in_memory, in_checkpoint
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER, TENSOR_FILES
@@ -64,13 +66,17 @@ def as_it_is(name: str, tensor: Tensor) -> Tensor:
 
 
 def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by the model's own names, tied ones once; no copies."""
+    """Parameters and persistent buffers by the model's own names, tied ones once; no copies.
+
+    Of a pipeline stage those that it holds, tied ones under the name that the whole model has for them.
+    """
     persistent = hf.state_dict(keep_vars=True)
     named = {name: parameter.detach() for name, parameter in hf.named_parameters()}
     for name, buffer in hf.named_buffers():
         if name in persistent:
             named[name] = buffer.detach()
-    return named
+    stage = stage_of(hf)
+    return named if stage is None else {stage.known_as(name): tensor for name, tensor in named.items()}
 
 
 def prepare_weights(
@@ -91,7 +97,8 @@ def prepare_weights(
         Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
     """
     held = weights_by_name(hf)
-    parts = parts_of_this_rank(in_checkpoint(hf, held.items() if weights is None else weights), held)
+    leaving = without_copies(hf, held.items() if weights is None else weights)
+    parts = parts_of_this_rank(in_checkpoint(hf, leaving), held)
     if keep is not as_it_is:
         parts = iter([replace(part, values=keep(f"weights.{part.name}", part.values)) for part in parts])
     return partial(_write_weights, hf, weights_path / MODEL_FOLDER, parts)
@@ -166,7 +173,8 @@ def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = Fa
     Raises:
         CheckpointError: a tensor does not fit the model.
     """
-    weights = hf.state_dict(keep_vars=True)
+    weights, stage = hf.state_dict(keep_vars=True), stage_of(hf)
+    weights |= {known: weights[name] for known, name in names_here(hf).items()}
     name_of = {id(tensor): name for name, tensor in (*hf.named_parameters(), *hf.named_buffers())}
     found: set[str] = set()
     for group in groups_in_memory(hf, tensors):
@@ -174,7 +182,7 @@ def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = Fa
         wanted: dict[str, Tensor] = {}
         for name, like in group.convert(hf, shapes).items():
             weight = weights.get(name)
-            if weight is None and not strict:
+            if weight is None and (not strict or (stage is not None and name in stage.elsewhere)):
                 continue
             if weight is None or weight.shape != like.shape:
                 mine = "it has no such weight" if weight is None else f"of shape {tuple(weight.shape)}"
@@ -229,14 +237,14 @@ def prepare_training_state(
     Returns:
         Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
     """
-    found = get_optimizer_state_dict(hf, optimizer) if optimizer.state else None
+    found: Any = get_optimizer_state_dict(hf, optimizer) if optimizer.state else None
     trainer = {
         "scheduler": copy.deepcopy(scheduler.state_dict()),
         "has_optimizer_state": found is not None,
         "optimizer_groups": None if found is None else [_hyperparameters(group) for group in found["param_groups"]],
         "settings": settings,
     }
-    state = None if found is None else _kept(found["state"], "optim.state", keep)
+    state = None if found is None else _kept(_known_states(hf, found["state"]), "optim.state", keep)
     return partial(_write_training_state, path, state, trainer, rng_state())
 
 
@@ -317,6 +325,7 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
     now: dict[str, Any] = dict(get_optimizer_state_dict(hf, optimizer))
     names = [group["params"] for group in now["param_groups"]]
     del now["param_groups"][1:]  # a checkpoint that has them may have others, but always a first one
+    now["state"] = _known_states(hf, now["state"], with_copies=True)
     state: dict[str, Any] = {"optim": now if groups is None else {"state": now["state"]}}
     try:
         dcp.load(state, checkpoint_id=str(path))
@@ -325,7 +334,24 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
             f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {_reasons(error)}"
         ) from error
     state["optim"]["param_groups"] = groups_now(optimizer, names, (groups or state["optim"]["param_groups"])[0])
+    here = names_here(hf)
+    state["optim"]["state"] = {here.get(name, name): value for name, value in state["optim"]["state"].items()}
     set_optimizer_state_dict(hf, optimizer, state["optim"])
+
+
+def _known_states(hf: PreTrainedModel, states: Mapping[str, Any], *, with_copies: bool = False) -> dict[str, Any]:
+    """State of each parameter under the name that checkpoints have for it.
+
+    Args:
+        hf: the model, or a pipeline stage of it.
+        states: under the names that parameters have here.
+        with_copies: also that of parameters which an earlier stage holds too.
+    """
+    stage = stage_of(hf)
+    if stage is None:
+        return dict(states)
+    known = {stage.known_as(name): state for name, state in states.items()}
+    return {name: state for name, state in known.items() if with_copies or name not in stage.copies}
 
 
 def _hyperparameters(group: Any) -> dict[str, Any]:

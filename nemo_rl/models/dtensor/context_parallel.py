@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_rl.distributed.collectives import all_gather, all_reduce, all_to_all
 from nemo_rl.models.dtensor.attention.plan import AttentionPlan, Piece
 from nemo_rl.models.inputs import ModelInputs
+from nemo_rl.models.interfaces import ForwardStep
 from nemo_rl.utils.errors import ConfigError
 
 _OF_WHOLE_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -167,6 +168,17 @@ class ContextParallel:
             real_tokens=None if inputs.real_tokens is None else chunks.take(inputs.real_tokens),
         )
         return OwnTokens(mine, places, len(inputs.positions_K))
+
+    def divided(
+        self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep
+    ) -> tuple[list[ModelInputs], ForwardStep]:
+        """This rank's tokens of all microbatches, and a step that takes its scores and gets those of whole rows."""
+        owned = [self.divide(inputs) for inputs in microbatches]
+
+        def step(index: int, first: Tensor, second: Tensor) -> Tensor | None:
+            return forward_step(index, self.collect(owned[index], first), self.collect(owned[index], second))
+
+        return [own.inputs for own in owned], step
 
     def collect(self, own: OwnTokens, values: Tensor) -> Tensor:
         """All ranks' values `[K, ...]` of a microbatch, on every rank; the gradient is that of the rank's own."""

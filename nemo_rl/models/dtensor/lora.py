@@ -25,6 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.models.dtensor.checkpoint_io import held_here, weights_by_name
+from nemo_rl.models.dtensor.pipeline.weights import joined
 from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.utils.errors import ConfigError, WeightSyncError
 from nemo_rl.utils.seed import derive_seed
@@ -223,8 +224,9 @@ def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
     Raises:
         ConfigError: adapters whose B is still zero, by name.
     """
-    modules = adapted_modules(hf)
-    moved = torch.stack([held_here(module.lora_B).count_nonzero().to(device) for module in modules.values()])
+    mine = {name: int(held_here(module.lora_B).count_nonzero()) for name, module in adapted_modules(hf).items()}
+    modules = joined(hf, mine)
+    moved = torch.tensor(list(modules.values()), device=device)
     dist.all_reduce(moved)
     still = [name for name, count in zip(modules, moved.tolist(), strict=True) if count == 0]
     if still:

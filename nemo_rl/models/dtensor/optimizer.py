@@ -6,7 +6,7 @@ Invariant: the gradient norm is the norm of the whole model's gradient, whicheve
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from nemo_rl.config.schema.policy import SchedulerList
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
+type SumOverStages = Callable[[Tensor], Tensor]
+"""Adds up a number over the stages of a pipeline."""
 type OptimizerSettings = dict[str, Any]
 """`policy.optimizer` and `policy.scheduler` as plain values."""
 
@@ -166,7 +168,13 @@ def hyperparameters_now(
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float | None,
+    *,
+    copies: Iterable[nn.Parameter] = (),
+    sum_over_stages: SumOverStages | None = None,
+) -> float:
     """Scale all gradients so that their joint 2-norm is at most `max_norm`.
 
     All ranks must call this together.
@@ -174,14 +182,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     Args:
         parameters: the model's parameters; those without a gradient are skipped.
         max_norm: None or 0 only measures.
+        copies: those among them that another pipeline stage has too, and counts.
+        sum_over_stages: for a stage of a pipeline; the others have the rest of the model.
 
     Returns:
         The norm before clipping.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
+    having = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in having if parameter.grad is not None]
+    if not gradients and sum_over_stages is None:
         return 0.0
-    norm = total_norm(gradients)
+    elsewhere = {id(parameter) for parameter in copies}
+    counted = [gradient for owner, gradient in zip(having, gradients, strict=True) if id(owner) not in elsewhere]
+    norm = total_norm(counted, sum_over_stages)
     value = norm.item()
     if max_norm and value > max_norm:
         scale = max_norm / (value + 1e-6)
@@ -190,7 +203,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     return value
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+def total_norm(gradients: Sequence[Tensor], sum_over_stages: SumOverStages | None = None) -> Tensor:
     """The joint 2-norm of gradients on any mix of meshes, as a plain float32 scalar.
 
     Each rank squares its own shards; the sums are reduced over the mesh axes that shard them. So
@@ -203,7 +216,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
         layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
         groups[layout].append(gradient)
     squares = [_square_sum(group) for group in groups.values()]
-    return sum(squares[1:], squares[0].clone()).sqrt()
+    total = sum(squares[1:], squares[0].clone()) if squares else torch.zeros(())
+    return (total if sum_over_stages is None else sum_over_stages(total)).sqrt()
 
 
 def _square_sum(group: list[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ nothing here renames a parameter.
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from transformers.modeling_utils import PreTrainedModel
 
@@ -31,6 +33,7 @@ from nemo_rl.models.dtensor.expert_parallel import (
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.tensor_parallel import TensorParallel, divide_layers
 from nemo_rl.models.dtensor.tensor_plans import plan_for
+from nemo_rl.models.huggingface.layers import body as body_of
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
@@ -61,6 +64,11 @@ class ShardableModel(nn.Module):
             return hidden
         return all_gather(hidden, 1, self.tp_group, partial_gradient=partial_gradient)
 
+    def body(self, model_inputs: dict[str, Any]) -> Tensor:
+        """`[b, T, D]` hidden states behind this rank's layers: what a pipeline stage hands on."""
+        hidden: Tensor = body_of(self.hf)(**model_inputs, use_cache=False).last_hidden_state
+        return hidden
+
 
 @dataclass(frozen=True)
 class ShardingSpec:
@@ -73,6 +81,7 @@ class ShardingSpec:
         sequence_parallel: divide norms and the residual stream along the sequence between tensor-parallel ranks.
         custom_plan: dotted path of a tensor-parallel plan; None takes the model's own.
         keep_experts: whether the experts of a layer stay gathered between forward and backward pass.
+        keep_gathered: gather parameters once for a whole run of microbatches, until `reshard` (pipeline stages).
     """
 
     compute_dtype: torch.dtype
@@ -81,6 +90,7 @@ class ShardingSpec:
     sequence_parallel: bool = False
     custom_plan: str | None = None
     keep_experts: bool = False
+    keep_gathered: bool = False
 
 
 def enable_activation_checkpointing(hf: PreTrainedModel) -> None:
@@ -109,7 +119,7 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
 
     `materialize` puts what has no memory yet on its device.
 
-    One float32 rank is left as it is: there is nothing to shard or to cast, and on one CPU core FSDP2's
+    One float32 rank of a stage is left as it is: there is nothing to shard or to cast, and on one CPU core FSDP2's
     hooks cost a step of a 2-million-parameter model 18 % at 512 tokens (2048 tokens: nothing; a
     0.26-million-parameter model at 256 tokens: 54 %).
 
@@ -118,20 +128,25 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
         meshes: who divides what with whom.
         spec: precision, offload and device.
     """
-    if meshes.world.size() == 1 and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
+    one_rank = meshes.layout.num_ranks == meshes.layout.pp
+    if one_rank and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
         return model
     if meshes.layout.tp > 1:
         _divide_layers(model, meshes, spec)
     if meshes.layout.ep > 1:
         _share_experts(model.hf, meshes, spec)
-    offload = _offload_policy(spec)
+    options: dict[str, Any] = {"mesh": meshes.fsdp, "offload_policy": _offload_policy(spec)}
+    if spec.keep_gathered:
+        options["reshard_after_forward"] = False
     for layer in decoder_layers(model.hf):
-        fully_shard(layer, mesh=meshes.fsdp, mp_policy=_precision(spec, root=False), offload_policy=offload)
-    fully_shard(model, mesh=meshes.fsdp, mp_policy=_precision(spec, root=True), offload_policy=offload)
+        fully_shard(layer, mp_policy=_precision(spec, root=False), **options)
+    fully_shard(model, mp_policy=_precision(spec, root=True), **options)
+    register_fsdp_forward_method(model, "body")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            module.set_reshard_after_backward(not spec.keep_gathered, recurse=False)
     _move_buffers(model, spec.device)
     return model
 
@@ -158,18 +173,19 @@ def _share_experts(hf: PreTrainedModel, meshes: Meshes, spec: ShardingSpec) -> N
             meshes.expert_fsdp,
             _precision(spec, root=False),
             _offload_policy(spec),
-            reshard_after_forward=not spec.keep_experts,
+            reshard_after_forward=not (spec.keep_experts or spec.keep_gathered),
         )
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters after a pass without backward.
+    """Free gathered parameters after a pass without backward, or after a run of microbatches through a pipeline.
 
-    FSDP2 keeps the root gathered after such a pass; a later change of the shards (optimizer step,
-    reference weights) would then go unnoticed by the next forward.
+    FSDP2 keeps the root gathered after such a pass, and everything with `keep_gathered`; a later change of the shards
+    (optimizer step, reference weights) would then go unnoticed by the next forward.
     """
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _precision(spec: ShardingSpec, *, root: bool) -> MixedPrecisionPolicy:

@@ -18,6 +18,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity, TopK
 from nemo_rl.models.dtensor.attention import attention_to_load, choose_attention
 from nemo_rl.models.dtensor.parallelize import ShardableModel
+from nemo_rl.models.dtensor.pipeline.stages import try_division
 from nemo_rl.models.dtensor.verdict import found_by_one_rank
 from nemo_rl.models.huggingface.load import load_scoring_model
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
@@ -92,6 +93,8 @@ def _try_out(hf: PreTrainedModel, context: int, config: PolicyConfig) -> str:
             "so it cannot be trained as a reward model here."
         )
     fix_rotary_frequencies(twin, context)
+    if config.dtensor_cfg.pipeline_parallel_size > 1:
+        try_division(twin)
     return choose_attention(twin, config, hidden_states)
 
 

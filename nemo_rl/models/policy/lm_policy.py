@@ -24,6 +24,7 @@ from typing import Any, Concatenate
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.core_model_loading import dot_natural_key
 
 from nemo_rl.config import PolicyConfig, TimeoutsConfig, report_findings
 from nemo_rl.config.rules.model import check_backend
@@ -234,8 +235,7 @@ class Policy(PolicyInterface):
         reports: list[tuple[list[str], list[torch.Tensor]]] = self._run_everywhere(
             "layer_outputs", "comparing layers", token_ids=token_ids
         )
-        stages = [reports[rank] for rank in self.layout.stage_ranks]
-        return [name for names, _ in stages for name in names], [output for _, outputs in stages for output in outputs]
+        return join_layers([reports[rank] for rank in self.layout.stage_ranks])
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
@@ -455,6 +455,14 @@ class Policy(PolicyInterface):
         answers = self.worker_group.get_all_worker_results(future, timeout_s=timeout_s, phase=phase)
         self._num_calls += 1
         return answers
+
+
+def join_layers(of_stages: list[tuple[list[str], list[torch.Tensor]]]) -> tuple[list[str], list[torch.Tensor]]:
+    """The layers of all pipeline stages by their numbers; a stage may hold several runs of them."""
+    layers = [pair for names, outputs in of_stages for pair in zip(names, outputs, strict=True)]
+    if len(of_stages) > 1:
+        layers.sort(key=lambda pair: dot_natural_key(pair[0]))
+    return [name for name, _ in layers], [output for _, output in layers]
 
 
 def _check_loss(loss_fn: AnyLossFunction, config: PolicyConfig) -> None:

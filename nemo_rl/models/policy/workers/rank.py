@@ -40,5 +40,5 @@ class PolicyRank(PolicyWorker):
             init_reference_model=settings.init_reference_model,
             seed=settings.seed,
         )
-        set_seed(derive_seed(settings.seed, "policy", layout.data_parallel_rank(rank)))
+        set_seed(derive_seed(settings.seed, "policy", *layout.random_path(rank)))
         super().__init__(backend, config, gives_scores=rank in layout.result_ranks)

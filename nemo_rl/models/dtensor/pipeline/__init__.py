@@ -1,0 +1,1 @@
+"""Pipeline parallelism: layers divided into stages, microbatches passed on between them."""

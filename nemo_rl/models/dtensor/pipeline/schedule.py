@@ -1,0 +1,135 @@
+"""Which stage computes what in which order, and when it sends and receives: 1F1B and interleaved 1F1B.
+
+A model's layers are divided into chunks; chunk c belongs to stage c % num_stages. Each stage has a fixed order of
+passes. All stages are then stepped through together, round by round: in a round every stage makes its next pass if what
+it needs has arrived, and at the end of a round what was made is handed on. So sender and receiver of a tensor have it
+in the same round, and each stage's transfers come in the order of the rounds.
+
+Invariant: the transfers cannot block each other. One of round t waits for passes of rounds up to t and for transfers of
+earlier rounds only, so the earliest unfinished round can always be finished, also where a stage's transfers run one
+after another (NCCL). At most `warmup + 1` microbatches wait for their backward pass in a stage.
+
+Sources: Narayanan et al. 2019 (PipeDream, 1F1B); Narayanan et al. 2021, arXiv:2104.04473, section 2.2 (interleaved).
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One chunk's work on one microbatch."""
+
+    kind: Literal["forward", "backward"]
+    chunk: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor on its way.
+
+    Attributes:
+        peer: the stage that it goes to or comes from.
+        wanted_by: the pass that takes it: hidden states for a forward pass, their gradient for a backward pass.
+    """
+
+    peer: int
+    wanted_by: Pass
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a stage sends and receives at the end of one round."""
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+
+type Program = list[Pass | Exchange]
+"""What one stage does, in order."""
+
+
+def programs(num_stages: int, chunks_per_stage: int, num_microbatches: int, *, backward: bool) -> list[Program]:
+    """The program of every stage.
+
+    Args:
+        num_stages: at least 2.
+        chunks_per_stage: above 1 the schedule is interleaved.
+        num_microbatches: any number; more of them leave less idle time.
+        backward: whether every forward pass is followed by its backward pass.
+    """
+    num_chunks = num_stages * chunks_per_stage
+    waiting = [
+        deque(_order(stage, num_stages, chunks_per_stage, num_microbatches, backward)) for stage in range(num_stages)
+    ]
+    made: list[Program] = [[] for _ in waiting]
+    done: set[Pass] = set()
+    while any(waiting):
+        ready = [stage for stage, queue in enumerate(waiting) if queue and _needs(queue[0], num_chunks) <= done]
+        assert ready, "the order of passes cannot be carried out"
+        ran = {stage: waiting[stage].popleft() for stage in ready}
+        for stage, step in ran.items():
+            made[stage].append(step)
+        for stage, exchange in _exchanges(ran, num_stages, num_chunks).items():
+            made[stage].append(exchange)
+        done.update(ran.values())
+    return made
+
+
+def num_warmup(stage: int, num_stages: int, chunks_per_stage: int) -> int:
+    """Forward passes before forward and backward passes alternate; the last stage needs none without interleaving."""
+    behind = num_stages - stage - 1
+    return behind if chunks_per_stage == 1 else 2 * behind + (chunks_per_stage - 1) * num_stages
+
+
+def _order(stage: int, num_stages: int, per_stage: int, num_microbatches: int, backward: bool) -> list[Pass]:
+    """The passes of a stage: microbatches in groups of `num_stages`, each group through one chunk after the other.
+
+    The last group is filled up for the order, and left out where there is no such microbatch: that takes a microbatch
+    away from all stages alike, so the others keep their order.
+    """
+    groups = range(0, num_microbatches, num_stages)
+
+    def walk(kind: Literal["forward", "backward"], chunks: list[int]) -> list[Pass]:
+        return [
+            Pass(kind, chunk * num_stages + stage, group + index)
+            for group in groups
+            for chunk in chunks
+            for index in range(num_stages)
+        ]
+
+    passes = walk("forward", list(range(per_stage)))
+    if backward:
+        back = walk("backward", list(range(per_stage))[::-1])
+        warmup = min(num_warmup(stage, num_stages, per_stage), len(passes))
+        pairs = zip(passes[warmup:], back, strict=False)
+        passes = passes[:warmup] + [one for pair in pairs for one in pair] + back[len(passes) - warmup :]
+    return [one for one in passes if one.microbatch < num_microbatches]
+
+
+def _needs(step: Pass, num_chunks: int) -> set[Pass]:
+    """What must have been made in an earlier round."""
+    if step.kind == "forward":
+        return {Pass("forward", step.chunk - 1, step.microbatch)} if step.chunk else set()
+    needs = {Pass("forward", step.chunk, step.microbatch)}
+    if step.chunk < num_chunks - 1:
+        needs.add(Pass("backward", step.chunk + 1, step.microbatch))
+    return needs
+
+
+def _exchanges(ran: dict[int, Pass], num_stages: int, num_chunks: int) -> dict[int, Exchange]:
+    """What each stage hands on and gets after the passes of one round; stages without either are left out."""
+    sends: dict[int, list[Transfer]] = {}
+    receives: dict[int, list[Transfer]] = {}
+    for stage, step in ran.items():
+        chunk = step.chunk + (1 if step.kind == "forward" else -1)
+        if 0 <= chunk < num_chunks:
+            wanted_by, receiver = Pass(step.kind, chunk, step.microbatch), chunk % num_stages
+            sends.setdefault(stage, []).append(Transfer(receiver, wanted_by))
+            receives.setdefault(receiver, []).append(Transfer(stage, wanted_by))
+    return {
+        stage: Exchange(tuple(sends.get(stage, ())), tuple(receives.get(stage, ())))
+        for stage in sorted(sends.keys() | receives.keys())
+    }

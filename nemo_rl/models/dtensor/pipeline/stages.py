@@ -1,0 +1,320 @@
+"""The part of a model that a pipeline stage holds, and the forward pass through it.
+
+Hugging Face's own forward stays in charge of masks, positions and keyword arguments: it runs over a list in which the
+layers of other chunks pass the hidden states through, later chunks get theirs as `inputs_embeds`, and the final norm
+acts in the last chunk only. So layers keep their place in the list, by which forwards index `config.layer_types`.
+
+Invariant: parameters keep the names they have in the whole model, and the chunks in turn compute, bit for bit, what the
+whole model computes; `require_divisible` compares the two before anything is taken away.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.models.dtensor.mesh import Meshes
+from nemo_rl.models.huggingface.layers import decoder_layers
+from nemo_rl.utils.errors import ConfigError
+
+_ATTRIBUTE = "pipeline_stage"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in the pipeline.
+
+    Attributes:
+        number: its stage; 0 has the embedding, the last one has final norm and head.
+        size: number of stages.
+        chunks: layers of every chunk of the model, in the order of a forward pass; chunk c belongs to stage c % size.
+        group: the stages of this model copy, first stage first; None only to try a division in one process.
+        device: where the rank computes.
+    """
+
+    number: int
+    size: int
+    chunks: tuple[range, ...]
+    group: dist.ProcessGroup | None = None
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it holds the embedding."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it holds final norm and head."""
+        return self.number == self.size - 1
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of the layers it holds."""
+        return [layer for chunk in self.chunks[self.number :: self.size] for layer in chunk]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What `cut` left of a model.
+
+    Attributes:
+        place: where this rank stands.
+        after_layers: modules of the body behind the layers (the final norm), by name.
+        renamed: weights that another stage holds too, under the name that checkpoints know: `{name here: that name}`.
+        shared: names, as checkpoints know them, of the parameters that the first and the last stage both hold.
+        copies: such names of all weights of this stage that an earlier one holds too.
+        elsewhere: names of the weights that only other stages hold.
+    """
+
+    place: Place
+    after_layers: tuple[str, ...]
+    renamed: dict[str, str]
+    shared: frozenset[str]
+    copies: frozenset[str]
+    elsewhere: frozenset[str]
+
+    def known_as(self, name: str) -> str:
+        """The name that checkpoints have for a weight of this stage."""
+        return self.renamed.get(name, name)
+
+    def sum(self, number: Tensor) -> Tensor:
+        """Sum of a number over the stages, on every rank."""
+        total = number.to(self.place.device)
+        dist.all_reduce(total, group=self.place.group)
+        return total
+
+
+def stage_of(hf: nn.Module) -> Stage | None:
+    """What `cut` left of this model; None for a whole model."""
+    return getattr(hf, _ATTRIBUTE, None)
+
+
+def divide_layers(num_layers: int, num_stages: int, chunks_per_stage: int) -> tuple[range, ...]:
+    """The layers of each chunk: as even as can be, earlier chunks with one more, because the last has the head.
+
+    Raises:
+        ConfigError: there are fewer layers than chunks.
+    """
+    num_chunks = num_stages * chunks_per_stage
+    if num_layers < num_chunks:
+        nearest = num_layers // chunks_per_stage
+        raise ConfigError(
+            f"policy.dtensor_cfg.pipeline_parallel_size={num_stages} x virtual_pipeline_size={chunks_per_stage} = "
+            f"{num_chunks} chunks of layers, but the model has {num_layers} layers. Use "
+            + (f"pipeline_parallel_size={nearest}." if nearest else "a smaller virtual_pipeline_size.")
+        )
+    size, more = divmod(num_layers, num_chunks)
+    starts = [chunk * size + min(chunk, more) for chunk in range(num_chunks + 1)]
+    return tuple(range(*bounds) for bounds in zip(starts, starts[1:], strict=False))
+
+
+def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, device: torch.device) -> Stage:
+    """Leave of a model what the stage of this rank holds, in place; `try_division` comes before.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    size = meshes.layout.pp
+    chunks = divide_layers(len(decoder_layers(hf)), size, chunks_per_stage)
+    return cut(hf, Place(meshes.pp.get_local_rank(), size, chunks, meshes.pp.get_group(), device))
+
+
+def try_division(twin: PreTrainedModel) -> None:
+    """Divide a small model of the architecture layer by layer, as `require_divisible` does; the model stays whole.
+
+    Raises:
+        ConfigError: it cannot be divided.
+    """
+    number = len(decoder_layers(twin))
+    chunks = tuple(range(layer, layer + 1) for layer in range(number))
+    if number == 1:  # a second chunk has the final norm only
+        chunks = (range(1), range(1, 1))
+    require_divisible(twin, Place(0, len(chunks), chunks))
+
+
+def cut(hf: PreTrainedModel, place: Place) -> Stage:
+    """Take away, in place, what other stages hold; the same call on all ranks, before sharding.
+
+    Raises:
+        ConfigError: the model cannot be divided, or a stage would have nothing to train.
+    """
+    behind = _modules_behind_layers(hf)
+    owners = _owners(hf, behind, place)
+    _require_trainable(hf, owners, place)
+    weights = hf.state_dict(keep_vars=True)
+    first_names = {id(parameter): name for name, parameter in hf.named_parameters()}
+    known = {name: first_names.get(id(tensor), name) for name, tensor in weights.items()}
+    shared = _shared(hf, known, owners)
+    _take_away(hf, behind, place)
+    mine = set(hf.state_dict(keep_vars=True))
+    held = {known[name] for name in mine}
+    before = {known[name] for name, stages in owners.items() if min(stages) < place.number}
+    stage = Stage(
+        place,
+        behind,
+        renamed={name: known[name] for name in mine if known[name] != name},
+        shared=shared,
+        copies=frozenset(held & before),
+        elsewhere=frozenset(known.values()) - held,
+    )
+    setattr(hf, _ATTRIBUTE, stage)
+    return stage
+
+
+@contextmanager
+def active(hf: PreTrainedModel, place: Place, after_layers: Sequence[str], chunk: int) -> Iterator[None]:
+    """Let the body's forward go through one chunk; the modules stay where they are for everything else."""
+    body: Any = hf.base_model
+    modules = body._modules
+    before = dict(modules)
+    held = dict(body.layers.named_children())
+    numbers, skip = place.chunks[chunk], _PassThrough()
+    modules["layers"] = nn.ModuleList(
+        held[str(layer)] if layer in numbers else skip for layer in range(place.chunks[-1].stop)
+    )
+    if chunk < len(place.chunks) - 1:
+        modules.update(dict.fromkeys(after_layers, skip))
+    if chunk > 0:  # what drops out of embeddings must not do so between chunks
+        modules.update({name: skip for name, module in before.items() if isinstance(module, nn.Dropout)})
+    try:
+        yield
+    finally:
+        modules.update(before)
+
+
+def require_divisible(hf: PreTrainedModel, place: Place) -> None:
+    """Run a whole model chunk by chunk, and compare that with its own forward on a few tokens.
+
+    Args:
+        hf: the whole model with values in it, or a small one of the same architecture.
+        place: of any stage; its division is tried.
+
+    Raises:
+        ConfigError: the two differ, or a chunk cannot run alone.
+    """
+    was_training = hf.training
+    hf.eval()
+    try:
+        alike = _chunks_compute_the_same(hf, place)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise _refused(hf, f"a part of its layers cannot run alone ({type(error).__name__}: {error})") from error
+    finally:
+        hf.train(was_training)
+    if not alike:
+        raise _refused(hf, "its parts, run one after another, do not compute what the whole model computes")
+
+
+@torch.no_grad()
+def _chunks_compute_the_same(hf: PreTrainedModel, place: Place) -> bool:
+    behind = _modules_behind_layers(hf)
+    embeddings: Any = hf.get_input_embeddings()
+    tokens = (torch.arange(8, device=embeddings.weight.device) * 5 + 1)[None] % embeddings.weight.shape[0]
+    whole = hf.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    given: dict[str, Tensor] = {"input_ids": tokens}
+    for chunk in range(len(place.chunks)):
+        with active(hf, place, behind, chunk):
+            hidden = hf.base_model(**given, use_cache=False).last_hidden_state
+        given = {"inputs_embeds": hidden}
+    return hidden.shape == whole.shape and bool((hidden - whole).abs().max() <= 1e-5 * whole.abs().max())
+
+
+class _PassThrough(nn.Module):
+    """Stands for a layer, norm or dropout that does nothing in this chunk."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+
+def _modules_behind_layers(hf: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the body's modules with parameters other than embedding and layers: the final norm.
+
+    Raises:
+        ConfigError: the body is not an embedding, a list of layers and at most one module behind it.
+    """
+    body = hf.base_model
+    layers = body._modules.get("layers")
+    if body is hf or not isinstance(layers, nn.ModuleList):
+        raise _refused(hf, "it has no list of decoder layers `layers` in its body")
+    embedding = hf.get_input_embeddings()
+    with_weights = {name for name, module in body.named_children() if any(True for _ in module.parameters())}
+    behind = sorted(with_weights - {"layers", *_embedding_names(hf)})
+    if not any(module is embedding for module in body.children()) or len(behind) > 1:
+        raise _refused(hf, f"its body has more than embedding, layers and a final norm: {', '.join(behind)}")
+    return tuple(behind)
+
+
+def _embedding_names(hf: PreTrainedModel) -> list[str]:
+    embedding = hf.get_input_embeddings()
+    return [name for name, module in hf.base_model.named_children() if module is embedding]
+
+
+def _owners(hf: PreTrainedModel, behind: tuple[str, ...], place: Place) -> dict[str, list[int]]:
+    """The stages that hold each weight."""
+    prefix = next(name for name, module in hf.named_modules() if module is hf.base_model)
+    (embedding,) = _embedding_names(hf)
+    last, everywhere = [place.size - 1], list(range(place.size))
+    of_layer = {layer: [c % place.size] for c, chunk in enumerate(place.chunks) for layer in chunk}
+    owners: dict[str, list[int]] = {}
+    for name in hf.state_dict(keep_vars=True):
+        if not name.startswith(f"{prefix}."):
+            owners[name] = last
+            continue
+        part, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+        if part == "layers":
+            owners[name] = of_layer[int(rest.partition(".")[0])]
+        else:
+            owners[name] = [0] if part == embedding else last if part in behind else everywhere
+    return owners
+
+
+def _take_away(hf: PreTrainedModel, behind: tuple[str, ...], place: Place) -> None:
+    """Leave the modules of this stage; layers keep their numbers as names."""
+    body: Any = hf.base_model
+    held = nn.ModuleList()
+    for layer in place.layers:
+        held.add_module(str(layer), body.layers[layer])
+    body.layers = held
+    if not place.is_first:
+        (embedding,) = _embedding_names(hf)
+        setattr(body, embedding, None)
+    if not place.is_last:
+        for name in behind:
+            setattr(body, name, None)
+        for name in [name for name, module in hf.named_children() if module is not body]:
+            setattr(hf, name, None)
+
+
+def _require_trainable(hf: PreTrainedModel, owners: dict[str, list[int]], place: Place) -> None:
+    """Refuse a division in which a stage has frozen weights only; an optimizer needs some."""
+    trained = {name for name, parameter in hf.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    idle = set(range(place.size)) - {stage for name in trained for stage in owners[name]}
+    if trained and idle:
+        raise _refused(
+            hf,
+            f"nothing is trained in {len(idle)} of its {place.size} stages (the first: {min(idle)}); adapt layers of "
+            "all stages (policy.dtensor_cfg.lora_cfg)",
+        )
+
+
+def _shared(hf: PreTrainedModel, known: dict[str, str], owners: dict[str, list[int]]) -> frozenset[str]:
+    """The parameters that several stages use: an embedding that is also the head, nothing else."""
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    tied = [name for name, module in hf.named_modules() if module in (embedding, head)]
+    shared = {name: first for name, first in known.items() if owners[name] != owners[first]}
+    for name, first in shared.items():
+        if not {name.rpartition(".")[0], first.rpartition(".")[0]} <= set(tied):
+            raise _refused(hf, f"{name} is the same weight as {first} of another stage")
+    return frozenset(shared.values())
+
+
+def _refused(hf: PreTrainedModel, why: str) -> ConfigError:
+    return ConfigError(
+        f"{type(hf).__name__} cannot be divided into pipeline stages: {why}. "
+        "Set policy.dtensor_cfg.pipeline_parallel_size=1 and use the other axes."
+    )

@@ -1,0 +1,197 @@
+"""What a stage keeps of a model, what cannot be divided, and what happens when a stage does not answer."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from architectures import random_model
+from pipeline_helpers import CPU, Case, layers, microbatches, save_model
+from policy_helpers import free_port, run_ranks
+from torch import nn
+
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.process_group import collective_timeout
+from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.pipeline import runner
+from nemo_rl.models.dtensor.pipeline.runner import HiddenStates
+from nemo_rl.models.dtensor.pipeline.stages import Place, active, cut, divide_layers, require_divisible
+from nemo_rl.models.inputs import InputLayout, build_training_inputs
+from nemo_rl.utils.errors import ConfigError
+
+
+def _place(number: int, size: int, num_layers: int, per_stage: int = 1) -> Place:
+    return Place(number, size, divide_layers(num_layers, size, per_stage))
+
+
+def test_layers_are_divided_evenly() -> None:
+    for num_layers, stages, per_stage in ((7, 2, 1), (7, 3, 2), (61, 4, 3), (4, 4, 1)):
+        chunks = divide_layers(num_layers, stages, per_stage)
+        assert [layer for chunk in chunks for layer in chunk] == list(range(num_layers))
+        assert max(map(len, chunks)) - min(map(len, chunks)) <= 1
+        of_stage = [len(_place(stage, stages, num_layers, per_stage).layers) for stage in range(stages)]
+        assert max(of_stage) - min(of_stage) <= 1
+    assert _place(1, 2, 5, 2).layers == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("layers_stages_chunks", "message"),
+    [
+        ((3, 4, 1), r"pipeline_parallel_size=4 x virtual_pipeline_size=1 = 4 chunks .* 3 layers\. Use .*size=3\."),
+        ((5, 3, 2), r"=3 x virtual_pipeline_size=2 = 6 chunks .* 5 layers\. Use pipeline_parallel_size=2\."),
+        ((2, 2, 3), r"= 6 chunks of layers, but the model has 2 layers\. Use a smaller virtual_pipeline_size\."),
+    ],
+)
+def test_more_chunks_than_layers_are_refused_with_the_arithmetic(layers_stages_chunks, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        divide_layers(*layers_stages_chunks)
+
+
+def test_a_stage_keeps_its_own_weights_under_their_names() -> None:
+    whole = set(random_model("qwen3", num_hidden_layers=5).state_dict())
+    kept = []
+    for number in range(3):
+        hf = random_model("qwen3", num_hidden_layers=5)
+        stage = cut(hf, _place(number, 3, 5))
+        kept.append(set(hf.state_dict()))
+        assert stage.elsewhere == whole - kept[-1]
+    assert set().union(*kept) == whole and sum(map(len, kept)) == len(whole)
+    assert "model.embed_tokens.weight" in kept[0] and {"model.norm.weight", "lm_head.weight"} <= kept[2]
+    assert "model.layers.2.mlp.up_proj.weight" in kept[1] and "model.layers.4.mlp.up_proj.weight" in kept[2]
+
+
+def test_a_tied_weight_is_known_by_one_name() -> None:
+    hf = random_model("llama", num_hidden_layers=4, tie_word_embeddings=True)
+    stage = cut(hf, _place(1, 2, 4))
+    assert stage.known_as("lm_head.weight") == "model.embed_tokens.weight"
+    assert stage.shared == stage.copies == {"model.embed_tokens.weight"}
+    assert "model.embed_tokens.weight" not in stage.elsewhere
+    assert not cut(random_model("llama", num_hidden_layers=4, tie_word_embeddings=True), _place(0, 2, 4)).copies
+
+
+def test_a_pass_leaves_the_model_as_it_was() -> None:
+    hf = random_model("phi", num_hidden_layers=4)
+    before = {name: id(module) for name, module in hf.named_modules()}
+    with pytest.raises(RuntimeError, match="stopped"), active(hf, _place(0, 2, 4), ("final_layernorm",), 0):
+        assert hf.base_model.final_layernorm is not before
+        raise RuntimeError("stopped")
+    assert {name: id(module) for name, module in hf.named_modules()} == before
+
+
+def test_dropout_of_embeddings_acts_in_the_first_chunk_only() -> None:
+    hf = random_model("phi", num_hidden_layers=2, embd_pdrop=0.5, resid_pdrop=0.0, attention_dropout=0.0).train()
+    for layer in hf.base_model.layers:
+        layer.resid_dropout.p = 0.0
+    hidden = torch.randn(1, 6, 64)
+    place = _place(1, 2, 2)
+
+    def run(chunk: int) -> torch.Tensor:
+        with active(hf, place, ("final_layernorm",), chunk):
+            return hf.base_model(inputs_embeds=hidden, use_cache=False).last_hidden_state
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(0), run(0))
+
+
+@pytest.mark.parametrize(("model_type", "why"), [("gptj", "no list of decoder layers"), ("opt", "no list|more than")])
+def test_a_body_of_another_form_is_refused_by_name(model_type, why) -> None:
+    hf = random_model(model_type)
+    with pytest.raises(
+        ConfigError, match=rf"{type(hf).__name__} cannot be divided .*({why}).*pipeline_parallel_size=1"
+    ):
+        cut(hf, Place(0, 2, (range(1), range(1, 2))))
+
+
+def test_a_forward_that_changes_what_it_is_given_is_refused() -> None:
+    hf = random_model("llama", num_hidden_layers=4)
+    require_divisible(hf, _place(0, 2, 4, 2))
+    forward = hf.base_model.forward
+
+    def scaled(*args, inputs_embeds=None, **kwargs):
+        if inputs_embeds is None:
+            inputs_embeds = hf.base_model.embed_tokens(kwargs.pop("input_ids"))
+        return forward(*args, inputs_embeds=2.0 * inputs_embeds, **kwargs)
+
+    hf.base_model.forward = scaled
+    with pytest.raises(ConfigError, match="LlamaForCausalLM .*do not compute what the whole model computes"):
+        require_divisible(hf, _place(0, 2, 4))
+
+
+def test_layers_that_hand_something_on_are_refused() -> None:
+    class Remembering(nn.Module):
+        def __init__(self, layer: nn.Module, shared: list[torch.Tensor]) -> None:
+            super().__init__()
+            self.layer, self.shared = layer, shared
+
+        def forward(self, hidden, **kwargs):
+            out = self.layer(hidden, **kwargs) + sum(self.shared)
+            self.shared.append(out)
+            return out
+
+    hf = random_model("llama", **layers("llama", 4))
+    shared: list[torch.Tensor] = []
+    for number, layer in enumerate(hf.base_model.layers):
+        hf.base_model.layers[number] = Remembering(layer, shared)
+    with pytest.raises(ConfigError, match="do not compute what the whole model computes"):
+        require_divisible(hf, _place(0, 2, 4))
+
+
+def test_a_stage_with_nothing_to_train_is_refused_on_all_ranks() -> None:
+    for number in range(2):
+        hf = random_model("llama", num_hidden_layers=4)
+        for name, parameter in hf.named_parameters():
+            parameter.requires_grad_(".layers.3." in name)
+        with pytest.raises(ConfigError, match=r"nothing is trained in 1 of its 2 stages \(the first: 0\).*lora_cfg"):
+            cut(hf, _place(number, 2, 4))
+
+
+def test_weights_that_stages_share_otherwise_are_refused() -> None:
+    hf = random_model("llama", num_hidden_layers=4)
+    hf.base_model.layers[3].mlp.up_proj.weight = hf.base_model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ConfigError, match=r"layers\.3\.mlp\.up_proj\.weight is the same weight as model\.layers\.0"):
+        cut(hf, _place(0, 2, 4))
+
+
+def test_hidden_states_have_the_shape_of_the_tokens_of_this_rank() -> None:
+    (rows,) = microbatches(1, 1)
+    padded = build_training_inputs(rows, InputLayout(packed=False, round_to=4), CPU)
+    packed = build_training_inputs(rows, InputLayout(packed=True, round_to=4), CPU)
+    tokens = -(-int(rows["input_lengths"].sum()) // 4) * 4
+    widest = -(-int(rows["input_lengths"].max()) // 4) * 4
+    assert HiddenStates(64, torch.float32).shape(packed) == (1, tokens, 64)
+    assert HiddenStates(64, torch.float32, token_parts=2).shape(padded) == (len(rows["input_ids"]), widest // 2, 64)
+
+
+def test_stages_draw_their_own_random_numbers() -> None:
+    layout = ParallelLayout(pp=2, dp_shard=2)
+    assert [layout.random_path(rank) for rank in range(4)] == [(0,), (1,), (0, 1), (1, 1)]
+
+
+def test_the_limit_is_that_of_the_default_group() -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        assert collective_timeout(CPU) == timedelta(seconds=77)
+    finally:
+        dist.destroy_process_group()
+
+
+def _alone(rank: int, world_size: int, name: str) -> None:
+    """The first stage runs; the other one never does."""
+    runner.collective_timeout = lambda device: timedelta(seconds=1)
+    config = Case().config(name)
+    backend = DTensorBackend(config, CPU, ParallelLayout.of(config, world_size), init_reference_model=False)
+    rows = microbatches(0, 3)
+    inputs = [build_training_inputs(each, InputLayout(packed=False), CPU) for each in rows]
+    if rank == 1:
+        time.sleep(60)
+    backend.run(inputs, lambda *scores: None, backward=False)
+
+
+def test_a_stage_that_never_comes_is_noticed_in_time(tmp_path) -> None:
+    began = time.monotonic()
+    with pytest.raises(mp.ProcessRaisedException, match="1000 ?ms"):
+        run_ranks(_alone, 2, save_model(tmp_path / "m", "llama", num_layers=2))
+    assert time.monotonic() - began < 30
