@@ -33,11 +33,16 @@ class TrainingBackend(ABC):
     """Dotted name of its `PolicyBackend`, imported in the ranks."""
 
     @abstractmethod
-    def check(self, policy: PolicyConfig) -> None:
-        """Refuse, before Ray starts, what cannot be trained.
+    def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
+        """Refuse, before Ray starts, a model that cannot be trained or cannot answer.
+
+        Args:
+            policy: section of the model.
+            num_ranks: processes that will hold it.
+            section: name of the section, for messages; of a run's models `policy` is the one that is trained.
 
         Raises:
-            ConfigError: names the key.
+            ConfigError: names the keys.
         """
 
     @abstractmethod

@@ -314,8 +314,9 @@ def _shard(
     model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, device: torch.device, layout: ParallelLayout
 ) -> None:
     """Spread a loaded model over the ranks, in place."""
-    if config.dtensor_cfg.activation_checkpointing:
-        enable_activation_checkpointing(model.hf)
+    recomputes = config.dtensor_cfg.activation_checkpointing
+    if recomputes:
+        enable_activation_checkpointing(model.hf, selective=recomputes == "selective")
     mesh = device_mesh(layout, device.type)
     spec = ShardingSpec(torch_dtype(config.precision), config.dtensor_cfg.cpu_offload, device)
     shard(model, mesh, spec)
