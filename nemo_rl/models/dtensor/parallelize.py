@@ -32,7 +32,7 @@ from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_DEAR = frozenset(
+KEPT_OPERATORS = frozenset(
     (
         *("aten::mm", "aten::addmm", "aten::_grouped_mm"),
         *("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention"),
@@ -92,7 +92,7 @@ def enable_activation_checkpointing(hf: PreTrainedModel, *, selective: bool = Fa
 
 
 def _keep_if_dear(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    dear = operator.name() in _DEAR
+    dear = operator.name() in KEPT_OPERATORS
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -24,6 +24,7 @@ from nemo_rl.models.huggingface.folders import (
     require_empty,
 )
 from nemo_rl.models.huggingface.sizes import count_parameters
+from nemo_rl.models.memory import MemoryPlan
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.manifest import find_damage
 
@@ -55,6 +56,18 @@ class DTensorTraining(TrainingBackend):
             self._check_optimizer(policy)
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
         report_findings(check_mesh(policy, layout, model, section))
+
+    def predict_memory(
+        self, policy: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool, on_gpu: bool
+    ) -> MemoryPlan | None:
+        """Of the largest microbatch that the section allows; see `TrainingBackend.predict_memory`."""
+        from nemo_rl.models.dtensor.memory_plan import Work, microbatch_tokens, predict_memory
+        from nemo_rl.models.huggingface.load import load_model_config
+
+        tokens = microbatch_tokens(policy, trains=trains)
+        work = Work(tokens, trains=trains, keeps_reference=keeps_reference, on_cpu=not on_gpu)
+        model = load_model_config(policy.model_name, policy.hf_config_overrides)
+        return predict_memory(policy, ParallelLayout.of(policy, num_ranks), model, work)
 
     @staticmethod
     def _check_optimizer(policy: PolicyConfig) -> None:

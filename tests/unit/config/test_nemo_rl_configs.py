@@ -30,6 +30,7 @@ SWITCHED_ON: dict[type, Any] = {bool: True, int: 7, str: "text", list: ["text"],
 ACCEPTED = {
     "grpo": (
         "policy.generation_batch_size=32",
+        "cluster.gpus_per_node=8",
         "policy.dtensor_cfg.dp_replicate_size=2",
         "policy.dtensor_cfg.tensor_parallel_size=2",
         "policy.dtensor_cfg.context_parallel_size=2",
