@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup/memory.max")
 _WAYS_OUT = (
-    "Less is needed with more ranks, smaller microbatches or, in {section}.dtensor_cfg, a larger tensor_parallel_size or "
+    "Less is needed with more ranks, smaller microbatches or, in {section}.dtensor_cfg, tensor_parallel_size and "
     "activation_checkpointing."
 )
 

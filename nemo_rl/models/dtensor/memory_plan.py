@@ -117,11 +117,12 @@ class _Rank:
 
     def plan(self) -> MemoryPlan:
         """All moments of a step."""
-        stored = sum(self._held(self.trace.layers[index]) for index in self._layers) + self._held(self._root)
+        own = [self.trace.layers[index] for index in self._layers] + self._outside
+        stored = sum(self._held(parameters) for parameters in own)
         lora = self.policy.dtensor_cfg.lora_cfg
         trained = stored if not lora.enabled else self.trace.linears * lora.dim / (self._shards * self.layout.pp)
         weights = {"weights": stored * self._weight_size + (trained * _WIDE if lora.enabled else 0.0)}
-        host = self._host(stored, trained)
+        host = self._host(stored)
         stays = weights | (host if self.work.on_cpu else {})
         if self.work.trains:
             stays |= {"optimizer state": trained * _WIDE * self._moments_per_weight()}
@@ -134,9 +135,12 @@ class _Rank:
         return MemoryPlan(stays, moments, {} if self.work.on_cpu else host, missing)
 
     @property
-    def _root(self) -> Parameters:
-        """Parameters outside of the layers: the first stage has the embedding, the last one the head."""
-        return self.trace.root
+    def _outside(self) -> list[Parameters]:
+        """Parameters outside of the layers: the first stage has the embedding, the last one norm and head."""
+        first, last = self.stage == 0, self.stage == self.layout.pp - 1
+        if last and not (first and self.trace.tied):
+            return [self.trace.embedding, self.trace.last] if first else [self.trace.last]
+        return [self.trace.last] if last else [self.trace.embedding] * first
 
     @property
     def _weight_size(self) -> int:
@@ -152,17 +156,20 @@ class _Rank:
             return int(bool(self.policy.optimizer.kwargs.get("momentum")))
         return _MOMENTS.get(name, 2)
 
-    def _host(self, stored: float, trained: float) -> dict[str, float]:
+    def _host(self, stored: float) -> dict[str, float]:
         """What is copied to host memory: initial weights, and the weights that they take turns with."""
         if not self.work.keeps_reference or self.policy.dtensor_cfg.lora_cfg.enabled:
             return {}
         return {"reference weights and their place": 2 * stored * _WIDE}
 
     def _training(self, gradients: float) -> dict[str, Moment]:
-        root = self._gathered(self._root)
+        root = sum(self._gathered(parameters) for parameters in self._outside)
         layer = max((self._gathered(self.trace.layers[index]) for index in self._layers), default=0.0)
-        head = self.trace.vocabulary * self.trace.hidden / self.layout.tp * _WIDE
-        largest = max(parameters.largest for parameters in (self.trace.root, *self.trace.layers)) / self.layout.tp
+        parts = (self.trace.embedding, self.trace.last, *self.trace.layers)
+        largest = max(parameters.largest for parameters in parts) / self.layout.tp
+        has_head = self.stage == self.layout.pp - 1
+        head = has_head * self.trace.vocabulary * self.trace.hidden / self.layout.tp * _WIDE
+        logits = has_head * self._logits(_CHUNKS_AT_ONCE) + 2 * head
         fsdp = self._uses_fsdp
         gathered = {"gathered weights": (root + _LAYERS_GATHERED * layer) * self.itemsize if fsdp else 0.0}
         earlier = gathered | {"gradients": gradients if self.work.several else 0.0}
@@ -170,7 +177,7 @@ class _Rank:
         unreduced = {"gradients before their reduction": root * (self.itemsize + _WIDE) if fsdp else 0.0}
         update = {"optimizer's temporaries": 2 * largest / self._shards * _WIDE if self.work.on_cpu else 0.0}
         return {
-            "head backward": earlier | {"activations": kept, "logits": self._logits(_CHUNKS_AT_ONCE) + 2 * head},
+            "head backward": earlier | {"activations": kept, "logits": logits},
             "layer backward": earlier | {"activations": kept + again, "logits": head},
             "embedding backward": gathered | unreduced | {"gradients": gradients, "activations": again},
             "update": {"gradients": gradients} | update,
@@ -178,7 +185,8 @@ class _Rank:
 
     def _pass(self) -> dict[str, float]:
         """A forward pass without a backward one: what a layer and the head need at a time."""
-        root, sizes = self._gathered(self._root), [self._gathered(layer) for layer in self.trace.layers]
+        root = sum(self._gathered(parameters) for parameters in self._outside)
+        sizes = [self._gathered(layer) for layer in self.trace.layers]
         gathered = (root + _LAYERS_GATHERED * max(sizes)) * self.itemsize if self._uses_fsdp else 0.0
         one = max((self._kept(each) for each in self.trace.activations), default=0.0)
         return {"gathered weights": gathered, "activations": one, "logits": self._logits(2)}

@@ -91,7 +91,9 @@ class ModelTrace:
 
     Attributes:
         layers: parameters of each decoder layer.
-        root: parameters outside of them: embedding, final norm, head.
+        embedding: parameters before them.
+        last: parameters behind them: final norm and head.
+        tied: whether the embedding is the head too, and counted in both.
         activations: of each decoder layer; empty where the model does not run without data.
         others: bytes kept outside of the layers.
         hidden: elements of a token's hidden state.
@@ -100,7 +102,9 @@ class ModelTrace:
     """
 
     layers: list[Parameters]
-    root: Parameters
+    embedding: Parameters
+    last: Parameters
+    tied: bool
     activations: list[Activations]
     others: int
     hidden: int
@@ -133,15 +137,18 @@ def trace_model(config: PretrainedConfig, tokens: int, dtype: torch.dtype, *, sc
             logger.info("%s does not run without data (%s).", type(hf).__name__, str(error).split("\n")[0])
             recorder.of_layer.clear()
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    root = [parameter for parameter in hf.parameters() if id(parameter) not in inside]
-    head = hf.get_output_embeddings()
+    table, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
+    root = [parameter for parameter in hf.parameters() if id(parameter) not in inside and parameter is not table]
+    tied = head is not None and head.weight is table
     linears = [part for layer in layers for part in layer.modules() if isinstance(part, nn.Linear)]
     return ModelTrace(
         layers=[_count(layer.parameters()) for layer in layers],
-        root=_count(root),
+        embedding=_count([table]),
+        last=_count([*root, table] if tied else root),
+        tied=tied,
         activations=recorder.all_layers(),
         others=recorder.others,
-        hidden=hf.get_input_embeddings().weight.shape[-1],
+        hidden=table.shape[-1],
         vocabulary=1 if scores or head is None else head.weight.shape[0],
         linears=sum(part.in_features + part.out_features for part in linears),
     )
