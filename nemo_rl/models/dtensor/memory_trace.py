@@ -10,6 +10,7 @@ Invariant: byte counts are of one rank without parallelism; `memory_plan` divide
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -126,9 +127,9 @@ def trace_model(config: PretrainedConfig, tokens: int, dtype: torch.dtype, *, sc
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     with torch.device("meta"):
         try:
-            hf = kind.from_config(config, dtype=dtype, attn_implementation=_ATTENTION).train()
+            hf = kind.from_config(deepcopy(config), dtype=dtype, attn_implementation=_ATTENTION).train()
         except (ValueError, KeyError):  # its attention is code of its own
-            hf = kind.from_config(config, dtype=dtype).train()
+            hf = kind.from_config(deepcopy(config), dtype=dtype).train()
         layers = decoder_layers(hf)
         recorder = _Recorder(hf, layers)
         try:

@@ -77,7 +77,7 @@ def test_equal_layers_are_traced_once() -> None:
 
 def test_an_architecture_that_needs_data_is_counted_without_activations() -> None:
     policy = PolicyConfig.build(model_name="m", generation=None)
-    plan = predict_memory(policy, ParallelLayout(), model_config("gptj"), Work(32))
+    plan = predict_memory(policy, ParallelLayout(), model_config("minimax"), Work(32))
     assert plan.missing and plan.certain > 0 and "not known" in plan.table("x")
 
 
