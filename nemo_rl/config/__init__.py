@@ -14,6 +14,7 @@ from nemo_rl.config.rules.loss import check_loss_options
 from nemo_rl.config.rules.topology import (
     Topology,
     data_parallel_ranks,
+    model_ranks,
     parallel_sizes,
     plan_topology,
     row_length_multiple,
@@ -145,6 +146,7 @@ __all__ = [
     "data_parallel_ranks",
     "find_path",
     "load_config",
+    "model_ranks",
     "parallel_sizes",
     "row_length_multiple",
     "plan_topology",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import yaml
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig
+from nemo_rl.models.memory import MemoryPlan
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.imports import import_dotted
 
@@ -33,12 +34,31 @@ class TrainingBackend(ABC):
     """Dotted name of its `PolicyBackend`, imported in the ranks."""
 
     @abstractmethod
-    def check(self, policy: PolicyConfig) -> None:
-        """Refuse, before Ray starts, what cannot be trained.
+    def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
+        """Refuse, before Ray starts, a model that cannot be trained or cannot answer.
+
+        Args:
+            policy: section of the model.
+            num_ranks: processes that will hold it.
+            section: name of the section, for messages; of a run's models `policy` is the one that is trained.
 
         Raises:
-            ConfigError: names the key.
+            ConfigError: names the keys.
         """
+
+    def predict_memory(
+        self, policy: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool, on_gpu: bool
+    ) -> MemoryPlan | None:
+        """Memory of the rank that will need most; None where that is unknown, as by default.
+
+        Args:
+            policy: section of the model.
+            num_ranks: processes that will hold it.
+            trains: whether it has an optimizer.
+            keeps_reference: whether its initial weights are kept.
+            on_gpu: whether each rank has a GPU.
+        """
+        return None
 
     @abstractmethod
     def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:

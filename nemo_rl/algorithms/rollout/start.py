@@ -31,6 +31,7 @@ from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
 from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.algorithms.rollout.validation import Validator
 from nemo_rl.algorithms.runtime.memory import FrozenModel, MemorySharing, Party, TrainedModel
+from nemo_rl.algorithms.runtime.memory_check import tell_memory
 from nemo_rl.algorithms.runtime.placement import place_roles, shares_with_policy
 from nemo_rl.algorithms.runtime.roles import Role, reserve, start_role, start_together
 from nemo_rl.algorithms.runtime.run import Run, Stage
@@ -122,6 +123,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         backends = Logger(config.logger, folders.log_dir, config.algorithm.max_num_steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
+        tell_memory(config.cluster, recipe.roles)
         workers = _start_workers(config, recipe, folders, resources)
         return _connect(config, recipe, folders, backends, workers, prompts, started_at, resources)
 

@@ -12,11 +12,12 @@ from typing import Any, Self, cast
 import torch
 
 from nemo_rl.algorithms.runtime.placement import make_clusters
-from nemo_rl.config import ClusterConfig, PolicyConfig, count_gpus, find_path
+from nemo_rl.config import ClusterConfig, PolicyConfig, count_gpus, find_path, plan_topology
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.losses.interfaces import AnyLossFunction, LossFunction, LossInputType
+from nemo_rl.models.backends import training_backend
 from nemo_rl.models.policy.batching import require_keys
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import TRAINING_KEYS, Policy
@@ -35,6 +36,7 @@ class OpenPolicy(Policy):
 
     def __init__(self, config: PolicyConfig, cluster: ClusterConfig, seed: int = 0) -> None:
         tokenizer = get_tokenizer(config.tokenizer)
+        training_backend(config).check(config, plan_topology(cluster, config).policy_ranks)
         init_ray()
         self._places = make_clusters(cluster, config)[0]
         with ExitStack() as undo:

@@ -6,9 +6,20 @@ of each algorithm. Invariant: nothing is imported here that a run does not need.
 
 from collections.abc import Iterator
 
-from nemo_rl.config import EvalMasterConfig, MasterConfig, PolicyConfig, RolloutMasterConfig, check_device, count_gpus
+from nemo_rl.config import (
+    EvalMasterConfig,
+    MasterConfig,
+    PolicyConfig,
+    RolloutMasterConfig,
+    check_device,
+    count_gpus,
+    model_ranks,
+)
 from nemo_rl.config.rules.trackers import check_trackers
 from nemo_rl.utils.logger import make_log_dir
+
+SECTIONS = ("policy", "teacher")
+"""Sections of the models of a run, in the order of `MasterConfig.models`."""
 
 
 def check_machine(config: MasterConfig | EvalMasterConfig) -> None:
@@ -16,7 +27,7 @@ def check_machine(config: MasterConfig | EvalMasterConfig) -> None:
 
     Raises:
         ConfigError: GPUs, a tracker, the log folder, a model, an optimizer, a schedule or an environment is not to
-            be had.
+            be had, or a model does not fit its mesh.
     """
     check_device(config, count_gpus())
     if isinstance(config, MasterConfig):
@@ -26,9 +37,16 @@ def check_machine(config: MasterConfig | EvalMasterConfig) -> None:
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _check_environments(config)
     if isinstance(config, MasterConfig):
-        from nemo_rl.models.backends import training_backend
+        _check_backends(config)
 
-        training_backend(config.policy).check(config.policy)
+
+def _check_backends(config: MasterConfig) -> None:
+    """Ask each model's backend whether it can be spread over the ranks that it will get."""
+    from nemo_rl.models.backends import training_backend
+
+    sections = zip(SECTIONS, config.models, model_ranks(config.cluster, config.models), strict=False)
+    for section, model, num_ranks in sections:
+        training_backend(model).check(model, num_ranks, section)
 
 
 def _check_models(config: MasterConfig | EvalMasterConfig) -> None:
@@ -49,7 +67,7 @@ def _models(config: MasterConfig | EvalMasterConfig) -> Iterator[tuple[str, str,
     if isinstance(config, EvalMasterConfig):
         yield "generation.model_name", "tokenizer.name", config.policy
         return
-    for section, model in zip(("policy", "teacher"), config.models, strict=False):
+    for section, model in zip(SECTIONS, config.models, strict=False):
         yield f"{section}.model_name", f"{section}.tokenizer.name", model
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.runtime.memory import MemorySharing
+from nemo_rl.algorithms.runtime.memory_check import tell_memory
 from nemo_rl.algorithms.runtime.placement import place_roles
 from nemo_rl.algorithms.runtime.roles import Role, reserve, start_role
 from nemo_rl.algorithms.runtime.run import Run, Stage
@@ -82,8 +83,9 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         backends = Logger(config.logger, folders.log_dir, steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
-        init_ray(str(folders.log_dir))
         role = Role(config.policy, keeps_reference=recipe.keeps_reference)
+        tell_memory(config.cluster, {"policy": role})
+        init_ray(str(folders.log_dir))
         where = place_roles(config.cluster, {"policy": config.policy})["policy"]
         reserve([where], resources)
         seed, resume_path = config.algorithm.seed, folders.resume_path

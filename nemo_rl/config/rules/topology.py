@@ -5,10 +5,11 @@ Invariant: the numbers follow from configuration alone; whether the machines exi
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_rl.config.schema.cluster import ClusterConfig
-from nemo_rl.config.schema.distillation import TeacherPlacementConfig
+from nemo_rl.config.schema.distillation import TeacherConfig, TeacherPlacementConfig
 from nemo_rl.config.schema.policy import PolicyConfig
 from nemo_rl.utils.errors import ConfigError
 
@@ -92,6 +93,17 @@ def teachers_share(cluster: ClusterConfig, placement: TeacherPlacementConfig) ->
     return cluster.model_copy(update={"num_nodes": nodes, "gpus_per_node": gpus, "ranks_per_node": None})
 
 
+def model_ranks(cluster: ClusterConfig, models: Sequence[PolicyConfig]) -> list[int]:
+    """Ranks of each model of a run, the policy first; a teacher has the policy's unless it is placed elsewhere."""
+    policy, *others = models
+    apart = [model.colocated for model in others if isinstance(model, TeacherConfig) and not model.colocated.enabled]
+    for placement in apart:
+        share = teachers_share(cluster, placement)
+        cluster = students_share(cluster, placement)
+    ranks = plan_topology(cluster, policy).policy_ranks
+    return [ranks, *(share.num_nodes * share.policy_ranks_per_node if apart else ranks for _ in others)]
+
+
 def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:
     """Sizes of the parallel axes and of the expert view; `dp_shard` takes what the others leave.
 
@@ -102,17 +114,19 @@ def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:
     asked = {axis: getattr(section, key, 1) for axis, key in _SIZE_KEYS.items()}
     copies = math.prod(asked.values())
     if ranks % copies:
-        product = " x ".join(f"{_SIZE_KEYS[axis]}={size}" for axis, size in asked.items() if size > 1)
+        near = [n for n in (ranks // copies * copies, -(-ranks // copies) * copies) if n]
         raise ConfigError(
-            f"{ranks} ranks are no multiple of {copies} ({product}). Nearest numbers of ranks: "
-            f"{', '.join(str(n) for n in (ranks // copies * copies, -(-ranks // copies) * copies) if n)}."
+            f"{ranks} ranks are no multiple of {copies} ({_product(asked)}). Nearest numbers of ranks: "
+            f"{', '.join(map(str, near))}.{_nearest_sizes(asked, ranks)}"
         )
     sizes = asked | {"dp_shard": ranks // copies, "ep": section.expert_parallel_size}
     sharing = sizes["dp_shard"] * asked["cp"] * asked["tp"]
     if sharing % sizes["ep"]:
+        near = sorted([n for n in range(1, sharing + 1) if sharing % n == 0], key=lambda n: abs(n - sizes["ep"]))[:2]
         raise ConfigError(
-            f"expert_parallel_size={sizes['ep']} does not divide the {sharing} ranks that hold one copy of a stage "
-            f"(dp_shard {sizes['dp_shard']} x cp {asked['cp']} x tp {asked['tp']}). Use a divisor of {sharing}."
+            f"expert_parallel_size={sizes['ep']} does not divide the {sharing} ranks that share a copy of a stage: "
+            f"{sharing} / {sizes['ep']} = {sharing / sizes['ep']:g} ({ranks} ranks"
+            f"{_outside(asked)}). Nearest values: {', '.join(map(str, sorted(near)))}."
         )
     return sizes
 
@@ -127,6 +141,27 @@ def row_length_multiple(policy: PolicyConfig) -> int:
     sharing = sharing if getattr(section, "sequence_parallel", False) else 1
     part = math.lcm(2, sharing) if cp > 1 else sharing
     return math.lcm(policy.make_sequence_length_divisible_by, cp * part)
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    """The sizes above 1 as the user writes them."""
+    return " x ".join(f"{_SIZE_KEYS[axis]}={size}" for axis, size in sizes.items() if size > 1)
+
+
+def _outside(asked: Mapping[str, int]) -> str:
+    """What divides the ranks before experts do."""
+    product = _product({axis: size for axis, size in asked.items() if axis in ("pp", "dp_replicate")})
+    return f" / {product}".replace(" x ", " / ") if product else ""
+
+
+def _nearest_sizes(asked: Mapping[str, int], ranks: int) -> str:
+    """The largest smaller sizes, one key changed each, that divide the ranks."""
+    fitting = []
+    for axis, size in asked.items():
+        others = math.prod(asked.values()) // size
+        smaller = [n for n in range(1, size) if ranks % (others * n) == 0]
+        fitting += [f"{_SIZE_KEYS[axis]}={smaller[-1]}"] if smaller else []
+    return f" Or, for {ranks}: {' or '.join(fitting)}." if fitting else ""
 
 
 def data_parallel_ranks(cluster: ClusterConfig, policy: PolicyConfig) -> int:

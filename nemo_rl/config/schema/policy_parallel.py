@@ -90,6 +90,15 @@ class MoeParallelizerConfig(Section):
     )
 
 
+_OF_AN_AXIS = {
+    "sequence_parallel": ("tensor_parallel_size", False),
+    "custom_parallel_plan": ("tensor_parallel_size", None),
+    "context_parallel_method": ("context_parallel_size", "all_gather"),
+    "virtual_pipeline_size": ("pipeline_parallel_size", 1),
+}
+"""Options of a parallel axis: the key of its size, and the option's default."""
+
+
 class DTensorConfig(Section):
     """The PyTorch-native training backend (FSDP2)."""
 
@@ -101,12 +110,24 @@ class DTensorConfig(Section):
         "clear_cache_every_n_steps": "cached GPU memory is freed between phases",
     }
 
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """Options of an axis that has one rank."""
+        told = {
+            key: f"{axis} is 1"
+            for key, (axis, default) in _OF_AN_AXIS.items()
+            if str(values.get(axis, 1)) == "1" and values.get(key, default) != default
+        }
+        return {**super().without_effect(values), **told}
+
     enabled: bool = Field(default=True, description="Train with this backend.")
     cpu_offload: bool = Field(
         default=False, description="Keep parameters and optimizer state in host memory between uses."
     )
-    activation_checkpointing: bool = Field(
-        default=False, description="Recompute activations in the backward pass to save memory."
+    activation_checkpointing: bool | Literal["selective"] = Field(
+        default=False,
+        description="Recompute activations in the backward pass to save memory: true all of a decoder layer's, "
+        "selective those that are no matrix product and no attention's output.",
     )
     dp_replicate_size: PositiveInt = Field(
         default=1, description="Copies of the sharded model (HSDP): parameters are gathered within a copy only."

@@ -55,7 +55,7 @@ def token_logprobs(
         `(logprobs, entropy_N)`, float32 (float64 for float64 inputs); `logprobs` has the shape of the targets.
     """
     density = density or SamplingDensity()
-    chunk_size = chunk_size or default_chunk_size(hidden_ND)
+    chunk_size = chunk_size or default_chunk_size(on_gpu=hidden_ND.is_cuda)
     return _ChunkedTokenLogprobs.apply(hidden_ND, weight_VD, bias_V, targets_N, transform, group, density, chunk_size)
 
 

@@ -10,13 +10,13 @@ from nemo_rl.distributed.collectives import Group
 _CHUNK_SIZE, _CHUNK_SIZE_GPU = 512, 2048
 
 
-def default_chunk_size(hidden_ND: Tensor) -> int:
+def default_chunk_size(*, on_gpu: bool) -> int:
     """Tokens per chunk of logits: 512 on CPUs, 2048 on GPUs.
 
     With 152 thousand tokens of vocabulary 2048 rows of logits are 1.2 GB in float32; a GPU's memory is written a
     quarter as often for the head's gradient as with 512, and holds three or four such tensors at the peak.
     """
-    return _CHUNK_SIZE_GPU if hidden_ND.is_cuda else _CHUNK_SIZE
+    return _CHUNK_SIZE_GPU if on_gpu else _CHUNK_SIZE
 
 
 @dataclass(frozen=True)

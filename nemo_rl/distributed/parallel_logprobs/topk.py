@@ -51,7 +51,7 @@ def topk_logits(
         vocabulary, the same as without a group where no two logits of a token are equal.
     """
     head = OutputHead(weight_VD, bias_V, transform, group)
-    chunk_size = chunk_size or default_chunk_size(hidden_ND)
+    chunk_size = chunk_size or default_chunk_size(on_gpu=hidden_ND.is_cuda)
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     logits_Nk = hidden_ND.new_empty((hidden_ND.shape[0], top.k), dtype=wide)
     ids_Nk = hidden_ND.new_empty((hidden_ND.shape[0], top.k), dtype=torch.int64)

@@ -375,9 +375,9 @@ def _shard(
     model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, device: torch.device, meshes: Meshes
 ) -> None:
     """Spread a loaded model over the ranks, in place."""
-    if config.dtensor_cfg.activation_checkpointing:
-        enable_activation_checkpointing(model.hf)
     asked = config.dtensor_cfg
+    if asked.activation_checkpointing:
+        enable_activation_checkpointing(model.hf, selective=asked.activation_checkpointing == "selective")
     spec = ShardingSpec(
         torch_dtype(config.precision),
         asked.cpu_offload,

@@ -7,6 +7,7 @@ nothing here renames a parameter.
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
 )
 from transformers.modeling_utils import PreTrainedModel
 
@@ -38,6 +44,17 @@ from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+KEPT_OPERATORS = frozenset(
+    (
+        *("aten::mm", "aten::addmm", "aten::_grouped_mm"),
+        *("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention"),
+        *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
+        *("torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
+    )
+)
+"""Operators whose outputs selective checkpointing keeps: every matrix product but those of eager attention, whose
+outputs grow with the square of the length, and every attention kernel that `dtensor.attention` may call."""
 
 
 class ShardableModel(nn.Module):
@@ -93,8 +110,13 @@ class ShardingSpec:
     keep_gathered: bool = False
 
 
-def enable_activation_checkpointing(hf: PreTrainedModel) -> None:
+def enable_activation_checkpointing(hf: PreTrainedModel, *, selective: bool = False) -> None:
     """Recompute each decoder layer's activations in the backward pass (training mode only).
+
+    Args:
+        hf: the model.
+        selective: keep what is dear to recompute, the outputs of matrix products and attention; a layer then keeps
+            about as many bytes as its linear layers put out, and its recomputation runs no matrix product.
 
     Raises:
         ConfigError: the architecture does not support it.
@@ -104,7 +126,15 @@ def enable_activation_checkpointing(hf: PreTrainedModel) -> None:
             f"{type(hf).__name__} does not support activation checkpointing. "
             "Set policy.dtensor_cfg.activation_checkpointing=false."
         )
-    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    kept: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_if_dear)}
+    hf.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False} | (kept if selective else {})
+    )
+
+
+def _keep_if_dear(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    dear = operator.name() in KEPT_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @torch.no_grad()

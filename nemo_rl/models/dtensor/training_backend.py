@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nemo_rl.config import CheckpointingConfig, PolicyConfig
+from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
+from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import TrainingBackend
 from nemo_rl.models.huggingface.folders import (
     CONSOLIDATED_FOLDER,
@@ -23,7 +24,8 @@ from nemo_rl.models.huggingface.folders import (
     require_empty,
 )
 from nemo_rl.models.huggingface.sizes import count_parameters
-from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.models.memory import MemoryPlan
+from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.manifest import find_damage
 
 if TYPE_CHECKING:  # see `models.backends`
@@ -39,8 +41,36 @@ class DTensorTraining(TrainingBackend):
 
     rank_class = "nemo_rl.models.dtensor.backend.DTensorBackend"
 
-    def check(self, policy: PolicyConfig) -> None:
-        """Make optimizer and schedule for one number; see `TrainingBackend.check`."""
+    def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
+        """Make optimizer and schedule for one number, hold the mesh against the model's configuration; see
+        `TrainingBackend.check`.
+        """
+        from nemo_rl.models.dtensor.mesh_check import check_mesh
+        from nemo_rl.models.huggingface.load import load_model_config
+
+        try:
+            layout = ParallelLayout.of(policy, num_ranks)
+        except ConfigError as error:
+            raise ConfigError(f"{section}.dtensor_cfg: {error}") from error
+        if section == "policy":
+            self._check_optimizer(policy)
+        model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
+        report_findings(check_mesh(policy, layout, model, section))
+
+    def predict_memory(
+        self, policy: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool, on_gpu: bool
+    ) -> MemoryPlan | None:
+        """Of the largest microbatch that the section allows; see `TrainingBackend.predict_memory`."""
+        from nemo_rl.models.dtensor.memory_plan import Work, microbatch_tokens, predict_memory
+        from nemo_rl.models.huggingface.load import load_model_config
+
+        tokens = microbatch_tokens(policy, trains=trains)
+        work = Work(tokens, trains=trains, keeps_reference=keeps_reference, on_cpu=not on_gpu)
+        model = load_model_config(policy.model_name, policy.hf_config_overrides)
+        return predict_memory(policy, ParallelLayout.of(policy, num_ranks), model, work)
+
+    @staticmethod
+    def _check_optimizer(policy: PolicyConfig) -> None:
         from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, check_classes
 
         check_classes(policy)

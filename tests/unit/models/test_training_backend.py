@@ -144,7 +144,7 @@ def test_the_configuration_chooses_the_backend(folder, tmp_path) -> None:
     chosen = training_backend(table_config(folder))
     assert type(chosen).__name__ == "TableTraining"
     with pytest.raises(ConfigError, match=r"kwargs lacks \['learning_rate', 'vocab_size'\]"):
-        chosen.check(own("table_backend.TableTraining"))
+        chosen.check(own("table_backend.TableTraining"), 1)
     for name, words in (
         ("table_backend.Missing", "cannot be imported .*has no attribute 'Missing'"),
         ("TableTraining", "cannot be imported"),

@@ -1,0 +1,86 @@
+"""What a run will need of memory, said before anything starts, and held against what the devices have.
+
+Invariant: a prediction may be wrong, so it only warns; what is refused is certain: weights and optimizer state alone
+that are larger than the memory.
+"""
+
+import logging
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from nemo_rl.algorithms.runtime.roles import Role
+from nemo_rl.config import ClusterConfig, model_ranks
+from nemo_rl.models.backends import training_backend
+from nemo_rl.models.memory import MemoryPlan
+from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_CONTROL_GROUP = Path("/sys/fs/cgroup/memory.max")
+_WAYS_OUT = (
+    "Less is needed with more ranks, smaller microbatches or, in {section}.dtensor_cfg, tensor_parallel_size and "
+    "activation_checkpointing."
+)
+
+
+def tell_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> None:
+    """Log the memory of each model's ranks; warn where it is more than there is.
+
+    Args:
+        cluster: the machines.
+        roles: models of the run by name, the policy among them.
+
+    Raises:
+        ConfigError: weights and optimizer state of one model do not fit.
+    """
+    names = sorted(roles, key=lambda name: name != "policy")
+    ranks = model_ranks(cluster, [roles[name].section for name in names])
+    available = _memory_of_a_rank(cluster)
+    for name, num_ranks in zip(names, ranks, strict=True):
+        role = roles[name]
+        plan = training_backend(role.section).predict_memory(
+            role.section, num_ranks, trains=role.trains, keeps_reference=role.keeps_reference, on_gpu=cluster.uses_gpu
+        )
+        if plan is not None:
+            logger.info("%s", plan.table(f"Predicted memory of {name} ({num_ranks} ranks)"))
+            _compare(name, plan, available)
+
+
+def _compare(name: str, plan: MemoryPlan, available: float | None) -> None:
+    if available is None or plan.peak <= available:
+        return
+    ways_out = _WAYS_OUT.format(section=name)
+    has = f"of the {available / 2**30:.3g} GiB that it has"
+    if plan.certain > available:
+        raise ConfigError(
+            f"weights and optimizer state of {name} take {plan.certain / 2**30:.3g} GiB on each rank, {has}. {ways_out}"
+        )
+    logger.warning("%s will need about %.3g GiB on each rank, %s. %s", name, plan.peak / 2**30, has, ways_out)
+
+
+def _memory_of_a_rank(cluster: ClusterConfig) -> float | None:
+    """Bytes of one GPU, or a rank's share of this machine; None where the machines are elsewhere."""
+    if os.environ.get("RAY_ADDRESS"):
+        return None
+    return gpu_bytes() if cluster.uses_gpu else machine_bytes() / cluster.policy_ranks_per_node
+
+
+def machine_bytes() -> float:
+    """Memory of this machine, or less where a control group limits it."""
+    installed = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    try:
+        return min(installed, float(_CONTROL_GROUP.read_text()))
+    except (OSError, ValueError):  # no control group, or one whose limit is "max"
+        return installed
+
+
+def gpu_bytes() -> float | None:
+    """Memory of the smallest GPU here; None where its driver does not say. No CUDA context is made."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+        return min(float(line) for line in answer.splitlines()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

@@ -1,0 +1,228 @@
+"""Predicted memory of each rank: what stays, what each moment of a step adds to it, and where the peak is.
+
+`memory_trace` counts what the model holds on one rank; here the axes of the mesh divide it. A moment is a point of the
+step at which memory can be largest; what is held then is added up by kind, so that the table says what to change.
+
+Invariant: bytes are those that torch's allocator hands out on one rank, the largest of a pipeline's stages; what other
+libraries and fragmentation take comes on top. Sources: Korthikanti et al. 2022 (arXiv:2205.05198) for what sequence
+parallelism divides, Narayanan et al. 2021 (arXiv:2104.04473) for microbatches in flight.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from transformers import PretrainedConfig
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.parallel_logprobs import default_chunk_size
+from nemo_rl.models.dtensor.memory_trace import Activations, ModelTrace, Parameters, trace_model
+from nemo_rl.models.huggingface.load import torch_dtype
+from nemo_rl.models.memory import MemoryPlan, Moment
+
+_WIDE = 4
+"""Bytes of a float32."""
+_MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "adadelta": 2, "lion": 1}
+_CHUNKS_AT_ONCE = 3
+"""Tensors as large as a chunk of logits that its gradient needs: logits, probabilities, gradient."""
+_LAYERS_GATHERED = 3
+"""Layers whose parameters lie gathered: the one at work, its flat copy, and the next one's."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank is asked to do.
+
+    Attributes:
+        tokens: of a microbatch.
+        several: whether an update has more than one microbatch.
+        trains: whether there is a backward pass and an optimizer.
+        keeps_reference: whether the initial weights are kept.
+        on_cpu: whether the device's memory is the host's.
+    """
+
+    tokens: int
+    several: bool = True
+    trains: bool = True
+    keeps_reference: bool = False
+    on_cpu: bool = False
+
+
+def microbatch_tokens(policy: PolicyConfig, *, trains: bool) -> int:
+    """Tokens of the largest microbatch that a policy section allows."""
+    for way in (policy.sequence_packing, policy.dynamic_batching):
+        if way.enabled:
+            return way.train_mb_tokens if trains else way.logprob_mb_tokens
+    rows = policy.train_micro_batch_size if trains else policy.logprob_batch_size
+    return rows * policy.max_total_sequence_length
+
+
+def predict_memory(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:
+    """Memory of the rank that needs most.
+
+    Args:
+        policy: section of the model.
+        layout: sizes of the axes.
+        model: the model's configuration.
+        work: what the rank does.
+    """
+    tokens = ceil(work.tokens / layout.cp)
+    dtype = torch_dtype(policy.precision)
+    trace = trace_model(model, tokens, dtype, scores=policy.reward_model_cfg.enabled)
+    stages = {0, layout.pp - 1}
+    plans = [_Rank(policy, layout, trace, work, tokens, dtype.itemsize, stage).plan() for stage in sorted(stages)]
+    return max(plans, key=lambda plan: plan.peak)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank of a pipeline stage; see `predict_memory`."""
+
+    policy: PolicyConfig
+    layout: ParallelLayout
+    trace: ModelTrace
+    work: Work
+    tokens: int
+    itemsize: int
+    stage: int
+
+    @property
+    def _layers(self) -> range:
+        """Layers of the stage: the first stages have one more where they do not divide."""
+        total, stages = len(self.trace.layers), self.layout.pp
+        size, more = divmod(total, stages)
+        first = self.stage * size + min(self.stage, more)
+        return range(first, first + size + (self.stage < more))
+
+    @property
+    def _uses_fsdp(self) -> bool:
+        offload = self.policy.dtensor_cfg.cpu_offload
+        return self.layout.num_ranks > 1 or self.itemsize != _WIDE or offload
+
+    @property
+    def _shards(self) -> int:
+        return self.layout.dp_shard * self.layout.cp
+
+    def _gathered(self, parameters: Parameters) -> float:
+        """Elements of a rank with FSDP's parts gathered."""
+        layout = self.layout
+        experts = parameters.experts / (layout.ep if layout.ep > 1 else layout.tp)
+        return parameters.matrices / layout.tp + parameters.vectors + experts
+
+    def _held(self, parameters: Parameters) -> float:
+        """Elements that a rank stores."""
+        layout = self.layout
+        experts = parameters.experts / (self._shards * layout.tp)
+        return (parameters.matrices / layout.tp + parameters.vectors) / self._shards + experts
+
+    def plan(self) -> MemoryPlan:
+        """All moments of a step."""
+        own = [self.trace.layers[index] for index in self._layers] + self._outside
+        stored = sum(self._held(parameters) for parameters in own)
+        lora = self.policy.dtensor_cfg.lora_cfg
+        trained = stored if not lora.enabled else self.trace.linears * lora.dim / (self._shards * self.layout.pp)
+        weights = {"weights": stored * self._weight_size + (trained * _WIDE if lora.enabled else 0.0)}
+        host = self._host(stored)
+        stays = weights | (host if self.work.on_cpu else {})
+        if self.work.trains:
+            stays |= {"optimizer state": trained * _WIDE * self._moments_per_weight()}
+        moments = self._training(trained * _WIDE) if self.work.trains else {"forward pass": self._pass()}
+        if self.policy.dtensor_cfg.cpu_offload and not self.work.on_cpu:
+            host |= stays | {"gradients": trained * _WIDE * self.work.trains}
+            stays = {}
+            moments = {name: {**held, "gradients": 0.0} for name, held in moments.items()}
+        missing = "" if self.trace.activations else "Activations are not known for this architecture."
+        return MemoryPlan(stays, moments, {} if self.work.on_cpu else host, missing)
+
+    @property
+    def _outside(self) -> list[Parameters]:
+        """Parameters outside of the layers: the first stage has the embedding, the last one norm and head."""
+        first, last = self.stage == 0, self.stage == self.layout.pp - 1
+        if last and not (first and self.trace.tied):
+            return [self.trace.embedding, self.trace.last] if first else [self.trace.last]
+        return [self.trace.last] if last else [self.trace.embedding] * first
+
+    @property
+    def _weight_size(self) -> int:
+        """A frozen model on a GPU is held in the precision it computes in."""
+        frozen = not self.work.trains and not self.work.keeps_reference and not self.work.on_cpu
+        return self.itemsize if frozen else _WIDE
+
+    def _moments_per_weight(self) -> int:
+        """Float32 numbers that the optimizer keeps of each weight."""
+        assert self.policy.optimizer is not None, "a model that is trained has an optimizer"
+        name = self.policy.optimizer.name.rpartition(".")[2].lower()
+        if name == "sgd":
+            return int(bool(self.policy.optimizer.kwargs.get("momentum")))
+        return _MOMENTS.get(name, 2)
+
+    def _host(self, stored: float) -> dict[str, float]:
+        """What is copied to host memory: initial weights, and the weights that they take turns with."""
+        if not self.work.keeps_reference or self.policy.dtensor_cfg.lora_cfg.enabled:
+            return {}
+        return {"reference weights and their place": 2 * stored * _WIDE}
+
+    def _training(self, gradients: float) -> dict[str, Moment]:
+        root = sum(self._gathered(parameters) for parameters in self._outside)
+        layer = max((self._gathered(self.trace.layers[index]) for index in self._layers), default=0.0)
+        parts = (self.trace.embedding, self.trace.last, *self.trace.layers)
+        largest = max(parameters.largest for parameters in parts) / self.layout.tp
+        has_head = self.stage == self.layout.pp - 1
+        head = has_head * self.trace.vocabulary * self.trace.hidden / self.layout.tp * _WIDE
+        logits = has_head * self._logits(_CHUNKS_AT_ONCE) + 2 * head
+        fsdp = self._uses_fsdp
+        gathered = {"gathered weights": (root + _LAYERS_GATHERED * layer) * self.itemsize if fsdp else 0.0}
+        earlier = gathered | {"gradients": gradients if self.work.several else 0.0}
+        kept, again = self._activations()
+        unreduced = {"gradients before their reduction": root * (self.itemsize + _WIDE) if fsdp else 0.0}
+        update = {"optimizer's temporaries": 2 * largest / self._shards * _WIDE if self.work.on_cpu else 0.0}
+        return {
+            "head backward": earlier | {"activations": kept, "logits": logits},
+            "layer backward": earlier | {"activations": kept + again, "logits": head},
+            "embedding backward": gathered | unreduced | {"gradients": gradients, "activations": again},
+            "update": {"gradients": gradients} | update,
+        }
+
+    def _pass(self) -> dict[str, float]:
+        """A forward pass without a backward one: what a layer and the head need at a time."""
+        root = sum(self._gathered(parameters) for parameters in self._outside)
+        sizes = [self._gathered(layer) for layer in self.trace.layers]
+        gathered = (root + _LAYERS_GATHERED * max(sizes)) * self.itemsize if self._uses_fsdp else 0.0
+        one = max((self._kept(each) for each in self.trace.activations), default=0.0)
+        return {"gathered weights": gathered, "activations": one, "logits": self._logits(2)}
+
+    def _logits(self, tensors: int) -> float:
+        default = default_chunk_size(on_gpu=not self.work.on_cpu)
+        chunk = min(self.tokens, self.policy.logprob_chunk_size or default)
+        return tensors * chunk * self.trace.vocabulary / self.layout.tp * _WIDE
+
+    def _activations(self) -> tuple[float, float]:
+        """What the backward pass needs of all microbatches under way on the stage, and what it computes again."""
+        activations = [self.trace.activations[index] for index in self._layers] if self.trace.activations else []
+        how = self.policy.dtensor_cfg.activation_checkpointing
+        sharing = self.layout.tp if self.policy.dtensor_cfg.sequence_parallel else 1
+        whole, again = sum(self._kept(each) for each in activations), 0.0
+        if how:
+            again = max((self._kept(each) for each in activations), default=0.0)
+            whole = sum(each.entry / sharing for each in activations)
+        if how == "selective":
+            whole += sum(each.kept / self.layout.tp for each in activations)
+            again -= max((each.kept / self.layout.tp for each in activations), default=0.0)
+        hidden = 2 * self.tokens * self.trace.hidden * self.itemsize / sharing
+        return whole * self._in_flight() + self.trace.others / sharing + hidden, again
+
+    def _in_flight(self) -> float:
+        """Microbatches whose activations a stage holds at once, counted in all of its layers."""
+        stages, chunks = self.layout.pp, self.policy.dtensor_cfg.virtual_pipeline_size
+        ahead = stages - self.stage
+        if stages == 1 or chunks == 1:
+            return float(ahead)
+        return ((chunks - 1) * stages + 2 * (ahead - 1) + 1) / chunks
+
+    def _kept(self, each: Activations) -> float:
+        """Bytes of one microbatch in a layer, of which `tokens` are this rank's."""
+        layout = self.layout
+        sharing = layout.tp if self.policy.dtensor_cfg.sequence_parallel else 1
+        rows = layout.cp if self.policy.dtensor_cfg.context_parallel_method == "all_gather" else 1
+        inside = (each.inside + each.keys_values * rows) / layout.tp
+        return each.outside / sharing + each.into_blocks + inside

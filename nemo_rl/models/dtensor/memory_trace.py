@@ -1,0 +1,319 @@
+"""What a model's layers hold: its parameters, and what autograd keeps of a forward pass, without any memory.
+
+The model is built and run on torch's meta device, whose tensors have shapes and no storage, so the numbers are those of
+the real code of any architecture. Attention and experts are stand-ins that keep what the kernels keep: attention its
+three inputs and its output, experts the rows of each routed token.
+
+Invariant: byte counts are of one rank without parallelism; `memory_plan` divides them.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
+from nemo_rl.models.huggingface.layers import decoder_layers
+
+logger = logging.getLogger(__name__)
+
+_ATTENTION = "nemo_rl_traced"
+_NOT_TRACED = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError)
+"""What the code of an architecture raises on tensors without values, and around attention that it has of its own."""
+
+
+@dataclass
+class Parameters:
+    """Elements of parameters.
+
+    Attributes:
+        matrices: of linear layers, embeddings and heads.
+        vectors: of norms and biases.
+        experts: of routed experts.
+        largest: of the largest tensor.
+    """
+
+    matrices: int = 0
+    vectors: int = 0
+    experts: int = 0
+    largest: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.matrices + self.vectors + self.experts
+
+    def add(self, parameter: Tensor) -> None:
+        """Count a tensor; one with three axes has its experts along the first."""
+        kind = {1: "vectors", 3: "experts"}.get(parameter.dim(), "matrices")
+        setattr(self, kind, getattr(self, kind) + parameter.numel())
+        self.largest = max(self.largest, parameter.numel())
+
+
+@dataclass
+class Activations:
+    """Bytes that a layer keeps for its backward pass.
+
+    Attributes:
+        entry: its input.
+        outside: between its blocks (attention, feed-forward), its input included.
+        into_blocks: inputs of the blocks.
+        inside: within the blocks, but for keys and values.
+        keys_values: of attention.
+        kept: outputs of matrix products and attention, which selective checkpointing keeps.
+    """
+
+    entry: int = 0
+    outside: int = 0
+    into_blocks: int = 0
+    inside: int = 0
+    keys_values: int = 0
+    kept: int = 0
+
+
+@dataclass
+class ModelTrace:
+    """A model as memory sees it.
+
+    Attributes:
+        layers: parameters of each decoder layer.
+        embedding: parameters before them.
+        last: parameters behind them: final norm and head.
+        tied: whether the embedding is the head too, and counted in both.
+        activations: of each decoder layer; empty where the model does not run without data.
+        others: bytes kept outside of the layers.
+        hidden: elements of a token's hidden state.
+        vocabulary: rows of the head; 1 for a scalar head.
+        linears: inputs and outputs of all linear layers within decoder layers, which adapters are put on.
+    """
+
+    layers: list[Parameters]
+    embedding: Parameters
+    last: Parameters
+    tied: bool
+    activations: list[Activations]
+    others: int
+    hidden: int
+    vocabulary: int
+    linears: int
+
+
+def trace_model(config: PretrainedConfig, tokens: int, dtype: torch.dtype, *, scores: bool = False) -> ModelTrace:
+    """Count what a model holds.
+
+    Args:
+        config: of the model.
+        tokens: of a microbatch.
+        dtype: that the model computes in.
+        scores: whether it has a scalar head.
+    """
+    AttentionInterface.register(_ATTENTION, _attention)
+    AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    with torch.device("meta"):
+        try:
+            hf = kind.from_config(deepcopy(config), dtype=dtype, attn_implementation=_ATTENTION).train()
+        except (ValueError, KeyError):  # its attention is code of its own
+            hf = kind.from_config(deepcopy(config), dtype=dtype).train()
+        layers = decoder_layers(hf)
+        recorder = _Recorder(hf, layers)
+        try:
+            _run(hf, recorder, tokens)
+        except _NOT_TRACED as error:
+            logger.info("%s does not run without data (%s).", type(hf).__name__, str(error).split("\n")[0])
+            recorder.of_layer.clear()
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    table, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
+    root = [parameter for parameter in hf.parameters() if id(parameter) not in inside and parameter is not table]
+    tied = head is not None and head.weight is table
+    linears = [part for layer in layers for part in layer.modules() if isinstance(part, nn.Linear)]
+    return ModelTrace(
+        layers=[_count(layer.parameters()) for layer in layers],
+        embedding=_count([table]),
+        last=_count([*root, table] if tied else root),
+        tied=tied,
+        activations=recorder.all_layers(),
+        others=recorder.others,
+        hidden=table.shape[-1],
+        vocabulary=1 if scores or head is None else head.weight.shape[0],
+        linears=sum(part.in_features + part.out_features for part in linears),
+    )
+
+
+def _run(hf: PreTrainedModel, recorder: "_Recorder", tokens: int) -> None:
+    _stand_in_for_experts(hf)
+    with recorder.recording():
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        # Rows that carry a mask are not searched for packed sequences, which would read values.
+        hf.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> Parameters:
+    counted = Parameters()
+    for parameter in parameters:
+        counted.add(parameter)
+    return counted
+
+
+class _Recorder:
+    """Sorts what autograd saves by the layer and the block that runs; of equal layers the first one runs."""
+
+    def __init__(self, hf: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+        self.of_layer: dict[int, Activations] = {}
+        self.others = 0
+        kinds = [(type(layer), *(parameter.shape for parameter in layer.parameters())) for layer in layers]
+        self._first = [kinds.index(kind) for kind in kinds]
+        self._layers = layers
+        self._seen = {parameter.untyped_storage()._cdata for parameter in hf.parameters()}
+        self._keys: set[int] = set()
+        self._alive: list[Any] = []
+        self._layer: int | None = None
+        self._block_inputs: set[int] | None = None
+
+    def all_layers(self) -> list[Activations]:
+        """Of each layer; nothing if none was recorded."""
+        return [self.of_layer[index] for index in self._first] if self.of_layer else []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Count what happens in the block; the model is of no use afterwards."""
+        outputs: dict[int, Any] = {}
+        for index, (layer, first) in enumerate(zip(self._layers, self._first, strict=True)):
+            if index != first:
+                layer.forward = lambda *args, kind=first, **kwargs: outputs[kind]
+                continue
+            layer.register_forward_pre_hook(self._enter_layer(index), with_kwargs=True)
+            layer.register_forward_hook(self._leave_layer(index, outputs))
+            for block in layer.children():
+                if any(parameter.dim() > 1 for parameter in block.parameters()):
+                    block.register_forward_pre_hook(self._enter_block, with_kwargs=True)
+                    block.register_forward_hook(self._leave_block)
+        _recorders.append(self)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor), _Products(self):
+                yield
+        finally:
+            _recorders.remove(self)
+
+    def product(self, output: Any) -> None:
+        """An operator ran whose output selective checkpointing keeps."""
+        if self._layer is not None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            self.of_layer[self._layer].kept += tensor.untyped_storage().nbytes()
+
+    def attends(self, key: Tensor, value: Tensor) -> None:
+        """These are what context-parallel ranks gather."""
+        self._keys |= {tensor.untyped_storage()._cdata for tensor in (key, value)}
+
+    def _enter_layer(self, index: int) -> Any:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._layer = index
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self.of_layer[index] = Activations(entry=hidden.untyped_storage().nbytes())
+
+        return enter
+
+    def _leave_layer(self, index: int, outputs: dict[int, Any]) -> Any:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._layer, outputs[index] = None, output
+
+        return leave
+
+    def _enter_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        self._block_inputs = {tensor.untyped_storage()._cdata for tensor in given}
+
+    def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._block_inputs = None
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._seen:
+            return tensor
+        self._seen.add(storage._cdata)
+        self._alive.append(storage)
+        if self._layer is None:
+            self.others += storage.nbytes()
+            return tensor
+        kind = "outside"
+        if self._block_inputs is not None:
+            kind = "into_blocks" if storage._cdata in self._block_inputs else "inside"
+            kind = "keys_values" if storage._cdata in self._keys else kind
+        counted = self.of_layer[self._layer]
+        setattr(counted, kind, getattr(counted, kind) + storage.nbytes())
+        return tensor
+
+
+_recorders: list[_Recorder] = []
+"""The one that records, for the attention function, which transformers calls by its name."""
+
+
+class _Products(TorchDispatchMode):
+    """Tells a recorder of the operators whose outputs selective checkpointing keeps."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.name() in KEPT_OPERATORS:
+            self._recorder.product(output)
+        return output
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """`[b, T, H, D_v]` and no weights, as an attention kernel would give them."""
+    recorder = _recorders[-1]
+    recorder.attends(key, value)
+    output: Tensor = _KeptByAttention.apply(query, key, value)
+    recorder.product(output)
+    return output, None
+
+
+class _KeptByAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, heads, length, _ = query.shape
+        output = query.new_empty(rows, length, heads, value.shape[-1])
+        ctx.save_for_backward(query, key, value, output, query.new_empty(rows, heads, length, dtype=torch.float32))
+        return output
+
+
+class _KeptByExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        rows, width, inner = weights.numel(), hidden.shape[-1], down.numel() // down.shape[0] // hidden.shape[-1]
+        both = gate_up.numel() // gate_up.shape[0] // width
+        kept = [hidden.new_empty(rows, size) for size in (width, both, inner, inner, width)]
+        ctx.save_for_backward(*kept)
+        return torch.empty_like(hidden)
+
+
+def _stand_in_for_experts(hf: PreTrainedModel) -> None:
+    """Replace the forward of modules that hold all experts of a layer: which token goes where is data."""
+
+    def forward(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = _KeptByExperts.apply(hidden, weights, module.gate_up_proj, module.down_proj)
+        return result
+
+    for module in hf.modules():
+        if isinstance(stacked := getattr(module, "gate_up_proj", None), nn.Parameter) and stacked.dim() == 3:
+            module.forward = MethodType(forward, module)

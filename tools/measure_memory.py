@@ -1,0 +1,275 @@
+"""Measure the memory of training steps on CPU ranks and hold it against what is predicted before a run.
+
+    .venv/bin/python tools/measure_memory.py [--ranks 4] [--set tensor_parallel_size=2] ...
+
+A random model is trained for two updates in forked gloo ranks. Measured are the bytes that torch's allocator had handed
+out at the most during the second update (when gradients of earlier microbatches and the optimizer's state exist), on
+the rank with the most: what is alive before it, counted from the tensors, and every allocation and release in between,
+from torch's profiler. This is what `torch.cuda.max_memory_allocated` counts on a GPU. The resident set is shown beside
+it: the C library keeps freed memory, so it depends on the order of sizes as well.
+
+Without arguments the table of `docs/design-docs/training-backends.md` is measured.
+"""
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import yaml
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.memory_plan import Work, microbatch_tokens, predict_memory
+from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
+from nemo_rl.models.policy.workers.base import PolicyWorker
+
+MIB = 2**20
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training that is measured.
+
+    Attributes:
+        name: in the table.
+        ranks: processes.
+        rows: samples of a microbatch.
+        length: tokens of a sample.
+        microbatches: of an update on each data-parallel rank.
+        keys: of `policy.dtensor_cfg`.
+        shape: fields of the model's configuration.
+        packed: one row of all samples of a microbatch.
+        precision: of the forward and backward pass.
+        reference: keep the initial weights.
+    """
+
+    name: str
+    ranks: int = 1
+    rows: int = 2
+    length: int = 512
+    microbatches: int = 2
+    keys: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, Any] = field(default_factory=dict)
+    model_type: str = "qwen2"
+    packed: bool = False
+    precision: str = "float32"
+    reference: bool = False
+
+    def policy(self, model_name: str) -> PolicyConfig:
+        """The policy section."""
+        keys: dict[str, Any] = {"dtensor_cfg": self.keys}
+        if self.packed:
+            keys["sequence_packing"] = {"enabled": True, "train_mb_tokens": self.rows * self.length}
+        else:
+            keys["sequence_packing"] = {"enabled": False}
+        policy = PolicyConfig.build(
+            model_name=model_name,
+            precision=self.precision,
+            max_total_sequence_length=self.length,
+            train_micro_batch_size=self.rows,
+            generation=None,
+            **keys,
+        )
+        copies = ParallelLayout.of(policy, self.ranks).data_parallel_size
+        policy.train_global_batch_size = self.rows * self.microbatches * copies
+        return policy
+
+
+SETTINGS = (
+    Setting("1 rank"),
+    Setting("1 rank, packed", packed=True),
+    Setting("1 rank, 1 microbatch", microbatches=1),
+    Setting("1 rank, checkpointing", keys={"activation_checkpointing": True}),
+    Setting("1 rank, selective checkpointing", keys={"activation_checkpointing": "selective"}),
+    Setting("1 rank, 1024 tokens", length=1024),
+    Setting("1 rank, heads of 128, reference kept", shape={"head_dim": 128}, model_type="qwen3", reference=True),
+    Setting("1 rank, bfloat16", precision="bfloat16"),
+    Setting("dp_shard 2", ranks=2),
+    Setting(
+        "dp_shard 2, bfloat16, checkpointing", ranks=2, precision="bfloat16", keys={"activation_checkpointing": True}
+    ),
+    Setting("dp_shard 4, packed", ranks=4, rows=1, length=1024, packed=True),
+    Setting("dp_replicate 2 x dp_shard 2", ranks=4, rows=1, keys={"dp_replicate_size": 2}),
+)
+
+
+def random_rows(policy: PolicyConfig, vocabulary: int) -> BatchedDataDict[Any]:
+    """A global batch of full rows, all tokens of which count."""
+    rows, length = policy.train_global_batch_size, policy.max_total_sequence_length
+    ids = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
+    return BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": torch.full((rows,), length),
+            "token_mask": torch.ones(rows, length),
+            "sample_mask": torch.ones(rows),
+        }
+    )
+
+
+def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int) -> dict[str, float]:
+    """Peak of the second update on this rank, in bytes; a process group is up."""
+    backend = DTensorBackend(policy, torch.device("cpu"), init_reference_model=reference)
+    worker = PolicyWorker(backend, policy)
+    data = random_rows(policy, vocabulary)
+    layout = ParallelLayout.of(policy, dist.get_world_size())
+    place = layout.data_parallel_rank(dist.get_rank())
+    batch = shard_batch(data, layout.data_parallel_size, training_strategy(policy))
+    rows, sizes = batch.data[place], batch.sizes[place]
+    worker.train(rows, sizes, NLLLossFn(), count_valid(data))
+    if reference:
+        with backend.reference_weights():
+            pass
+    before = alive_bytes(backend)
+    Path("/proc/self/clear_refs").write_text("5")  # begins a new peak of the resident set
+    resident = _status("VmRSS")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        worker.train(rows, sizes, NLLLossFn(), count_valid(data))
+    return {
+        "alive": before,
+        "peak": before + _highest(recorded),
+        "resident": before + _status("VmHWM") - resident,
+    }
+
+
+def alive_bytes(backend: DTensorBackend) -> float:
+    """Bytes of weights, optimizer state and reference weights on this rank."""
+    tensors = [*backend.model.parameters(), *backend.model.buffers()]
+    if backend.optimizer is not None:
+        tensors += [value for state in backend.optimizer.state.values() for value in state.values()]
+    tensors += [*(backend._reference or {}).values(), *backend._replaced._copies.values()]
+    local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in local)}
+    return float(sum(storages.values()))
+
+
+def _highest(recorded: Any) -> float:
+    """The largest sum of allocations less releases."""
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        highest = max(highest, now)
+    return float(highest)
+
+
+def _status(field_name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field_name}:"))
+
+
+def measure(setting: Setting) -> tuple[dict[str, float], float, str]:
+    """Measured peak of the rank with the most, the predicted one, and the moment that it is predicted for."""
+    config = AutoConfig.for_model(setting.model_type, **SHAPE | setting.shape)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(f"{folder}/model")
+        policy = setting.policy(f"{folder}/model")
+        port = _free_port()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            mp.start_processes(_rank_main, (setting, policy, port, folder), nprocs=setting.ranks, start_method="fork")
+        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(setting.ranks)]
+    work = Work(
+        microbatch_tokens(policy, trains=True),
+        several=setting.microbatches > 1,
+        keeps_reference=setting.reference,
+        on_cpu=True,
+    )
+    plan = predict_memory(policy, ParallelLayout.of(policy, setting.ranks), config, work)
+    return max(found, key=lambda each: each["peak"]), plan.peak, plan.peak_moment
+
+
+def _rank_main(rank: int, setting: Setting, policy: PolicyConfig, port: int, folder: str) -> None:
+    with _process_group(rank, setting.ranks, port):
+        found = measured_bytes(policy, setting.reference, int(SHAPE["vocab_size"]))
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+@contextmanager
+def _process_group(rank: int, ranks: int, port: int) -> Iterator[None]:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def table(settings: Sequence[Setting]) -> Iterator[str]:
+    """Lines of a Markdown table."""
+    yield "| setting | measured MiB | predicted MiB | difference | predicted peak | resident set MiB |"
+    yield "|---|---|---|---|---|---|"
+    for setting in settings:
+        found, predicted, moment = measure(setting)
+        peak = found["peak"]
+        yield (
+            f"| {setting.name} | {peak / MIB:.0f} | {predicted / MIB:.0f} | {predicted / peak - 1:+.1%} | {moment} | "
+            f"{found['resident'] / MIB:.0f} |"
+        )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, help="processes; measures one setting of your own")
+    parser.add_argument("--set", nargs="*", default=[], help="keys of policy.dtensor_cfg, as key=value")
+    parser.add_argument("--rows", type=int, default=2, help="samples of a microbatch")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sample")
+    parser.add_argument("--model-type", default="qwen2", help="architecture, as transformers names it")
+    parser.add_argument("--shape", nargs="*", default=[], help="fields of the model's configuration, as key=value")
+    parser.add_argument("--packed", action="store_true", help="pack the samples of a microbatch")
+    parser.add_argument("--only", help="settings of the table whose name has this text")
+    given = parser.parse_args()
+    settings = [setting for setting in SETTINGS if not given.only or given.only in setting.name]
+    if given.ranks:
+        keys, shape = (
+            {key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in pairs)}
+            for pairs in (given.set, given.shape)
+        )
+        own = Setting(f"{given.ranks} ranks {' '.join(given.set)}", ranks=given.ranks, rows=given.rows)
+        settings = [
+            replace(own, length=given.length, keys=keys, shape=shape, model_type=given.model_type, packed=given.packed)
+        ]
+    for line in table(settings):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
