@@ -88,8 +88,6 @@ def test_flat_data_keys_show_their_new_place(write_yaml, key: str, place: str) -
         "policy.dtensor_cfg.context_parallel_size=2",
         "policy.dtensor_cfg.expert_parallel_size=2",
         "policy.dtensor_cfg.sequence_parallel=true",
-        "policy.generation.vllm_cfg.tensor_parallel_size=2",
-        "policy.generation.vllm_cfg.pipeline_parallel_size=2",
         "policy.generation.vllm_cfg.async_engine=true",
         "policy.generation.vllm_cfg.precision=fp8",
         "policy.generation.backend=sglang",

@@ -67,7 +67,7 @@ class Answer(Future[Any]):
         """Wait for the value, and for those of all calls before.
 
         Raises:
-            RuntimeError: the call failed in its rank.
+            RuntimeError: this call, or one before it, failed in its rank.
         """
         while not self.done():
             self._link.take_answer()
@@ -115,13 +115,18 @@ class Link:
         return self._due[-1]
 
     def take_answer(self) -> None:
-        """Wait for the oldest answer that is due."""
+        """Wait for the oldest answer that is due.
+
+        Raises:
+            RuntimeError: its call failed. vLLM does not look at all answers, so the next one that it looks at tells.
+        """
         outcome: Outcome = self.receive()
         answer = self._due.popleft()
-        if outcome.failure is None:
-            answer.set_result(outcome.value)
-        else:
-            answer.set_exception(RuntimeError(f"{self._other} failed:\n{outcome.failure}"))
+        if outcome.failure is not None:
+            failure = RuntimeError(f"{self._other} failed:\n{outcome.failure}")
+            answer.set_exception(failure)
+            raise failure
+        answer.set_result(outcome.value)
 
     def end_if_alone(self, patience_s: float) -> None:
         """End this process if the other end is gone, or goes within `patience_s`."""

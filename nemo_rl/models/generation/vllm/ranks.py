@@ -21,6 +21,7 @@ from uuid import uuid4
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -64,7 +65,18 @@ def _build_worker(start: _Start, rank: int) -> WorkerWrapperBase:
     worker.init_device()
     worker.load_model()
     current_platform.update_block_size_for_backend(start.config)
+    _forget_names(start.identity)
     return worker
+
+
+def _forget_names(identity: str) -> None:
+    """Take the names off the shared memory that all ranks have mapped: it is gone when they are, however they end."""
+    for segment in _SHARED_MEMORY.glob(f"*{identity}*"):  # of all-reduces on CPUs
+        segment.unlink(missing_ok=True)
+    queue = get_tp_group().mq_broadcaster
+    if queue is not None and queue.buffer.is_creator:
+        queue.buffer.shared_memory.unlink()
+        queue.buffer.is_creator = False
 
 
 class RanksExecutor(UniProcExecutor):
@@ -84,9 +96,6 @@ class RanksExecutor(UniProcExecutor):
         self.driver_worker = _build_worker(start, 0)
         for link in self._links:
             link.receive()
-        # All have mapped what they share on CPUs; without names it is gone when they are, however they end.
-        for segment in _SHARED_MEMORY.glob(f"*{start.identity}*"):
-            segment.unlink(missing_ok=True)
 
     def collective_rpc(  # type: ignore[override]
         self,
