@@ -5,7 +5,6 @@ never spans machines.
 """
 
 from nemo_rl.config.rules.findings import Findings, nearest_multiples
-from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.generation import EngineConfig, GenerationConfig
 
 _OWN_KEYS = {
@@ -23,13 +22,12 @@ def ranks_of_engine(engine: EngineConfig) -> int:
     return engine.tensor_parallel_size * engine.pipeline_parallel_size
 
 
-def check_engines(section: str, generation: GenerationConfig, cluster: ClusterConfig, ranks: int, key: str) -> Findings:
+def check_engines(section: str, generation: GenerationConfig, ranks: int, key: str) -> Findings:
     """The ranks of each machine divide into engines of the size that was asked for.
 
     Args:
         section: name of the section of `generation`.
         generation: the section.
-        cluster: the machines.
         ranks: ranks of generation on each machine.
         key: what sets that number.
     """
@@ -45,8 +43,9 @@ def check_engines(section: str, generation: GenerationConfig, cluster: ClusterCo
         yield f"{section}.vllm_kwargs.{argument} decides which processes an engine has, which Ray must know. {advice}"
     if generation.backend == "hf" and max(tensor, stages, experts) > 1:
         yield (
-            f"{section}.backend=hf computes on one device, but {section}.engine asks for tensor_parallel_size={tensor}, "
-            f"pipeline_parallel_size={stages}, expert_parallel_size={experts}. Set them to 1, or use backend=vllm."
+            f"{section}.backend=hf computes on one device, but {section}.engine asks for "
+            f"tensor_parallel_size={tensor}, pipeline_parallel_size={stages}, expert_parallel_size={experts}. Set them "
+            "to 1, or use backend=vllm."
         )
         return
     if experts not in (1, tensor):

@@ -245,7 +245,6 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     yield from check_engines(
         "policy.generation",
         generation,
-        cluster,
         plan_topology(cluster, policy).generation_ranks_per_node,
         _ranks_key(generation, cluster),
     )

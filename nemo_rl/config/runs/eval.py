@@ -59,7 +59,7 @@ class EvalMasterConfig(Section):
         """See `MasterConfig.findings`."""
         ranks, key = self.cluster.policy_ranks_per_node, "gpus_per_node" if self.cluster.uses_gpu else "ranks_per_node"
         return chain(
-            check_engines("generation", self.generation, self.cluster, ranks, f"cluster.{key}"),
+            check_engines("generation", self.generation, ranks, f"cluster.{key}"),
             check_sampling(self.eval, self.generation, self.data),
             check_eval_data(self.data, self.env),
         )

@@ -1,7 +1,8 @@
 """vLLM's in-process engine behind our `Engine` protocol, one adapter for the CPU and GPU builds.
 
-Weight loading has its own file, `weights`, and so have the further ranks of an engine, `ranks`. Invariant: unless `logprobs_mode` says otherwise, log-probabilities are
-those of the distribution that was sampled from, so a trainer that divides logits by the same temperature agrees.
+Weight loading (`weights`) and the further ranks of an engine (`ranks`) have their own files. Invariant: unless
+`logprobs_mode` says otherwise, log-probabilities are those of the distribution that was sampled from, so a trainer that
+divides logits by the same temperature agrees.
 """
 
 import logging

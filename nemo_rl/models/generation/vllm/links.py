@@ -10,6 +10,7 @@ Invariant: an engine lives as a whole. A process that finds the other end of a l
 about to report: what replaces the engine sees deaths, and nothing else.
 """
 
+import json
 import logging
 import os
 import pickle
@@ -172,7 +173,7 @@ def open_links(store: dist.Store, num_places: int) -> list[Link]:
     address = f"\0nemo_rl-{secrets.token_hex(16)}" if sys.platform == "linux" else None
     links: dict[int, Link] = {}
     with Listener(address, family="AF_UNIX", authkey=key) as listener:
-        store.set("links", pickle.dumps((listener.address, key)))
+        store.set("links", json.dumps([listener.address, key.hex()]))
         while len(links) < num_places - 1:
             connection = listener.accept()
             place = connection.recv()
@@ -182,7 +183,7 @@ def open_links(store: dist.Store, num_places: int) -> list[Link]:
 
 def open_link(store: dist.Store, place: int) -> Link:
     """The link of a rank to place 0."""
-    address, key = pickle.loads(store.get("links"))
-    connection = Client(address, family="AF_UNIX", authkey=key)
+    address, key = json.loads(store.get("links"))
+    connection = Client(address, family="AF_UNIX", authkey=bytes.fromhex(key))
     connection.send(place)
     return Link(connection, "Worker 0")

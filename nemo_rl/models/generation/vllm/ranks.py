@@ -21,7 +21,7 @@ from uuid import uuid4
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -65,8 +65,17 @@ def _build_worker(start: _Start, rank: int) -> WorkerWrapperBase:
     worker.init_device()
     worker.load_model()
     current_platform.update_block_size_for_backend(start.config)
+    if current_platform.is_cpu() and not get_pp_group().is_first_rank:
+        _make_stage_input(worker.model_runner)
     _forget_names(start.identity)
     return worker
+
+
+def _make_stage_input(runner: Any) -> None:
+    """Where a stage puts what the one before it sends: vLLM makes it in its warm-up, which it skips on CPUs."""
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )
 
 
 def _forget_names(identity: str) -> None:
