@@ -1,7 +1,7 @@
 """One vLLM engine of two tensor-parallel ranks on the CPU, each in a process of its own as in a run.
 
-What a run sees: greedy text as Hugging Face writes it, weights that both ranks got and answer for, and no process and no
-shared memory left when one of them is killed.
+What a run sees: greedy text as Hugging Face writes it, weights that both ranks got and answer for, and no process and
+no shared memory left when one of them is killed.
 """
 
 import importlib.util
@@ -151,9 +151,10 @@ def test_what_goes_wrong_on_the_second_rank_is_named_with_it(engine: EngineOfRan
     buckets, receipts = engine.sync(without, 4)
     unbound = receipts[0].unbound
     assert {"model.norm.weight", "model.norm.weight of worker 1"} <= set(unbound)
-    assert {"part of model.layers.0.self_attn.qkv_proj", "part of model.layers.0.self_attn.qkv_proj of worker 1"} <= set(
-        unbound
-    )
+    assert {
+        "part of model.layers.0.self_attn.qkv_proj",
+        "part of model.layers.0.self_attn.qkv_proj of worker 1",
+    } <= set(unbound)
 
 
 def test_a_request_can_be_ended(engine: EngineOfRanks) -> None:

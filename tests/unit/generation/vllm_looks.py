@@ -1,5 +1,6 @@
 """What tests want to know of a vLLM engine; functions that run in its process (`engine_process.EngineProcess.look`)."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

@@ -106,7 +106,7 @@ class RanksExecutor(UniProcExecutor):
         for link in self._links:
             link.receive()
 
-    def collective_rpc(  # type: ignore[override]
+    def collective_rpc(
         self,
         method: str | Callable[..., Any],
         timeout: float | None = None,
