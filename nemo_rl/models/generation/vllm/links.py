@@ -41,7 +41,7 @@ class Call(NamedTuple):
         method: name of a method of vLLM's worker, or an importable function that takes the worker first.
         args: positional arguments.
         kwargs: keyword arguments.
-        wants_answer: whether the rank sends an `Outcome`; otherwise a failure ends its process.
+        wants_answer: whether the rank sends an `Outcome` also of a success.
     """
 
     method: str | Callable[..., Any]
@@ -122,15 +122,21 @@ class Link:
             RuntimeError: its call failed. vLLM does not look at all answers, so the next one that it looks at tells.
         """
         outcome: Outcome = self.receive()
-        answer = self._due.popleft()
+        answer = self._due.popleft() if self._due else None
         if outcome.failure is not None:
             failure = RuntimeError(f"{self._other} failed:\n{outcome.failure}")
-            answer.set_exception(failure)
+            if answer is not None:
+                answer.set_exception(failure)
             raise failure
+        assert answer is not None, "only failures come unasked"
         answer.set_result(outcome.value)
 
     def end_if_alone(self, patience_s: float) -> None:
-        """End this process if the other end is gone, or goes within `patience_s`."""
+        """End this process if the other end is gone, or goes within `patience_s`.
+
+        Raises:
+            RuntimeError: it is there and has failed.
+        """
         while self._connection.poll(patience_s):
             self.take_answer()
 
@@ -173,7 +179,7 @@ def open_links(store: dist.Store, num_places: int) -> list[Link]:
     address = f"\0nemo_rl-{secrets.token_hex(16)}" if sys.platform == "linux" else None
     links: dict[int, Link] = {}
     with Listener(address, family="AF_UNIX", authkey=key) as listener:
-        store.set("links", json.dumps([listener.address, key.hex()]))
+        store.set("links", json.dumps([address or listener.address, key.hex()]))
         while len(links) < num_places - 1:
             connection = listener.accept()
             place = connection.recv()

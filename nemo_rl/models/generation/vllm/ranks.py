@@ -163,16 +163,18 @@ class VllmRank:
     def _do_next(self) -> None:
         call: Call = self._link.receive()
         try:
-            outcome = Outcome(run_method(self._worker, call.method, call.args, call.kwargs))
+            value = run_method(self._worker, call.method, call.args, call.kwargs)
+            if call.wants_answer and isinstance(value, AsyncModelRunnerOutput):
+                value = value.get_output()
+            outcome = Outcome(value)
         except Exception:  # boundary: worker 0 is told, or sees that this rank is gone
             outcome = Outcome(None, traceback.format_exc())
-        if call.wants_answer:
-            if isinstance(outcome.value, AsyncModelRunnerOutput):
-                outcome = Outcome(outcome.value.get_output())
+        if call.wants_answer or outcome.failure is not None:
             self._link.send(outcome)
-        elif outcome.failure is not None:
+        if not call.wants_answer and outcome.failure is not None:
+            # Worker 0 has mostly failed too and tells why. If it waits for this rank instead, only a death helps.
             logger.error("A step failed, so this process ends.\n%s", outcome.failure)
-            os._exit(1)
+            asyncio.get_running_loop().call_later(2 * _PATIENCE_S, os._exit, 1)
 
     async def generate(self, request_id: str, request: GenerationRequest) -> GenerationResult:
         """See `Engine.generate`; requests go to worker 0."""
