@@ -74,8 +74,9 @@ class EngineProcess:
         return not self._process.is_alive()
 
     def kill(self) -> None:
-        """End the process as the kernel does when memory runs out."""
+        """End the process as the kernel does when memory runs out, and wait until it is gone."""
         self._process.kill()
+        self._process.join()
 
     def __enter__(self) -> Self:
         return self
