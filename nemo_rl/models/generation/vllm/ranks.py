@@ -63,11 +63,11 @@ def _build_worker(start: _Start, rank: int) -> WorkerWrapperBase:
     }
     worker.init_worker(all_kwargs=[arguments])
     worker.init_device()
+    _forget_names(start.identity)
     worker.load_model()
     current_platform.update_block_size_for_backend(start.config)
     if current_platform.is_cpu() and not get_pp_group().is_first_rank:
         _make_stage_input(worker.model_runner)
-    _forget_names(start.identity)
     return worker
 
 
