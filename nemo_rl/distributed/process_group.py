@@ -39,9 +39,8 @@ def init_process_group(device: Device, timeout_s: float, local_rank: int = 0) ->
             f"torch.distributed needs the environment variables {missing}; "
             "a RayWorkerGroup sets them, or start the process with torchrun."
         )
-    if not device.is_gpu and _is_loopback(os.environ["MASTER_ADDR"]):
-        # gloo would look up the host name, which may resolve to an address no peer can reach.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if not device.is_gpu:
+        prefer_loopback(os.environ["MASTER_ADDR"])
     rank, world_size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
     dist.init_process_group(
         device.collective_backend,
@@ -51,6 +50,15 @@ def init_process_group(device: Device, timeout_s: float, local_rank: int = 0) ->
         timeout=timeout,
         device_id=device.torch_device(local_rank) if device.is_gpu else None,
     )
+
+
+def prefer_loopback(address: str) -> None:
+    """Keep gloo on the loopback interface where the members meet there.
+
+    It would look up the host name, which may resolve to an address that no peer can reach.
+    """
+    if _is_loopback(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def open_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:

@@ -49,8 +49,8 @@ class RayWorkerGroup:
     """Workers on the bundles of a cluster, numbered node by node.
 
     Each worker process finds RANK, LOCAL_RANK, WORLD_SIZE and NODE_RANK in its environment, and, unless
-    the workers are independent, MASTER_ADDR and MASTER_PORT: a port that rank 0's process holds for
-    `process_group.init_process_group`. All processes start at the same time.
+    it works alone, MASTER_ADDR and MASTER_PORT: a port that the process of its crew's first worker holds for
+    `process_group.open_store`. All processes start at the same time.
 
     Args:
         cluster: where the workers run.
@@ -64,8 +64,9 @@ class RayWorkerGroup:
         env_vars: further environment, set before the process imports anything.
         setup_timeout_s: seconds for processes and worker objects to be ready.
         call_timeout_s: seconds a call may take unless `get_all_worker_results` is told otherwise.
-        independent_workers: workers do not depend on each other, so that when one dies the others
-            live on (engines); otherwise they are killed, because they would wait for it.
+        crew_size: workers that depend on each other: so many in a row are a crew, and when one dies other crews
+            live on (engines). None is one crew of all; when one of them dies the others are killed, because they
+            would wait for it.
 
     Raises:
         ResourceInsufficientError: the cluster lacks the resources.
@@ -86,16 +87,17 @@ class RayWorkerGroup:
         *,
         setup_timeout_s: float = 900.0,
         call_timeout_s: float = 3600.0,
-        independent_workers: bool = False,
+        crew_size: int | None = None,
     ) -> None:
         self.cluster = cluster
         self.name_prefix = name_prefix or remote_worker_builder.class_name
         self._builder = remote_worker_builder
         self._env_vars = dict(env_vars or {})
         self._call_timeout_s = call_timeout_s
-        self._independent = independent_workers
         self._places = plan_places(cluster.bundle_counts, workers_per_node, bundle_indices_list)
         world_size = len(self._places)
+        self._may_restart = crew_size is not None
+        self._crew_size = crew_size or world_size
         self.sharding_annotations = sharding_annotations or NamedSharding.from_axis_sizes({"data_parallel": world_size})
         if sorted(self.sharding_annotations.layout.ravel()) != list(range(world_size)):
             raise ValueError(
@@ -321,22 +323,22 @@ class RayWorkerGroup:
 
     def meeting_point(self) -> tuple[str, int]:
         """Address of rank 0 and a port that its process holds for one `process_group.open_store`."""
-        return self.get_worker_result(self._hold_port(), 0, phase="choosing a port")
+        return self.get_worker_result(self._hold_port(self._seats[0]), 0, phase="choosing a port")
 
-    def _hold_port(self) -> ray.ObjectRef:
-        return self._seats[0].handle.hold_port.remote(*self.cluster.port_range)
+    def _hold_port(self, seat: WorkerSeat) -> ray.ObjectRef:
+        return seat.handle.hold_port.remote(*self.cluster.port_range)
 
     def restart_workers(self, worker_idxs: Sequence[int], timeout_s: float = 900.0) -> None:
-        """Put new processes and new worker objects in the places of some workers, all at the same time.
+        """Put new processes and new worker objects in the places of whole crews, all at the same time.
 
-        Only for groups of `independent_workers`; the old processes are killed if they still run, and the new ones too
+        Only for groups with a `crew_size`; the old processes are killed if they still run, and the new ones too
         if one of them fails to start.
 
         Raises:
             DeadlineExceededError, WorkerDiedError, Exception: as when the group was made.
             WorkerDiedError: the group is shut down, also meanwhile.
         """
-        if not self._independent:
+        if not self._may_restart:
             raise ValueError(f"workers of group {self.name_prefix!r} depend on each other.")
         self._refuse_when_dead()
         end, seats = time.monotonic() + timeout_s, self._seats
@@ -407,8 +409,14 @@ class RayWorkerGroup:
         end = time.monotonic() + timeout_s
         new = [seats[idx] for idx in indices]
         reports = [PendingCall(s.handle.report_identity.remote(), s) for s in new]
-        meeting_point = None if self._independent else self._hold_port()
-        builds = [self._builder.build_in(seat, meeting_point) for seat in new]
+        meeting_points: dict[int, ray.ObjectRef] = {}
+        if self._crew_size > 1 or not self._may_restart:
+            firsts = {idx // self._crew_size * self._crew_size for idx in indices}
+            meeting_points = {first: self._hold_port(seats[first]) for first in firsts}
+        builds = [
+            self._builder.build_in(seats[idx], meeting_points.get(idx // self._crew_size * self._crew_size))
+            for idx in indices
+        ]
         phase = f"{self.name_prefix} setup"
         for idx, who in zip(indices, gather(reports, new, timeout_s, phase), strict=True):
             seats[idx] = replace(seats[idx], identity=who)
@@ -424,7 +432,7 @@ class RayWorkerGroup:
         try:
             yield
         except (WorkerDiedError, RayDiedError) as error:
-            if not self._independent:
+            if not self._may_restart:
                 self._cause_of_death = str(error).partition("\n")[0]
                 self._kill(self._seats)
             raise

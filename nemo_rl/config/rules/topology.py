@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nemo_rl.config.rules.engines import ranks_of_engine
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.distillation import TeacherConfig, TeacherPlacementConfig
 from nemo_rl.config.schema.policy import PolicyConfig
@@ -30,7 +31,7 @@ class Topology:
         policy_nodes: machines with policy ranks.
         policy_ranks_per_node: policy processes on each of them.
         generation_nodes: machines with engines.
-        generation_ranks_per_node: engine processes on each of them.
+        generation_ranks_per_node: engine processes on each of them; an engine has one or several.
     """
 
     policy_nodes: int
@@ -61,7 +62,7 @@ def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
         return Topology(nodes, ranks, nodes, ranks)
     resources = policy.generation.colocated.resources
     if not cluster.uses_gpu:
-        return Topology(nodes, ranks, nodes, resources.ranks_per_node or 1)
+        return Topology(nodes, ranks, nodes, resources.ranks_per_node or ranks_of_engine(policy.generation.engine))
     engine_gpus = resources.gpus_per_node or 0
     engine_nodes = resources.num_nodes or 0
     if nodes == 1:

@@ -6,6 +6,7 @@ Paths and data entries are in `data`, loss options in `loss`.
 from typing import Protocol
 
 from nemo_rl.config.base.names import PASS_K, VALIDATION_METRICS
+from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.findings import Findings, nearest_multiples
 from nemo_rl.config.rules.model import check_backend, check_budgets, check_trainable
 from nemo_rl.config.rules.topology import data_parallel_ranks, plan_topology
@@ -241,6 +242,12 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
         )
     yield from _check_logprobs_mode(generation)
     yield from _check_transport(generation, cluster)
+    yield from check_engines(
+        "policy.generation",
+        generation,
+        plan_topology(cluster, policy).generation_ranks_per_node,
+        _ranks_key(generation, cluster),
+    )
     resources = generation.colocated.resources
     if generation.colocated.enabled or not cluster.uses_gpu:
         return
@@ -250,6 +257,15 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
             "policy.generation.colocated.enabled=false needs "
             f"policy.generation.colocated.resources.{key}: how many of the cluster's devices generate."
         )
+
+
+def _ranks_key(generation: GenerationConfig, cluster: ClusterConfig) -> str:
+    """The key that sets how many ranks of each machine generate."""
+    key = "gpus_per_node" if cluster.uses_gpu else "ranks_per_node"
+    if generation.colocated.enabled:
+        way_out = "" if cluster.uses_gpu else ", or policy.generation.colocated.enabled=false for processes of its own"
+        return f"cluster.{key}{way_out}"
+    return f"policy.generation.colocated.resources.{key}"
 
 
 def _check_logprobs_mode(generation: GenerationConfig) -> Findings:

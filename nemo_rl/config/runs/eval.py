@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from nemo_rl.config.base.section import Section
+from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.evaluation import check_eval_data, check_eval_files, check_sampling, is_local_dataset
 from nemo_rl.config.rules.findings import Findings, report_findings
 from nemo_rl.config.schema.cluster import ClusterConfig
@@ -56,7 +57,9 @@ class EvalMasterConfig(Section):
 
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
+        ranks, key = self.cluster.policy_ranks_per_node, "gpus_per_node" if self.cluster.uses_gpu else "ranks_per_node"
         return chain(
+            check_engines("generation", self.generation, ranks, f"cluster.{key}"),
             check_sampling(self.eval, self.generation, self.data),
             check_eval_data(self.data, self.env),
         )

@@ -44,7 +44,7 @@ class ColocatedResourcesConfig(Section):
         default=None, description="Machines for generation only; null on one machine, which is split."
     )
     ranks_per_node: PositiveInt | None = Field(
-        default=None, description="Engines on each machine when not colocated on the CPU; null: 1."
+        default=None, description="Engine ranks on each machine when not colocated on the CPU; null: one engine."
     )
 
 
@@ -103,14 +103,17 @@ class EngineConfig(Section):
     enforce_eager: bool = Field(
         default=False, description="Run without compilation and CUDA graphs; the CPU always does."
     )
-    tensor_parallel_size: Annotated[PositiveInt, Only((1,), "Tensor parallelism in the engine")] = Field(
-        default=1, description="GPUs that share one engine's layers."
+    tensor_parallel_size: PositiveInt = Field(
+        default=1, description="Ranks that divide each layer of one engine; vllm only."
     )
-    pipeline_parallel_size: Annotated[PositiveInt, Only((1,), "Pipeline parallelism in the engine")] = Field(
-        default=1, description="Stages of one engine."
+    pipeline_parallel_size: PositiveInt = Field(
+        default=1,
+        description="Stages that divide the layers of one engine, each of tensor_parallel_size ranks; vllm only.",
     )
-    expert_parallel_size: Annotated[PositiveInt, Only((1,), "Expert parallelism in the engine")] = Field(
-        default=1, description="GPUs that share one engine's experts."
+    expert_parallel_size: PositiveInt = Field(
+        default=1,
+        description="Ranks that divide the experts of a layer among them: tensor_parallel_size; 1: each expert is "
+        "divided over the ranks of a stage.",
     )
     env_vars: EnvVars | None = Field(default=None, description="Environment variables of the engine's process.")
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
-from nemo_rl.distributed.worker_groups import RayWorkerGroup
+from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
@@ -304,10 +304,10 @@ class EngineGroup(GenerationInterface):
         """
         num_revived = 0
         for member in self._members:
-            calls = [(rank, self._call(rank, "ready")) for rank in member.ranks]
+            calls = MultiWorkerFuture([self._call(rank, "ready") for rank in member.ranks], called_workers=member.ranks)
             try:
-                for rank, call in calls:
-                    self.workers.get_worker_result(call, rank, self._setup_timeout_s, "engine check")
+                # All at once: what lives of a dead engine may wait for the dead, and never answer.
+                self.workers.get_all_worker_results(calls, self._setup_timeout_s, "engine check")
             except WorkerDiedError as death:
                 self._replace(member, str(death))
                 num_revived += 1

@@ -10,6 +10,7 @@ from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.models.generation.engine_shape import check_engine_shape
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind
 from nemo_rl.models.huggingface.load import load_model_config
@@ -53,7 +54,9 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         can_sleep=cluster.uses_gpu and generation.colocated.enabled,
         load_weights=load_weights,
         seed=seed % 2**31,
-        num_workers=engine.tensor_parallel_size * engine.pipeline_parallel_size,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        pipeline_parallel_size=engine.pipeline_parallel_size,
+        expert_parallel_size=engine.expert_parallel_size,
         hf_overrides=dict(policy.hf_config_overrides or {}),
         engine_kwargs=_engine_kwargs(generation),
         env_vars=dict(engine.env_vars or {}),
@@ -80,16 +83,20 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """Refuse an engine that is not there, or a model that it computes wrongly; needs no engine and no worker.
 
     Raises:
-        ConfigError: `policy.generation.backend` names a class that cannot be imported; latent attention (DeepSeek-V3
-            and its like) with plain rotary embeddings in vLLM on a CPU.
+        ConfigError: `policy.generation.backend` names a class that cannot be imported; the model does not divide into
+            the ranks of an engine; latent attention (DeepSeek-V3 and its like) with plain rotary embeddings in vLLM on
+            a CPU.
     """
     if policy.generation is None:
         return
     if policy.generation.backend not in ENGINES:
         engine_class(policy.generation.backend)
-    if policy.generation.backend != "vllm" or cluster.uses_gpu:
+    if policy.generation.backend != "vllm":
         return
     model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
+    check_engine_shape(model, policy.generation)
+    if cluster.uses_gpu:
+        return
     rope = getattr(model, "rope_parameters", None) or {}
     if getattr(model, "kv_lora_rank", None) and rope.get("rope_type", "default") == "default":
         raise ConfigError(
@@ -130,9 +137,19 @@ def make_engines(settings: EngineSettings, where: RayVirtualCluster, cluster: Cl
 
     Args:
         settings: what to build.
-        where: the bundles, as many as whole engines need.
+        where: the bundles, as many on each machine as whole engines need.
         cluster: deadlines and restarts.
+
+    Raises:
+        ConfigError: some machine's bundles do not divide into engines.
     """
+    counts, size = where.bundle_counts, settings.num_workers
+    if any(count % size for count in counts):
+        raise ConfigError(
+            f"Machines with {counts} bundles do not divide into engines of {size} ranks (tensor_parallel_size="
+            f"{settings.tensor_parallel_size} x pipeline_parallel_size={settings.pipeline_parallel_size}). Reserve "
+            f"{', '.join(str(-(-count // size) * size) for count in counts)}."
+        )
     timeouts = cluster.timeouts
     workers = RayWorkerGroup(
         where,
@@ -141,7 +158,7 @@ def make_engines(settings: EngineSettings, where: RayVirtualCluster, cluster: Cl
         env_vars=engine_kind(settings.backend).environment(settings.device) | settings.env_vars,
         setup_timeout_s=timeouts.setup_s,
         call_timeout_s=timeouts.weight_sync_s,
-        independent_workers=True,
+        crew_size=settings.num_workers,
     )
     return EngineGroup(
         workers,

@@ -109,7 +109,9 @@ class EngineSettings:
         can_sleep: whether memory is given back between generation phases (colocated GPUs).
         load_weights: read the checkpoint at start; False leaves that to the first weight sync.
         seed: engine seed; requests carry their own.
-        num_workers: worker processes of one engine, each with its device; see `engine_of`.
+        tensor_parallel_size: ranks that divide each layer of one engine.
+        pipeline_parallel_size: stages that divide the layers of one engine.
+        expert_parallel_size: ranks that divide the experts of a layer among them; 1, or all of a stage.
         hf_overrides: changes to the model's Hugging Face config.
         engine_kwargs: passed to the engine as they are (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`).
         env_vars: further environment of the engine's processes.
@@ -127,10 +129,17 @@ class EngineSettings:
     can_sleep: bool = False
     load_weights: bool = False
     seed: int = 0
-    num_workers: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    expert_parallel_size: int = 1
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     env_vars: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of one engine, each with its device; see `engine_of`."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def engine_of(rank: int, num_workers: int) -> tuple[int, int]:

@@ -19,14 +19,20 @@ class EngineKind:
     Attributes:
         path: dotted path of a class as `interfaces.Engine`, constructed with `EngineSettings`.
         environment: environment variables of its process on a device ("cpu" or "cuda"), set before any import.
+        rank_path: the same for the workers of an engine behind its first, where they take another class.
     """
 
     path: str
     environment: Callable[[str], dict[str, str]] = lambda device: {}
+    rank_path: str | None = None
 
 
 ENGINES = {
-    "vllm": EngineKind("nemo_rl.models.generation.vllm.engine.VllmEngine", engine_environment),
+    "vllm": EngineKind(
+        "nemo_rl.models.generation.vllm.engine.VllmEngine",
+        engine_environment,
+        "nemo_rl.models.generation.vllm.ranks.VllmRank",
+    ),
     "hf": EngineKind("nemo_rl.models.generation.hf.engine.HfEngine"),
 }
 """Engines that `policy.generation.backend` may name; any other value is the path of a user's class."""
@@ -37,14 +43,14 @@ def engine_kind(backend: str) -> EngineKind:
     return ENGINES.get(backend) or EngineKind(backend)
 
 
-def make_engine(settings: EngineSettings) -> Engine:
-    """Build the engine that the settings name."""
-    engine: Engine = engine_class(settings.backend)(settings)
+def make_engine(settings: EngineSettings, place: int = 0) -> Engine:
+    """Build what the settings name for a worker at a place of its engine."""
+    engine: Engine = engine_class(settings.backend, place)(settings)
     return engine
 
 
-def engine_class(backend: str) -> type:
-    """Import an engine's class.
+def engine_class(backend: str, place: int = 0) -> type:
+    """Import the class of an engine's worker.
 
     Raises:
         ConfigError: the path leads to no class that can be imported.
@@ -54,7 +60,9 @@ def engine_class(backend: str) -> type:
         f"Use one of {', '.join(ENGINES)}, or the dotted path of a class that Python can import from where the run was "
         "started."
     )
-    found = import_dotted(engine_kind(backend).path, ConfigError, what, advice)
+    kind = engine_kind(backend)
+    path = kind.rank_path if place and kind.rank_path else kind.path
+    found = import_dotted(path, ConfigError, what, advice)
     if not isinstance(found, type):
         raise ConfigError(f"{what} is no class. {advice}")
     return found

@@ -40,9 +40,10 @@ class GenerationWorker:
     """
 
     def __init__(self, settings: EngineSettings):
-        self._engine = make_engine(settings)
         self._rank = int(os.environ["RANK"])
-        self._name = "engine {}, worker {}".format(*engine_of(self._rank, settings.num_workers))
+        index, place = engine_of(self._rank, settings.num_workers)
+        self._engine = make_engine(settings, place)
+        self._name = f"engine {index}, worker {place}"
         self._receiver: WeightReceiver | None = None
         self._finished: list[tuple[str, GenerationResult]] = []
         self._failure: BaseException | None = None

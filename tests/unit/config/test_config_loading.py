@@ -84,9 +84,6 @@ def test_flat_data_keys_show_their_new_place(write_yaml, key: str, place: str) -
     [
         "policy.megatron_cfg.enabled=true",
         "grpo.async_grpo.enabled=true",
-        "policy.dtensor_cfg.moe_parallelizer={a: 1}",
-        "policy.generation.vllm_cfg.tensor_parallel_size=2",
-        "policy.generation.vllm_cfg.pipeline_parallel_size=2",
         "policy.generation.vllm_cfg.async_engine=true",
         "policy.generation.vllm_cfg.precision=fp8",
         "policy.generation.backend=sglang",

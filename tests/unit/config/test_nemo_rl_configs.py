@@ -89,7 +89,6 @@ WITHOUT_EFFECT = {
 NOT_BUILT = {
     "grpo": (
         "policy.megatron_cfg={enabled: true}",
-        "policy.generation.engine.tensor_parallel_size=8",
         "policy.generation.vllm_cfg.async_engine=true",
         "policy.generation.engine.precision=fp8",
         "policy.generation.engine.kv_cache_dtype=fp8",
@@ -114,7 +113,7 @@ NOT_BUILT = {
         "logger.wandb.log_nemo_gym_full_result_tables=true",
     ),
     "distillation": ("teachers=[{model_name: a}]", "loss_fn.gold_loss=true", "loss_fn.vocab_topk=8192"),
-    "eval": ("tokenizer.video={num_frames: 32}", "generation.engine.tensor_parallel_size=2"),
+    "eval": ("tokenizer.video={num_frames: 32}", "generation.engine.kv_cache_dtype=fp8"),
 }
 
 
@@ -256,7 +255,7 @@ def test_obstacles_of_every_stage_come_together(tmp_path: Path) -> None:
         "grpo.num_promts_per_step=3",
         "policy.megatron_cfg.enabled=true",
         "policy.quant_cfg=x",
-        "policy.generation.vllm_cfg.tensor_parallel_size=8",
+        "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
         "policy.train_micro_batch_size=none",
         "grpo.batch_multiplier=2",
     )
@@ -266,7 +265,7 @@ def test_obstacles_of_every_stage_come_together(tmp_path: Path) -> None:
         "policy.megatron_cfg",
         "policy.quant_cfg",
         "policy.train_micro_batch_size",
-        "policy.generation.engine.tensor_parallel_size",
+        "policy.generation.engine.kv_cache_dtype",
     ]
     assert "Did you mean 'grpo.num_prompts_per_step'?" in found[0]
     rules = obstacles(written(tmp_path, "grpo", "grpo.batch_multiplier=2"), "grpo")

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Self
 from unittest import mock
@@ -22,24 +23,36 @@ LOOK = "look"
 
 
 class EngineProcess:
-    """Hosts one worker for each settings; `name` chooses among them in calls."""
+    """Hosts one worker for each settings; `name` chooses among them in calls.
 
-    def __init__(self, settings: dict[str, EngineSettings]):
+    `rank` and `port` are for a worker of an engine that has several: its place, and where they meet on this machine.
+    """
+
+    def __init__(self, settings: dict[str, EngineSettings], rank: int = 0, port: int = 0):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, settings), daemon=True)
-        with mock.patch.dict(os.environ, engine_environment("cpu") | {"RANK": "0", "HF_HUB_OFFLINE": "1"}):
+        own = {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+        with mock.patch.dict(os.environ, engine_environment("cpu") | own):
             self._process.start()
         theirs.close()
         self._next_id = 0
 
-    def call(self, name: str, method: str, *args: Any) -> Any:
-        """One coroutine of a worker; raises AssertionError with the traceback if it fails."""
+    def start(self, name: str, method: str, *args: Any) -> None:
+        """Call a coroutine of a worker without waiting; `answer` waits."""
         self._pipe.send((name, method, args))
+
+    def answer(self, method: str) -> Any:
+        """What came of the oldest call; raises AssertionError with the traceback if it failed."""
         assert self._pipe.poll(ANSWER_TIMEOUT_S), f"no answer to {method}"
         kind, value = self._pipe.recv()
         assert kind == "value", value
         return value
+
+    def call(self, name: str, method: str, *args: Any) -> Any:
+        """One coroutine of a worker; raises AssertionError with the traceback if it fails."""
+        self.start(name, method, *args)
+        return self.answer(method)
 
     def generate(self, name: str, requests: list[GenerationRequest]) -> list[GenerationResult]:
         """Submit all at once and collect until the last is answered."""
@@ -55,11 +68,21 @@ class EngineProcess:
         """What a function of an importable module says of a worker's engine."""
         return self.call(name, LOOK, at, *args)
 
+    def wait_until_gone(self, timeout_s: float) -> bool:
+        """Whether the process ends by itself in time."""
+        self._process.join(timeout_s)
+        return not self._process.is_alive()
+
+    def kill(self) -> None:
+        """End the process as the kernel does when memory runs out, and wait until it is gone."""
+        self._process.kill()
+        self._process.join()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.is_alive():
+        with suppress(OSError):
             self._pipe.send((STOP, "", ()))
         self._process.join(20)
         if self._process.is_alive():

@@ -4,6 +4,7 @@ The fakes answer like Ray: a call returns an awaitable, a dead actor's awaitable
 """
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
+from nemo_rl.distributed.worker_calls import MultiWorkerFuture
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, WorkerDiedError
@@ -112,10 +114,15 @@ class FakeGroup:
             return FakeCall(call)
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
-    def get_worker_result(self, ref: Any, index: int, timeout_s: float, phase: str) -> Any:
+    def get_all_worker_results(self, calls: MultiWorkerFuture, timeout_s: float, phase: str) -> list[Any]:
+        """Like the group's: the first failure ends the wait for all."""
+        by_ref = dict(zip(calls.futures, calls.called_workers or [], strict=True))
+        done, _ = concurrent.futures.wait(by_ref, timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION)
+        assert done, "no answer in time"
         try:
-            return ref.result(timeout_s)
+            return [ref.result(0) for ref in sorted(by_ref, key=lambda ref: ref not in done or not ref.exception())]
         except RayActorError as death:
+            index = next(by_ref[ref] for ref in done if ref.exception() is death)
             raise self.explain_failure(death, index, phase) from death
 
     def explain_failure(self, error: Exception, index: int, phase: str) -> Exception:

@@ -1,5 +1,6 @@
 """What tests want to know of a vLLM engine; functions that run in its process (`engine_process.EngineProcess.look`)."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -43,3 +44,9 @@ def storages(engine: Any) -> dict[str, int]:
     """Addresses of all tensors that the model computes with."""
     (model,) = engine._engine.collective_rpc(lambda worker: worker.model_runner.get_model())
     return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def named_shared_memory(engine: Any) -> list[str]:
+    """Shared memory of the process that would be left behind if it were killed now."""
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split("/dev/shm/")[1] for line in mapped if "/dev/shm/" in line and "(deleted)" not in line})

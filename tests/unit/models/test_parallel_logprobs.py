@@ -163,7 +163,7 @@ def test_gradients_of_one_of_the_two_results() -> None:
 
 def test_chunks_are_larger_on_gpus() -> None:
     with FakeTensorMode():
-        sizes = [default_chunk_size(torch.empty(1, device=device)) for device in ("cpu", "cuda")]
+        sizes = [default_chunk_size(on_gpu=on_gpu) for on_gpu in (False, True)]
     assert sizes == [512, 2048]
 
 

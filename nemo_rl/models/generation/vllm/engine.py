@@ -1,12 +1,12 @@
 """vLLM's in-process engine behind our `Engine` protocol, one adapter for the CPU and GPU builds.
 
-Weight loading has its own file, `weights`. Invariant: unless `logprobs_mode` says otherwise, log-probabilities are
-those of the distribution that was sampled from, so a trainer that divides logits by the same temperature agrees.
+Weight loading (`weights`) and the further ranks of an engine (`ranks`) have their own files. Invariant: unless
+`logprobs_mode` says otherwise, log-probabilities are those of the distribution that was sampled from, so a trainer that
+divides logits by the same temperature agrees.
 """
 
 import logging
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
 )
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
-from nemo_rl.models.generation.vllm.layers import decoder_layers, model_of, residual_sum, uncompiled
+from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
+from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
-from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.utils.errors import GenerationError
 
 logger = logging.getLogger(__name__)
@@ -39,13 +39,13 @@ _CPU_SEQUENCES = 128
 
 
 class VllmEngine(SteppedEngine):
-    """One vLLM engine."""
+    """One vLLM engine, or worker 0 of one with several."""
 
     def __init__(self, settings: EngineSettings):
         super().__init__()
         self._can_sleep = settings.can_sleep
         self._max_model_len = settings.max_model_len
-        self._unbound: set[str] = set()
+        self._tensor_parallel_size = settings.tensor_parallel_size
         self._vllm_ids: dict[str, str] = {}
         arguments = engine_arguments(settings)
         if settings.device == "cpu":
@@ -102,30 +102,32 @@ class VllmEngine(SteppedEngine):
 
     def start_loading(self) -> None:
         """See `SteppedEngine.start_loading`."""
-        (self._unbound,) = self._engine.collective_rpc(begin_reload)
+        self._engine.collective_rpc(begin_reload)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`."""
-        (loaded,) = self._engine.collective_rpc(partial(load_tensors, tensors=tensors))
-        self._unbound -= loaded
+        """See `Engine.load_tensors`; the other ranks load what they receive themselves."""
+        load_tensors(self._engine.model_executor.driver_worker, tensors)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
         """See `SteppedEngine.finish_loading`; vLLM reads requests under way anew, with what they have so far."""
-        (unbound,) = self._engine.collective_rpc(partial(finish_reload, unbound=self._unbound))
+        own, *of_others = self._engine.collective_rpc(finish_reload)
         if changed:
             self._engine.reset_prefix_cache(reset_running_requests=True)
-        return sorted(unbound)
+        return own + [f"{name} of worker {rank}" for rank, names in enumerate(of_others, start=1) for name in names]
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
         """See `Engine.layer_outputs`."""
-        (model,) = self._engine.collective_rpc(model_of)
         self._engine.reset_prefix_cache()
-        request = GenerationRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0)
-        with uncompiled(model), recorded_outputs(decoder_layers(model), residual_sum) as outputs:
-            self.add_request("layer_outputs", request)
+        self._engine.collective_rpc(start_recording)
+        try:
+            self.add_request("layer_outputs", GenerationRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0))
             while not self.step():
                 pass
-        return [output[: len(token_ids)] for output in outputs]
+        finally:
+            of_ranks = self._engine.collective_rpc(stop_recording)
+        # All ranks of a stage have the same hidden states.
+        stages = of_ranks[:: self._tensor_parallel_size]
+        return [output[: len(token_ids)] for stage in stages for output in stage]
 
     async def sleep(self) -> None:
         """See `Engine.sleep`; weights go to host memory, the cache is dropped."""
@@ -154,6 +156,13 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         "hf_overrides": settings.hf_overrides,
         "disable_log_stats": True,
     }
+    if settings.num_workers > 1:
+        values["distributed_executor_backend"] = RanksExecutor
+        values["tensor_parallel_size"] = settings.tensor_parallel_size
+        values["pipeline_parallel_size"] = settings.pipeline_parallel_size
+        values["enable_expert_parallel"] = settings.expert_parallel_size > 1
+    if settings.pipeline_parallel_size > 1:
+        values["async_scheduling"] = False  # each stage's answers are taken in the order of the batches
     if settings.device == "cpu":
         # A prompt cut over two steps rewinds its request's generator, which CPU generators cannot.
         values["enable_chunked_prefill"] = False

@@ -1,16 +1,29 @@
-"""Look into the forward pass of a vLLM model, layer by layer."""
+"""Look into the forward pass of a vLLM model, layer by layer; functions that run inside vLLM's worker."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from nemo_rl.models.huggingface.layers import recorded_outputs
 
-def model_of(worker: Any) -> nn.Module:
-    """The model of vLLM's worker, which runs in this process."""
-    model: nn.Module = worker.model_runner.get_model()
-    return model
+
+def start_recording(worker: Any) -> None:
+    """Keep what the decoder layers of this rank give out from now on."""
+    model = worker.model_runner.get_model()
+    with ExitStack() as stack:
+        stack.enter_context(uncompiled(model))
+        outputs = stack.enter_context(recorded_outputs(decoder_layers(model), residual_sum))
+        worker.recording = stack.pop_all(), outputs
+
+
+def stop_recording(worker: Any) -> list[Tensor]:
+    """The hidden states behind each layer of this rank since `start_recording`, `[T, D]` float32 each."""
+    stack, outputs = worker.recording
+    stack.close()
+    recorded: list[Tensor] = outputs
+    return recorded
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -21,8 +21,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 
-def begin_reload(worker: Any) -> set[str]:
-    """Bring the model into a state that accepts tensors of a checkpoint; returns the names of its parameters.
+def begin_reload(worker: Any) -> None:
+    """Bring the model into a state that accepts tensors of a checkpoint.
 
     An update that was broken off is closed first, so that no layer counts its tensors for the new one.
     """
@@ -35,27 +35,23 @@ def begin_reload(worker: Any) -> set[str]:
         for module in model.modules():
             if isinstance(module, RoutedExperts):
                 module.quant_method.moe_kernel = None
-    return {name for name, _ in model.named_parameters()}
+    worker.unbound = {name for name, _ in model.named_parameters()}
 
 
-def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> set[str]:
-    """Load some tensors; returns the names of the engine parameters they went to."""
+def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Load some tensors, of which a rank takes its part."""
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
-        return set(worker.model_runner.get_model().load_weights(iter(tensors)))
+        worker.unbound -= set(worker.model_runner.get_model().load_weights(iter(tensors)))
 
 
-def finish_reload(worker: Any, unbound: set[str]) -> set[str]:
+def finish_reload(worker: Any) -> list[str]:
     """Put the loaded tensors in force.
 
-    Args:
-        worker: vLLM's worker.
-        unbound: names of the engine parameters that no tensor went to.
-
     Returns:
-        Those of them that need a tensor of their own, and the layers that got only a part of theirs. A tied
-        output head shares the embedding's storage and needs none.
+        Names of the engine parameters that no tensor went to and that need one of their own, and of the layers that
+        got only a part of theirs. A tied output head shares the embedding's storage and needs none.
     """
-    model = worker.model_runner.get_model()
+    model, unbound = worker.model_runner.get_model(), worker.unbound
     heads = {name: m for name, m in model.named_modules() if isinstance(m, ParallelLMHead)}
     if getattr(worker.model_runner.model_config.hf_text_config, "tie_word_embeddings", False):
         unbound = unbound - {f"{name}.weight" for name in heads}
@@ -65,7 +61,7 @@ def finish_reload(worker: Any, unbound: set[str]) -> set[str]:
         if current_platform.is_cpu():
             for head in heads.values():
                 head.quant_method.process_weights_after_loading(head)
-    return unbound
+    return sorted(unbound)
 
 
 def incomplete_layers(model: torch.nn.Module) -> set[str]:

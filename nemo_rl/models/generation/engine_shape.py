@@ -1,0 +1,77 @@
+"""Whether a model divides into the ranks of an engine: the arithmetic of vLLM's layers, before any of them is made.
+
+Sources: `vllm.config.model.ModelConfig.verify_with_parallel_config` (heads, layers), `QKVParallelLinear` of
+`vllm.model_executor.layers.linear` (key-value heads are divided, or copied), `vllm.distributed.utils.divide` (all
+other sizes). Vocabularies are padded, so any size goes.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_rl.config import GenerationConfig
+from nemo_rl.utils.errors import ConfigError
+
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def check_engine_shape(model: Any, generation: GenerationConfig) -> None:
+    """Refuse sizes into which a model does not divide.
+
+    Args:
+        model: Hugging Face configuration of the text model.
+        generation: the section `policy.generation`.
+
+    Raises:
+        ConfigError: with the arithmetic and the sizes that fit.
+    """
+    engine = generation.engine
+    tensor, stages, experts = (
+        engine.tensor_parallel_size,
+        engine.pipeline_parallel_size,
+        engine.expert_parallel_size,
+    )
+    num_experts = _first(model, *_NUM_EXPERTS)
+    problems = []
+    remainders = list(_remainders(model, tensor, whole_experts=experts > 1))
+    if remainders:
+        heads = model.num_attention_heads
+        fitting = [n for n in range(1, heads + 1) if not list(_remainders(model, n, whole_experts=experts > 1))]
+        problems.append(
+            f"engine.tensor_parallel_size={tensor} does not divide the model: {', '.join(remainders)}. "
+            f"Sizes that do: {', '.join(map(str, fitting))}."
+        )
+    layers = model.num_hidden_layers
+    if stages > layers:
+        problems.append(
+            f"engine.pipeline_parallel_size={stages} is more than the model's {layers} layers. Use at most {layers}."
+        )
+    if experts > 1 and not num_experts:
+        problems.append(f"engine.expert_parallel_size={experts}, but the model has no experts. Set it to 1.")
+    elif experts > (num_experts or experts):
+        problems.append(
+            f"engine.expert_parallel_size={experts} is more than the model's {num_experts} experts. Set it to 1, or "
+            f"lower it and tensor_parallel_size to at most {num_experts}."
+        )
+    if problems:
+        raise ConfigError("policy.generation." + "\npolicy.generation.".join(problems))
+
+
+def _remainders(model: Any, ranks: int, *, whole_experts: bool) -> Iterator[str]:
+    """What tensor parallelism over so many ranks cannot divide."""
+    of_experts = "moe_intermediate_size"
+    if _first(model, of_experts) is None and _first(model, *_NUM_EXPERTS):
+        of_experts = "intermediate_size"
+    divided = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
+    for name in divided:
+        size = _first(model, name)
+        if size and size % ranks and not (whole_experts and name == of_experts):
+            yield f"{name} {size} / {ranks} = {size / ranks:g}"
+    kv_heads = _first(model, "num_key_value_heads")
+    latent = _first(model, "kv_lora_rank")
+    if kv_heads and not latent and kv_heads % ranks and ranks % kv_heads:
+        yield f"num_key_value_heads {kv_heads} and {ranks} do not divide each other"
+
+
+def _first(model: Any, *names: str) -> int | None:
+    found = (getattr(model, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), None)

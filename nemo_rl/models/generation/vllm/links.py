@@ -1,0 +1,195 @@
+"""How the processes of one engine reach each other: a process group for the model, a socket for the calls of each rank.
+
+    place 0 (runs the engine)             store at MASTER_ADDR:MASTER_PORT           place 1, 2 ... (ranks)
+    enter_engine ──────────────────── process group, GPUs of all ──────────────────── enter_engine
+    open_links ───────────────────────── address and key of a socket ───────────────── open_link
+    link.call ──────────────────────────────────────────────────────────────────────► link.receive
+    answer.result ◄────────────────────────────────────────────────────────────────── link.send
+
+Invariant: an engine lives as a whole. A process that finds the other end of a link gone ends at once, whatever it was
+about to report: what replaces the engine sees deaths, and nothing else.
+"""
+
+import json
+import logging
+import os
+import pickle
+import secrets
+import sys
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from nemo_rl.distributed.process_group import open_store, prefer_loopback
+from nemo_rl.utils.device import Device
+
+logger = logging.getLogger(__name__)
+
+_MEETING_TIMEOUT = timedelta(minutes=30)
+"""Beyond every deadline of those who start engines; a process that does not come has usually died."""
+
+
+class Call(NamedTuple):
+    """What place 0 asks of a rank.
+
+    Attributes:
+        method: name of a method of vLLM's worker, or an importable function that takes the worker first.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        wants_answer: whether the rank sends an `Outcome` also of a success.
+    """
+
+    method: str | Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wants_answer: bool
+
+
+class Outcome(NamedTuple):
+    """What came of a call: a value, or the traceback of a failure."""
+
+    value: Any
+    failure: str | None = None
+
+
+class Answer(Future[Any]):
+    """The value of a call, read from the link when it is asked for."""
+
+    def __init__(self, link: "Link"):
+        super().__init__()
+        self._link = link
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the value, and for those of all calls before.
+
+        Raises:
+            RuntimeError: this call, or one before it, failed in its rank.
+        """
+        while not self.done():
+            self._link.take_answer()
+        return super().result(timeout)
+
+
+class Link:
+    """One end of the socket between place 0 and a rank.
+
+    Args:
+        connection: to the other end.
+        other: who is there, for messages.
+    """
+
+    def __init__(self, connection: Connection, other: str):
+        self._connection = connection
+        self._other = other
+        self._due: deque[Answer] = deque()
+
+    def fileno(self) -> int:
+        """The socket, to wait for what it brings."""
+        return self._connection.fileno()
+
+    def send(self, message: object) -> None:
+        """Send what can be pickled; tensors go as copies."""
+        try:
+            self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        except OSError:
+            self._end()
+
+    def receive(self) -> Any:
+        """The next message; waits for it."""
+        try:
+            received = self._connection.recv_bytes()
+        except (OSError, EOFError):
+            self._end()
+        return pickle.loads(received)
+
+    def call(self, call: Call) -> Answer | None:
+        """Ask a rank to do something; None where no answer is wanted."""
+        self.send(call)
+        if not call.wants_answer:
+            return None
+        self._due.append(Answer(self))
+        return self._due[-1]
+
+    def take_answer(self) -> None:
+        """Wait for the oldest answer that is due.
+
+        Raises:
+            RuntimeError: its call failed. vLLM does not look at all answers, so the next one that it looks at tells.
+        """
+        outcome: Outcome = self.receive()
+        answer = self._due.popleft() if self._due else None
+        if outcome.failure is not None:
+            failure = RuntimeError(f"{self._other} failed:\n{outcome.failure}")
+            if answer is not None:
+                answer.set_exception(failure)
+            raise failure
+        assert answer is not None, "only failures come unasked"
+        answer.set_result(outcome.value)
+
+    def end_if_alone(self, patience_s: float) -> None:
+        """End this process if the other end is gone, or goes within `patience_s`.
+
+        Raises:
+            RuntimeError: it is there and has failed.
+        """
+        while self._connection.poll(patience_s):
+            self.take_answer()
+
+    def _end(self) -> Any:
+        logger.error("%s is gone; this process of the same engine ends too.", self._other)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def enter_engine(device: str, place: int, num_places: int) -> dist.Store:
+    """Form the default process group of an engine's processes, and let each see the GPUs of all.
+
+    vLLM checks which of its GPUs reach each other directly, so every process needs all of them, in the same order.
+
+    Args:
+        device: "cpu" or "cuda".
+        place: of this process, its rank in the group and the index of its GPU from now on.
+        num_places: processes of the engine.
+
+    Returns:
+        A store that all of them share.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    kind = Device("cuda" if device == "cuda" else "cpu")
+    if not kind.is_gpu:
+        prefer_loopback(address)
+    store = open_store(address, port, place, num_places, _MEETING_TIMEOUT)
+    if kind.is_gpu:
+        store.set(f"gpu of {place}", os.environ.get("CUDA_VISIBLE_DEVICES", str(place)))
+        gpus = [store.get(f"gpu of {other}").decode() for other in range(num_places)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    dist.init_process_group(kind.collective_backend, store=store, rank=place, world_size=num_places)
+    return store
+
+
+def open_links(store: dist.Store, num_places: int) -> list[Link]:
+    """The links of place 0 to places 1, 2 ..., in this order."""
+    key = secrets.token_bytes(32)
+    # A socket without a file, where there are such.
+    address = f"\0nemo_rl-{secrets.token_hex(16)}" if sys.platform == "linux" else None
+    links: dict[int, Link] = {}
+    with Listener(address, family="AF_UNIX", authkey=key) as listener:
+        store.set("links", json.dumps([address or listener.address, key.hex()]))
+        while len(links) < num_places - 1:
+            connection = listener.accept()
+            place = connection.recv()
+            links[place] = Link(connection, f"Worker {place}")
+    return [links[place] for place in sorted(links)]
+
+
+def open_link(store: dist.Store, place: int) -> Link:
+    """The link of a rank to place 0."""
+    address, key = json.loads(store.get("links"))
+    connection = Client(address, family="AF_UNIX", authkey=bytes.fromhex(key))
+    connection.send(place)
+    return Link(connection, "Worker 0")

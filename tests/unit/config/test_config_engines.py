@@ -1,0 +1,80 @@
+"""Engines of several ranks: how many there are, and what is refused before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config import ClusterConfig, EvalMasterConfig, PolicyConfig, load_config, plan_topology
+from nemo_rl.utils.errors import ConfigError
+
+SEPARATE = "policy.generation.colocated.enabled=false"
+TENSOR = "policy.generation.engine.tensor_parallel_size"
+STAGES = "policy.generation.vllm_cfg.pipeline_parallel_size"
+EXPERTS = "policy.generation.engine.expert_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("resources", "ranks"), [({}, 4), ({"ranks_per_node": 8}, 8)], ids=["one engine", "as many as asked for"]
+)
+def test_separate_engines_on_cpus_get_ranks_of_their_own(resources: dict[str, int], ranks: int) -> None:
+    engine = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    colocated = {"enabled": False, "resources": resources}
+    policy = PolicyConfig.build(model_name="m", generation={"colocated": colocated, "engine": engine})
+    topology = plan_topology(ClusterConfig.build(device="cpu", num_nodes=2), policy)
+    assert (topology.policy_ranks, topology.generation_ranks) == (2, 2 * ranks)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [f"{TENSOR}=2"],
+            r"tensor_parallel_size=2 x pipeline_parallel_size=1 = 2 ranks of an engine do not divide the 1 generation "
+            r"rank of a machine \(cluster\.ranks_per_node, or policy\.generation\.colocated\.enabled=false .*\n"
+            r"  1 / 2 = 0\.5\. Nearest value: 2\. Or engines of 1 rank\.",
+        ),
+        (
+            ["cluster.device=cuda", "cluster.gpus_per_node=8", f"{TENSOR}=3", f"{STAGES}=2"],
+            r"3 x pipeline_parallel_size=2 = 6 ranks .*8 generation ranks of a machine \(cluster\.gpus_per_node\).*"
+            r"8 / 6 = 1\.33333\. Nearest values: 6, 12\. Or engines of 1, 2, 4, 8 ranks\.",
+        ),
+        (
+            ["cluster.device=cuda", "cluster.gpus_per_node=8", SEPARATE, f"{TENSOR}=4",
+             "policy.generation.colocated.resources.gpus_per_node=2"],
+            r"2 generation ranks of a machine \(policy\.generation\.colocated\.resources\.gpus_per_node\)",
+        ),
+        (
+            [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=4"],
+            r"expert_parallel_size=4 does not go with tensor_parallel_size=2: .* so 2 x 1\. "
+            r"Use expert_parallel_size=2, or 1 .* Or set tensor_parallel_size=4",
+        ),
+        ([SEPARATE, f"{TENSOR}=2", "policy.generation.backend=hf"], r"backend=hf computes on one device"),
+        (
+            ["+policy.generation.vllm_kwargs={tensor_parallel_size: 2}"],
+            r"vllm_kwargs\.tensor_parallel_size decides .* Write policy\.generation\.engine\.tensor_parallel_size",
+        ),
+        (["+policy.generation.vllm_kwargs={data_parallel_size: 2}"], r"data_parallel_size decides .* Take it out"),
+    ],
+)  # fmt: skip
+def test_refused(minimal: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        load_config(minimal, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=2"],
+        ["cluster.ranks_per_node=4", f"{TENSOR}=2"],
+        ["cluster.device=cuda", "cluster.gpus_per_node=8", f"{TENSOR}=2", f"{STAGES}=4"],
+    ],
+)
+def test_accepted(minimal: Path, overrides: list[str]) -> None:
+    load_config(minimal, overrides)
+
+
+def test_an_evaluation_divides_its_ranks_too() -> None:
+    engine = {"tensor_parallel_size": 2}
+    config = EvalMasterConfig.build(cluster={"device": "cpu", "ranks_per_node": 3}, generation={"engine": engine})
+    (finding,) = [text for text in config.findings() if "ranks of an engine" in text]
+    assert finding.startswith("generation.engine.tensor_parallel_size=2") and "Nearest values: 2, 4." in finding

@@ -1,0 +1,88 @@
+"""The sockets between the processes of one engine, without any engine."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nemo_rl.models.generation.vllm.links import Call, Link, Outcome, open_link, open_links
+
+FORK = multiprocessing.get_context("fork")
+NUM_RANKS = 3
+
+
+def _serve(port: int, rank: int) -> None:
+    """A rank that answers with its number and what it was given, or fails as it is told."""
+    link = open_link(dist.TCPStore("127.0.0.1", port, is_master=False), rank)
+    while True:
+        call: Call = link.receive()
+        if call.method == "fail":
+            link.send(Outcome(None, "it broke"))
+        elif call.wants_answer:
+            link.send(Outcome((rank, *call.args)))
+
+
+@pytest.fixture
+def ranks() -> Iterator[tuple[list[Link], list[Any]]]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [FORK.Process(target=_serve, args=(store.port, rank), daemon=True) for rank in (2, 1)]
+    for process in processes:
+        process.start()
+    yield open_links(store, NUM_RANKS), processes[::-1]
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def ask(link: Link, value: Any, wants_answer: bool = True) -> Any:
+    return link.call(Call("echo", (value,), {}, wants_answer))
+
+
+def test_links_are_in_the_order_of_ranks_and_answers_in_that_of_calls(ranks) -> None:
+    links, _ = ranks
+    first, second = [ask(link, torch.ones(2)) for link in links]
+    later = [ask(link, "later") for link in links]
+    assert ask(links[0], "silent", wants_answer=False) is None
+    assert [answer.result() for answer in later] == [(1, "later"), (2, "later")]
+    assert first.done() and second.done()
+    assert second.result()[0] == 2 and torch.equal(second.result()[1], torch.ones(2))
+
+
+def test_a_failure_that_vllm_does_not_look_at_is_told_by_the_next_answer(ranks) -> None:
+    (link, _), _ = ranks
+    broken = link.call(Call("fail", (), {}, True))
+    later = ask(link, 1)
+    with pytest.raises(RuntimeError, match="Worker 1 failed:\nit broke"):
+        later.result()
+    assert isinstance(broken.exception(0), RuntimeError)
+    link.call(Call("fail", (), {}, False))
+    assert later.result() == (1, 1)
+    with pytest.raises(RuntimeError, match="it broke"):
+        link.end_if_alone(5.0)
+
+
+def _lives_on(links: list[Link], pipe: Connection, how: str) -> None:
+    """What worker 0 does while rank 1 is gone; the pipe says whether it got beyond that."""
+    if how == "breaks on its own":
+        links[0].end_if_alone(5.0)
+    else:
+        ask(links[0], 1).result()
+    pipe.send("lives")
+
+
+@pytest.mark.parametrize("how", ["calls", "breaks on its own"])
+def test_a_process_whose_other_end_is_gone_ends(ranks, how: str) -> None:
+    links, processes = ranks
+    os.kill(processes[0].pid, signal.SIGKILL)
+    processes[0].join(10)
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=_lives_on, args=(links, theirs, how), daemon=True)
+    process.start()
+    process.join(10)
+    assert (process.exitcode, ours.poll(0)) == (1, False)

@@ -1,0 +1,85 @@
+"""Which sizes of an engine a model divides into, in the driver before any worker."""
+
+import pytest
+from transformers import DeepseekV3Config, MixtralConfig, Qwen2Config, Qwen3MoeConfig
+
+from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.models.generation.engine_shape import check_engine_shape
+from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines
+from nemo_rl.utils.errors import ConfigError
+
+DENSE = Qwen2Config(num_attention_heads=12, num_key_value_heads=2, intermediate_size=8960, num_hidden_layers=28)
+EXPERTS = Qwen3MoeConfig(
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    num_experts=6,
+    moe_intermediate_size=36,
+    intermediate_size=6144,
+    num_hidden_layers=4,
+)
+MIXTRAL = MixtralConfig(num_attention_heads=32, num_key_value_heads=8, num_local_experts=8, intermediate_size=36)
+LATENT = DeepseekV3Config(kv_lora_rank=16, num_attention_heads=12, num_key_value_heads=5, intermediate_size=96)
+
+
+def shape(tensor: int = 1, stages: int = 1, experts: int = 1) -> GenerationConfig:
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages, "expert_parallel_size": experts}
+    generation = PolicyConfig.build(model_name="m", generation={"engine": sizes}).generation
+    assert generation is not None
+    return generation
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "message"),
+    [
+        (
+            DENSE,
+            shape(8),
+            r"tensor_parallel_size=8 does not divide the model: num_attention_heads 12 / 8 = 1\.5\. "
+            r"Sizes that do: 1, 2, 4\.",
+        ),
+        (DENSE, shape(6), r"intermediate_size 8960 / 6 = 1493\.33\. Sizes that do: 1, 2, 4\."),
+        (DENSE, shape(3), r"num_key_value_heads 2 and 3 do not divide each other"),
+        (DENSE, shape(2, stages=29), r"pipeline_parallel_size=29 is more than the model's 28 layers\. Use at most 28"),
+        (DENSE, shape(2, experts=2), r"expert_parallel_size=2, but the model has no experts\. Set it to 1"),
+        (EXPERTS, shape(8), r"moe_intermediate_size 36 / 8 = 4\.5\. Sizes that do: 1, 2, 4\."),
+        (EXPERTS, shape(8, experts=8), r"expert_parallel_size=8 is more than the model's 6 experts"),
+        (MIXTRAL, shape(8), r"intermediate_size 36 / 8 = 4\.5\."),
+    ],
+)
+def test_sizes_that_a_model_does_not_divide_into_are_refused(model, sizes: GenerationConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"policy\.generation\.engine\..*{message}"):
+        check_engine_shape(model, sizes)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (DENSE, shape(4, stages=28)),
+        (DENSE, shape(4)),  # more ranks than key-value heads: vLLM copies them
+        (EXPERTS, shape(4, experts=4)),
+        (MIXTRAL, shape(8, experts=8)),  # whole experts are not divided
+        (LATENT, shape(4)),  # latent attention has no key-value heads to divide
+    ],
+)
+def test_others_pass(model, sizes: GenerationConfig) -> None:
+    check_engine_shape(model, sizes)
+
+
+def test_they_are_asked_before_ray_starts(tmp_path) -> None:
+    DENSE.save_pretrained(tmp_path)
+    policy = PolicyConfig.build(model_name=str(tmp_path), generation={"engine": {"tensor_parallel_size": 8}})
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ConfigError, match="12 / 8"):
+            check_engine_model(policy, ClusterConfig.build(device=device))
+
+
+def test_engines_of_programs_ask_for_whole_engines_on_each_machine(tmp_path) -> None:
+    """Three places on two machines each would be three engines, one of them on both."""
+    engine = {"tensor_parallel_size": 2}
+    policy = PolicyConfig.build(model_name=str(tmp_path), generation={"engine": engine})
+    machines = ClusterConfig.build(device="cpu")
+    settings = engine_settings(policy, machines, seed=0, load_weights=False)
+    assert (settings.num_workers, settings.tensor_parallel_size) == (2, 2)
+    with pytest.raises(ConfigError, match=r"\[3, 3\] bundles .* engines of 2 ranks .* Reserve 4, 4\."):
+        make_engines(settings, RayVirtualCluster([3, 3], use_gpus=False), machines)
