@@ -58,6 +58,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "distributed/worker_groups.py": "clean-up goes on whatever part of it fails",
     "environments/client.py": "a batch's failure is relayed to each waiting coroutine",
     "environments/grading/worker_main.py": "the verifier may be the user's own code",
+    "models/generation/vllm/ranks.py": "whatever broke a step of one rank is told to the rank that asked for it",
     "models/generation/engine_group.py": "whatever broke an engine ends its requests",
     "utils/background.py": "what a call raised is relayed to whoever asks for its result",
     "models/huggingface/reachable.py": "whatever the hub's HTTP library raises means that the hub was not reached",
