@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.utils.errors import ConfigError
@@ -119,6 +121,19 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
             "from names such as 'model.layers.*.self_attn.q_proj' to 'colwise' or 'rowwise'."
         )
     return plan | _vocabulary(hf)
+
+
+def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, *, scores: bool = False) -> Plan:
+    """`plan_for` without weights: the model is made on the meta device, which takes a second for 70B parameters.
+
+    Args:
+        config: of the model.
+        custom: as in `plan_for`.
+        scores: whether the model is to have a scalar head.
+    """
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    with torch.device("meta"):
+        return plan_for(kind.from_config(config), custom)
 
 
 def style_of(name: str, plan: Plan) -> Style | None:

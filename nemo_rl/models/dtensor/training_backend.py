@@ -7,6 +7,7 @@ checkpoint as training reads it.
 """
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ class DTensorTraining(TrainingBackend):
         `TrainingBackend.check`.
         """
         from nemo_rl.models.dtensor.mesh_check import check_mesh
+        from nemo_rl.models.dtensor.tensor_plans import plan_for_configuration
         from nemo_rl.models.huggingface.load import load_model_config
 
         try:
@@ -55,7 +57,12 @@ class DTensorTraining(TrainingBackend):
         if section == "policy":
             self._check_optimizer(policy)
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
-        report_findings(check_mesh(policy, layout, model, section))
+        plan = partial(
+            plan_for_configuration,
+            custom=policy.dtensor_cfg.custom_parallel_plan,
+            scores=policy.reward_model_cfg.enabled,
+        )
+        report_findings(check_mesh(policy, layout, model, section, plan))
 
     def predict_memory(
         self, policy: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool, on_gpu: bool

@@ -16,6 +16,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.models.dtensor.tensor_plans import COLUMN, ROW, Style, plan_for
+from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
@@ -154,6 +155,14 @@ def test_plans() -> None:
     assert plan_for(llama, "test_tensor_parallel.only_the_mlp")["model.layers.*.mlp.gate_proj"] == COLUMN
     with pytest.raises(ConfigError, match="'diagonal', which is not known here"):
         plan_for(llama, "test_tensor_parallel.UNKNOWN")
+
+
+def test_a_model_that_cannot_be_divided_is_refused_before_any_rank_starts(tmp_path) -> None:
+    random_model("olmo3").save_pretrained(tmp_path / "m")
+    config = policy_config(str(tmp_path / "m"), TP2, packed=False)
+    with pytest.raises(ConfigError, match="'colwise_gather_output', which is not known here"):
+        DTensorTraining().check(config, 2)
+    DTensorTraining().check(policy_config(str(tmp_path / "m"), {}, packed=False), 2)
 
 
 def test_a_custom_plan_may_leave_attention_whole(tmp_path) -> None:
