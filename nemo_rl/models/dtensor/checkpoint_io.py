@@ -137,8 +137,8 @@ def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
         CheckpointError: the folder has no weights, or they are not this model's.
     """
     folder = weights_path / MODEL_FOLDER
-    read = read_weights(hf, saved_weights(folder), strict=True)
-    missing = weights_by_name(hf).keys() - read
+    read, stage = read_weights(hf, saved_weights(folder), strict=True), stage_of(hf)
+    missing = weights_by_name(hf).keys() - (read if stage is None else map(stage.known_as, read))
     if missing:
         raise CheckpointError(f"{folder} does not fit {type(hf).__name__}: it lacks {', '.join(sorted(missing)[:5])}.")
 

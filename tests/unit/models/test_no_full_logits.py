@@ -21,7 +21,7 @@ from nemo_rl.losses.distillation import DistillationLossFn
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn
-from nemo_rl.models.dtensor import causal_lm
+from nemo_rl.models.dtensor import build
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
@@ -112,7 +112,7 @@ def test_no_tensor_has_the_size_of_all_logits(model, filters, tmp_path) -> None:
 
 
 def test_the_watch_sees_what_a_models_own_forward_makes(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(causal_lm, "find_transform", lambda hf: None)
+    monkeypatch.setattr(build, "find_transform", lambda hf: None)
     assert passes(small_config(tmp_path, "plain")).largest >= NUM_LOGITS
 
 

@@ -193,6 +193,9 @@ def test_a_stage_without_scores_gives_none() -> None:
         def clip_and_step(self):
             return 2.0, True
 
+        def update_metrics(self):
+            return {}
+
         def advance_schedule(self):
             pass
 

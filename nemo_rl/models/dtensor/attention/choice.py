@@ -14,10 +14,10 @@ def attention_to_load(config: PolicyConfig) -> str | None:
     Packed rows need the registered one, and so do models that see a part of each row: transformers makes its masks
     from what the model sees.
     """
+    registered = register_varlen_attention()  # also where one rank finds out later that the architecture takes it
     asked = config.dtensor_cfg
     partial_rows = asked.context_parallel_size > 1 or asked.sequence_parallel
-    needed = config.sequence_packing.enabled or partial_rows
-    return register_varlen_attention() if needed else None
+    return registered if config.sequence_packing.enabled or partial_rows else None
 
 
 def choose_attention(twin: PreTrainedModel, config: PolicyConfig, forward: Forward = logits) -> str:
