@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.findings import report_findings
@@ -33,8 +32,7 @@ from nemo_rl.models.dtensor.build import build_model
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
 from nemo_rl.models.dtensor.checkpoint_io import Keep, Write, held_here
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
-from nemo_rl.models.dtensor.expert_balance import ExpertBalance, auxiliary_coefficient, freeze_routers
-from nemo_rl.models.dtensor.expert_parallel import find_experts
+from nemo_rl.models.dtensor.expert_balance import ExpertBalance, watch_experts
 from nemo_rl.models.dtensor.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.dtensor.lora import (
     adapted_weights,
@@ -48,7 +46,6 @@ from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients, optimizer_settings
 from nemo_rl.models.dtensor.parallelize import (
     ShardingSpec,
-    enable_activation_checkpointing,
     hold_in,
     reshard,
     shard,
@@ -108,10 +105,10 @@ class DTensorBackend(PolicyBackend):
         meshes = Meshes.build(layout, device.type)
         if layout.pp > 1:
             keep_stage(self.model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
-        self._balance = _expert_balance(self.model.hf, config, device, meshes) if init_optimizer else None
+        self._balance = watch_experts(self.model.hf, config, device, meshes) if init_optimizer else None
         if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
-        _shard(self.model, config, device, meshes)
+        shard(self.model, meshes, ShardingSpec.of(config, device))
         materialize(self.model, self.model.hf, unread, device, cpu_offload=config.dtensor_cfg.cpu_offload)
         method = config.dtensor_cfg.context_parallel_method
         self._context = ContextParallel(meshes.cp, method) if layout.cp > 1 else None
@@ -350,44 +347,6 @@ def sampling_density(config: PolicyConfig) -> SamplingDensity:
 def _memory_is_dear(device: torch.device) -> bool:
     """Whether a frozen model is held in the precision it computes in: on GPUs; on CPUs it stays as it was loaded."""
     return device.type != "cpu"
-
-
-def _expert_balance(
-    hf: PreTrainedModel, config: PolicyConfig, device: torch.device, meshes: Meshes
-) -> ExpertBalance | None:
-    """What watches the routers of a model that trains, before it is spread over the ranks.
-
-    None without experts, and in a pipeline, whose stages have other layers.
-    """
-    if config.dtensor_cfg.freeze_moe_router:
-        freeze_routers(hf)
-    coefficient = auxiliary_coefficient(hf, config.dtensor_cfg.moe_aux_loss_coeff)
-    if coefficient and meshes.layout.pp > 1:
-        raise ConfigError(
-            f"the auxiliary loss of experts (coefficient {coefficient}) is over the layers of all stages together, "
-            f"which pipeline_parallel_size={meshes.layout.pp} takes apart. Set policy.dtensor_cfg.moe_aux_loss_coeff=0."
-        )
-    watched = find_experts(hf) and meshes.layout.pp == 1
-    return ExpertBalance(hf, coefficient, device, meshes.tp) if watched else None
-
-
-def _shard(
-    model: CausalLMWithLogprobs | RewardModel, config: PolicyConfig, device: torch.device, meshes: Meshes
-) -> None:
-    """Spread a loaded model over the ranks, in place."""
-    asked = config.dtensor_cfg
-    if asked.activation_checkpointing:
-        enable_activation_checkpointing(model.hf, selective=asked.activation_checkpointing == "selective")
-    spec = ShardingSpec(
-        torch_dtype(config.precision),
-        asked.cpu_offload,
-        device,
-        sequence_parallel=asked.sequence_parallel,
-        custom_plan=asked.custom_parallel_plan,
-        keep_experts=asked.moe_parallelizer.reshard_after_forward is False,
-        keep_gathered=meshes.layout.pp > 1,
-    )
-    shard(model, meshes, spec)
 
 
 @torch.no_grad()

@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.config import PolicyConfig
 from nemo_rl.models.dtensor.expert_parallel import find_experts, num_experts
+from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -199,3 +201,25 @@ def _entropy(counts: Tensor) -> float:
     """In units of its largest value, `log E`."""
     shares = counts / counts.sum()
     return torch.special.entr(shares).sum().item() / math.log(len(counts)) if len(counts) > 1 else 1.0
+
+
+def watch_experts(
+    hf: PreTrainedModel, config: PolicyConfig, device: torch.device, meshes: Meshes
+) -> ExpertBalance | None:
+    """What watches the routers of a model that trains, before its experts are shared; freezes them where asked.
+
+    None without experts, and in a pipeline, whose stages have other layers.
+
+    Raises:
+        ConfigError: an auxiliary loss is asked for in a pipeline.
+    """
+    if config.dtensor_cfg.freeze_moe_router:
+        freeze_routers(hf)
+    coefficient = auxiliary_coefficient(hf, config.dtensor_cfg.moe_aux_loss_coeff)
+    if coefficient and meshes.layout.pp > 1:
+        raise ConfigError(
+            f"the auxiliary loss of experts (coefficient {coefficient}) is over the layers of all stages together, "
+            f"which pipeline_parallel_size={meshes.layout.pp} takes apart. Set policy.dtensor_cfg.moe_aux_loss_coeff=0."
+        )
+    watched = find_experts(hf) and meshes.layout.pp == 1
+    return ExpertBalance(hf, coefficient, device, meshes.tp) if watched else None

@@ -1,14 +1,13 @@
 """Spread a model over the ranks: division of layers, FSDP2, precision, activation checkpointing, offload.
 
-`enable_activation_checkpointing` comes before `shard`. Invariant: after backward each gradient
-is the SUM over ranks that work on different tokens, because losses are divided by global token counts already; and
-nothing here renames a parameter.
+Invariant: after backward each gradient is the SUM over ranks that work on different tokens, because losses are divided
+by global token counts already; and nothing here renames a parameter.
 """
 
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch.utils.checkpoint import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.collectives import all_gather
 from nemo_rl.models.dtensor.expert_parallel import (
     dispatch_over_expert_ranks,
@@ -41,6 +41,7 @@ from nemo_rl.models.dtensor.tensor_parallel import TensorParallel, divide_layers
 from nemo_rl.models.dtensor.tensor_plans import plan_for
 from nemo_rl.models.huggingface.layers import body as body_of
 from nemo_rl.models.huggingface.layers import decoder_layers
+from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class ShardingSpec:
         custom_plan: dotted path of a tensor-parallel plan; None takes the model's own.
         keep_experts: whether the experts of a layer stay gathered between forward and backward pass.
         keep_gathered: gather parameters once for a whole run of microbatches, until `reshard` (pipeline stages).
+        recompute: recompute activations in the backward pass: all of them, or those that are cheap to compute.
     """
 
     compute_dtype: torch.dtype
@@ -108,6 +110,22 @@ class ShardingSpec:
     custom_plan: str | None = None
     keep_experts: bool = False
     keep_gathered: bool = False
+    recompute: bool | Literal["selective"] = False
+
+    @classmethod
+    def of(cls, config: PolicyConfig, device: torch.device) -> "ShardingSpec":
+        """What a policy section asks for."""
+        asked = config.dtensor_cfg
+        return cls(
+            torch_dtype(config.precision),
+            asked.cpu_offload,
+            device,
+            sequence_parallel=asked.sequence_parallel,
+            custom_plan=asked.custom_parallel_plan,
+            keep_experts=asked.moe_parallelizer.reshard_after_forward is False,
+            keep_gathered=asked.pipeline_parallel_size > 1,
+            recompute=asked.activation_checkpointing,
+        )
 
 
 def enable_activation_checkpointing(hf: PreTrainedModel, *, selective: bool = False) -> None:
@@ -158,6 +176,8 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
         meshes: who divides what with whom.
         spec: precision, offload and device.
     """
+    if spec.recompute:
+        enable_activation_checkpointing(model.hf, selective=spec.recompute == "selective")
     one_rank = meshes.layout.num_ranks == meshes.layout.pp
     if one_rank and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
         return model
