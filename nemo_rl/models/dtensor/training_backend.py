@@ -30,7 +30,7 @@ from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.manifest import find_damage
 
 if TYPE_CHECKING:  # see `models.backends`
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from nemo_rl.models.huggingface.comparison import ExportCheck
 
@@ -46,23 +46,17 @@ class DTensorTraining(TrainingBackend):
         """Make optimizer and schedule for one number, hold the mesh against the model's configuration; see
         `TrainingBackend.check`.
         """
-        from nemo_rl.models.dtensor.mesh_check import check_mesh
-        from nemo_rl.models.dtensor.tensor_plans import plan_for_configuration
-        from nemo_rl.models.huggingface.load import load_model_config
-
         try:
             layout = ParallelLayout.of(policy, num_ranks)
         except ConfigError as error:
             raise ConfigError(f"{section}.dtensor_cfg: {error}") from error
         if section == "policy":
             self._check_optimizer(policy)
+        from nemo_rl.models.dtensor.mesh_check import check_mesh
+        from nemo_rl.models.huggingface.load import load_model_config
+
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
-        plan = partial(
-            plan_for_configuration,
-            custom=policy.dtensor_cfg.custom_parallel_plan,
-            scores=policy.reward_model_cfg.enabled,
-        )
-        report_findings(check_mesh(policy, layout, model, section, plan))
+        report_findings(check_mesh(policy, layout, model, section, partial(_require_plan, policy)))
 
     def predict_memory(
         self, policy: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool, on_gpu: bool
@@ -172,3 +166,10 @@ class DTensorTraining(TrainingBackend):
         load_weights(trained, weights)
         exported = kind.from_pretrained(target, dtype=torch.float32).eval()
         return compare_models(trained, exported, AutoTokenizer.from_pretrained(target))
+
+
+def _require_plan(policy: PolicyConfig, model: "PretrainedConfig") -> None:
+    """Raise a ConfigError where nothing says how tensor-parallel ranks divide the model's layers."""
+    from nemo_rl.models.dtensor.tensor_plans import plan_for_configuration
+
+    plan_for_configuration(model, policy.dtensor_cfg.custom_parallel_plan, scores=policy.reward_model_cfg.enabled)
