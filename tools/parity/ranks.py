@@ -18,9 +18,9 @@ from torch import Tensor
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
-from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from parity.reference import LEARNING_RATE, STEPS, Numbers, WeightedLikelihood, batch

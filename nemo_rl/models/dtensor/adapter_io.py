@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
+from nemo_rl.distributed.placements import whole
 from nemo_rl.models.dtensor.checkpoint_io import (
     Keep,
     Write,
@@ -31,7 +32,6 @@ from nemo_rl.models.dtensor.checkpoint_io import (
 )
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
 from nemo_rl.models.dtensor.pipeline.weights import joined, of_all_stages
-from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.models.dtensor.weight_files import local_box
 from nemo_rl.models.huggingface.checkpoint_names import Group, converts, groups_in_memory
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER

@@ -27,6 +27,7 @@ from nemo_rl.config.rules.findings import report_findings
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
+from nemo_rl.distributed.placements import whole
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.build import build_model
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
@@ -58,7 +59,6 @@ from nemo_rl.models.dtensor.pipeline.weights import (
     sum_shared_gradients,
     without_copies,
 )
-from nemo_rl.models.dtensor.placements import whole
 from nemo_rl.models.dtensor.reward_model import RewardModel
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers

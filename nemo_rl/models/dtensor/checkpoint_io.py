@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.distributed.placements import held_here
 from nemo_rl.models.dtensor.optimizer import OptimizerSettings, groups_now, hyperparameters_now
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.dtensor.pipeline.weights import names_here, without_copies
@@ -212,11 +212,6 @@ def _read_group(hf: PreTrainedModel, group: Group, tensors: TensorFiles, wanted:
 def fill(parameter: Tensor, value: Tensor) -> None:
     """Copy this rank's part of a whole tensor into a parameter."""
     held_here(parameter).copy_(local_part(value, parameter))
-
-
-def held_here(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(value: Tensor, like: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ one and would wait forever for ranks that have one.
 Source of the dispatch: GShard (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2), without capacities.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed import collectives
+from nemo_rl.distributed.placements import as_sharded, computing_with, held_here
 from nemo_rl.utils.errors import ConfigError
 
 _OWN_FORWARD = "_is_expert_parallel"
@@ -168,26 +168,10 @@ def _placement(shards: int, parameter: nn.Parameter) -> Shard:
 
 def _keep_own(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Make DTensors of the parameters, of which this rank holds the rows of its experts; no communication."""
-    ranks, rank = mesh.size(), mesh.get_local_rank()
-    for name, whole in list(experts.named_parameters(recurse=False)):
-        own = whole.detach().chunk(ranks)[rank].clone()
-        shared = DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
-        experts._parameters[name] = nn.Parameter(shared, requires_grad=whole.requires_grad)
-    own_number: Any = num_experts(experts) // ranks
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        experts._parameters[name] = as_sharded(parameter, Shard(0), mesh)
+    own_number: Any = num_experts(experts) // mesh.size()
     experts.num_experts = own_number
-
-
-@contextmanager
-def _own_parameters(experts: nn.Module) -> Iterator[None]:
-    """Run a block with the rows of this rank's experts in the place of the parameters."""
-    stored = dict(experts._parameters)
-    for name, parameter in stored.items():
-        if isinstance(parameter, DTensor):
-            experts._parameters[name] = parameter.to_local()
-    try:
-        yield
-    finally:
-        experts._parameters.update(stored)
 
 
 @dataclass(frozen=True)
@@ -255,7 +239,8 @@ def _compute(forward: Callable[..., Tensor], experts: nn.Module, rows: Tensor, c
     Returns:
         `[R, D]`, not weighted.
     """
-    with _own_parameters(experts):
+    own_rows = {name: held_here(parameter) for name, parameter in experts.named_parameters(recurse=False)}
+    with computing_with(experts, own_rows):
         if not len(rows):
             return _NoTokens.apply(rows, *experts.parameters())
         own = torch.arange(_num_own(experts), device=rows.device)

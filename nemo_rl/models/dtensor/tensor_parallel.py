@@ -17,8 +17,7 @@ Source: Megatron-LM (arXiv:1909.08053), sequence parallelism (arXiv:2205.05198).
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +31,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed import collectives
+from nemo_rl.distributed.placements import as_sharded, computing_with
 from nemo_rl.models.dtensor.expert_parallel import divide_tokens
-from nemo_rl.models.dtensor.placements import as_sharded
 from nemo_rl.models.dtensor.tensor_plans import Plan, Style, style_of
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.utils.errors import ConfigError
@@ -156,23 +155,11 @@ class _Divided:
         return made
 
 
-@contextmanager
-def local_parameters(module: nn.Module, views: dict[str, _Local]) -> Iterator[None]:
-    """Run a block with this rank's parts in the place of the module's own parameters."""
-    stored = {name: module._parameters[name] for name in views}
-    for name, parameter in stored.items():
-        if parameter is not None:
-            module._parameters[name] = views[name].of(parameter)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        module._parameters.update(stored)
-
-
 def _run_locally(
     forward: Callable[..., Any], module: nn.Module, views: dict[str, _Local], *args: Any, **kw: Any
 ) -> Any:
-    with local_parameters(module, views):
+    parts = {name: view.of(module.get_parameter(name)) for name, view in views.items()}
+    with computing_with(module, parts):
         return forward(*args, **kw)
 
 

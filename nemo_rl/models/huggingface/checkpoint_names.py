@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -24,6 +23,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.distributed.placements import whole
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,8 @@ def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) ->
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
         group = group_of[name]
-        if group.converter is not None and isinstance(tensor, DTensor):
-            home: Any = tensor.to(tensor.device_mesh.device_type)  # gathering needs offloaded parts on the device
-            tensor = home.full_tensor()
+        if group.converter is not None:
+            tensor = whole(tensor)
         arrived = held.setdefault(group.target, {})
         arrived[name] = tensor
         if len(arrived) == len(group.sources):

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import P2POp, batch_isend_irecv
-from torch.distributed.tensor import DTensor
 
+from nemo_rl.distributed.placements import held_here
 from nemo_rl.models.dtensor.pipeline.stages import Place, stage_of
 from nemo_rl.weight_sync.buckets import group_by_size
 
@@ -45,12 +45,6 @@ def of_all_stages(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Itera
     for source in range(stage.place.size):
         mine = source == stage.place.number
         yield from _sent(weights, stage.place) if mine else _received(source, stage.place)
-
-
-def ranks_of_stage(hf: nn.Module) -> int:
-    """Number of ranks that hold parts of the same weights as this one; they are numbered one after another."""
-    stage = stage_of(hf)
-    return dist.get_world_size() // (1 if stage is None else stage.place.size)
 
 
 def names_here(hf: nn.Module) -> dict[str, str]:
@@ -94,7 +88,7 @@ def sum_shared_gradients(hf: nn.Module) -> None:
         assert stage is not None
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        local = held_here(parameter.grad)
         mine = local.to(stage.place.device).contiguous()
         theirs = torch.empty_like(mine)
         peer = stage.place.size - 1 - stage.place.number

@@ -1,5 +1,10 @@
-"""Whole tensors to DTensors and back, with no communication on the way there and one axis at a time on the way back."""
+"""Whole tensors to DTensors and back, with no communication on the way there and one axis at a time on the way back.
 
+And modules that compute with what their rank holds.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +26,22 @@ def as_sharded(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) 
         local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def held_here(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def computing_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Run a block with tensors in the place of the module's own parameters of these names."""
+    stored = {name: module._parameters[name] for name in tensors}
+    module._parameters.update(tensors)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(stored)
 
 
 def whole(tensor: Tensor) -> Tensor:
