@@ -17,18 +17,18 @@ from nemo_rl.distributed.process_group import collective_timeout
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.pipeline import runner
 from nemo_rl.models.dtensor.pipeline.runner import HiddenStates
-from nemo_rl.models.dtensor.pipeline.stages import Place, active, cut, divide_layers, require_divisible
+from nemo_rl.models.dtensor.pipeline.stages import Place, active, cut, layers_of_chunks, require_divisible
 from nemo_rl.models.inputs import InputLayout, build_training_inputs
 from nemo_rl.utils.errors import ConfigError
 
 
 def _place(number: int, size: int, num_layers: int, per_stage: int = 1) -> Place:
-    return Place(number, size, divide_layers(num_layers, size, per_stage))
+    return Place(number, size, layers_of_chunks(num_layers, size, per_stage))
 
 
 def test_layers_are_divided_evenly() -> None:
     for num_layers, stages, per_stage in ((7, 2, 1), (7, 3, 2), (61, 4, 3), (4, 4, 1)):
-        chunks = divide_layers(num_layers, stages, per_stage)
+        chunks = layers_of_chunks(num_layers, stages, per_stage)
         assert [layer for chunk in chunks for layer in chunk] == list(range(num_layers))
         assert max(map(len, chunks)) - min(map(len, chunks)) <= 1
         of_stage = [len(_place(stage, stages, num_layers, per_stage).layers) for stage in range(stages)]
@@ -46,7 +46,7 @@ def test_layers_are_divided_evenly() -> None:
 )
 def test_more_chunks_than_layers_are_refused_with_the_arithmetic(layers_stages_chunks, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        divide_layers(*layers_stages_chunks)
+        layers_of_chunks(*layers_stages_chunks)
 
 
 def test_a_stage_keeps_its_own_weights_under_their_names() -> None:

@@ -95,7 +95,7 @@ def stage_of(hf: nn.Module) -> Stage | None:
     return getattr(hf, _ATTRIBUTE, None)
 
 
-def divide_layers(num_layers: int, num_stages: int, chunks_per_stage: int) -> tuple[range, ...]:
+def layers_of_chunks(num_layers: int, num_stages: int, chunks_per_stage: int) -> tuple[range, ...]:
     """The layers of each chunk: as even as can be, earlier chunks with one more, because the last has the head.
 
     Raises:
@@ -121,7 +121,7 @@ def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, devic
         ConfigError: the model cannot be divided so.
     """
     size = meshes.layout.pp
-    chunks = divide_layers(len(decoder_layers(hf)), size, chunks_per_stage)
+    chunks = layers_of_chunks(len(decoder_layers(hf)), size, chunks_per_stage)
     return cut(hf, Place(meshes.pp.get_local_rank(), size, chunks, meshes.pp.get_group(), device))
 
 
