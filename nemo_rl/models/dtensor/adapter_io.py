@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.distributed.placements import whole
+from nemo_rl.distributed.placements import held_here, whole
 from nemo_rl.models.dtensor.checkpoint_io import (
     Keep,
     Write,
     as_it_is,
     failing_together,
-    held_here,
     saved_weights,
 )
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora

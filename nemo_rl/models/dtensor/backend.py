@@ -27,11 +27,11 @@ from nemo_rl.config.rules.findings import report_findings
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
-from nemo_rl.distributed.placements import whole
+from nemo_rl.distributed.placements import held_here, whole
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io
 from nemo_rl.models.dtensor.build import build_model
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
-from nemo_rl.models.dtensor.checkpoint_io import Keep, Write, held_here
+from nemo_rl.models.dtensor.checkpoint_io import Keep, Write
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
 from nemo_rl.models.dtensor.expert_balance import ExpertBalance, watch_experts
 from nemo_rl.models.dtensor.host_memory import HostMemory, move_state, move_weights

@@ -24,8 +24,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.distributed.placements import whole
-from nemo_rl.models.dtensor.checkpoint_io import held_here, weights_by_name
+from nemo_rl.distributed.placements import held_here, whole
+from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
 from nemo_rl.models.dtensor.pipeline.weights import joined
 from nemo_rl.utils.errors import ConfigError, WeightSyncError
 from nemo_rl.utils.seed import derive_seed

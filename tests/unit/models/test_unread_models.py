@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from nemo_rl.distributed.placements import held_here
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.checkpoint_io import held_here, weights_by_name
+from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
 from nemo_rl.models.dtensor.weight_files import local_box
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
 from nemo_rl.models.huggingface.tensor_files import TensorFiles

@@ -25,6 +25,7 @@ from gpu_checks.runner import Check, Runner, Setting
 from gpu_checks.shapes import SHAPES
 from transformers import AutoConfig
 
+from nemo_rl.distributed.placements import held_here
 from nemo_rl.models.dtensor import checkpoint_io
 from nemo_rl.models.dtensor.attention import kernels as attention_kernels
 from nemo_rl.models.generation.interfaces import EngineSettings
@@ -182,7 +183,7 @@ def test_a_weight_that_is_not_restored_is_found(bench, monkeypatch) -> None:
     def loads_all_but_one_number(model, folder):
         load(model, folder)
         with torch.no_grad():
-            checkpoint_io.held_here(next(iter(model.parameters()))).view(-1)[0] += 1e-6
+            held_here(next(iter(model.parameters()))).view(-1)[0] += 1e-6
 
     monkeypatch.setattr(checkpoint_io, "load_weights", loads_all_but_one_number)
     found = {finding.name: finding for finding in persistence.checkpoint(bench)}
