@@ -65,15 +65,19 @@ CASES = {
 
 
 def record(case: Case, folder: Path, root: Path, steps: int | None) -> int:
-    """Run one example into `folder`; returns its exit status, its console is `folder/console.log`."""
+    """Run one example into a new folder; returns its exit status."""
     folder.mkdir(parents=True)
+    shortened = [] if steps is None else [f"{case.section}.max_num_steps={steps}"]
+    return run_example(case, folder, ["checkpointing.enabled=false", *shortened], root)
+
+
+def run_example(case: Case, folder: Path, overrides: Sequence[str], root: Path = ROOT) -> int:
+    """Run an example that logs into a folder; returns its exit status, `folder/console.log` grows by its console."""
     command = [sys.executable, str(root / "examples" / case.script)]
     command += ["--config", str(root / "examples/configs" / case.config), *case.overrides]
-    command += [f"logger.log_dir={folder}/logs", "checkpointing.enabled=false"]
-    if steps is not None:
-        command.append(f"{case.section}.max_num_steps={steps}")
+    command += [f"logger.log_dir={folder}/logs", *overrides]
     environment = os.environ | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
-    with (folder / "console.log").open("wb") as console:
+    with (folder / "console.log").open("ab") as console:
         return subprocess.run(command, cwd=root, env=environment, stdout=console, stderr=subprocess.STDOUT).returncode
 
 

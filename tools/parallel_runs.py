@@ -10,15 +10,13 @@ runs that generate only the first step is held to the limit.
 """
 
 import argparse
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from golden_runs import CASES, ROOT, Metrics, read
+from golden_runs import CASES, ROOT, Metrics, read, run_example
 from parity.moe import save_mixture
 
 FIRST_STEP, ALL_STEPS = 1e-4, 2e-2
@@ -77,13 +75,7 @@ def start(run: Run, folder: Path, steps: int, extra: Sequence[str], model: str |
     """Run an example into a folder; whether it succeeded."""
     case = CASES[run.algorithm]
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "examples" / case.script)]
-    command += ["--config", str(ROOT / "examples/configs" / case.config), *case.overrides, *run.overrides(model)]
-    command += [f"logger.log_dir={folder}/logs", f"{case.section}.max_num_steps={steps}", *extra]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    with (folder / "console.log").open("ab") as console:
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=console, stderr=subprocess.STDOUT)
-    return done.returncode == 0
+    return run_example(case, folder, [*run.overrides(model), f"{case.section}.max_num_steps={steps}", *extra]) == 0
 
 
 def losses(metrics: Metrics) -> dict[int, float]:
