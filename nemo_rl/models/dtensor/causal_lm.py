@@ -29,7 +29,7 @@ from nemo_rl.distributed.parallel_logprobs import (
 )
 from nemo_rl.models.dtensor.parallelize import ShardableModel
 from nemo_rl.models.huggingface.head import find_transform
-from nemo_rl.models.huggingface.layers import body
+from nemo_rl.models.huggingface.layers import hidden_states
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ class CausalLMWithLogprobs(ShardableModel):
         """
         if self.transform is None:
             return self._score_with_own_forward(model_inputs, positions_K, targets_K, density, top_k)
-        hidden = body(self.hf)(**model_inputs, use_cache=False).last_hidden_state
-        return self._score(hidden, positions_K, targets_K, density, top_k)
+        return self._score(hidden_states(self.hf, model_inputs), positions_K, targets_K, density, top_k)
 
     def _score(
         self,

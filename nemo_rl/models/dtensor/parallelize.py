@@ -39,8 +39,7 @@ from nemo_rl.models.dtensor.expert_parallel import (
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.tensor_parallel import TensorParallel, divide_layers
 from nemo_rl.models.dtensor.tensor_plans import plan_for
-from nemo_rl.models.huggingface.layers import body as body_of
-from nemo_rl.models.huggingface.layers import decoder_layers
+from nemo_rl.models.huggingface.layers import decoder_layers, hidden_states
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.utils.errors import ConfigError
 
@@ -84,8 +83,7 @@ class ShardableModel(nn.Module):
 
     def body(self, model_inputs: dict[str, Any]) -> Tensor:
         """`[b, T, D]` hidden states behind this rank's layers: what a pipeline stage hands on."""
-        hidden: Tensor = body_of(self.hf)(**model_inputs, use_cache=False).last_hidden_state
-        return hidden
+        return hidden_states(self.hf, model_inputs)
 
 
 @dataclass(frozen=True)

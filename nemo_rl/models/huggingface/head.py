@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.parallel_logprobs import LogitTransform
-from nemo_rl.models.huggingface.layers import body
+from nemo_rl.models.huggingface.layers import body, hidden_states
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling",)
@@ -37,7 +37,7 @@ def find_transform(hf: PreTrainedModel) -> LogitTransform | None:
     was_training = hf.training
     hf.eval()
     tokens = (torch.arange(8, device=head.weight.device) * 5 + 1)[None] % head.weight.shape[0]
-    hidden = body(hf)(input_ids=tokens, use_cache=False).last_hidden_state
+    hidden = hidden_states(hf, {"input_ids": tokens})
     factor = _PROBED_LOGIT / head(hidden).abs().max().clamp(min=1e-6).item()
     enlarged = head.register_forward_pre_hook(lambda module, args: (args[0] * factor,))
     try:

@@ -18,6 +18,12 @@ def body(hf: PreTrainedModel) -> nn.Module:
     return hf.base_model if hf.base_model is not hf else getattr(hf, "model", hf)
 
 
+def hidden_states(hf: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:
+    """`[b, T, D]` outputs of the body for a model's keyword arguments."""
+    hidden: Tensor = body(hf)(**model_inputs, use_cache=False).last_hidden_state
+    return hidden
+
+
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks of the decoder, in order: the units of sharding.
 
