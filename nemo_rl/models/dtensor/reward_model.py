@@ -4,26 +4,18 @@ The counterpart of `causal_lm` for reward models: the same call, so that `backen
 to hidden states, the scalar head sees only the last token of each sequence, packed or padded.
 
 Invariant: parameters keep their Hugging Face names under `hf`, and the score of a sequence is what
-`AutoModelForSequenceClassification` gives for it; `build_reward_model` compares the two on a small twin.
+`AutoModelForSequenceClassification` gives for it; `require_scoring_head` compares the two on a small twin.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity, TopK
-from nemo_rl.models.dtensor.attention import attention_to_load, choose_attention
 from nemo_rl.models.dtensor.parallelize import ShardableModel
-from nemo_rl.models.dtensor.pipeline.stages import try_division
-from nemo_rl.models.dtensor.verdict import found_by_one_rank
-from nemo_rl.models.huggingface.load import load_scoring_model
-from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
-from nemo_rl.models.huggingface.twin import small_twin
-from nemo_rl.models.huggingface.unread import Unread, weights_left_in_files
+from nemo_rl.models.huggingface.layers import hidden_states
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -58,7 +50,7 @@ class RewardModel(ShardableModel):
         Returns:
             `(scores_K, zeros_K)`, float32.
         """
-        hidden = self.hf.base_model(**model_inputs, use_cache=False).last_hidden_state
+        hidden = hidden_states(self.hf, model_inputs)
         rows = self.whole_rows(hidden, partial_gradient=False)  # every rank has the head, and the whole gradient
         hidden_KD = rows.flatten(0, 1).index_select(0, positions_K)
         head: Any = self.hf.score
@@ -66,41 +58,17 @@ class RewardModel(ShardableModel):
         return scores_K, torch.zeros_like(scores_K)
 
 
-def build_reward_model(config: PolicyConfig) -> tuple[RewardModel, Unread]:
-    """Make the model named by the policy section with a scalar head, its weights left in files; collective.
+def require_scoring_head(twin: PreTrainedModel) -> None:
+    """Check on a small model with weights that its architecture scores a sequence as `RewardModel` does.
 
     Raises:
-        ConfigError: the architecture has no such head, or mixes packed sequences.
+        ConfigError: it does not.
     """
-    with weights_left_in_files() as unread:
-        hf = load_scoring_model(
-            config.model_name,
-            config_overrides=config.hf_config_overrides,
-            attn_implementation=attention_to_load(config),
-        )
-    context = config.max_total_sequence_length
-    fix_rotary_frequencies(hf, context)
-    hf.set_attn_implementation(found_by_one_rank(partial(_try_out, hf, context, config)))
-    return RewardModel(hf), unread
-
-
-def _try_out(hf: PreTrainedModel, context: int, config: PolicyConfig) -> str:
-    """Check on a small twin how the architecture scores; returns the attention that it takes."""
-    twin = small_twin(hf)
     if not _scores_the_last_token(twin):
         raise ConfigError(
-            f"{type(hf).__name__} does not score a sequence by a linear head `score` on its last token, "
+            f"{type(twin).__name__} does not score a sequence by a linear head `score` on its last token, "
             "so it cannot be trained as a reward model here."
         )
-    fix_rotary_frequencies(twin, context)
-    if config.dtensor_cfg.pipeline_parallel_size > 1:
-        try_division(twin)
-    return choose_attention(twin, config, hidden_states)
-
-
-def hidden_states(hf: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:
-    """`[b, T, D]` outputs of the body."""
-    return hf.base_model(**model_inputs, use_cache=False).last_hidden_state
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Load a Hugging Face causal language model for training.
 
-Invariant: weights arrive in the asked dtype with nothing quantised, offloaded or spread over devices.
+Invariant: weights arrive in float32 with nothing quantised, offloaded or spread over devices.
 """
 
 from typing import Any
@@ -45,16 +45,14 @@ def load_causal_lm(
     *,
     config_overrides: dict[str, Any] | None = None,
     attn_implementation: str | None = None,
-    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Load configuration and weights onto the CPU.
+    """Load configuration and weights onto the CPU, in float32: master weights.
 
     Args:
         model_name: Hugging Face id or local folder.
         config_overrides: fields of the model's configuration to replace.
         attn_implementation: name of the attention function; None lets the architecture choose, except
             that models with soft-capped attention scores get "eager", the only one that applies them.
-        dtype: dtype of the parameters; float32 keeps master weights.
 
     Returns:
         The model in eval mode.
@@ -65,7 +63,7 @@ def load_causal_lm(
     """
     config = load_model_config(model_name, config_overrides)
     attention = _attention_choice(config, attn_implementation, AutoModelForCausalLM)
-    model = AutoModelForCausalLM.from_pretrained(model_name, config=config, dtype=dtype, **attention)
+    model = AutoModelForCausalLM.from_pretrained(model_name, config=config, dtype=torch.float32, **attention)
     return model.eval()
 
 
