@@ -30,6 +30,7 @@ from ray._private import utils as ray_utils
 from ray._private.node import Node
 
 from nemo_rl.utils.errors import RayDiedError, ResourceInsufficientError
+from nemo_rl.utils.machine_memory import machine_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -222,5 +223,4 @@ def _object_store_bytes() -> int | None:
     """1 GiB, or 30 % of a small machine's memory; None (Ray's own rule) where there are GPUs."""
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return None
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(_CPU_OBJECT_STORE_BYTES, int(0.3 * memory))
+    return min(_CPU_OBJECT_STORE_BYTES, int(0.3 * machine_bytes()))

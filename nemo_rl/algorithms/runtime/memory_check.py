@@ -8,17 +8,16 @@ import logging
 import os
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 
 from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.config import ClusterConfig, model_ranks
 from nemo_rl.models.backends import training_backend
 from nemo_rl.models.memory import MemoryPlan
 from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.machine_memory import machine_bytes
 
 logger = logging.getLogger(__name__)
 
-_CONTROL_GROUP = Path("/sys/fs/cgroup/memory.max")
 _WAYS_OUT = (
     "Less is needed with more ranks, smaller microbatches or, in {section}.dtensor_cfg, tensor_parallel_size and "
     "activation_checkpointing."
@@ -65,15 +64,6 @@ def _memory_of_a_rank(cluster: ClusterConfig) -> float | None:
     if os.environ.get("RAY_ADDRESS"):
         return None
     return gpu_bytes() if cluster.uses_gpu else machine_bytes() / cluster.policy_ranks_per_node
-
-
-def machine_bytes() -> float:
-    """Memory of this machine, or less where a control group limits it."""
-    installed = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    try:
-        return min(installed, float(_CONTROL_GROUP.read_text()))
-    except (OSError, ValueError):  # no control group, or one whose limit is "max"
-        return installed
 
 
 def gpu_bytes() -> float | None:
