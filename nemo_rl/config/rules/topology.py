@@ -133,15 +133,19 @@ def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:
 
 
 def row_length_multiple(policy: PolicyConfig) -> int:
-    """Tokens that the length of a row is a multiple of, so that the ranks that share a row get equal parts.
+    """Tokens that the length of a row is a multiple of, so that the ranks that share a row get equal parts."""
+    return math.lcm(policy.make_sequence_length_divisible_by, row_parts(policy))
+
+
+def row_parts(policy: PolicyConfig) -> int:
+    """Equal parts that a row is cut into.
 
     A context-parallel rank has two equal chunks of a row; sequence-parallel ranks divide what it has.
     """
     section = policy.backend_section
     cp, sharing = (getattr(section, key, 1) for key in ("context_parallel_size", "tensor_parallel_size"))
     sharing = sharing if getattr(section, "sequence_parallel", False) else 1
-    part = math.lcm(2, sharing) if cp > 1 else sharing
-    return math.lcm(policy.make_sequence_length_divisible_by, cp * part)
+    return cp * (math.lcm(2, sharing) if cp > 1 else sharing)
 
 
 def _product(sizes: Mapping[str, int]) -> str:

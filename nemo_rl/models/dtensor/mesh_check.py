@@ -6,12 +6,13 @@ Invariant: all findings come at once, and only what cannot work is one.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import lcm, prod
+from math import prod
 
 from transformers import PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.topology import row_parts
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.utils.errors import ConfigError
 
@@ -173,7 +174,7 @@ def _check_context(mesh: Mesh) -> Findings:
     if mesh.policy.dtensor_cfg.context_parallel_method == "ulysses":
         yield from _check_ulysses(mesh)
     sharing = mesh.layout.tp if mesh.policy.dtensor_cfg.sequence_parallel else 1
-    parts, longest = size * lcm(2, sharing), mesh.policy.max_total_sequence_length
+    parts, longest = row_parts(mesh.policy), mesh.policy.max_total_sequence_length
     if longest < parts:
         by = f"2 x {size}" + (f", and tensor_parallel_size={sharing} divides each rank's" if sharing > 1 else "")
         yield (
