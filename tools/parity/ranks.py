@@ -25,7 +25,7 @@ from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from parity.reference import LEARNING_RATE, STEPS, Numbers, WeightedLikelihood, batch
 
-_TIMEOUT = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=300)
 
 
 def policy_config(model_name: str, mesh: Mapping[str, Any], *, packed: bool, **values: Any) -> PolicyConfig:

@@ -2,10 +2,6 @@
 
 import os
 import socket
-import sys
-import tempfile
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from parity.ranks import on_ranks
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -146,20 +142,8 @@ def process_group(rank: int = 0, world_size: int = 1, port: int | None = None) -
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run `fn(rank, world_size, *args)` in forked processes with a gloo group; results by rank."""
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside idle threads of torch
-        mp.start_processes(_rank_main, (fn, world_size, port, folder, args), nprocs=world_size, start_method="fork")
-        files = [Path(folder) / f"{rank}.pt" for rank in range(world_size)]
-        return [torch.load(file, weights_only=False) for file in files]
+    return on_ranks(_with_place, world_size, fn, *args)
 
 
-def _rank_main(rank, fn, world_size, port, folder, args) -> None:
-    try:
-        with process_group(rank, world_size, port):
-            torch.save(fn(rank, world_size, *args), Path(folder) / f"{rank}.pt")
-            dist.barrier()
-    except BaseException:
-        sys.stderr.write(f"[rank {rank}] {traceback.format_exc()}\n")
-        sys.stderr.flush()
-        raise
+def _with_place(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(dist.get_rank(), dist.get_world_size(), *args)
