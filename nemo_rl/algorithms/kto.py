@@ -7,7 +7,6 @@ is computed once for it, before the batch is cut for training; no gradient flows
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
-from nemo_rl.algorithms.supervised.start import SupervisedRecipe, from_section
+from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_by, from_section
 from nemo_rl.config import DPOMasterConfig
 from nemo_rl.data.collate_fn import feedback_collate_fn
 from nemo_rl.data.datasets.setup import setup_feedback_data
@@ -41,11 +40,7 @@ def recipe(
     return SupervisedRecipe(
         tokenizer=tokenizer,
         data=handed_in.data(config, lambda: setup_feedback_data(tokenizer, config.data)),
-        collate=partial(
-            feedback_collate_fn,
-            tokenizer=tokenizer,
-            make_sequence_length_divisible_by=config.policy.make_sequence_length_divisible_by,
-        ),
+        collate=collate_by(feedback_collate_fn, config, tokenizer),
         loss_fn=handed_in.loss(KTOLossFn(from_section(KTOLossConfig, config.dpo))),
         keeps_reference=True,
         stages=stages,

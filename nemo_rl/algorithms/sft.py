@@ -4,7 +4,6 @@ Invariant: only what an assistant wrote counts, each token once.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
 from nemo_rl.algorithms.runtime.run import Run
 from nemo_rl.algorithms.runtime.run import train as sft_train
-from nemo_rl.algorithms.supervised.start import SupervisedRecipe, start_run
+from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_by, start_run
 from nemo_rl.config import SFTConfig, SFTMasterConfig
 from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.datasets.setup import setup_sft_data
@@ -52,12 +51,7 @@ def recipe(config: SFTMasterConfig, handed_in: HandedIn = NOTHING) -> Supervised
     return SupervisedRecipe(
         tokenizer=tokenizer,
         data=handed_in.data(config, lambda: setup_sft_data(tokenizer, config.data)),
-        collate=partial(
-            sft_collate_fn,
-            tokenizer=tokenizer,
-            make_sequence_length_divisible_by=config.policy.make_sequence_length_divisible_by,
-            only_unmask_final=config.sft.only_unmask_final,
-        ),
+        collate=collate_by(sft_collate_fn, config, tokenizer, only_unmask_final=config.sft.only_unmask_final),
         loss_fn=handed_in.loss(NLLLossFn()),
         validated_names=names if handed_in.loss_fn is None else names[:1],
     )

@@ -176,12 +176,18 @@ def _cadence(config: SupervisedMasterConfig, steps: int) -> Cadence:
 
 def collate_pairs(config: SupervisedMasterConfig, tokenizer: PreTrainedTokenizerBase) -> Collate:
     """Joins pairs of answers: row 2i is the chosen answer of pair i and row 2i + 1 the rejected one."""
-    return partial(
-        preference_collate_fn,
-        tokenizer=tokenizer,
-        make_sequence_length_divisible_by=config.policy.make_sequence_length_divisible_by,
-        add_loss_mask=True,
-    )
+    return collate_by(preference_collate_fn, config, tokenizer, add_loss_mask=True)
+
+
+def collate_by(
+    function: Callable[..., BatchedDataDict[Any]],
+    config: SupervisedMasterConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    **options: Any,
+) -> Collate:
+    """A function of `data.collate_fn` with the run's tokenizer and multiple of row lengths, and options of its own."""
+    multiple = config.policy.make_sequence_length_divisible_by
+    return partial(function, tokenizer=tokenizer, make_sequence_length_divisible_by=multiple, **options)
 
 
 def from_section[T](kind: type[T], section: DPOConfig) -> T:

@@ -62,8 +62,13 @@ class RMCheckpointingConfig(DPOCheckpointingConfig):
 
 
 class SupervisedMasterConfig(MasterConfig):
-    """Base of the configurations of supervised training."""
+    """Base of the configurations of supervised training.
 
+    Attributes:
+        section: name of the algorithm's section.
+    """
+
+    section: ClassVar[str]
     ignored: ClassVar[dict[str, str]] = {"env": "nothing is rewarded here"}
 
     policy: SupervisedPolicyConfig = Field(description="The model that is trained.")
@@ -72,12 +77,21 @@ class SupervisedMasterConfig(MasterConfig):
     @property
     def algorithm(self) -> SupervisedConfig:
         """The section of the algorithm."""
-        raise NotImplementedError
+        found: SupervisedConfig = getattr(self, self.section)
+        return found
+
+    def findings(self) -> Findings:
+        """See `MasterConfig.findings`."""
+        return chain(
+            check_supervised(self.section, self.algorithm, self.policy, self.data, self.cluster),
+            check_best_metric(self.checkpointing, self.data),
+        )
 
 
 class SFTMasterConfig(SupervisedMasterConfig):
     """Configuration of `examples/run_sft.py`."""
 
+    section: ClassVar[str] = "sft"
     cpu_config: ClassVar[str] = "examples/configs/sft_cpu.yaml"
 
     sft: SFTConfig = Field(default_factory=SFTConfig, description="The algorithm.")
@@ -85,16 +99,10 @@ class SFTMasterConfig(SupervisedMasterConfig):
         default_factory=SFTCheckpointingConfig, description="Saving and resuming."
     )
 
-    @property
-    def algorithm(self) -> SupervisedConfig:
-        """The section `sft`."""
-        return self.sft
-
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
         return chain(
-            check_supervised("sft", self.sft, self.policy, self.data, self.cluster),
-            check_best_metric(self.checkpointing, self.data),
+            super().findings(),
             check_language_model(self.policy),
             check_datasets(self.data, RESPONSE_DATASET_NAMES),
         )
@@ -103,6 +111,7 @@ class SFTMasterConfig(SupervisedMasterConfig):
 class DPOMasterConfig(SupervisedMasterConfig):
     """Configuration of `examples/run_dpo.py`."""
 
+    section: ClassVar[str] = "dpo"
     cpu_config: ClassVar[str] = "examples/configs/dpo_cpu.yaml"
 
     dpo: DPOConfig = Field(default_factory=DPOConfig, description="The algorithm.")
@@ -111,16 +120,10 @@ class DPOMasterConfig(SupervisedMasterConfig):
         default_factory=DPOCheckpointingConfig, description="Saving and resuming."
     )
 
-    @property
-    def algorithm(self) -> SupervisedConfig:
-        """The section `dpo`."""
-        return self.dpo
-
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
         return chain(
-            check_supervised("dpo", self.dpo, self.policy, self.data, self.cluster),
-            check_best_metric(self.checkpointing, self.data),
+            super().findings(),
             check_dpo(self.dpo),
             check_language_model(self.policy),
             check_pair_data(self.dpo, self.data),
@@ -132,6 +135,7 @@ class DPOMasterConfig(SupervisedMasterConfig):
 class RMMasterConfig(SupervisedMasterConfig):
     """Configuration of `examples/run_rm.py`."""
 
+    section: ClassVar[str] = "rm"
     cpu_config: ClassVar[str] = "examples/configs/rm_cpu.yaml"
 
     rm: RMConfig = Field(default_factory=RMConfig, description="The algorithm.")
@@ -140,16 +144,10 @@ class RMMasterConfig(SupervisedMasterConfig):
         default_factory=RMCheckpointingConfig, description="Saving and resuming."
     )
 
-    @property
-    def algorithm(self) -> SupervisedConfig:
-        """The section `rm`."""
-        return self.rm
-
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
         return chain(
-            check_supervised("rm", self.rm, self.policy, self.data, self.cluster),
-            check_best_metric(self.checkpointing, self.data),
+            super().findings(),
             check_reward_model(self.policy),
             check_pair_budget(self.policy),
             check_datasets(self.data, PREFERENCE_DATASET_NAMES),
