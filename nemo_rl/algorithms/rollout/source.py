@@ -8,7 +8,7 @@ ahead of it.
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nemo_rl.experience.metrics import mean_metrics
@@ -66,58 +66,52 @@ class RolloutSource(Protocol):
         """Go on from a stored state; only before the first step."""
 
 
+@dataclass
 class FreshRollouts:
     """Samples the next batch of prompts with the current weights.
 
     Nothing is sampled ahead: a step that was not trained on is sampled again, from the weights of its checkpoint.
 
-    Args:
+    Attributes:
         prompts: the data.
         runner: plays rollouts.
         sampling: how to sample.
         num_generations: samples per prompt.
         run_seed: seed of the run.
+        metrics: how the groups of the last step were got.
     """
 
-    def __init__(
-        self,
-        prompts: PromptStream,
-        runner: RolloutRunner,
-        sampling: SamplingParams,
-        num_generations: int,
-        run_seed: int,
-    ):
-        self._prompts = prompts
-        self._runner = runner
-        self._sampling = sampling
-        self._num_generations = num_generations
-        self._run_seed = run_seed
-        self.metrics: dict[str, float] = {}
+    prompts: PromptStream
+    runner: RolloutRunner
+    sampling: SamplingParams
+    num_generations: int
+    run_seed: int
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
 
     @property
     def epoch(self) -> int:
         """Finished passes over the prompts."""
-        return self._prompts.epoch
+        return self.prompts.epoch
 
     def next_groups(self, step: int, round_index: int = 0) -> Iterator[Group]:
         """See `RolloutSource.next_groups`; `round_index` tells repeated collections of a step apart."""
-        key = RolloutKey(self._run_seed, "train", step, round_index)
-        collection = self._runner.stream(self._prompts.next_batch(), self._num_generations, self._sampling, key)
+        key = RolloutKey(self.run_seed, "train", step, round_index)
+        collection = self.runner.stream(self.prompts.next_batch(), self.num_generations, self.sampling, key)
         for samples in collection:
             yield Group((round_index, samples[0].group_index), samples)
         self.metrics = collection.metrics
 
     def trained(self) -> None:
         """All prompts drawn so far are done with."""
-        self._prompts.trained()
+        self.prompts.trained()
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the prompts."""
-        return self._prompts.state_dict()
+        return self.prompts.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a stored position."""
-        self._prompts.load_state_dict(state)
+        self.prompts.load_state_dict(state)
 
 
 class DynamicSampling:

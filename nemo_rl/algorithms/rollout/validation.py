@@ -5,6 +5,7 @@ weights give the same numbers, and curves of two runs compare like with like.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -14,10 +15,11 @@ from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams
 
 
+@dataclass(frozen=True)
 class Validator:
     """Validates on a fixed set of prompts.
 
-    Args:
+    Attributes:
         batches: collated prompts, iterated anew for every validation.
         runner: plays rollouts.
         sampling: how to sample.
@@ -25,19 +27,11 @@ class Validator:
         run_seed: seed of the run.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[BatchedDataDict[Any]],
-        runner: RolloutRunner,
-        sampling: SamplingParams,
-        num_generations: int,
-        run_seed: int,
-    ):
-        self._batches = batches
-        self._runner = runner
-        self._sampling = sampling
-        self._num_generations = num_generations
-        self._run_seed = run_seed
+    batches: Iterable[BatchedDataDict[Any]]
+    runner: RolloutRunner
+    sampling: SamplingParams
+    num_generations: int
+    run_seed: int
 
     def validate(self) -> tuple[dict[str, float], list[Trajectory]]:
         """Roll out all validation prompts.
@@ -47,13 +41,13 @@ class Validator:
         """
         trajectories: list[Trajectory] = []
         collections: list[Rollouts] = []
-        for index, prompts in enumerate(self._batches):
-            key = RolloutKey(self._run_seed, "validation", step=0, round=index)
-            collections.append(self._runner.collect(prompts, self._num_generations, self._sampling, key))
+        for index, prompts in enumerate(self.batches):
+            key = RolloutKey(self.run_seed, "validation", step=0, round=index)
+            collections.append(self.runner.collect(prompts, self.num_generations, self.sampling, key))
             batch = collections[-1].trajectories
             offset = trajectories[-1].group_index + 1 if trajectories else 0
             for trajectory in batch:
                 trajectory.group_index += offset
             trajectories += batch
-        metrics = mean_metrics(collections) | validation_metrics(trajectories, self._num_generations)
+        metrics = mean_metrics(collections) | validation_metrics(trajectories, self.num_generations)
         return metrics, trajectories
