@@ -5,7 +5,11 @@ import math
 import pytest
 import torch
 from policy_helpers import policy_config, process_group, random_batch, save_tiny_model, tiny_model
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForSequenceClassification,
+)
 
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
@@ -14,9 +18,11 @@ from nemo_rl.losses.pair_losses import CentredMargin
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
 from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.build import build_model
 from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 LAYOUTS = {
@@ -170,6 +176,18 @@ def test_the_new_head_is_the_same_in_every_run(tmp_path):
             heads.append(DTensorBackend(config, CPU).model.hf.score.weight.detach().clone())
     assert torch.equal(*heads)
     assert heads[0].abs().max() > 0
+
+
+def test_a_classifier_of_another_form_is_refused(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    ours = ModernBertDecoderConfig(vocab_size=60, num_labels=1, pad_token_id=0, **sizes)
+    ModernBertDecoderForSequenceClassification(ours).save_pretrained(tmp_path)
+    config = policy_config(str(tmp_path), reward_model_cfg={"enabled": True})
+    with (
+        process_group(),
+        pytest.raises(ConfigError, match="DecoderForSequenceClassification does not score a sequence"),
+    ):
+        build_model(config, seed=0)
 
 
 def test_dpo_starts_at_ln_2_with_the_models_own_scores(tmp_path):
