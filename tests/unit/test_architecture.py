@@ -236,7 +236,8 @@ def test_arrows_inside_models_run_one_way():
 RANK_READERS = {
     "distributed/collectives.py": "each rank's place in the group of a collective",
     "models/dtensor/adapter_io.py": "one rank writes for all",
-    "models/dtensor/checkpoint_io.py": "one rank writes for all, and each its random numbers",
+    "models/dtensor/checkpoint_io.py": "one rank writes for all",
+    "models/dtensor/training_state.py": "one rank writes for all, and each its random numbers",
     "models/dtensor/verdict.py": "one rank finds out for all",
     "models/dtensor/weight_files.py": "ranks that hold the same take turns",
     "models/policy/workers/rank.py": "asks the layout what this rank is there for",

@@ -28,7 +28,7 @@ from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 from nemo_rl.distributed.placements import held_here, whole
-from nemo_rl.models.dtensor import adapter_io, checkpoint_io
+from nemo_rl.models.dtensor import adapter_io, checkpoint_io, training_state
 from nemo_rl.models.dtensor.build import build_model
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
 from nemo_rl.models.dtensor.checkpoint_io import Keep, Write
@@ -317,7 +317,7 @@ class DTensorBackend(PolicyBackend):
             return
         if self.optimizer is None or self.scheduler is None:
             raise CheckpointError("This policy has no optimizer to save; leave optimizer_path out.")
-        yield checkpoint_io.prepare_training_state(
+        yield training_state.prepare_training_state(
             self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer, keep
         )
 
@@ -330,7 +330,7 @@ class DTensorBackend(PolicyBackend):
             adapter_io.refuse_adapter(paths.weights)
             checkpoint_io.load_weights(self.model.hf, paths.weights)
         if paths.optimizer is not None and self.optimizer is not None and self.scheduler is not None:
-            checkpoint_io.load_training_state(
+            training_state.load_training_state(
                 self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer
             )
 

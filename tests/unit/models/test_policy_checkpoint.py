@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import SequentialLR
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.config import OptimizerConfig, PolicyConfig
-from nemo_rl.models.dtensor import checkpoint_io, optimizer
+from nemo_rl.models.dtensor import checkpoint_io, optimizer, training_state
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, hyperparameters_now
 from nemo_rl.models.interfaces import CheckpointPaths
@@ -411,7 +411,7 @@ def _write_where_rank_1_cannot(rank: int, world_size: int, name: str, step: str)
     worker, config = _worker(name)
     _update(worker, config, 1, rank, world_size)
     if rank == 1:
-        checkpoint_io._rng_file = lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        training_state._rng_file = lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     worker.save_checkpoint(f"{step}/weights", f"{step}/optimizer", background=True)
     _update(worker, config, 2, rank, world_size)
     with pytest.raises(CheckpointError) as failure:
