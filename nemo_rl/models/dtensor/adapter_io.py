@@ -22,13 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.distributed.placements import held_here, whole
-from nemo_rl.models.dtensor.checkpoint_io import (
-    Keep,
-    Write,
-    as_it_is,
-    failing_together,
-    saved_weights,
-)
+from nemo_rl.models.dtensor.checkpoint_io import Keep, Write, as_it_is, failing_together, saved_weights
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
 from nemo_rl.models.dtensor.pipeline.weights import joined, of_all_stages
 from nemo_rl.models.dtensor.weight_files import local_box

@@ -183,10 +183,7 @@ def test_a_classifier_of_another_form_is_refused(tmp_path):
     ours = ModernBertDecoderConfig(vocab_size=60, num_labels=1, pad_token_id=0, **sizes)
     ModernBertDecoderForSequenceClassification(ours).save_pretrained(tmp_path)
     config = policy_config(str(tmp_path), reward_model_cfg={"enabled": True})
-    with (
-        process_group(),
-        pytest.raises(ConfigError, match="DecoderForSequenceClassification does not score a sequence"),
-    ):
+    with process_group(), pytest.raises(ConfigError, match="ForSequenceClassification does not score a sequence"):
         build_model(config, seed=0)
 
 
