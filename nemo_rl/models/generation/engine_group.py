@@ -212,25 +212,28 @@ class EngineGroup(GenerationInterface):
         waits: dict[int, asyncio.Future[Any]] = {}
         # A death that was seen by another thread while nothing was pending concerns none of what is pending now.
         member.polls = {rank: poll for rank, poll in member.polls.items() if poll[0] == member.num_starts}
-        while member.unfinished:
-            try:
-                rank = await self._first_to_answer(member, waits)
-                if member.collector is not asyncio.current_task():
-                    return  # another loop is served now
-                called, _ = member.polls.pop(rank)
-                results = waits.pop(rank).result()
-            except RayActorError as death:
-                member.polls.clear()
-                waits.clear()
-                await self._try_revive(member, called, rank, death)
-                continue
-            except Exception as failure:  # boundary: whatever broke the engine ends its requests
-                self._fail(member, failure)
-                return
-            for request_id, result in results:
-                pending = member.unfinished.pop(request_id, None)
-                if pending is not None and not pending.future.done():
-                    pending.future.set_result(result)
+        try:
+            while member.unfinished:
+                try:
+                    rank = await self._first_to_answer(member, waits)
+                    if member.collector is not asyncio.current_task():
+                        return  # another loop is served now
+                    called, _ = member.polls.pop(rank)
+                    results = waits.pop(rank).result()
+                except RayActorError as death:
+                    member.polls.clear()
+                    _give_up_waits(waits)
+                    await self._try_revive(member, called, rank, death)
+                    continue
+                except Exception as failure:  # boundary: whatever broke the engine ends its requests
+                    self._fail(member, failure)
+                    return
+                for request_id, result in results:
+                    pending = member.unfinished.pop(request_id, None)
+                    if pending is not None and not pending.future.done():
+                        pending.future.set_result(result)
+        finally:
+            _give_up_waits(waits)
 
     async def _first_to_answer(self, member: _Member, waits: dict[int, asyncio.Future[Any]]) -> int:
         """The worker of an engine whose call of `collect` ends first, with answers or because it died."""
@@ -360,3 +363,10 @@ def _note_as_seen(wait: asyncio.Future[Any]) -> None:
     """Let asyncio not report the failure of a wait that is given up."""
     if not wait.cancelled():
         wait.exception()
+
+
+def _give_up_waits(waits: dict[int, asyncio.Future[Any]]) -> None:
+    """The calls go on; a wait that is still there when the loop ends would be reported as forgotten."""
+    for wait in waits.values():
+        wait.cancel()
+    waits.clear()

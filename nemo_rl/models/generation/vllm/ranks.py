@@ -158,7 +158,7 @@ class VllmRank:
         os.environ.update(start.environment)
         self._worker = _build_worker(start, rank)
         self._link.send(Outcome(None))
-        asyncio.get_running_loop().add_reader(self._link.fileno(), self._do_next)
+        self._link.when_it_brings(asyncio.get_running_loop(), self._do_next)
 
     def _do_next(self) -> None:
         call: Call = self._link.receive()
