@@ -30,6 +30,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult, engine_of
 from nemo_rl.models.generation.vllm.links import Answer, Call, Link, Outcome, enter_engine, open_link, open_links
+from nemo_rl.models.generation.vllm.own_experts import compute_own_experts
 from nemo_rl.models.generation.vllm.weights import load_tensors
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ def _build_worker(start: _Start, rank: int) -> WorkerWrapperBase:
         "is_driver_worker": rank % start.config.parallel_config.tensor_parallel_size == 0,
         "shared_worker_lock": Lock(),
     }
+    if current_platform.is_cpu() and start.config.parallel_config.enable_expert_parallel:
+        compute_own_experts()
     worker.init_worker(all_kwargs=[arguments])
     worker.init_device()
     _forget_names(start.identity)
