@@ -1,8 +1,8 @@
 """A generation worker in a process of its own, with the environment its engine needs.
 
 vLLM reads its environment at import and changes the process it runs in, so tests never import it
-themselves. The real `GenerationWorker` runs over there, on a loop as Ray gives its actors; its coroutines are called one
-at a time.
+themselves. The real `GenerationWorker` runs over there, on the kind of loop that Ray gives its actors; its coroutines
+are called one at a time.
 """
 
 import asyncio

@@ -8,16 +8,16 @@ what the ranks of a stage compute adds up to what one rank with all experts does
 from functools import wraps
 from typing import Any
 
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
 
 def compute_own_experts() -> None:
     """Let the experts of this process on a CPU see the ids of their own; those of other ranks add nothing."""
-    experts: Any = CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # vLLM, too, imports it on CPUs only
+
+    experts: Any = cpu_moe.CPUUnquantizedExperts
     of_all = experts.apply
 
     @wraps(of_all)
-    def of_own(self: CPUUnquantizedExperts, **arguments: Any) -> None:
+    def of_own(self: Any, **arguments: Any) -> None:
         places = arguments["expert_map"][arguments["topk_ids"].long()]  # [T, top-k], -1: of another rank
         is_own = places >= 0
         arguments["topk_ids"] = places.clamp(min=0).to(arguments["topk_ids"].dtype)
