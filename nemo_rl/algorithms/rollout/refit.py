@@ -152,7 +152,7 @@ class Refitter:
             "sync_mb_per_s": num_bytes / 1e6 / max(seconds, 1e-9),
             "num_tensors": float(receipts[0].num_tensors),
         }
-        logger.debug("Weights of version %d reached %d engines in %.3f s.", version, len(receipts), seconds)
+        logger.debug("Weights of version %d reached %d workers in %.3f s.", version, len(receipts), seconds)
 
     def _renew_rendezvous(self) -> None:
         """A collective's group is bound to its members: give it a new meeting point when they change."""

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
@@ -40,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 _REVIVAL_END_S = 10.0
 """How long `shutdown` waits for a revival that it has broken off."""
+
+
+type _Waits = dict[int, asyncio.Future[Any]]
+"""Waits for calls of `collect`, by rank."""
 
 
 @dataclass
@@ -187,7 +192,9 @@ class EngineGroup(GenerationInterface):
                     self._send(member, "abort", member.given_up)
                 member.given_up = []
             if member.unfinished and (member.collector is None or member.collector.done()):
-                member.collector = asyncio.get_running_loop().create_task(self._collect(member))
+                waits: _Waits = {}
+                member.collector = asyncio.get_running_loop().create_task(self._collect(member, waits))
+                member.collector.add_done_callback(partial(_give_up_waits, waits))
 
     def _send(self, member: _Member, method: str, content: list[Any]) -> None:
         call = self._call(member.ranks[0], method, content)
@@ -207,9 +214,8 @@ class EngineGroup(GenerationInterface):
     def _call(self, rank: int, method: str, *args: Any) -> Any:
         return self.workers.run_single_worker_single_data(method, rank, *args)
 
-    async def _collect(self, member: _Member) -> None:
+    async def _collect(self, member: _Member, waits: _Waits) -> None:
         """Take results from one engine until none is pending."""
-        waits: dict[int, asyncio.Future[Any]] = {}
         # A death that was seen by another thread while nothing was pending concerns none of what is pending now.
         member.polls = {rank: poll for rank, poll in member.polls.items() if poll[0] == member.num_starts}
         while member.unfinished:
@@ -221,7 +227,7 @@ class EngineGroup(GenerationInterface):
                 results = waits.pop(rank).result()
             except RayActorError as death:
                 member.polls.clear()
-                waits.clear()
+                _give_up_waits(waits)
                 await self._try_revive(member, called, rank, death)
                 continue
             except Exception as failure:  # boundary: whatever broke the engine ends its requests
@@ -232,7 +238,7 @@ class EngineGroup(GenerationInterface):
                 if pending is not None and not pending.future.done():
                     pending.future.set_result(result)
 
-    async def _first_to_answer(self, member: _Member, waits: dict[int, asyncio.Future[Any]]) -> int:
+    async def _first_to_answer(self, member: _Member, waits: _Waits) -> int:
         """The worker of an engine whose call of `collect` ends first, with answers or because it died."""
         for rank in member.ranks:
             if rank not in member.polls:
@@ -360,3 +366,10 @@ def _note_as_seen(wait: asyncio.Future[Any]) -> None:
     """Let asyncio not report the failure of a wait that is given up."""
     if not wait.cancelled():
         wait.exception()
+
+
+def _give_up_waits(waits: _Waits, _: object = None) -> None:
+    """The calls go on; a wait that nobody ends would be reported as forgotten when the loop is gone."""
+    for wait in waits.values():
+        wait.cancel()
+    waits.clear()

@@ -1,7 +1,8 @@
 """A generation worker in a process of its own, with the environment its engine needs.
 
 vLLM reads its environment at import and changes the process it runs in, so tests never import it
-themselves. The real `GenerationWorker` runs over there; its coroutines are called one at a time.
+themselves. The real `GenerationWorker` runs over there, on the kind of loop that Ray gives its actors; its coroutines
+are called one at a time.
 """
 
 import asyncio
@@ -13,6 +14,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Self
 from unittest import mock
+
+from ray._private.async_compat import get_new_event_loop
 
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.settings import engine_environment
@@ -109,4 +112,4 @@ def _serve(pipe: Connection, settings: dict[str, EngineSettings]) -> None:
             except Exception:
                 pipe.send(("error", traceback.format_exc()))
 
-    asyncio.run(serve())
+    get_new_event_loop().run_until_complete(serve())

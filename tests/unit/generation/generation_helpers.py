@@ -22,6 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
 from nemo_rl.models.generation.interfaces import (
     Engine,
     EngineSettings,
@@ -29,6 +30,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationResult,
     SamplingParams,
 )
+from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 
 MAX_MODEL_LEN = 256
 PROMPTS = [list(range(20 + 7 * i, 20 + 7 * i + length)) for i, length in enumerate([3, 12, 1, 30, 7])]
@@ -118,6 +120,11 @@ def spread_out(model: PreTrainedModel, seed: int) -> PreTrainedModel:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.15 if parameter.dim() > 1 else parameter + 0.3 * noise)
     return model.eval()
+
+
+def streamed(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights as a policy sends them, under their names in checkpoints."""
+    return dict(in_checkpoint(model, weights_by_name(model).items()))
 
 
 def save_model(folder: Path, model: PreTrainedModel) -> None:

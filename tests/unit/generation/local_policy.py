@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from generation_helpers import streamed
 from torch import nn
+from transformers import PreTrainedModel
 
 from nemo_rl.distributed.worker_results import PendingCall
 from nemo_rl.weight_sync.buckets import Bucket
@@ -43,7 +45,8 @@ class LocalPolicy:
     def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
         self.num_streams += 1
         self._sender = self._sender or WeightSender(spec, rank=0, is_node_leader=True)
-        self._sender.begin(self.model.state_dict().items())
+        model = self.model
+        self._sender.begin((streamed(model) if isinstance(model, PreTrainedModel) else model.state_dict()).items())
         return []
 
     def next_weight_bucket(self) -> Bucket:

@@ -449,6 +449,18 @@ async def test_the_death_of_any_worker_is_noticed_while_its_engine_generates():
     assert [len(call) for call in fake.workers[0].submissions] == [1], "what died was replaced before this request"
 
 
+async def test_no_wait_is_left_on_the_loop_when_nothing_is_pending():
+    fake = FakeGroup(2, answers_at_once=True)
+    group = EngineGroup(fake, 5.0, 3, workers_per_engine=2)  # type: ignore[arg-type]
+    before = asyncio.all_tasks()
+    for token in (1, 2):
+        await asyncio.wait_for(group.generate(request(token)), 2)
+        await settle()
+    left = asyncio.all_tasks() - before
+    assert [task for task in left if task.get_coro().__qualname__ != "FakeWorker.collect"] == []
+    assert len(left) == 1, "the call of the second worker goes on, and is waited for again"
+
+
 @pytest.mark.parametrize("problem", ["weights", "restarts"])
 async def test_a_revival_that_fails_is_named_at_once_to_all_who_wait_and_all_who_come(problem):
     group, fake = make_group(2, max_restarts=0 if problem == "restarts" else 3)

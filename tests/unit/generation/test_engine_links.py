@@ -1,5 +1,6 @@
 """The sockets between the processes of one engine, without any engine."""
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ray._private.async_compat import get_new_event_loop
 
 from nemo_rl.models.generation.vllm.links import Call, Link, Outcome, open_link, open_links
 
@@ -65,6 +67,33 @@ def test_a_failure_that_vllm_does_not_look_at_is_told_by_the_next_answer(ranks) 
     assert later.result() == (1, 1)
     with pytest.raises(RuntimeError, match="it broke"):
         link.end_if_alone(5.0)
+
+
+def _answer_from_loop(port: int) -> None:
+    """Rank 1 as it is in a run: on the loop that Ray gives its actors."""
+
+    async def serve() -> None:
+        link = open_link(dist.TCPStore("127.0.0.1", port, is_master=False), 1)
+        link.when_it_brings(asyncio.get_running_loop(), lambda: link.send(Outcome(link.receive().args)))
+        await asyncio.Event().wait()
+
+    get_new_event_loop().run_until_complete(serve())
+
+
+def test_a_long_message_arrives_whole_at_a_rank_on_rays_loop() -> None:
+    """Longer than the socket's buffer, which both ends fill before the other one has read it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    process = FORK.Process(target=_answer_from_loop, args=(store.port,), daemon=True)
+    process.start()
+    (link,) = open_links(store, 2)
+    ours, theirs = FORK.Pipe()
+    asker = FORK.Process(target=lambda: theirs.send([len(*ask(link, bytes(1 << n)).result()) for n in (14, 15, 24)]))
+    asker.start()
+    asker.join(20)
+    assert asker.exitcode == 0, "it ended because rank 1 was gone"
+    assert ours.recv() == [1 << 14, 1 << 15, 1 << 24]
+    process.kill()
+    process.join()
 
 
 def _lives_on(links: list[Link], pipe: Connection, how: str) -> None:

@@ -23,13 +23,12 @@ from generation_helpers import (
     make_settings,
     reference_logprobs,
     save_model,
+    streamed,
 )
 from transformers import PreTrainedModel
 from vllm_looks import named_shared_memory
 
-from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
 from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
@@ -98,10 +97,6 @@ def with_flipped_bit(bucket: Bucket) -> tuple[Bucket, SharedBuffer]:
     copy.flat.copy_(map_memory(handle))
     copy.flat[0] ^= 1
     return replace(bucket, handles={host: copy.handle}), copy
-
-
-def streamed(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return dict(in_checkpoint(model, weights_by_name(model).items()))
 
 
 def expected(model: PreTrainedModel) -> list[list[int]]:

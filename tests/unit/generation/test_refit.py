@@ -1,10 +1,11 @@
 """Engines that die between the phases of a step: real actors, a real sync, memory that takes turns."""
 
 import asyncio
+import importlib.util
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from generation_helpers import (
     ask,
     check_spans,
     greedy_reference,
+    make_mixture,
     make_model,
     make_settings,
     save_model,
 )
 from local_policy import LocalPolicy
 
+from nemo_rl.algorithms.rollout import refit
 from nemo_rl.algorithms.rollout.refit import Engines, Refitter
 from nemo_rl.algorithms.runtime.memory import MemorySharing, TrainedModel
 from nemo_rl.config import ClusterConfig
@@ -29,9 +32,11 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import make_engines
-from nemo_rl.models.generation.interfaces import GenerationResult
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
+from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
 
 pytestmark = pytest.mark.ray
 
@@ -56,18 +61,32 @@ def engines(tmp_path: Path, local_ray: Path) -> Iterator[EngineGroup]:
     where.shutdown()
 
 
+@pytest.fixture
+def engine_of_ranks(tmp_path: Path, local_ray: Path) -> Iterator[EngineGroup]:
+    """One vLLM engine of two ranks, which divide attention and have half of the experts each."""
+    save_model(tmp_path, make_mixture("qwen3_moe", seed=0))
+    cluster = ClusterConfig(device="cpu", gpus_per_node=0, max_actor_restarts=2)
+    where = RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=0.5)
+    sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+    group = make_engines(make_settings(tmp_path, "vllm", load_weights=True, **sizes), where, cluster)
+    yield group
+    group.shutdown()
+    where.shutdown()
+
+
 def kill(engines: EngineGroup, index: int) -> None:
     os.kill(engines.workers.worker_metadata[index]["pid"], signal.SIGKILL)
 
 
+async def generate_all(engines: EngineGroup, requests: list[GenerationRequest]) -> list[GenerationResult]:
+    """Answers to requests of one tick, which are spread over all engines."""
+    return list(await asyncio.gather(*(engines.generate(request) for request in requests)))
+
+
 def answers(engines: EngineGroup, loop: EventLoopThread) -> list[list[int]]:
-    """Greedy answers to all prompts; requests of one tick are spread over all engines."""
-
-    async def generate_all() -> list[list[int]]:
-        waiting = [asyncio.ensure_future(engines.generate(ask(prompt, temperature=0.0))) for prompt in PROMPTS]
-        return [result.token_ids for result in await asyncio.gather(*waiting)]
-
-    return loop.run(generate_all(), 60, "answers")
+    """Greedy answers to all prompts."""
+    requests = [ask(prompt, temperature=0.0) for prompt in PROMPTS]
+    return [result.token_ids for result in loop.run(generate_all(engines, requests), 60, "answers")]
 
 
 def test_engines_that_die_asleep_or_before_they_sleep_are_replaced(engines: EngineGroup, loop: EventLoopThread) -> None:
@@ -97,6 +116,49 @@ def test_engines_that_die_asleep_or_before_they_sleep_are_replaced(engines: Engi
     assert policy.moves == ["offload", "onload", "offload", "onload", "offload"]
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm")
+def test_the_death_of_any_rank_replaces_its_engine(
+    engine_of_ranks: EngineGroup, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, receipts = engine_of_ranks, []
+
+    def check(answered: list[SyncReceipt], buckets: list[Bucket], version: int) -> None:
+        receipts.append([(receipt.receiver.partition(" on ")[0], receipt.version) for receipt in answered])
+        check_receipts(answered, buckets, version)
+
+    def of_both_ranks(version: int) -> list[tuple[str, int]]:
+        return [("engine 0, worker 0", version), ("engine 0, worker 1", version)]
+
+    monkeypatch.setattr(refit, "check_receipts", check)
+    models = [make_mixture("qwen3_moe", seed) for seed in range(3)]
+    expected = [[greedy_reference(model, prompt, 12) for prompt in PROMPTS] for model in models]
+    assert answers(engines, loop) == expected[0]
+    policy = LocalPolicy(models[1])
+    refitter = Refitter(policy, engines, TransportSpec("shared_memory", run_id="test"), 60.0)
+    refitter.ensure_fresh()
+    assert answers(engines, loop) == expected[1]
+
+    requests = [ask(prompt, temperature=0.0, max_new_tokens=200) for prompt in PROMPTS]
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(loop.run, generate_all(engines, requests), 120, "answers")
+        while not engines._members[0].unfinished:
+            time.sleep(0.001)
+        kill(engines, 1)
+        results = waiting.result()
+    assert (engines.num_restarts, receipts) == (1, [of_both_ranks(1)] * 2)
+    for request, result in zip(requests, results, strict=True):
+        assert len(result.token_ids) == 200
+        check_spans(request, result, {1: models[1]}, [(0, 1)])
+
+    ray.kill(engines.workers.workers[0])
+    policy.model, policy.weight_version = models[2], 2
+    refitter.ensure_fresh()
+    assert (engines.num_restarts, receipts[2:]) == (2, [of_both_ranks(2)])
+    assert answers(engines, loop) == expected[2]
+
+
 def test_an_engine_revived_during_an_update_gets_whole_weights(engines: EngineGroup, loop: EventLoopThread) -> None:
     """The update is half done when the new engine asks for weights: it waits and gets those of the next version."""
     old, new, trained = (make_model("qwen2", False, seed=seed) for seed in (1, 2, 1))
@@ -104,9 +166,6 @@ def test_an_engine_revived_during_an_update_gets_whole_weights(engines: EngineGr
     refitter = Refitter(policy, engines, TransportSpec("shared_memory", run_id="test"), 60.0)
     refitter.ensure_fresh()
     requests = [ask(prompt, temperature=0.0, max_new_tokens=200) for prompt in PROMPTS]
-
-    async def generate_all() -> list[GenerationResult]:
-        return list(await asyncio.gather(*(engines.generate(request) for request in requests)))
 
     def until_the_new_engine_waits() -> None:
         kill(engines, 1)
@@ -118,7 +177,7 @@ def test_an_engine_revived_during_an_update_gets_whole_weights(engines: EngineGr
         assert (policy.num_streams, engines._members[1].is_down) == (1, True)
 
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(loop.run, generate_all(), 120, "answers")
+        waiting = pool.submit(loop.run, generate_all(engines, requests), 120, "answers")
         while not all(member.unfinished for member in engines._members):
             time.sleep(0.001)
         policy.train(new, until_the_new_engine_waits)
@@ -135,9 +194,8 @@ def test_an_engine_revived_during_an_update_gets_whole_weights(engines: EngineGr
 def test_requests_of_a_collection_past_its_deadline_end_in_the_engines(
     engines: EngineGroup, loop: EventLoopThread
 ) -> None:
-    async def generate_all(num_tokens: int) -> list[GenerationResult]:
-        requests = [ask(prompt, max_new_tokens=num_tokens) for prompt in PROMPTS]
-        return list(await asyncio.gather(*(engines.generate(request) for request in requests)))
+    def generate_of(num_tokens: int) -> Coroutine[Any, Any, list[GenerationResult]]:
+        return generate_all(engines, [ask(prompt, max_new_tokens=num_tokens) for prompt in PROMPTS])
 
     def in_engines(look: Callable[[Any], Any]) -> list[Any]:
         actors = engines.workers.workers
@@ -151,19 +209,19 @@ def test_requests_of_a_collection_past_its_deadline_end_in_the_engines(
 
     in_engines(lambda engine: engine._may_step.clear())
     with pytest.raises(DeadlineExceededError, match="too slow did not finish"):
-        loop.run(generate_all(3), 1.0, "too slow")
+        loop.run(generate_of(3), 1.0, "too slow")
     until_idle()
     in_engines(lambda engine: engine._may_step.set())
-    assert len(loop.run(generate_all(3), 60, "after that")) == len(PROMPTS)
+    assert len(loop.run(generate_of(3), 60, "after that")) == len(PROMPTS)
     other = EventLoopThread()
-    asyncio.run_coroutine_threadsafe(generate_all(400), other._loop)
+    asyncio.run_coroutine_threadsafe(generate_of(400), other._loop)
     while not all(member.unfinished for member in engines._members):
         time.sleep(0.001)
     other.close()
-    assert len(loop.run(generate_all(3), 20, "after another loop stopped with requests under way")) == len(PROMPTS)
+    assert len(loop.run(generate_of(3), 20, "after another loop stopped with requests under way")) == len(PROMPTS)
     until_idle()
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(loop.run, generate_all(400), 60, "shut down")
+        waiting = pool.submit(loop.run, generate_of(400), 60, "shut down")
         while not all(member.unfinished for member in engines._members):
             time.sleep(0.001)
         engines.shutdown()

@@ -10,6 +10,7 @@ Invariant: an engine lives as a whole. A process that finds the other end of a l
 about to report: what replaces the engine sees deaths, and nothing else.
 """
 
+import asyncio
 import json
 import logging
 import os
@@ -88,23 +89,27 @@ class Link:
         self._other = other
         self._due: deque[Answer] = deque()
 
-    def fileno(self) -> int:
-        """The socket, to wait for what it brings."""
-        return self._connection.fileno()
+    def when_it_brings(self, loop: asyncio.AbstractEventLoop, receive: Callable[[], object]) -> None:
+        """Let a loop call a function, which receives the message, whenever one begins to arrive."""
+        descriptor = self._connection.fileno()
+        loop.add_reader(descriptor, receive)
+        # uvloop, on which Ray's actors run, stops a socket from blocking that it watches (libuv's `uv_poll_init`).
+        # Reading a message whose rest is still on its way, or writing to a full buffer, would then fail.
+        os.set_blocking(descriptor, True)
 
     def send(self, message: object) -> None:
         """Send what can be pickled; tensors go as copies."""
         try:
             self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-        except OSError:
-            self._end()
+        except OSError as reason:
+            self._end(reason)
 
     def receive(self) -> Any:
         """The next message; waits for it."""
         try:
             received = self._connection.recv_bytes()
-        except (OSError, EOFError):
-            self._end()
+        except (OSError, EOFError) as reason:
+            self._end(reason)
         return pickle.loads(received)
 
     def call(self, call: Call) -> Answer | None:
@@ -140,8 +145,8 @@ class Link:
         while self._connection.poll(patience_s):
             self.take_answer()
 
-    def _end(self) -> Any:
-        logger.error("%s is gone; this process of the same engine ends too.", self._other)
+    def _end(self, reason: Exception) -> Any:
+        logger.error("%s is gone (%r); this process of the same engine ends too.", self._other, reason)
         sys.stderr.flush()
         os._exit(1)
 

@@ -30,6 +30,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult, engine_of
 from nemo_rl.models.generation.vllm.links import Answer, Call, Link, Outcome, enter_engine, open_link, open_links
+from nemo_rl.models.generation.vllm.own_experts import compute_own_experts
 from nemo_rl.models.generation.vllm.weights import load_tensors
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ def _build_worker(start: _Start, rank: int) -> WorkerWrapperBase:
         "is_driver_worker": rank % start.config.parallel_config.tensor_parallel_size == 0,
         "shared_worker_lock": Lock(),
     }
+    if current_platform.is_cpu() and start.config.parallel_config.enable_expert_parallel:
+        compute_own_experts()
     worker.init_worker(all_kwargs=[arguments])
     worker.init_device()
     _forget_names(start.identity)
@@ -158,7 +161,7 @@ class VllmRank:
         os.environ.update(start.environment)
         self._worker = _build_worker(start, rank)
         self._link.send(Outcome(None))
-        asyncio.get_running_loop().add_reader(self._link.fileno(), self._do_next)
+        self._link.when_it_brings(asyncio.get_running_loop(), self._do_next)
 
     def _do_next(self) -> None:
         call: Call = self._link.receive()
