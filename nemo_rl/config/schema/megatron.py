@@ -27,16 +27,8 @@ _FSDP = "Megatron's own FSDP"
 class MegatronOptimizerConfig(Section):
     """The optimizer of Megatron Core, in place of `policy.optimizer`."""
 
-    later: ClassVar[dict[str, str]] = {
-        "fp16": "float16 training",
-        "optimizer_cpu_offload": "an optimizer step on the CPU",
-        "overlap_cpu_optimizer_d2h_h2d": "an optimizer step on the CPU",
-    }
-    ignored: ClassVar[dict[str, str]] = {
-        "bf16": _BY_PRECISION,
-        "optimizer_offload_fraction": "belongs to optimizer_cpu_offload",
-        "params_dtype": _BY_PRECISION,
-    }
+    later: ClassVar[dict[str, str]] = {"fp16": "float16 training"}
+    ignored: ClassVar[dict[str, str]] = {"bf16": _BY_PRECISION, "params_dtype": _BY_PRECISION}
 
     optimizer: Literal["adam", "sgd"] = Field(default="adam", description="Adam with decoupled weight decay, or SGD.")
     lr: PositiveFloat = Field(default=5.0e-6, description="Highest learning rate.")
@@ -53,6 +45,15 @@ class MegatronOptimizerConfig(Section):
     )
     use_precision_aware_optimizer: bool = Field(
         default=True, description="Transformer Engine's Adam, which holds its state itself; without it torch's."
+    )
+    optimizer_cpu_offload: bool = Field(
+        default=False, description="On GPUs: hold optimizer state in host memory, and update there."
+    )
+    optimizer_offload_fraction: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="Share of the state that optimizer_cpu_offload is about."
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = Field(
+        default=False, description="With optimizer_cpu_offload: copy while the update goes on."
     )
     clip_grad: NonNegativeFloat | None = derived(
         "${...max_grad_norm}", "Norm to which the whole gradient is clipped; 0 or null: no clipping."

@@ -141,8 +141,8 @@ class PolicyConfig(Section):
         "CPUs, 2048 on GPUs.",
     )
     make_sequence_length_divisible_by: PositiveInt = derived(
-        "${max:${.dtensor_cfg.tensor_parallel_size},${.megatron_cfg.tensor_model_parallel_size}}",
-        "Sequence lengths are padded to a multiple of this many tokens.",
+        "${.dtensor_cfg.tensor_parallel_size}",
+        "Sequence lengths are padded to a multiple of this many tokens, and of what their ranks divide them by.",
     )
     max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="Norm to which the whole gradient is clipped; null: no clipping."

@@ -34,7 +34,7 @@ from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.section import is_interpolation
 from nemo_rl.config.base.structure import Slot
 from nemo_rl.config.rules.model import check_backend
-from nemo_rl.config.rules.topology import _SIZE_KEYS
+from nemo_rl.config.schema.megatron import MegatronConfig
 from nemo_rl.config.schema.policy_parallel import DTensorConfig, TrainingBackendConfig
 from nemo_rl.losses.feedback import KTOLossConfig
 from nemo_rl.losses.preference import DPOLossConfig
@@ -52,9 +52,8 @@ TRACKERS = ("wandb", "tensorboard", "mlflow")
 
 BY_COMPUTED_NAME = {
     ("DPOConfig", "from_section"): {field.name for kind in (DPOLossConfig, KTOLossConfig) for field in fields(kind)},
-    **{
-        (section.__name__, "parallel_sizes"): {name for name in section.model_fields if name in _SIZE_KEYS.values()}
-        for section in (DTensorConfig, TrainingBackendConfig)
+    ("BackendSection", "size"): {
+        key for section in (DTensorConfig, MegatronConfig, TrainingBackendConfig) for key in section.size_keys.values()
     },
     ("LoggerConfig", "make_backends"): {*TRACKERS, *(f"{name}_enabled" for name in TRACKERS)},
 }
