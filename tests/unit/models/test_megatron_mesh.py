@@ -13,7 +13,7 @@ from architectures import _COMMON, SPECIAL
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.runtime import preflight
-from nemo_rl.config import REPOSITORY_ROOT, PolicyConfig, row_length_multiple
+from nemo_rl.config import REPOSITORY_ROOT, PolicyConfig, model_ranks, row_length_multiple
 from nemo_rl.config.loading.load import load_config
 from nemo_rl.config.loading.obstacles import ALGORITHMS, guess_algorithm
 from nemo_rl.distributed.parallel_layout import ParallelLayout
@@ -289,11 +289,31 @@ def test_checks_import_nothing_of_megatron() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-1.5B": {"model_type": "qwen2", "num_attention_heads": 12, "num_key_value_heads": 2},
+    "Qwen/Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe", "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+        "num_hidden_layers": 48, "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 151936,
+    },
+    "deepseek-ai/DeepSeek-V3": {"model_type": "deepseek_v3"},
+    "meta-llama/Llama-3.2-1B": {"model_type": "llama"},
+    "meta-llama/Llama-3.2-1B-Instruct": {"model_type": "llama"},
+}  # fmt: skip
+"""Numbers of the models of the examples; those of DeepSeek-V3 are the defaults of its configuration."""
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_train_with_megatron(path: Path) -> None:
-    policy = load_config(path, schema=ALGORITHMS[guess_algorithm(path)]).policy
+def test_examples_train_with_megatron_on_their_meshes(path: Path) -> None:
+    config = load_config(path, schema=ALGORITHMS[guess_algorithm(path)])
+    policy = config.policy
     assert isinstance(training_backend(policy), MegatronTraining)
     assert policy.optimizer is None and policy.scheduler is None
+    if policy.model_name.endswith("tiny-chat"):
+        model = AutoConfig.from_pretrained(TINY)
+    else:
+        model = AutoConfig.for_model(**MODELS[policy.model_name])
+    ranks = model_ranks(config.cluster, config.models)[0]
+    assert list(check_mesh(policy, ParallelLayout.of(policy, ranks), model)) == []
 
 
 def test_a_wrong_mesh_is_refused_by_the_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
