@@ -60,6 +60,7 @@ from nemo_rl.config.schema.grpo import (
 )
 from nemo_rl.config.schema.logger import LoggerConfig, MlflowConfig, TensorboardConfig, WandbConfig
 from nemo_rl.config.schema.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.megatron import MegatronConfig
 from nemo_rl.config.schema.policy import PolicyConfig, RewardModelConfig, TokenizerConfig
 from nemo_rl.config.schema.policy_parallel import (
     DTensorConfig,
@@ -119,6 +120,7 @@ __all__ = [
     "LoraConfig",
     "MasterConfig",
     "MathEnvironmentConfig",
+    "MegatronConfig",
     "MlflowConfig",
     "OptimizerConfig",
     "OverridesError",

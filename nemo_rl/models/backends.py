@@ -23,8 +23,11 @@ if TYPE_CHECKING:  # they take seconds to import, and a wrong configuration is a
 
     from nemo_rl.models.huggingface.comparison import ExportCheck
 
-BACKENDS = {"dtensor_cfg": "nemo_rl.models.dtensor.training_backend.DTensorTraining"}
-"""Backends of the library: the section of `policy` that enables each, and its class."""
+BACKENDS = {
+    "dtensor_cfg": "nemo_rl.models.dtensor.training_backend.DTensorTraining",
+    "megatron_cfg": "nemo_rl.models.megatron.training_backend.MegatronTraining",
+}
+"""Backends of the library: the section of `policy` that enables each, and its class. The first is on by default."""
 
 
 class TrainingBackend(ABC):
@@ -45,6 +48,10 @@ class TrainingBackend(ABC):
         Raises:
             ConfigError: names the keys.
         """
+
+    def environment(self, policy: PolicyConfig) -> dict[str, str]:
+        """Environment variables of the ranks; `env_vars` of the backend's section come on top."""
+        return {}
 
     def predict_memory(
         self, policy: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool, on_gpu: bool
@@ -132,14 +139,16 @@ def backend_of_checkpoint(path: Path, config_file: Path | None = None) -> Traini
     if not isinstance(policy, dict):
         raise CheckpointError(f"{str(found)!r} has no policy.model_name, so it is no configuration of a run.")
     own = policy.get("training_backend")
-    enabled = [name for name in BACKENDS if (policy.get(name) or {}).get("enabled", True)]
+    default = next(iter(BACKENDS))
+    enabled = [name for name in BACKENDS if (policy.get(name) or {}).get("enabled", name == default)]
     return _make(own["name"] if own else None, enabled)
 
 
 def _make(own: str | None, enabled: Sequence[str]) -> TrainingBackend:
     """The user's backend by its dotted name, or else that of the first enabled section."""
     if own is None and not enabled:
-        raise ConfigError(f"no training backend is enabled: set policy.{next(iter(BACKENDS))}.enabled=true.")
+        keys = " or ".join(f"policy.{name}.enabled=true" for name in BACKENDS)
+        raise ConfigError(f"no training backend is enabled: set {keys}.")
     dotted_name = own or BACKENDS[enabled[0]]
     found = import_dotted(
         dotted_name,

@@ -35,7 +35,7 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.environments.reward_model_environment": ("the reward-model environment", ()),
     "nemo_rl.experience.rollouts": (_GYM[0], ("run_nemo_gym_rollout_sync", "run_async_nemo_gym_rollout")),
     "nemo_rl.models.generation.vllm.config": ("multimodal generation (VLM)", ()),
-    "nemo_rl.models.megatron": ("Megatron", ()),
+    "nemo_rl.models.megatron.community_import": ("conversion by Megatron Bridge", ()),
     "nemo_rl.models.policy.tq_policy": ("the data plane", ()),
     "nemo_rl.models.policy.utils": ("extension of policy workers", ()),
     "nemo_rl.models.policy.workers.dtensor_policy_worker_v2": ("extension of policy workers", ()),

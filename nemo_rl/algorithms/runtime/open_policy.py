@@ -151,6 +151,9 @@ def _policy_config(model_name: str, learning_rate: float | None, policy_keys: di
     if learning_rate is not None and "optimizer" in policy_keys:
         raise ConfigError("Both learning_rate and optimizer are given; write the rate into optimizer['kwargs']['lr'].")
     values: dict[str, Any] = {"generation": None, **policy_keys}
+    megatron = values.get("megatron_cfg")
+    if learning_rate is not None and megatron is not None and megatron.get("enabled"):
+        raise ConfigError("learning_rate is of AdamW; with megatron_cfg give megatron_cfg['optimizer']['lr'].")
     if learning_rate is not None:
         values["optimizer"] = {"name": "torch.optim.AdamW", "kwargs": {"lr": learning_rate, "weight_decay": 0.0}}
     return PolicyConfig.build(model_name=str(find_path(model_name) or model_name), **values)

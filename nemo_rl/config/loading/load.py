@@ -224,8 +224,11 @@ def _unresolvable(error: OmegaConfBaseException, sources: Sources) -> ConfigErro
 
 def _tell_idle(schema: type[Section], values: dict[str, Any], sources: Sources) -> None:
     """Say once which keys that the user wrote have no effect here."""
-    written = []
+    written, off = [], set()
     for slot, tree, path in mappings_in(Slot.of_section(schema), values):
+        if tree.get("enabled") is False or path[:-1] in off:
+            off.add(path)  # what is switched off has no effect anyway
+            continue
         section = slot.section_for(tree)
         reasons = section.without_effect(tree) if section is not None and issubclass(section, Section) else {}
         places = [((*path, key), reasons[key]) for key in tree if key in reasons]

@@ -4,27 +4,43 @@ Runs ask for them under the name of the section; workers ask again, for those wh
 """
 
 from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.megatron import check_megatron, check_megatron_schedule
 from nemo_rl.config.schema.policy import PolicyConfig
 
 
 def check_backend(section: str, policy: PolicyConfig) -> Findings:
     """Exactly one backend trains, or answers as `section`."""
-    own = policy.training_backend
-    if own is None and not policy.dtensor_cfg.enabled:
+    own, sections = policy.training_backend, ("dtensor_cfg", "megatron_cfg")
+    asked = [f"{section}.{name}.enabled=true" for name in sections if getattr(policy, name).enabled]
+    asked += [f"{section}.training_backend.name={own.name}"] if own is not None else []
+    if not asked:
         yield (
-            f"{section}.dtensor_cfg.enabled=false leaves no training backend (Megatron is not built yet). Set it "
+            f"{section}.dtensor_cfg.enabled=false leaves no training backend. Set it or {section}.megatron_cfg.enabled "
             f"to true, or name a backend of your own: {section}.training_backend.name."
         )
-    if own is not None and policy.dtensor_cfg.enabled:
+    if len(asked) > 1:
+        others = [
+            f"set {each.replace('true', 'false')}" if each.endswith("true") else f"leave {section}.training_backend out"
+            for each in asked
+        ]
         yield (
-            f"{section}.dtensor_cfg.enabled=true and {section}.training_backend.name={own.name} name two training "
-            f"backends. Set {section}.dtensor_cfg.enabled=false, or leave {section}.training_backend out."
+            f"{' and '.join(asked)} name {'two' if len(asked) == 2 else 'three'} training backends. Keep one: "
+            f"{' or '.join(others)}."
+        )
+    if policy.megatron_cfg.enabled:
+        yield from check_megatron(section, policy.megatron_cfg)
+    if policy.megatron_cfg.enabled and policy.dtensor_cfg.lora_cfg.enabled:
+        yield (
+            f"{section}.dtensor_cfg.lora_cfg.enabled=true belongs to {section}.dtensor_cfg, and LoRA with Megatron is "
+            "not built yet. Set it to false, or train with dtensor_cfg."
         )
 
 
 def check_trainable(policy: PolicyConfig) -> Findings:
     """A model that is trained has an optimizer, and computes in a format that holds small gradients."""
-    if policy.optimizer is None:
+    if policy.megatron_cfg.enabled:
+        yield from check_megatron_schedule("policy", policy.megatron_cfg)
+    elif policy.optimizer is None:
         yield "policy.optimizer is null, but the policy is trained. Name an optimizer, for example torch.optim.AdamW."
     if policy.precision == "float16":
         yield (

@@ -5,22 +5,18 @@ Invariant: the numbers follow from configuration alone; whether the machines exi
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nemo_rl.config.rules.engines import ranks_of_engine
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.distillation import TeacherConfig, TeacherPlacementConfig
 from nemo_rl.config.schema.policy import PolicyConfig
+from nemo_rl.config.schema.policy_parallel import BackendSection
 from nemo_rl.utils.errors import ConfigError
 
-_SIZE_KEYS = {
-    "pp": "pipeline_parallel_size",
-    "dp_replicate": "dp_replicate_size",
-    "cp": "context_parallel_size",
-    "tp": "tensor_parallel_size",
-}
-"""Keys of the sizes that a backend's section asks for; a section without one has size 1."""
+_FACTORS = ("pp", "dp_replicate", "cp", "tp")
+"""Axes whose sizes a section gives and whose product divides the ranks."""
 
 
 @dataclass(frozen=True)
@@ -112,24 +108,35 @@ def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:
         ConfigError: the ranks do not divide into the axes that are given, or a stage's ranks into those of experts.
     """
     section = policy.backend_section
-    asked = {axis: getattr(section, key, 1) for axis, key in _SIZE_KEYS.items()}
+    asked = {axis: section.size(axis) for axis in _FACTORS}
     copies = math.prod(asked.values())
     if ranks % copies:
         near = [n for n in (ranks // copies * copies, -(-ranks // copies) * copies) if n]
         raise ConfigError(
-            f"{ranks} ranks are no multiple of {copies} ({_product(asked)}). Nearest numbers of ranks: "
-            f"{', '.join(map(str, near))}.{_nearest_sizes(asked, ranks)}"
+            f"{ranks} ranks are no multiple of {copies} ({_product(section, _FACTORS)}). Nearest numbers of ranks: "
+            f"{', '.join(map(str, near))}.{_nearest_sizes(section, ranks)}"
         )
-    sizes = asked | {"dp_shard": ranks // copies, "ep": section.expert_parallel_size}
+    sizes = asked | {"dp_shard": ranks // copies, "ep": section.size("ep")}
     sharing = sizes["dp_shard"] * asked["cp"] * asked["tp"]
-    if sharing % sizes["ep"]:
-        near = sorted([n for n in range(1, sharing + 1) if sharing % n == 0], key=lambda n: abs(n - sizes["ep"]))[:2]
-        raise ConfigError(
-            f"expert_parallel_size={sizes['ep']} does not divide the {sharing} ranks that share a copy of a stage: "
-            f"{sharing} / {sizes['ep']} = {sharing / sizes['ep']:g} ({ranks} ranks"
-            f"{_outside(asked)}). Nearest values: {', '.join(map(str, sorted(near)))}."
-        )
+    _check_expert_ranks(section, sharing, ranks)
     return sizes
+
+
+def _check_expert_ranks(section: BackendSection, sharing: int, ranks: int) -> None:
+    """The ranks that share a copy of a stage divide among its experts, and among the parts of each expert."""
+    parts, size = section.size("etp"), section.size("ep")
+    if sharing % (parts * size) == 0:
+        return
+    fitting = [n for n in range(1, sharing + 1) if sharing % (parts * n) == 0]
+    near = ", ".join(map(str, sorted(sorted(fitting, key=lambda n: abs(n - size))[:2])))
+    way_out = f"Nearest values{f' of {section.size_keys["ep"]}' if parts > 1 else ''}: {near}."
+    outside = _product(section, ("pp", "dp_replicate"))
+    raise ConfigError(
+        f"{_product(section, ('ep', 'etp'))} does not divide the {sharing} ranks that share a copy of a stage: "
+        f"{sharing} / {parts * size} = {sharing / (parts * size):g} ({ranks} ranks"
+        f"{f' / {outside}'.replace(' x ', ' / ') if outside else ''}). "
+        f"{way_out if near else f'Lower {section.size_keys["etp"]}.'}"
+    )
 
 
 def row_length_multiple(policy: PolicyConfig) -> int:
@@ -143,29 +150,24 @@ def row_parts(policy: PolicyConfig) -> int:
     A context-parallel rank has two equal chunks of a row; sequence-parallel ranks divide what it has.
     """
     section = policy.backend_section
-    cp, sharing = (getattr(section, key, 1) for key in ("context_parallel_size", "tensor_parallel_size"))
+    cp, sharing = section.size("cp"), section.size("tp")
     sharing = sharing if getattr(section, "sequence_parallel", False) else 1
     return cp * (math.lcm(2, sharing) if cp > 1 else sharing)
 
 
-def _product(sizes: Mapping[str, int]) -> str:
+def _product(section: BackendSection, axes: Iterable[str]) -> str:
     """The sizes above 1 as the user writes them."""
-    return " x ".join(f"{_SIZE_KEYS[axis]}={size}" for axis, size in sizes.items() if size > 1)
+    return " x ".join(f"{section.size_keys[axis]}={section.size(axis)}" for axis in axes if section.size(axis) > 1)
 
 
-def _outside(asked: Mapping[str, int]) -> str:
-    """What divides the ranks before experts do."""
-    product = _product({axis: size for axis, size in asked.items() if axis in ("pp", "dp_replicate")})
-    return f" / {product}".replace(" x ", " / ") if product else ""
-
-
-def _nearest_sizes(asked: Mapping[str, int], ranks: int) -> str:
+def _nearest_sizes(section: BackendSection, ranks: int) -> str:
     """The largest smaller sizes, one key changed each, that divide the ranks."""
+    copies = math.prod(map(section.size, _FACTORS))
     fitting = []
-    for axis, size in asked.items():
-        others = math.prod(asked.values()) // size
-        smaller = [n for n in range(1, size) if ranks % (others * n) == 0]
-        fitting += [f"{_SIZE_KEYS[axis]}={smaller[-1]}"] if smaller else []
+    for axis in _FACTORS:
+        size = section.size(axis)
+        smaller = [n for n in range(1, size) if ranks % (copies // size * n) == 0]
+        fitting += [f"{section.size_keys[axis]}={smaller[-1]}"] if smaller else []
     return f" Or, for {ranks}: {' or '.join(fitting)}." if fitting else ""
 
 

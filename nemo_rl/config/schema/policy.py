@@ -4,6 +4,7 @@ A teacher or reward model may reuse `PolicyConfig` under another name. Invariant
 relatively, so the section works at any place of a file.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
@@ -12,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.generation import GenerationConfig
+from nemo_rl.config.schema.megatron import MegatronConfig
 from nemo_rl.config.schema.policy_parallel import (
     DTensorConfig,
     DynamicBatchingConfig,
@@ -86,8 +88,7 @@ class PolicyConfig(Section):
         "draft": "training of a draft model",
         "fsdp_offload_enabled": "the old FSDP1 worker (use policy.dtensor_cfg.cpu_offload)",
         "is_vlm": "vision-language models",
-        "megatron_cfg": "the Megatron backend",
-        "pretrained_checkpoint": "the Megatron backend",
+        "pretrained_checkpoint": "starting from a Megatron checkpoint (policy.model_name names a Hugging Face model)",
         "quant_batch_size": "quantised training",
         "quant_calib_data": "quantised training",
         "quant_calib_size": "quantised training",
@@ -99,6 +100,18 @@ class PolicyConfig(Section):
         "generation_batch_size": "NeMo RL does not read it either",
         "refit_buffer_size_gb": "see policy.generation.weight_sync.bucket_size_mb",
     }
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """Optimizer and schedule of the other backend."""
+        told = super().without_effect(values)
+        section = values.get("megatron_cfg")
+        if not (isinstance(section, Mapping) and section.get("enabled") is True):
+            return told
+        elsewhere = {
+            key: f"see megatron_cfg.{key}" for key in ("optimizer", "scheduler") if values.get(key) is not None
+        }
+        return {**elsewhere, **told}
 
     model_name: str = Field(description="Hub id or folder of the model.")
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="Tokenizer and chat template.")
@@ -129,7 +142,7 @@ class PolicyConfig(Section):
     )
     make_sequence_length_divisible_by: PositiveInt = derived(
         "${.dtensor_cfg.tensor_parallel_size}",
-        "Sequence lengths are padded to a multiple of this many tokens.",
+        "Sequence lengths are padded to a multiple of this many tokens, and of what their ranks divide them by.",
     )
     max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="Norm to which the whole gradient is clipped; null: no clipping."
@@ -140,11 +153,13 @@ class PolicyConfig(Section):
         "next update.",
     )
     optimizer: OptimizerConfig | None = Field(
-        default_factory=OptimizerConfig, description="The optimizer; null: a model that only answers."
+        default_factory=OptimizerConfig,
+        description="The optimizer, unless megatron_cfg has it; null: a model that only answers.",
     )
     scheduler: Annotated[SchedulerList, AfterValidator(_ends_with_milestones)] | SchedulerConfig | None = Field(
         default=None,
-        description="Learning-rate schedule: one, or a list that ends with milestones; null: constant.",
+        description="Learning-rate schedule, unless megatron_cfg has it: one, or a list that ends with milestones; "
+        "null: constant.",
     )
     hf_config_overrides: dict[str, Any] | None = Field(
         default_factory=dict, description="Fields of the Hugging Face model config to change."
@@ -152,8 +167,11 @@ class PolicyConfig(Section):
     dtensor_cfg: DTensorConfig = Field(
         default_factory=DTensorConfig, description="The PyTorch-native training backend."
     )
+    megatron_cfg: MegatronConfig = Field(
+        default_factory=MegatronConfig, description="The Megatron Core training backend."
+    )
     training_backend: TrainingBackendConfig | None = Field(
-        default=None, description="A training backend of your own, with dtensor_cfg.enabled: false."
+        default=None, description="A training backend of your own, with the two others disabled."
     )
     dynamic_batching: DynamicBatchingConfig = Field(
         default_factory=DynamicBatchingConfig, description="Microbatches by token budget."
@@ -169,6 +187,12 @@ class PolicyConfig(Section):
     )
 
     @property
-    def backend_section(self) -> DTensorConfig | TrainingBackendConfig:
+    def backend_section(self) -> DTensorConfig | MegatronConfig | TrainingBackendConfig:
         """The section of the backend that trains: parallel sizes and processes."""
-        return self.training_backend or self.dtensor_cfg
+        return self.training_backend or (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg)
+
+    @property
+    def backend_key(self) -> str:
+        """Name of that section."""
+        own = "training_backend" if self.training_backend else None
+        return own or ("megatron_cfg" if self.megatron_cfg.enabled else "dtensor_cfg")

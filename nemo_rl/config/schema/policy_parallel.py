@@ -12,6 +12,18 @@ from pydantic_core import PydanticCustomError
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import EnvVars
 
+
+class BackendSection(Section):
+    """What the sections of all training backends have: sizes of parallel axes under keys of their own."""
+
+    size_keys: ClassVar[Mapping[str, str]] = {}
+    """Axis (`parallel_layout.AXES`, `ep`, `etp`, `virtual`) -> key of its size; an axis without one has size 1."""
+
+    def size(self, axis: str) -> int:
+        """The size of an axis that is asked for."""
+        return getattr(self, self.size_keys[axis]) or 1 if axis in self.size_keys else 1
+
+
 _TRAIN_TOKENS = "${mul:${..max_total_sequence_length},${..train_micro_batch_size}}"
 _LOGPROB_TOKENS = "${mul:${..max_total_sequence_length},${..logprob_batch_size}}"
 
@@ -99,9 +111,19 @@ _OF_AN_AXIS = {
 """Options of a parallel axis: the key of its size, and the option's default."""
 
 
-class DTensorConfig(Section):
+_SIZE_KEYS = {
+    "pp": "pipeline_parallel_size",
+    "dp_replicate": "dp_replicate_size",
+    "cp": "context_parallel_size",
+    "tp": "tensor_parallel_size",
+    "ep": "expert_parallel_size",
+}
+
+
+class DTensorConfig(BackendSection):
     """The PyTorch-native training backend (FSDP2)."""
 
+    size_keys: ClassVar[Mapping[str, str]] = {**_SIZE_KEYS, "virtual": "virtual_pipeline_size"}
     later: ClassVar[dict[str, str]] = {
         "defer_fsdp_grad_sync": "delayed gradient reduction",
     }
@@ -166,8 +188,10 @@ class DTensorConfig(Section):
     env_vars: EnvVars | None = Field(default=None, description="Environment variables of the policy's processes.")
 
 
-class TrainingBackendConfig(Section):
+class TrainingBackendConfig(BackendSection):
     """A training backend of your own, in place of the sections of the library's."""
+
+    size_keys: ClassVar[Mapping[str, str]] = _SIZE_KEYS
 
     name: str = Field(description="Dotted class, derived from nemo_rl.models.backends.TrainingBackend.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="What the backend wants to know.")

@@ -3,6 +3,7 @@
 from nemo_rl.config import (
     DTensorConfig,
     DynamicBatchingConfig,
+    MegatronConfig,
     OptimizerConfig,
     PolicyConfig,
     SequencePackingConfig,
@@ -12,6 +13,7 @@ from nemo_rl.config import (
 __all__ = [
     "DTensorConfig",
     "DynamicBatchingConfig",
+    "MegatronConfig",
     "OptimizerConfig",
     "PolicyConfig",
     "SequencePackingConfig",

@@ -153,7 +153,7 @@ class Policy(PolicyInterface):
             workers_per_node=workers_per_node,
             name_prefix=name_prefix,
             sharding_annotations=self.layout.sharding,
-            env_vars=_WORKER_ENVIRONMENT | (config.backend_section.env_vars or {}),
+            env_vars=_WORKER_ENVIRONMENT | self._backend.environment(config) | (config.backend_section.env_vars or {}),
             setup_timeout_s=self._timeouts.setup_s,
             call_timeout_s=self._timeouts.train_s,
         )

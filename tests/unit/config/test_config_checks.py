@@ -28,6 +28,8 @@ from nemo_rl.utils.errors import ConfigError
 
 NO_PACKING = "policy.sequence_packing.enabled=false"
 SEPARATE = "policy.generation.colocated.enabled=false"
+MEGATRON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
+DECAYS = (*MEGATRON, "policy.megatron_cfg.scheduler.lr_decay_style=cosine")
 IS = "loss_fn.use_importance_sampling_correction=true"
 GSPO = "loss_fn.sequence_level_importance_ratios=true"
 
@@ -76,6 +78,41 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (["policy.dtensor_cfg.enabled=false"], "leaves no training backend"),
     (["policy.training_backend.name=my.Backend"], r"training_backend\.name=my\.Backend name two training backends"),
+    (
+        ["policy.megatron_cfg.enabled=true"],
+        r"policy\.dtensor_cfg\.enabled=true and policy\.megatron_cfg\.enabled=true name two training backends\. Keep "
+        r"one: set policy\.dtensor_cfg\.enabled=false or set policy\.megatron_cfg\.enabled=false\.",
+    ),
+    (
+        ["policy.megatron_cfg.enabled=true", "policy.training_backend.name=my.Backend"],
+        r"name three training backends\. Keep one: .* or leave policy\.training_backend out",
+    ),
+    ([*MEGATRON, "policy.dtensor_cfg.lora_cfg.enabled=true"], r"LoRA with Megatron is not built yet"),
+    (
+        [*MEGATRON, "policy.megatron_cfg.optimizer.lr=1e-7"],
+        r"megatron_cfg\.scheduler\.lr_warmup_init=5e-07 is above policy\.megatron_cfg\.optimizer\.lr=1e-07",
+    ),
+    (
+        [*DECAYS, "policy.megatron_cfg.optimizer.min_lr=1"],
+        r"megatron_cfg\.optimizer\.min_lr=1 is above .* Set it to at most 5e-06",
+    ),
+    ([*DECAYS, "policy.megatron_cfg.scheduler.lr_decay_iters=null"], r"cosine needs .*lr_decay_iters, the step at"),
+    (
+        [*DECAYS, "policy.megatron_cfg.scheduler.lr_decay_iters=13"],
+        r"lr_warmup_iters=13 is not below .*lr_decay_iters=13\. Warm up for at most 12 steps, or decay for more",
+    ),
+    ([*MEGATRON, "policy.megatron_cfg.scheduler.end_weight_decay=0.1"], r"start_weight_decay=0\.01, end_weight_decay"),
+    (
+        [*MEGATRON, "policy.megatron_cfg.moe_shared_expert_overlap=true",
+         "policy.megatron_cfg.moe_token_dispatcher_type=allgather"],
+        r"moe_shared_expert_overlap=true needs .*=alltoall, got allgather",
+    ),
+    (
+        [*MEGATRON, "policy.megatron_cfg.moe_router_bias_update_rate=1e-3",
+         "policy.megatron_cfg.moe_router_enable_expert_bias=false"],
+        r"moe_router_bias_update_rate=0\.001 moves a bias that",
+    ),
+    ([*MEGATRON, "policy.precision=float16"], r"policy\.precision=float16 loses gradients"),
     (
         ["policy.dtensor_cfg.enabled=false", "policy.training_backend={name: my.Backend, tensor_parallel_size: 2}"],
         r"1 ranks are no multiple of 2 \(tensor_parallel_size=2\)\. Nearest numbers of ranks: 2\.",
@@ -301,7 +338,7 @@ WRONG_CONFIGS: dict[str, tuple[dict, list[str], str]] = {
     "bad override grammar": ({}, ["grpo.seed 3"], "It has no '='"),
     "sweep": ({}, ["grpo.seed=1,2"], "sweep"),
     "contradicting losses": ({}, ["loss_fn.use_cispo=true", "loss_fn.disable_ppo_ratio=true"], "Keep one of the two"),
-    "feature not built": ({}, ["policy.megatron_cfg.enabled=true"], "not built yet: the Megatron backend"),
+    "feature not built": ({}, ["policy.quant_cfg=a.yaml"], "not built yet: quantised training"),
     "wrong type": ({}, ["grpo.num_prompts_per_step=many"], "Allowed: int > 0"),
     "no such file": ({"defaults": "nothing.yaml"}, [], "there is no file"),
 }  # fmt: skip

@@ -82,7 +82,12 @@ def test_flat_data_keys_show_their_new_place(write_yaml, key: str, place: str) -
 @pytest.mark.parametrize(
     "override",
     [
-        "policy.megatron_cfg.enabled=true",
+        "policy.megatron_cfg.peft.enabled=true",
+        "policy.megatron_cfg.fp8_cfg.enabled=true",
+        "policy.megatron_cfg.mtp_num_layers=1",
+        "policy.megatron_cfg.moe_token_dispatcher_type=flex",
+        "policy.megatron_cfg.scheduler.lr_decay_style=WSD",
+        "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp=true",
         "grpo.async_grpo.enabled=true",
         "policy.generation.vllm_cfg.async_engine=true",
         "policy.generation.vllm_cfg.precision=fp8",
@@ -124,7 +129,8 @@ def test_disabled_features_and_meaningless_keys_are_accepted(write_yaml) -> None
         env={"should_use_nemo_gym": False},
     )
     config = load_config(write_yaml("upstream.yaml", content))
-    assert "megatron_cfg" not in config.policy.model_dump()
+    assert config.policy.backend_section is config.policy.dtensor_cfg
+    assert config.policy.megatron_cfg.tensor_model_parallel_size == 4
     assert config.policy.dtensor_cfg == DTensorConfig()
     assert set(config.env) == {"math"}
 

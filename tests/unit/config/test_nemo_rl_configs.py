@@ -63,6 +63,62 @@ ACCEPTED = {
     "eval": ("data.repeat=4",),
 }
 
+TO_MEGATRON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
+MEGATRON_FILES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "a dense model": (
+        "grpo",
+        (
+            "policy.optimizer=null",
+            "policy.scheduler=null",
+            "policy.make_sequence_length_divisible_by=${policy.megatron_cfg.tensor_model_parallel_size}",
+            "policy.megatron_cfg.tensor_model_parallel_size=2",
+            "policy.megatron_cfg.pipeline_model_parallel_size=2",
+            "policy.megatron_cfg.context_parallel_size=2",
+            "policy.megatron_cfg.sequence_parallel=true",
+            "policy.megatron_cfg.activation_checkpointing=true",
+            "policy.megatron_cfg.converter_type=Qwen2ForCausalLM",
+            "policy.megatron_cfg.pipeline_dtype=${policy.precision}",
+            "policy.megatron_cfg.checkpoint={async_save: false, ckpt_assume_constant_structure: true}",
+            "policy.megatron_cfg.distributed_data_parallel_config.average_in_collective=true",
+            "policy.megatron_cfg.env_vars={PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:False'}",
+            "cluster.gpus_per_node=8",
+        ),
+    ),
+    "a large mixture of experts": (
+        "grpo",
+        (
+            "policy.megatron_cfg.expert_model_parallel_size=16",
+            "policy.megatron_cfg.tensor_model_parallel_size=8",
+            "policy.megatron_cfg.pipeline_model_parallel_size=16",
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage=3",
+            "policy.megatron_cfg.num_layers_in_last_pipeline_stage=2",
+            "policy.megatron_cfg.sequence_parallel=true",
+            "policy.megatron_cfg.moe_permute_fusion=false",
+            "policy.megatron_cfg.apply_rope_fusion=false",
+            "policy.megatron_cfg.defer_fp32_logits=true",
+            "policy.megatron_cfg.empty_unused_memory_level=2",
+            "policy.megatron_cfg.optimizer.optimizer_cpu_offload=true",
+            "policy.megatron_cfg.optimizer.optimizer_offload_fraction=1.0",
+            "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=false",
+            "cluster={gpus_per_node: 8, num_nodes: 32}",
+        ),
+    ),
+    "a schedule": (
+        "sft",
+        (
+            "policy.megatron_cfg.optimizer.lr=2.0e-5",
+            "policy.megatron_cfg.optimizer.min_lr=1.99999e-5",
+            "policy.megatron_cfg.scheduler.lr_decay_style=cosine",
+            "policy.megatron_cfg.scheduler.lr_decay_iters=32",
+            "policy.megatron_cfg.scheduler.lr_warmup_iters=1",
+            "policy.megatron_cfg.scheduler.lr_warmup_init=1.99999e-5",
+        ),
+    ),
+    "preferences": ("dpo", ("policy.megatron_cfg.bias_activation_fusion=false",)),
+    "a reward model": ("rm", ("policy.megatron_cfg.recompute_granularity=selective",)),
+}
+"""Values of NeMo RL's own files of this kind."""
+
 WITHOUT_EFFECT = {
     "grpo": (
         "policy.generation_batch_size=32",
@@ -88,7 +144,15 @@ WITHOUT_EFFECT = {
 
 NOT_BUILT = {
     "grpo": (
-        "policy.megatron_cfg={enabled: true}",
+        "policy.megatron_cfg.peft={enabled: true, dim: 8}",
+        "policy.megatron_cfg.fp8_cfg={enabled: true, fp8: hybrid}",
+        "policy.megatron_cfg.cuda_graph_impl=transformer_engine",
+        "policy.megatron_cfg.mtp_num_layers=1",
+        "policy.megatron_cfg.moe_enable_deepep=true",
+        "policy.megatron_cfg.moe_token_dispatcher_type=flex",
+        "policy.megatron_cfg.moe_router_group_topk=4",
+        "policy.megatron_cfg.optimizer.fp16=true",
+        "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp=true",
         "policy.generation.vllm_cfg.async_engine=true",
         "policy.generation.engine.precision=fp8",
         "policy.generation.engine.kv_cache_dtype=fp8",
@@ -145,6 +209,42 @@ def test_all_keys_of_nemo_rl_load_at_its_defaults(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ACCEPTED)
 def test_accepted_with_their_meaning(tmp_path: Path, algorithm: str) -> None:
     assert obstacles(written(tmp_path, algorithm, *ACCEPTED[algorithm]), algorithm) == []
+
+
+@pytest.mark.parametrize("kind", MEGATRON_FILES)
+def test_files_for_megatron_load(tmp_path: Path, kind: str) -> None:
+    algorithm, changes = MEGATRON_FILES[kind]
+    config = load_config(written(tmp_path, algorithm, *TO_MEGATRON, *changes), schema=ALGORITHMS[algorithm])
+    assert config.policy.backend_key == "megatron_cfg"
+    assert config.policy.backend_section is config.policy.megatron_cfg
+    assert config.policy.megatron_cfg.optimizer.clip_grad == config.policy.max_grad_norm == 1.0
+
+
+def test_defaults_of_megatron_follow_the_keys_that_they_follow_in_nemo_rl(tmp_path: Path) -> None:
+    megatron = {"enabled": True, "tensor_model_parallel_size": 4, "optimizer": {"weight_decay": 0.2}}
+    policy = {"model_name": "m", "max_grad_norm": 0.3, "dtensor_cfg": {"enabled": False}, "megatron_cfg": megatron}
+    content = {
+        "sft": {"val_period": 0, "val_at_start": False},
+        "data": {"train": {"dataset_name": "squad"}},
+        "policy": policy,
+        "cluster": {"gpus_per_node": 4},
+    }
+    path = tmp_path / "short.yaml"
+    path.write_text(yaml.safe_dump(content))
+    found = load_config(path, schema=ALGORITHMS["sft"]).policy.megatron_cfg
+    assert found.optimizer.clip_grad == 0.3
+    assert (found.scheduler.start_weight_decay, found.scheduler.end_weight_decay) == (0.2, 0.2)
+
+
+def test_notices_are_about_the_backend_that_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "nemo_rl.config"):
+        load_config(SHAPES / "sft.yaml", schema=ALGORITHMS["sft"])
+        assert "policy.dtensor_cfg._v2 (" in caplog.text and "policy.megatron_cfg" not in caplog.text
+        caplog.clear()
+        load_config(written(tmp_path, "sft", *TO_MEGATRON), schema=ALGORITHMS["sft"])
+        assert "policy.megatron_cfg.optimizer.bf16 (follows policy.precision" in caplog.text
+        assert "policy.optimizer (see megatron_cfg.optimizer)" in caplog.text
+        assert "policy.dtensor_cfg" not in caplog.text
 
 
 @pytest.mark.parametrize("algorithm", WITHOUT_EFFECT)
@@ -253,7 +353,7 @@ def test_obstacles_of_every_stage_come_together(tmp_path: Path) -> None:
         tmp_path,
         "grpo",
         "grpo.num_promts_per_step=3",
-        "policy.megatron_cfg.enabled=true",
+        "policy.megatron_cfg.peft.enabled=true",
         "policy.quant_cfg=x",
         "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
         "policy.train_micro_batch_size=none",
@@ -262,8 +362,8 @@ def test_obstacles_of_every_stage_come_together(tmp_path: Path) -> None:
     found = obstacles(path, "grpo")
     assert [text.split("=")[0].split(": ")[-1].split("'")[0] for text in found] == [
         "unknown key ",
-        "policy.megatron_cfg",
         "policy.quant_cfg",
+        "policy.megatron_cfg.peft",
         "policy.train_micro_batch_size",
         "policy.generation.engine.kv_cache_dtype",
     ]
@@ -327,14 +427,14 @@ def test_the_command_line(
     checker: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = written(tmp_path, "sft", "policy.model_name=/no/such/model")
-    bad = written(tmp_path, "grpo", "policy.megatron_cfg.enabled=true", "grpo.vall_period=3")
+    bad = written(tmp_path, "grpo", "policy.quant_cfg=a.yaml", "grpo.vall_period=3")
     assert run(checker, monkeypatch, str(good)) == 0
     assert capsys.readouterr().out == f"{good} (sft): loads\n"
     assert run(checker, monkeypatch, str(good), str(bad)) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [f"{good} (sft): loads", f"{bad} (grpo): does not load"] and len(lines) == 4
     assert "'grpo.vall_period'. Did you mean 'grpo.val_period'?" in lines[2]
-    assert lines[3].startswith("  - policy.megatron_cfg=") and "not built yet: the Megatron backend" in lines[3]
+    assert lines[3].startswith("  - policy.quant_cfg=") and "not built yet: quantised training" in lines[3]
     assert run(checker, monkeypatch, str(SHAPES / "common.yaml")) == 1
     assert "Name it with --algorithm" in capsys.readouterr().out
     assert run(checker, monkeypatch, str(good), "sft.val_batches=0", "--algorithm", "sft") == 1

@@ -34,7 +34,7 @@ from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.section import is_interpolation
 from nemo_rl.config.base.structure import Slot
 from nemo_rl.config.rules.model import check_backend
-from nemo_rl.config.rules.topology import _SIZE_KEYS
+from nemo_rl.config.schema.megatron import MegatronConfig
 from nemo_rl.config.schema.policy_parallel import DTensorConfig, TrainingBackendConfig
 from nemo_rl.losses.feedback import KTOLossConfig
 from nemo_rl.losses.preference import DPOLossConfig
@@ -52,9 +52,8 @@ TRACKERS = ("wandb", "tensorboard", "mlflow")
 
 BY_COMPUTED_NAME = {
     ("DPOConfig", "from_section"): {field.name for kind in (DPOLossConfig, KTOLossConfig) for field in fields(kind)},
-    **{
-        (section.__name__, "parallel_sizes"): {name for name in section.model_fields if name in _SIZE_KEYS.values()}
-        for section in (DTensorConfig, TrainingBackendConfig)
+    ("BackendSection", "size"): {
+        key for section in (DTensorConfig, MegatronConfig, TrainingBackendConfig) for key in section.size_keys.values()
     },
     ("LoggerConfig", "make_backends"): {*TRACKERS, *(f"{name}_enabled" for name in TRACKERS)},
 }
@@ -63,6 +62,9 @@ BY_COMPUTED_NAME = {
 
 READ_BY_A_BACKEND = {"TrainingBackendConfig.kwargs", "TrainingBackendConfig.name"}
 """Keys for the classes that users write."""
+
+READ_UNTYPED = ("MegatronConfig", "MegatronDDPConfig", "MegatronOptimizerConfig", "MegatronSchedulerConfig")
+"""Sections whose readers, in the ranks, do not say what they take."""
 
 REFUSED_BY_A_RULE = {"DTensorConfig.enabled": check_backend}
 """Keys that have one value in every run, because a rule refuses the others."""
@@ -143,6 +145,7 @@ def idle_keys(reads: AttributeReads) -> set[str]:
             if Slot.of(section.model_fields[key].annotation, section.model_fields[key].metadata).sections:
                 continue  # a section is as idle as its keys
             idle.add(f"{section.__name__}.{key}")
+    idle = {key for key in idle if key.partition(".")[0] not in READ_UNTYPED}
     return idle - set(REFUSED_BY_A_RULE) - READ_BY_A_BACKEND
 
 

@@ -1,0 +1,62 @@
+"""Rules on `policy.megatron_cfg`, for any model: options that belong together, and the schedule."""
+
+from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.schema.megatron import MegatronConfig
+
+
+def check_megatron(section: str, config: MegatronConfig) -> Findings:
+    """Options that need each other are there together.
+
+    Args:
+        section: name of the model's section.
+        config: its `megatron_cfg`.
+    """
+    keys = f"{section}.megatron_cfg"
+    if config.moe_shared_expert_overlap and config.moe_token_dispatcher_type != "alltoall":
+        yield (
+            f"{keys}.moe_shared_expert_overlap=true needs {keys}.moe_token_dispatcher_type=alltoall, got "
+            f"{config.moe_token_dispatcher_type}. Set one of the two."
+        )
+    if config.moe_router_bias_update_rate > 0 and config.moe_router_enable_expert_bias is False:
+        yield (
+            f"{keys}.moe_router_bias_update_rate={config.moe_router_bias_update_rate:g} moves a bias that {keys}."
+            "moe_router_enable_expert_bias=false leaves out. Set the rate to 0, or the other to null."
+        )
+
+
+def check_megatron_schedule(section: str, config: MegatronConfig) -> Findings:
+    """The schedule rises to the learning rate, ends at or below it, and knows when.
+
+    Args:
+        section: name of the model's section.
+        config: its `megatron_cfg`.
+    """
+    optimizer, schedule = config.optimizer, config.scheduler
+    keys, style = f"{section}.megatron_cfg", schedule.lr_decay_style
+    end, warmup = schedule.lr_decay_iters, schedule.lr_warmup_iters
+    floors = {"optimizer.min_lr": optimizer.min_lr} if style != "constant" else {}
+    floors |= {"scheduler.lr_warmup_init": schedule.lr_warmup_init} if warmup else {}
+    for key, floor in floors.items():
+        if floor > optimizer.lr:
+            yield (
+                f"{keys}.{key}={floor:g} is above {keys}.optimizer.lr={optimizer.lr:g}. Set it to at most "
+                f"{optimizer.lr:g}, for example 0."
+            )
+    if end is None and style != "constant":
+        yield (
+            f"{keys}.scheduler.lr_decay_style={style} needs {keys}.scheduler.lr_decay_iters, the step at which the "
+            "learning rate is optimizer.min_lr."
+        )
+    if end is not None and style != "constant" and warmup >= end:
+        yield (
+            f"{keys}.scheduler.lr_warmup_iters={warmup} is not below {keys}.scheduler.lr_decay_iters={end}. "
+            f"Warm up for at most {end - 1} steps, or decay for more than {warmup}."
+        )
+    first, last = schedule.start_weight_decay, schedule.end_weight_decay
+    rises = schedule.weight_decay_incr_style != "constant"
+    if last < first or (first != last and not rises) or (rises and end is None):
+        yield (
+            f"{keys}.scheduler.start_weight_decay={first:g}, end_weight_decay={last:g} and weight_decay_incr_style="
+            f"{schedule.weight_decay_incr_style} do not fit together: the weight decay is constant (two equal values), "
+            "or rises until lr_decay_iters (linear, cosine)."
+        )

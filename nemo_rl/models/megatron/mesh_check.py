@@ -1,0 +1,129 @@
+"""What Megatron Core cannot train on a mesh: found before Ray starts, from the model's configuration alone.
+
+Imports nothing of megatron. Invariant: all findings come at once, with the arithmetic and the nearest valid choice.
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+
+from transformers import PretrainedConfig
+
+from nemo_rl.config import MegatronConfig, PolicyConfig
+from nemo_rl.config.rules.findings import Findings
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.mesh import Mesh, check_context, check_experts, divided_layers, vocabulary
+
+FAMILIES = ("deepseek_v3", "gemma3_text", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Model types of language models (`config.json`) that have a converter and a layer specification."""
+
+_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+def check_mesh(
+    policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, section: str = "policy"
+) -> Findings:
+    """What keeps a model from being trained, or from answering, with Megatron Core on a mesh.
+
+    Args:
+        policy: section of the model.
+        layout: sizes that the section and the number of ranks give.
+        model: the model's configuration.
+        section: name of the section, for messages; only `policy` is trained.
+    """
+    mesh = Mesh(f"{section}.megatron_cfg", policy, layout, model.get_text_config())
+    asked = policy.megatron_cfg
+    if mesh.model.model_type not in FAMILIES:
+        yield (
+            f"{section}.model_name={policy.model_name} is a {mesh.model.model_type}, which {mesh.keys} cannot train: "
+            f"there are {', '.join(FAMILIES)}. Train it with {section}.dtensor_cfg.enabled=true and "
+            f"{mesh.keys}.enabled=false."
+        )
+        return
+    if layout.tp > 1:
+        yield from mesh.indivisible("tp", chain(divided_layers(mesh), vocabulary(mesh)))
+    yield from _check_sequence_parallel(mesh, asked, trains=section == "policy")
+    yield from check_experts(mesh)
+    yield from _check_expert_parts(mesh)
+    yield from check_context(mesh)
+    yield from _check_pipeline(mesh, asked)
+
+
+def _check_sequence_parallel(mesh: Mesh, asked: MegatronConfig, *, trains: bool) -> Findings:
+    """Sequences are divided among tensor-parallel ranks, and must be where those train experts."""
+    if asked.sequence_parallel and mesh.layout.tp == 1:
+        yield (
+            f"{mesh.keys}.sequence_parallel=true divides sequences among the ranks of {mesh.name('tp')}. Set it to "
+            f"false, or {mesh.keys}.tensor_model_parallel_size to at least 2."
+        )
+    if trains and mesh.experts is not None and mesh.layout.tp > 1 and not asked.sequence_parallel:
+        yield (
+            f"{mesh.key('tp')} trains the experts of {mesh.model.model_type} only with sequence parallelism. Set "
+            f"{mesh.keys}.sequence_parallel=true."
+        )
+
+
+def _check_expert_parts(mesh: Mesh) -> Findings:
+    """The ranks that share each expert have equal parts of it."""
+    if mesh.asked.size("etp") == 1:
+        return
+    if mesh.experts is None:
+        yield f"{mesh.key('etp')}, but {mesh.model.model_type} has no experts. {mesh.alone('etp')}"
+        return
+    yield from mesh.indivisible(
+        "etp", mesh.divided("columns of an expert", "moe_intermediate_size", "intermediate_size")
+    )
+
+
+def _check_pipeline(mesh: Mesh, asked: MegatronConfig) -> Findings:
+    """Every chunk of every stage has the same number of layers, but for those of the first and last stage."""
+    pp, chunks = mesh.layout.pp, mesh.asked.size("virtual")
+    ends = {key: count for key in (_FIRST, _LAST) if (count := getattr(asked, key)) is not None}
+    written = [f"{key}={count}" for key, count in ends.items()] + ([mesh.name("virtual")] if chunks > 1 else [])
+    if pp == 1:
+        if written:
+            yield (
+                f"{mesh.keys}.{' and '.join(written)} divide the layers of a pipeline, and {mesh.name('pp')}. Set "
+                f"{'them' if len(written) > 1 else 'it'} to null, or the pipeline to at least 2 stages."
+            )
+        return
+    if _fits(mesh.layers, pp, chunks, ends):
+        return
+    fitting = [size for size in mesh.sizes("pp") if _fits(mesh.layers, size, chunks, ends)]
+    nearest = mesh.advice(pp, fitting) if fitting else ""
+    uneven = next(_last_stages(mesh.layers, pp, chunks), None) if not ends else None
+    other = "" if uneven is None else f"Or {_LAST}={uneven} ({(mesh.layers - uneven) // (pp - 1)} on each other stage)."
+    yield (
+        f"{mesh.key('pp')}{''.join(f', {text}' for text in written)} does not divide the {mesh.layers} layers "
+        f"(num_hidden_layers) of {mesh.model.model_type}: {_arithmetic(mesh.layers, pp, chunks, ends)}. "
+        f"{' '.join(filter(None, (nearest, other))) or f'Leave {_FIRST} and {_LAST} at null.'}"
+    )
+
+
+def _fits(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> bool:
+    """Whether equal chunks are left once the first and last stage have their layers."""
+    if stages == 1:
+        return not ends and chunks == 1
+    rest, others = layers - sum(ends.values()), stages - len(ends)
+    if any(count % chunks for count in ends.values()):
+        return False
+    return rest == 0 if others == 0 else rest > 0 and rest % (others * chunks) == 0
+
+
+def _arithmetic(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> str:
+    odd = [f"{count} / {chunks} = {count / chunks:g}" for count in ends.values() if count % chunks]
+    if odd:
+        return ", ".join(odd)
+    rest, others = layers - sum(ends.values()), stages - len(ends)
+    left = " - ".join(map(str, (layers, *ends.values())))
+    if others == 0 or rest <= 0:
+        return f"{left} = {rest} layers for the {others} stages between"
+    shown = f"({left})" if ends else left
+    by = f"{others} stages" + (f" / {chunks} chunks" if chunks > 1 else "")
+    return f"{shown} / {by} = {rest / (others * chunks):g}"
+
+
+def _last_stages(layers: int, stages: int, chunks: int) -> Iterator[int]:
+    """Layers of a shorter last stage, which also has the vocabulary, that leave equal ones; the longest first."""
+    for last in range(layers // stages, 0, -1):
+        if last % chunks == 0 and _fits(layers, stages, chunks, {_LAST: last}):
+            yield last

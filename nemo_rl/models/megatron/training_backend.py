@@ -1,0 +1,101 @@
+"""Megatron Core as runs and tools see it: what it can train, and its checkpoints without a model.
+
+Imports nothing of megatron: that changes a process (streams, compiled kernels, on CPUs a stand-in for CUDA), and only
+ranks are there for it.
+"""
+
+import importlib.metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.backends import TrainingBackend
+from nemo_rl.utils.errors import ConfigError
+
+if TYPE_CHECKING:  # see `models.backends`
+    from transformers import PreTrainedTokenizerBase
+
+    from nemo_rl.models.huggingface.comparison import ExportCheck
+
+TESTED_VERSION = "0.19.2"
+"""Release of megatron-core that the ranks' code was written for and is tested with; `pyproject.toml` pins it."""
+
+
+class MegatronTraining(TrainingBackend):
+    """Megatron Core's models, schedules and distributed optimizer; checkpoints by its `dist_checkpointing`."""
+
+    rank_class = "nemo_rl.models.megatron.backend.MegatronBackend"
+
+    def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
+        """Ask for the library, and hold the mesh against the model's configuration; see `TrainingBackend.check`."""
+        require_megatron_core(section)
+        try:
+            layout = ParallelLayout.of(policy, num_ranks)
+        except ConfigError as error:
+            raise ConfigError(f"{section}.megatron_cfg: {error}") from error
+        from nemo_rl.models.huggingface.load import load_model_config
+        from nemo_rl.models.megatron.mesh_check import check_mesh
+
+        model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
+        report_findings(check_mesh(policy, layout, model, section))
+
+    def environment(self, policy: PolicyConfig) -> dict[str, str]:
+        """One queue to each GPU where layers are divided: Megatron Core starts a transfer before the product that hides
+        it, and relies on the GPU to keep that order (`core/tensor_parallel/layers.py`).
+        """
+        section = policy.megatron_cfg
+        divided = section.tensor_model_parallel_size > 1 or section.context_parallel_size > 1
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if divided else {}
+
+    def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
+        """See `TrainingBackend.complete_checkpoint`."""
+        from nemo_rl.models.megatron.checkpoint_folder import complete_checkpoint
+
+        complete_checkpoint(weights, tokenizer, precision)
+
+    def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
+        """See `TrainingBackend.checkpoint_bytes`."""
+        from nemo_rl.models.megatron.checkpoint_folder import checkpoint_bytes
+
+        return checkpoint_bytes(policy, checkpointing)
+
+    def find_weights(self, path: Path) -> Path:
+        """See `TrainingBackend.find_weights`."""
+        from nemo_rl.models.megatron.checkpoint_folder import find_weights
+
+        return find_weights(path)
+
+    def export(self, weights: Path, target: Path, tokenizer_name: str | None = None, dtype: str | None = None) -> None:
+        """See `TrainingBackend.export`."""
+        from nemo_rl.models.megatron.checkpoint_folder import export
+
+        export(weights, target, tokenizer_name, dtype)
+
+    def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
+        """See `TrainingBackend.verify_export`."""
+        from nemo_rl.models.megatron.checkpoint_folder import verify_export
+
+        return verify_export(weights, target)
+
+
+def require_megatron_core(section: str = "policy") -> None:
+    """Refuse a machine without megatron-core, or with another release than the tested one.
+
+    Args:
+        section: name of the model's section, for the message.
+
+    Raises:
+        ConfigError: names what is installed, and the command that installs what is needed.
+    """
+    try:
+        found = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        found = None
+    if found == TESTED_VERSION:
+        return
+    what = "megatron-core is not installed" if found is None else f"megatron-core {found} is installed"
+    raise ConfigError(
+        f"{section}.megatron_cfg.enabled=true needs megatron-core {TESTED_VERSION}, and {what}. Install it beside the "
+        "extra that you use, for example: uv sync --extra vllm --extra mcore (on CPUs: --extra cpu --extra mcore)."
+    )

@@ -1,0 +1,327 @@
+"""Meshes that Megatron Core cannot train are answered before Ray starts, with the arithmetic and the nearest choice."""
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures import _COMMON, SPECIAL
+from transformers import AutoConfig, PretrainedConfig
+
+from nemo_rl.algorithms.runtime import preflight
+from nemo_rl.config import REPOSITORY_ROOT, PolicyConfig, model_ranks, row_length_multiple
+from nemo_rl.config.loading.load import load_config
+from nemo_rl.config.loading.obstacles import ALGORITHMS, guess_algorithm
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.backends import backend_of_checkpoint, training_backend
+from nemo_rl.models.dtensor.training_backend import DTensorTraining
+from nemo_rl.models.megatron.mesh_check import check_mesh
+from nemo_rl.models.megatron.training_backend import TESTED_VERSION, MegatronTraining
+from nemo_rl.utils.errors import ConfigError
+
+TINY = str(REPOSITORY_ROOT / "examples/assets/tiny-chat")
+EXAMPLES = sorted((REPOSITORY_ROOT / "examples/configs").glob("*megatron*.yaml"))
+SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "virtual": "virtual_pipeline_model_parallel_size",
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+    "sp": "sequence_parallel",
+}
+
+
+def model_config(model_type: str, **fields: Any) -> PretrainedConfig:
+    return AutoConfig.for_model(model_type, **_COMMON | {"vocab_size": 96} | SPECIAL.get(model_type, {}) | fields)
+
+
+def policy_of(length: int = 64, **sizes: Any) -> PolicyConfig:
+    keys = {SHORT[name]: value for name, value in sizes.items()}
+    return PolicyConfig.build(
+        model_name="m",
+        max_total_sequence_length=length,
+        dtensor_cfg={"enabled": False},
+        megatron_cfg={"enabled": True, **keys},
+        generation=None,
+    )
+
+
+def findings(model: PretrainedConfig, ranks: int, section: str = "policy", **sizes: Any) -> list[str]:
+    policy = policy_of(**sizes)
+    found = check_mesh(policy, ParallelLayout.of(policy, ranks), model, section)
+    return [text.replace(f"{section}.megatron_cfg", "M") for text in found]
+
+
+QWEN = {"model_type": "qwen2"}  # 4 heads, 2 query groups, 96 columns, 96 tokens, 2 layers
+MOE = {"model_type": "qwen3_moe"}  # the same with 4 experts of 48 columns
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "heads, query groups": (
+        QWEN,
+        {"ranks": 8, "tp": 8},
+        [
+            "M.tensor_model_parallel_size=8 does not divide the 4 attention heads (num_attention_heads) of qwen2: "
+            "4 / 8 = 0.5. Nearest sizes that fit the model and 8 ranks: 1, 2.",
+            "M.tensor_model_parallel_size=8 does not divide the 2 heads of keys and values (num_key_value_heads) of "
+            "qwen2: 2 / 8 = 0.25. Nearest sizes that fit the model and 8 ranks: 1, 2.",
+        ],
+    ),
+    "vocabulary, also of a model without one": (
+        QWEN | {"vocab_size": 97},
+        {"ranks": 2, "tp": 2},
+        [
+            "M.tensor_model_parallel_size=2 does not divide the 97 tokens of the vocabulary (vocab_size) of qwen2: "
+            "97 / 2 = 48.5. Nearest sizes that fit the model and 2 ranks: 1.",
+        ],
+    ),
+    "experts": (
+        MOE,
+        {"ranks": 3, "ep": 3},
+        [
+            "M.expert_model_parallel_size=3 does not divide the 4 experts of a layer (num_local_experts) of qwen3_moe: "
+            "4 / 3 = 1.33333. Nearest sizes that fit the model and 3 ranks: 1.",
+        ],
+    ),
+    "no experts": (
+        QWEN,
+        {"ranks": 4, "ep": 2, "etp": 2},
+        [
+            "M.expert_model_parallel_size=2, but qwen2 has no experts. Set M.expert_model_parallel_size=1.",
+            "M.expert_tensor_parallel_size=2, but qwen2 has no experts. Set M.expert_tensor_parallel_size=1.",
+        ],
+    ),
+    "parts of an expert": (
+        MOE | {"moe_intermediate_size": 47},
+        {"ranks": 2, "etp": 2},
+        [
+            "M.expert_tensor_parallel_size=2 does not divide the 47 columns of an expert (moe_intermediate_size) of "
+            "qwen3_moe: 47 / 2 = 23.5. Nearest sizes that fit the model and 2 ranks: 1.",
+        ],
+    ),
+    "experts without sequence parallelism": (
+        MOE,
+        {"ranks": 2, "tp": 2},
+        [
+            "M.tensor_model_parallel_size=2 trains the experts of qwen3_moe only with sequence parallelism. Set "
+            "M.sequence_parallel=true.",
+        ],
+    ),
+    "sequence parallelism alone": (
+        QWEN,
+        {"ranks": 2, "sp": True},
+        [
+            "M.sequence_parallel=true divides sequences among the ranks of tensor_model_parallel_size=1. Set it to "
+            "false, or M.tensor_model_parallel_size to at least 2.",
+        ],
+    ),
+    "short rows": (
+        QWEN,
+        {"ranks": 4, "cp": 2, "tp": 2, "sp": True, "length": 3},
+        [
+            "M.context_parallel_size=2 cuts a row into 4 parts (2 x 2, and tensor_model_parallel_size=2 divides each "
+            "rank's), more than its 3 tokens (max_total_sequence_length=3). Use rows of at least 4 tokens, or a "
+            "smaller size.",
+        ],
+    ),
+    "layers by stages": (
+        QWEN | {"num_hidden_layers": 61},
+        {"ranks": 32, "pp": 16},
+        [
+            "M.pipeline_model_parallel_size=16 does not divide the 61 layers (num_hidden_layers) of qwen2: 61 / 16 "
+            "stages = 3.8125. Nearest sizes that fit the model and 32 ranks: 1. Or "
+            "num_layers_in_last_pipeline_stage=1 (4 on each other stage).",
+        ],
+    ),
+    "layers by stages and chunks": (
+        QWEN | {"num_hidden_layers": 6},
+        {"ranks": 4, "pp": 2, "virtual": 2},
+        [
+            "M.pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2 does not divide the 6 layers "
+            "(num_hidden_layers) of qwen2: 6 / 2 stages / 2 chunks = 1.5. Or num_layers_in_last_pipeline_stage=2 "
+            "(4 on each other stage).",
+        ],
+    ),
+    "layers of the ends": (
+        QWEN | {"num_hidden_layers": 12},
+        {"ranks": 4, "pp": 4, "first": 2, "last": 3},
+        [
+            "M.pipeline_model_parallel_size=4, num_layers_in_first_pipeline_stage=2, "
+            "num_layers_in_last_pipeline_stage=3 does not divide the 12 layers (num_hidden_layers) of qwen2: "
+            "(12 - 2 - 3) / 2 stages = 3.5. Leave num_layers_in_first_pipeline_stage and "
+            "num_layers_in_last_pipeline_stage at null.",
+        ],
+    ),
+    "more than there are": (
+        QWEN | {"num_hidden_layers": 6},
+        {"ranks": 2, "pp": 2, "first": 3, "last": 4},
+        [
+            "M.pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=3, "
+            "num_layers_in_last_pipeline_stage=4 does not divide the 6 layers (num_hidden_layers) of qwen2: 6 - 3 - 4 "
+            "= -1 layers for the 0 stages between. Leave num_layers_in_first_pipeline_stage and "
+            "num_layers_in_last_pipeline_stage at null.",
+        ],
+    ),
+    "no pipeline": (
+        QWEN,
+        {"ranks": 2, "virtual": 2},
+        [
+            "M.virtual_pipeline_model_parallel_size=2 divide the layers of a pipeline, and "
+            "pipeline_model_parallel_size=1. Set it to null, or the pipeline to at least 2 stages.",
+        ],
+    ),
+    "another family": (
+        {"model_type": "gptj"},
+        {"ranks": 2, "tp": 2},
+        [
+            "policy.model_name=m is a gptj, which M cannot train: there are deepseek_v3, gemma3_text, gpt_oss, llama, "
+            "mistral, qwen2, qwen3, qwen3_moe. Train it with policy.dtensor_cfg.enabled=true and M.enabled=false.",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_meshes(name: str) -> None:
+    model, mesh, want = WRONG[name]
+    assert findings(model_config(**model), **mesh) == want
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        (QWEN, {"ranks": 1}),
+        (QWEN, {"ranks": 16, "tp": 2, "cp": 2, "pp": 2, "sp": True}),
+        (QWEN | {"num_hidden_layers": 8}, {"ranks": 2, "pp": 2, "virtual": 2}),
+        (QWEN | {"num_hidden_layers": 61}, {"ranks": 16, "pp": 16, "first": 3, "last": 2}),
+        (QWEN | {"num_hidden_layers": 5}, {"ranks": 2, "pp": 2, "first": 3}),
+        (QWEN | {"num_hidden_layers": 10}, {"ranks": 3, "pp": 3, "virtual": 2, "last": 2}),
+        (MOE, {"ranks": 8, "tp": 2, "sp": True, "cp": 2, "ep": 4, "etp": 2}),
+        (MOE, {"ranks": 2, "tp": 2, "section": "teacher"}),
+        ({"model_type": "gemma3_text"}, {"ranks": 2, "cp": 2}),
+        ({"model_type": "gpt_oss"}, {"ranks": 4, "tp": 2, "sp": True, "ep": 4}),
+        ({"model_type": "deepseek_v3"}, {"ranks": 4, "tp": 2, "sp": True, "ep": 2}),
+    ],
+)
+def test_right_meshes(model: dict[str, Any], mesh: dict[str, Any]) -> None:
+    assert findings(model_config(**model), **mesh) == []
+
+
+def test_ranks_are_counted_with_the_keys_of_the_section() -> None:
+    def error(ranks: int, **sizes: int) -> str:
+        with pytest.raises(ConfigError) as caught:
+            ParallelLayout.of(policy_of(**sizes), ranks)
+        return str(caught.value)
+
+    assert ParallelLayout.of(policy_of(tp=2, pp=2, cp=2, ep=4), 16) == ParallelLayout(
+        pp=2, dp_shard=2, cp=2, tp=2, ep=4
+    )
+    assert error(8, tp=3, pp=2) == (
+        "8 ranks are no multiple of 6 (pipeline_model_parallel_size=2 x tensor_model_parallel_size=3). Nearest numbers "
+        "of ranks: 6, 12. Or, for 8: tensor_model_parallel_size=2."
+    )
+    assert error(16, pp=2, ep=4, etp=4) == (
+        "expert_model_parallel_size=4 x expert_tensor_parallel_size=4 does not divide the 8 ranks that share a copy of "
+        "a stage: 8 / 16 = 0.5 (16 ranks / pipeline_model_parallel_size=2). Nearest values of "
+        "expert_model_parallel_size: 1, 2."
+    )
+    assert error(4, etp=8).endswith("(4 ranks). Lower expert_tensor_parallel_size.")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "want"),
+    [({}, 1), ({"tp": 4}, 1), ({"tp": 4, "sp": True}, 4), ({"cp": 2}, 4), ({"cp": 2, "tp": 4, "sp": True}, 8)],
+)
+def test_rows_divide_among_the_ranks_that_share_them(sizes: dict[str, Any], want: int) -> None:
+    assert row_length_multiple(policy_of(**sizes)) == want
+
+
+def test_the_section_chooses_the_backend(tmp_path: Path) -> None:
+    assert isinstance(training_backend(policy_of()), MegatronTraining)
+    for content, kind in (
+        ("{megatron_cfg: {enabled: true}, dtensor_cfg: {enabled: false}}", MegatronTraining),
+        ("{megatron_cfg: {enabled: false}, dtensor_cfg: {enabled: true}}", DTensorTraining),
+        ("{model_name: m}", DTensorTraining),
+    ):
+        (tmp_path / "config.yaml").write_text(f"policy: {content}")
+        assert isinstance(backend_of_checkpoint(tmp_path), kind)
+    (tmp_path / "config.yaml").write_text("policy: {dtensor_cfg: {enabled: false}}")
+    with pytest.raises(ConfigError, match=r"dtensor_cfg\.enabled=true or policy\.megatron_cfg\.enabled=true"):
+        backend_of_checkpoint(tmp_path)
+
+
+def test_ranks_that_divide_layers_have_one_queue() -> None:
+    backend = MegatronTraining()
+    assert backend.environment(policy_of()) == backend.environment(policy_of(pp=2)) == {}
+    for sizes in ({"tp": 2}, {"cp": 2}):
+        assert backend.environment(policy_of(**sizes)) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+@pytest.mark.parametrize(("found", "words"), [(None, "is not installed"), ("0.18.0", "0.18.0 is installed")])
+def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch, found: str | None, words: str) -> None:
+    def version(name: str) -> str:
+        assert name == "megatron-core"
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ConfigError, match=rf"teacher\.megatron_cfg.*{TESTED_VERSION}.*{words}.*--extra mcore"):
+        MegatronTraining().check(policy_of(), 1, "teacher")
+
+
+def test_the_project_installs_the_tested_release() -> None:
+    project = tomllib.loads((REPOSITORY_ROOT / "pyproject.toml").read_text())
+    assert f"megatron-core=={TESTED_VERSION}" in project["project"]["optional-dependencies"]["mcore"]
+
+
+def test_checks_import_nothing_of_megatron() -> None:
+    code = (
+        "import sys, nemo_rl.models.megatron.training_backend, nemo_rl.models.megatron.mesh_check;"
+        "sys.exit(any(name.split('.')[0] == 'megatron' for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-1.5B": {"model_type": "qwen2", "num_attention_heads": 12, "num_key_value_heads": 2},
+    "Qwen/Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe", "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+        "num_hidden_layers": 48, "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 151936,
+    },
+    "deepseek-ai/DeepSeek-V3": {"model_type": "deepseek_v3"},
+    "meta-llama/Llama-3.2-1B": {"model_type": "llama"},
+    "meta-llama/Llama-3.2-1B-Instruct": {"model_type": "llama"},
+}  # fmt: skip
+"""Numbers of the models of the examples; those of DeepSeek-V3 are the defaults of its configuration."""
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_train_with_megatron_on_their_meshes(path: Path) -> None:
+    config = load_config(path, schema=ALGORITHMS[guess_algorithm(path)])
+    policy = config.policy
+    assert isinstance(training_backend(policy), MegatronTraining)
+    assert policy.optimizer is None and policy.scheduler is None
+    if policy.model_name.endswith("tiny-chat"):
+        model = AutoConfig.from_pretrained(TINY)
+    else:
+        model = AutoConfig.for_model(**MODELS[policy.model_name])
+    ranks = model_ranks(config.cluster, config.models)[0]
+    assert list(check_mesh(policy, ParallelLayout.of(policy, ranks), model)) == []
+
+
+def test_a_wrong_mesh_is_refused_by_the_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    example = next(path for path in EXAMPLES if path.stem == "grpo_math_cpu_megatron")
+    overrides = ["cluster.ranks_per_node=8", "policy.megatron_cfg.tensor_model_parallel_size=8"]
+    config = load_config(example, overrides)
+    with pytest.raises(ConfigError, match=r"policy\.megatron_cfg\.tensor_model_parallel_size=8 does not divide the"):
+        preflight._check_backends(config)
