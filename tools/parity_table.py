@@ -44,6 +44,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2xtp2+sp": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}),
     "pp2xcp2": (4, {"pipeline_parallel_size": 2, "context_parallel_size": 2}),
     "ep2": (2, {"expert_parallel_size": 2}),
+    "tp2,ep2": (2, {"tensor_parallel_size": 2, "expert_parallel_size": 2}),
+    "cp2,ep2": (2, {"context_parallel_size": 2, "expert_parallel_size": 2}),
     "dp4,ep2": (4, {"expert_parallel_size": 2}),
     "dp4,ep4": (4, {"expert_parallel_size": 4}),
     "dp2xtp2,ep2": (4, {"tensor_parallel_size": 2, "expert_parallel_size": 2}),
