@@ -1,7 +1,8 @@
 """Compare every division of a model over ranks with one process, for each architecture; writes a table.
 
-    python tools/parity_table.py                                  # all of it, into docs/reference/parity.md
-    python tools/parity_table.py --only llama qwen3 --meshes tp2  # a part of it, on the terminal
+    python tools/parity_table.py                                  # all of it, on the terminal
+    python tools/parity_table.py --only llama qwen3 --meshes tp2  # a part of it
+    python tools/parity_table.py --write docs/reference/parity.md # into the page, whose other cells stay
 
 Each cell is the largest relative difference of losses, gradients, gradient norm and log-probabilities over two
 updates, in float32 on the CPU, against transformers' own model in float64 in one process (`parity.reference`). With
@@ -127,39 +128,58 @@ def main() -> int:
                     sys.stdout.write(f"{architecture:12} {mesh:16} {layout:7} {told}\n")
                     sys.stdout.flush()
                     cells.append(cell)
-    if options.write:
-        options.write.write_text(page(cells), encoding="utf-8")
+        if options.write:
+            before = options.write.read_text(encoding="utf-8") if options.write.exists() else ""
+            options.write.write_text(page(cells, before), encoding="utf-8")
     broken = [cell for cell in cells if not cell.holds]
     sys.stdout.write(f"{len(cells)} comparisons, {len(broken)} above {LIMITS[options.precision]}\n")
     return int(bool(broken))
 
 
-def page(cells: list[Cell]) -> str:
-    """The table as a page: one row for each mesh, one column for each architecture."""
-    columns = list(dict.fromkeys(cell.architecture for cell in cells))
-    rows = list(dict.fromkeys((cell.mesh, cell.packed) for cell in cells))
-    at = {(cell.mesh, cell.packed, cell.architecture): cell for cell in cells}
+type Table = dict[tuple[str, str], dict[str, str]]
+"""What cells show: by mesh and rows, then by architecture."""
+
+
+def page(cells: list[Cell], before: str) -> str:
+    """The page, a table for each precision: what it showed before, and these cells."""
+    tables = {precision: read_table(before, precision) for precision in LIMITS}
+    for cell in cells:
+        row = tables[cell.precision].setdefault((cell.mesh, "packed" if cell.packed else "padded"), {})
+        row[cell.architecture] = "failed" if cell.found is None else f"{cell.found.largest:.0e}"
+    return _HEAD + "\n".join(f"\n## {name}\n\n{drawn(table)}" for name, table in tables.items() if table)
+
+
+def read_table(text: str, precision: str) -> Table:
+    """The table of a precision on a page."""
+    _, _, section = text.partition(f"## {precision}\n")
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    cut = [[value.strip() for value in line.strip("|").split("|")] for line in lines]
+    return {
+        (mesh, rows): {name: value for name, value in zip(cut[0][2:], values, strict=True) if value != _NONE}
+        for mesh, rows, *values in cut[2:]
+    }
+
+
+def drawn(table: Table) -> str:
+    """One row for each mesh, one column for each architecture."""
+    columns = [name for name in ARCHITECTURES if any(name in row for row in table.values())]
     lines = [f"| mesh | rows | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
-    for mesh, packed in rows:
-        values = [_shown(at.get((mesh, packed, architecture))) for architecture in columns]
-        lines.append(f"| {mesh} | {'packed' if packed else 'padded'} | {' | '.join(values)} |")
-    return _HEAD + "\n".join(lines) + "\n"
+    for mesh, rows in sorted(table, key=lambda row: (list(MESHES).index(row[0]), row[1])):
+        values = [table[mesh, rows].get(name, _NONE) for name in columns]
+        lines.append(f"| {mesh} | {rows} | {' | '.join(values)} |")
+    return "\n".join(lines) + "\n"
 
 
-def _shown(cell: Cell | None) -> str:
-    if cell is None:
-        return "–"
-    return "failed" if cell.found is None else f"{cell.found.largest:.0e}"
-
-
+_NONE = "–"
 _HEAD = """# Parity of parallel training
 
-Made by `python tools/parity_table.py --write docs/reference/parity.md`. Each cell is the largest relative difference
-between the ranks of a mesh and one process over two updates with plain SGD, in float32 on the CPU: of the loss, of
-every entry of every gradient (relative to the largest entry of its tensor), of the gradient norm and of every
-log-probability. The one process is transformers' own model in float64, row by row without padding. `sp` is sequence
-parallelism, `–` means that the model has no experts to divide.
-
+Made by `tools/parity_table.py --write docs/reference/parity.md`, in parts that `--only`, `--meshes`, `--layouts` and
+`--precision` name. Each cell is the largest relative difference between the ranks of a mesh and one process, over two
+updates with plain SGD on the CPU: of the loss, of every entry of every gradient (relative to the largest entry of its
+tensor), of the gradient norm and of every log-probability. In float32 the one process is transformers' own model in
+float64, row by row without padding, and the limit is 1e-5. In bfloat16 it is one rank in bfloat16, and the limit is
+2e-2: against float64 rounding alone is more than what the ranks add. `sp` is sequence parallelism, `–` is not compared:
+the model has no experts to divide, or nobody asked.
 """
 
 if __name__ == "__main__":
