@@ -229,6 +229,8 @@ class _Rank:
         """Bytes of one microbatch in a layer, of which `tokens` are this rank's."""
         layout = self.layout
         sharing = layout.tp if self.policy.dtensor_cfg.sequence_parallel else 1
-        rows = layout.cp if self.policy.dtensor_cfg.context_parallel_method == "all_gather" else 1
+        gathers = layout.cp > 1 and self.policy.dtensor_cfg.context_parallel_method == "all_gather"
+        # Whole rows; without a kernel for pieces also the keys of each piece, about as many.
+        rows = layout.cp * (1 + self.work.on_cpu) if gathers else 1
         inside = (each.inside + each.keys_values * rows) / layout.tp
         return each.outside / sharing + each.into_blocks + inside
