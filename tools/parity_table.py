@@ -115,22 +115,23 @@ def measure(
 
 
 def compare(architecture: str, options: argparse.Namespace) -> list[Cell]:
-    """All cells of an architecture."""
+    """All cells of an architecture; in bfloat16 those of one rank come first and set the limit of the others."""
     cells: list[Cell] = []
     narrow = options.precision == "bfloat16"
+    meshes = [mesh for mesh in options.meshes if applies(architecture, mesh)]
+    if narrow:
+        meshes = ["1", *(mesh for mesh in meshes if mesh != "1")]
+    limits = dict.fromkeys(options.layouts, math.inf if narrow else LIMIT)
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(architecture, Path(folder) / "model", all_experts=narrow)
         reference = one_process(model)
-        limits = dict.fromkeys(options.layouts, LIMIT)
-        for layout in options.layouts if narrow else []:
-            how = {"packed": layout == "packed", "precision": options.precision}
-            one = measure(architecture, model, reference, "1", limit=math.inf, **how)
-            limits[layout] = BESIDE_ONE_RANK * one.found.largest if one.found else 0.0
-            cells.append(one)
-        for mesh in (mesh for mesh in options.meshes if applies(architecture, mesh) and not (narrow and mesh == "1")):
+        for mesh in meshes:
             for layout in options.layouts:
                 how = {"packed": layout == "packed", "precision": options.precision, "limit": limits[layout]}
-                cells.append(measure(architecture, model, reference, mesh, **how))
+                cell = measure(architecture, model, reference, mesh, **how)
+                if narrow and mesh == "1" and cell.found:
+                    limits[layout] = BESIDE_ONE_RANK * cell.found.largest
+                cells.append(cell)
     return cells
 
 
