@@ -193,8 +193,15 @@ def drawn(table: Table) -> str:
 _NONE = "–"
 _HEAD = """# Parity of parallel training
 
-Made by `tools/parity_table.py --write docs/reference/parity.md`, in parts that `--only`, `--meshes`, `--layouts` and
-`--precision` name. Each cell is the largest relative difference between the ranks of a mesh and one process, over two
+```text
+python tools/parity_table.py --write docs/reference/parity.md --meshes 1 dp2 tp2+sp dp2xtp2 cp2 cp2xtp2+sp pp2 \\
+    pp2-interleaved pp2xtp2+sp ep2 tp2,ep2 cp2,ep2 dp2xtp2,ep2 pp2,ep2
+python tools/parity_table.py --write docs/reference/parity.md --precision bfloat16 --layouts packed \\
+    --only llama qwen3 gemma3 qwen3-moe deepseek-v3 --meshes tp2+sp dp2xtp2 cp2 pp2 ep2
+```
+
+made these tables; without options the script compares all meshes that it knows, and `--write` leaves the cells that it
+does not measure. Each cell is the largest relative difference between the ranks of a mesh and one process, over two
 updates with plain SGD on the CPU: of the loss, of every entry of every gradient (relative to the largest entry of its
 tensor), of the gradient norm and of every log-probability. The one process is transformers' own model in float64, row
 by row without padding. `sp` is sequence parallelism, `–` is not compared: the model has no experts to divide, or the
