@@ -102,6 +102,9 @@ class Setting:
         return policy
 
 
+_TP, _SP = {"tensor_parallel_size": 2}, {"sequence_parallel": True}
+_CP, _PP, _EP = {"context_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"expert_parallel_size": 2}
+_EXPERTS = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 SETTINGS = (
     Setting("1 rank"),
     Setting("1 rank, packed", packed=True),
@@ -117,6 +120,18 @@ SETTINGS = (
     ),
     Setting("dp_shard 4, packed", ranks=4, rows=1, length=1024, packed=True),
     Setting("dp_replicate 2 x dp_shard 2", ranks=4, rows=1, keys={"dp_replicate_size": 2}),
+    Setting("tp 2", ranks=2, keys=_TP),
+    Setting("tp 2 + sequence parallel", ranks=2, keys=_TP | _SP),
+    Setting("cp 2", ranks=2, keys=_CP),
+    Setting("cp 2, ulysses, packed", ranks=2, packed=True, keys=_CP | {"context_parallel_method": "ulysses"}),
+    Setting("pp 2", ranks=2, microbatches=4, keys=_PP),
+    Setting("pp 2, interleaved", ranks=2, microbatches=4, keys=_PP | {"virtual_pipeline_size": 2}),
+    Setting("1 rank, mixture", shape=_EXPERTS, model_type="qwen3_moe"),
+    Setting("ep 2, mixture", ranks=2, shape=_EXPERTS, model_type="qwen3_moe", keys=_EP),
+    Setting("dp_shard 2 x tp 2 + sequence parallel", ranks=4, keys=_TP | _SP),
+    Setting("cp 2 x tp 2 + sequence parallel", ranks=4, keys=_CP | _TP | _SP),
+    Setting("pp 2 x tp 2 + sequence parallel", ranks=4, microbatches=4, keys=_PP | _TP | _SP),
+    Setting("dp_shard 4, ep 2, mixture", ranks=4, rows=1, shape=_EXPERTS, model_type="qwen3_moe", keys=_EP),
 )
 
 
@@ -254,9 +269,9 @@ def main() -> None:
     parser.add_argument("--model-type", default="qwen2", help="architecture, as transformers names it")
     parser.add_argument("--shape", nargs="*", default=[], help="fields of the model's configuration, as key=value")
     parser.add_argument("--packed", action="store_true", help="pack the samples of a microbatch")
-    parser.add_argument("--only", help="settings of the table whose name has this text")
+    parser.add_argument("--only", nargs="+", default=[""], help="settings of the table whose name has one of these")
     given = parser.parse_args()
-    settings = [setting for setting in SETTINGS if not given.only or given.only in setting.name]
+    settings = [setting for setting in SETTINGS if any(text in setting.name for text in given.only)]
     if given.ranks:
         keys, shape = (
             {key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in pairs)}

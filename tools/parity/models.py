@@ -52,9 +52,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """`model_type` and special fields of each row of the table."""
 
 
-def random_model(architecture: str) -> PreTrainedModel:
-    """A model of the table, in float32 and eval mode; the same weights in every process."""
+ALL_EXPERTS = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
+"""Fields of a mixture that sends each token to all of its experts: rounding then changes no choice between them."""
+
+
+def random_model(architecture: str, *, all_experts: bool = False) -> PreTrainedModel:
+    """A model of the table, in float32 and eval mode; the same weights in every process.
+
+    Args:
+        architecture: key of `ARCHITECTURES`.
+        all_experts: whether a mixture of experts sends each token to all of them.
+    """
     model_type, special = ARCHITECTURES[architecture]
+    if all_experts:
+        special = special | {name: value for name, value in ALL_EXPERTS.items() if name in special}
     config = AutoConfig.for_model(model_type, **_COMMON | special)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -68,7 +79,7 @@ def random_model(architecture: str) -> PreTrainedModel:
     return model.eval()
 
 
-def save_model(architecture: str, folder: Path) -> str:
-    """Write the model's folder; returns its name."""
-    random_model(architecture).save_pretrained(folder)
+def save_model(architecture: str, folder: Path, *, all_experts: bool = False) -> str:
+    """Write the folder of a `random_model`; returns its name."""
+    random_model(architecture, all_experts=all_experts).save_pretrained(folder)
     return str(folder)

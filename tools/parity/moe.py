@@ -1,7 +1,9 @@
-"""A mixture of experts that answers as a dense model does: every expert is a copy of the dense layer's MLP.
+"""A mixture of experts that answers much as a dense model does: every expert is almost a copy of the layer's MLP.
 
-With weights of the chosen experts that add up to 1 the mixture gives what one copy gives, so a run on it starts from
-the dense model's answers; its router and its experts then learn apart (Komatsuzaki et al. 2022, arXiv:2212.05055).
+With weights of the chosen experts that add up to 1 the mixture gives about what one copy gives, so a run on it starts
+from the dense model's answers; its router and its experts then learn apart (Komatsuzaki et al. 2022, arXiv:2212.05055).
+Invariant: the experts of a layer differ. Between equal ones the router's gradient would be rounding alone, which Adam
+makes as large as any other, and no two runs on different meshes would agree.
 """
 
 from pathlib import Path
@@ -26,6 +28,9 @@ _COPIED = (
     "pad_token_id",
     "hidden_act",
 )
+
+_APART = 0.05
+"""How far experts are from the copied MLP, in its standard deviations."""
 
 
 @torch.no_grad()
@@ -57,6 +62,8 @@ def save_mixture(dense: Path, folder: Path, num_experts: int = 4) -> str:
             tensor.zero_()
         elif name in weights:
             tensor.copy_(weights[name])
+        if ".mlp.experts." in name:
+            tensor.add_(_APART * tensor.std() * torch.randn_like(tensor))
     mixture.save_pretrained(folder)
     AutoTokenizer.from_pretrained(dense).save_pretrained(folder)
     return str(folder)

@@ -26,7 +26,8 @@ _MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad
 _CHUNKS_AT_ONCE = 3
 """Tensors as large as a chunk of logits that its gradient needs: logits, probabilities, gradient."""
 _LAYERS_GATHERED = 3
-"""Layers whose parameters lie gathered: the one at work, its flat copy, and the next one's."""
+"""Layers whose parameters lie gathered: the one at work, its flat copy, and the next one's. A pipeline stage gathers
+all of its layers once for all microbatches."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class _Rank:
     @property
     def _uses_fsdp(self) -> bool:
         offload = self.policy.dtensor_cfg.cpu_offload
-        return self.layout.num_ranks > 1 or self.itemsize != _WIDE or offload
+        return self.layout.num_ranks > self.layout.pp or self.itemsize != _WIDE or offload
 
     @property
     def _shards(self) -> int:
@@ -164,14 +165,13 @@ class _Rank:
 
     def _training(self, gradients: float) -> dict[str, Moment]:
         root = sum(self._gathered(parameters) for parameters in self._outside)
-        layer = max((self._gathered(self.trace.layers[index]) for index in self._layers), default=0.0)
         parts = (self.trace.embedding, self.trace.last, *self.trace.layers)
         largest = max(parameters.largest for parameters in parts) / self.layout.tp
         has_head = self.stage == self.layout.pp - 1
         head = has_head * self.trace.vocabulary * self.trace.hidden / self.layout.tp * _WIDE
         logits = has_head * self._logits(_CHUNKS_AT_ONCE) + 2 * head
         fsdp = self._uses_fsdp
-        gathered = {"gathered weights": (root + _LAYERS_GATHERED * layer) * self.itemsize if fsdp else 0.0}
+        gathered = {"gathered weights": self._gathered_at_once(root)}
         earlier = gathered | {"gradients": gradients if self.work.several else 0.0}
         kept, again = self._activations()
         unreduced = {"gradients before their reduction": root * (self.itemsize + _WIDE) if fsdp else 0.0}
@@ -186,10 +186,16 @@ class _Rank:
     def _pass(self) -> dict[str, float]:
         """A forward pass without a backward one: what a layer and the head need at a time."""
         root = sum(self._gathered(parameters) for parameters in self._outside)
-        sizes = [self._gathered(layer) for layer in self.trace.layers]
-        gathered = (root + _LAYERS_GATHERED * max(sizes)) * self.itemsize if self._uses_fsdp else 0.0
         one = max((self._kept(each) for each in self.trace.activations), default=0.0)
-        return {"gathered weights": gathered, "activations": one, "logits": self._logits(2)}
+        return {"gathered weights": self._gathered_at_once(root), "activations": one, "logits": self._logits(2)}
+
+    def _gathered_at_once(self, root: float) -> float:
+        """Bytes of gathered weights: `root` elements outside of the layers, and some layers; all of a stage's."""
+        if not self._uses_fsdp:
+            return 0.0
+        sizes = [self._gathered(self.trace.layers[index]) for index in self._layers]
+        layers = sum(sizes) if self.layout.pp > 1 else _LAYERS_GATHERED * max(sizes, default=0.0)
+        return (root + layers) * self.itemsize
 
     def _logits(self, tensors: int) -> float:
         default = default_chunk_size(on_gpu=not self.work.on_cpu)
@@ -223,6 +229,8 @@ class _Rank:
         """Bytes of one microbatch in a layer, of which `tokens` are this rank's."""
         layout = self.layout
         sharing = layout.tp if self.policy.dtensor_cfg.sequence_parallel else 1
-        rows = layout.cp if self.policy.dtensor_cfg.context_parallel_method == "all_gather" else 1
+        gathers = layout.cp > 1 and self.policy.dtensor_cfg.context_parallel_method == "all_gather"
+        # Whole rows; without a kernel for pieces also the keys of each piece, about as many.
+        rows = layout.cp * (1 + self.work.on_cpu) if gathers else 1
         inside = (each.inside + each.keys_values * rows) / layout.tp
         return each.outside / sharing + each.into_blocks + inside

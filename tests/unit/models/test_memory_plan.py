@@ -121,6 +121,32 @@ def test_axes_divide_what_they_divide() -> None:
     assert recomputed == sorted(recomputed)
 
 
+def test_what_lies_gathered() -> None:
+    """FSDP gathers layer by layer, a pipeline stage all of its layers once; one float32 rank of a stage has no FSDP."""
+    deep = model_config(num_hidden_layers=8)
+    size = 4 * trace_model(deep, 8, torch.float32).layers[0].total
+
+    def gathered(layers: int, **axes: int) -> float:
+        moment = plan_of(model_config(num_hidden_layers=layers), **axes).moments["head backward"]
+        return moment["gathered weights"]
+
+    assert gathered(8, pp=2) == 0
+    assert gathered(8, dp_shard=2) == gathered(4, dp_shard=2)
+    assert gathered(8, pp=2, dp_shard=2) - gathered(4, pp=2, dp_shard=2) == 2 * size
+
+
+def test_keys_of_a_whole_row() -> None:
+    """Context-parallel ranks that gather keys and values keep them; without a kernel for pieces twice."""
+    policy = PolicyConfig.build(model_name="m", precision="float32", generation=None)
+    one, two, on_cpu = (
+        activations(predict_memory(policy, ParallelLayout(cp=cp), model_config(), Work(64, on_cpu=cpu)))
+        for cp, cpu in ((1, True), (2, False), (2, True))
+    )
+    keys = sum(layer.keys_values for layer in trace_model(model_config(), 64, torch.float32).activations)
+    assert two == pytest.approx(one / 2 + keys / 2, rel=0.01)
+    assert on_cpu - two == keys
+
+
 def _gradients(rank: int, ranks: int, model: str, how: bool | str, precision: str) -> dict[str, torch.Tensor]:
     config = policy_config(
         model,

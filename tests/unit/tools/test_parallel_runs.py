@@ -1,0 +1,46 @@
+"""The comparison of meshes sees losses that are not those of one rank, and runs that did not go on."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tool_loading import TOOLS, load_tool
+
+
+@pytest.fixture
+def parallel_runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return load_tool("parallel_runs")
+
+
+def write(folder: Path, losses: dict[int, float], start: int = 1) -> Path:
+    """A run's metrics; `start` numbers the experiment."""
+    path = folder / f"logs/exp_{start:03}/metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    rows = [{"prefix": "train", "step": step, "metrics": {"loss": loss}} for step, loss in losses.items()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "losses", "holds"),
+    [
+        ("sft", {1: 2.00001, 2: 1.0}, True),
+        ("sft", {1: 2.0, 2: 1.001}, False),
+        ("sft", {1: 2.0}, False),
+        ("grpo", {1: 2.0, 2: 1.1}, True),  # its samples may part
+        ("grpo", {1: 2.1, 2: 1.0}, False),
+    ],
+)
+def test_losses_that_part(parallel_runs, tmp_path, capsys, algorithm, losses, holds):
+    ours, one = write(tmp_path / "tp2", losses), write(tmp_path / "1", {1: 2.0, 2: 1.0})
+    assert parallel_runs.report(parallel_runs.Run(algorithm, "tp2"), ours, one) == holds
+    assert ("DIFFERS" in capsys.readouterr().out) == (not holds)
+
+
+def test_a_run_that_began_again(parallel_runs, tmp_path):
+    write(tmp_path / "a", {1: 2.0, 2: 1.0})
+    assert parallel_runs.went_on(write(tmp_path / "a", {3: 0.5, 4: 0.3}, start=2), half=2)
+    write(tmp_path / "b", {1: 2.0, 2: 1.0})
+    assert not parallel_runs.went_on(write(tmp_path / "b", {1: 2.0, 2: 1.0, 3: 0.5, 4: 0.3}, start=2), half=2)

@@ -1,0 +1,40 @@
+"""The page of the comparisons keeps what is not measured again."""
+
+from types import ModuleType
+
+import pytest
+from tool_loading import TOOLS, load_tool
+
+from nemo_rl.config import REPOSITORY_ROOT
+
+
+@pytest.fixture
+def parity_table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return load_tool("parity_table")
+
+
+def test_cells_take_their_places_on_the_page(parity_table):
+    page = (REPOSITORY_ROOT / "docs/reference/parity.md").read_text(encoding="utf-8")
+    assert parity_table.page([], page) == page
+    found = parity_table.Difference(0.0, 3e-2, "w", 0.0, 0.0)
+    cells = [
+        parity_table.Cell("llama", "cp2", True, "float32", 1e-5, found),
+        parity_table.Cell("gpt-oss", "tp4+sp", False, "bfloat16", 1.0, None),
+    ]
+    changed = parity_table.page(cells, page)
+    before, after = (parity_table.read_table(text, "float32") for text in (page, changed))
+    assert after["cp2", "packed"].pop("llama") == "3e-02"
+    before["cp2", "packed"].pop("llama")
+    assert after == before
+    assert parity_table.read_table(changed, "bfloat16")["tp4+sp", "padded"] == {"gpt-oss": "failed"}
+
+
+def test_every_committed_cell_is_below_its_limit(parity_table):
+    page = (REPOSITORY_ROOT / "docs/reference/parity.md").read_text(encoding="utf-8")
+    exact, rounded = (parity_table.read_table(page, precision) for precision in parity_table.SHOWN)
+    assert len(exact) >= 24 and rounded
+    assert all(float(value) < parity_table.LIMIT for row in exact.values() for value in row.values())
+    for (_, rows), row in rounded.items():
+        for name, value in row.items():
+            assert float(value) <= parity_table.BESIDE_ONE_RANK * float(rounded["1", rows][name])
