@@ -21,7 +21,12 @@ from nemo_rl.models.megatron.conversion.rules import rules_for
 
 
 def iterate_hf_weights(
-    chunks: Sequence[nn.Module], hf_config: PretrainedConfig, *, device: torch.device, dtype: torch.dtype | None = None
+    chunks: Sequence[nn.Module],
+    hf_config: PretrainedConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    has_scalar_head: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight and persistent buffer, tied ones once; collective over all ranks of a model.
 
@@ -31,6 +36,7 @@ def iterate_hf_weights(
         device: where tensors are gathered, and yielded.
         dtype: number format of what is yielded; None keeps that of the parameters. Correction biases of routers stay
             in float32, as engines hold them.
+        has_scalar_head: the output layer is a reward model's.
 
     Yields:
         Name and tensor; a tensor may be a view of a parameter.
@@ -38,7 +44,7 @@ def iterate_hf_weights(
     Raises:
         CheckpointError: the model has parameters that the configuration does not describe, or lacks some.
     """
-    rules, groups = rules_for(hf_config), Groups.current()
+    rules, groups = rules_for(hf_config, has_scalar_head=has_scalar_head), Groups.current()
     held = held_here(chunks, rules, groups)
     walk = _Walk(held, holders(held, rules, groups), groups, device, dtype)
     for bundle in rules.bundles():
@@ -116,7 +122,8 @@ class _Walk:
     def _part(self, rule: Rule, index: int, shards: list[Tensor]) -> Tensor:
         """A part of a parameter of this stage, on all its ranks."""
         shape = self._shape(rule, index)
-        part = _joined(rule, index, shards, shape) if shards else self._empty(rule, shape)
+        part = rule.joined(index, shards) if shards else self._empty(rule, shape)
+        assert part.shape == shape, f"{rule.parts[index].name}: {tuple(part.shape)} instead of {shape}"
         if rule.expert is not None and self.groups.expert.size() > 1:
             part = part.contiguous()
             dist.broadcast(part, group=self.groups.expert, group_src=self.holders[rule.parameter].expert_rank)
@@ -127,18 +134,3 @@ class _Walk:
             tensor = tensor.contiguous()
             dist.broadcast(tensor, group=self.groups.pipeline, group_src=self.holders[rule.parameter].stage)
         return tensor
-
-
-def _joined(rule: Rule, index: int, shards: list[Tensor], shape: Sequence[int]) -> Tensor:
-    """A part, from the rows that each shard holds of it; a view where one shard holds them together."""
-    found: list[tuple[int, Tensor]] = []
-    for shard, values in enumerate(shards):
-        at = 0
-        for segment in rule.layout.segments(len(values), shard, len(shards)):
-            if segment.part == index:
-                found.append((segment.start, values[at : at + segment.num_rows]))
-            at += segment.num_rows
-    rows = [values for _, values in sorted(found, key=lambda piece: piece[0])]
-    joined = rows[0] if len(rows) == 1 else torch.cat(rows)
-    assert joined.shape == tuple(shape), f"{rule.parts[index].name}: {tuple(joined.shape)} instead of {tuple(shape)}"
-    return joined

@@ -22,9 +22,9 @@ _GATED = Stacked(2)
 _NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 _SANDWICH_NORMS = {
     "input_layernorm": "input_layernorm",
-    "post_self_attn_layernorm": "post_attention_layernorm",
+    "self_attention.linear_proj.post_layernorm": "post_attention_layernorm",
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
-    "post_mlp_layernorm": "post_feedforward_layernorm",
+    "mlp.linear_fc2.post_layernorm": "post_feedforward_layernorm",
 }
 
 
@@ -117,11 +117,9 @@ def _experts(num_experts: int, ours: str, theirs: str) -> Iterator[Rule]:
     for expert in range(num_experts):
         stack = Part(f"{theirs}experts.gate_up_proj", expert)
         for rule in _gated_mlp(None, 0, f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."):
-            if rule.dim == 0:
-                stacked = (replace(stack, share=(0, 2)), replace(stack, share=(1, 2)))
-            else:
-                stacked = (Part(f"{theirs}experts.down_proj", expert),)
-            yield replace(rule, expert=expert, stacked_parts=stacked)
+            gate_up = (replace(stack, share=(0, 2)), replace(stack, share=(1, 2)))
+            down = (Part(f"{theirs}experts.down_proj", expert),)
+            yield replace(rule, expert=expert, stacked_parts=gate_up if rule.layout == _GATED else down)
 
 
 def _qwen_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:

@@ -3,8 +3,9 @@
 Invariant: every parameter of the rules is held by somebody and nothing else is, or all ranks raise.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,8 @@ from torch import Tensor, nn
 from nemo_rl.models.megatron.conversion.names import global_name
 from nemo_rl.models.megatron.conversion.parts import Rule
 from nemo_rl.models.megatron.conversion.rules import Rules
+from nemo_rl.models.megatron.conversion.sources import listed
 from nemo_rl.utils.errors import CheckpointError
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,7 @@ def holders(held: dict[str, Tensor], rules: Rules, groups: Groups) -> dict[str, 
     return found
 
 
-def listed(title: str, names: Iterable[str]) -> str:
-    """A title and the first names, as a sentence; nothing where there are none."""
-    found = sorted(names)
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"{title}{', '.join(found[:_SHOWN])}{more}." if found else ""
-
-
-def _unwrapped(chunk: nn.Module) -> nn.Module:
+def _unwrapped(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

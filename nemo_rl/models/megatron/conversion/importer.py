@@ -5,87 +5,43 @@ no copy of the model is kept anywhere. Invariant: afterwards every parameter has
 the files was some parameter's or was named as left out.
 """
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
-from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders, listed
+from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
-from nemo_rl.models.megatron.conversion.rules import EMBEDDING, HEAD, Rules, rules_for
+from nemo_rl.models.megatron.conversion.rules import rules_for
+from nemo_rl.models.megatron.conversion.sources import sources
 from nemo_rl.utils.errors import CheckpointError
 
-logger = logging.getLogger(__name__)
 
-
-def load_huggingface(chunks: Sequence[nn.Module], hf_config: PretrainedConfig, folder: Path) -> None:
+def load_huggingface(
+    chunks: Sequence[nn.Module], hf_config: PretrainedConfig, folder: Path, *, has_scalar_head: bool = False
+) -> None:
     """Fill every parameter of this rank's chunks; collective over pipeline and experts.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
         hf_config: of the model in the folder.
         folder: holds safetensors files.
+        has_scalar_head: the output layer is a reward model's; it keeps its values where the files have none.
 
     Raises:
         CheckpointError: the folder holds no such files, or the tensors in them are not the model's, by name or shape.
     """
-    rules, groups = rules_for(hf_config), Groups.current()
+    rules, groups = rules_for(hf_config, has_scalar_head=has_scalar_head), Groups.current()
     files = TensorFiles(weight_files(folder))
     held = held_here(chunks, rules, groups)
     holders(held, rules, groups)
-    sources = _sources(rules, files, folder)
-    for name, tensor in held.items():
-        _fill(tensor, rules.by_parameter[name], sources[name], files, groups)
-
-
-def _sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[Part, ...]]:
-    """Where each parameter lies in these files.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown or quantised.
-    """
-    names = set(files)
-    left_out = {*rules.derived(names), *(heads := rules.further_heads(names))}
-    if rules.is_tied and HEAD in names:
-        _require_tied(files)
-        left_out.add(HEAD)
-    sources = {name: _stored_parts(rule, names) for name, rule in rules.by_parameter.items()}
-    wanted = {part.name for parts in sources.values() for part in parts}
-    missing, unknown = wanted - names, names - wanted - left_out
-    if missing or unknown:
-        raise CheckpointError(
-            f"The files in {str(folder)!r} are not those of the model that their configuration describes."
-            + listed(" Tensors that they lack: ", missing)
-            + listed(" Tensors that belong to no parameter: ", unknown)
-        )
-    if heads and dist.get_rank() == 0:
-        logger.warning(
-            "%d tensors of layers that predict further tokens (multi-token prediction) are left out: they are neither "
-            "trained nor exported. The first is %s.",
-            len(heads),
-            min(heads),
-        )
-    return sources
-
-
-def _stored_parts(rule: Rule, names: set[str]) -> tuple[Part, ...]:
-    """The rule's parts, or its parts of stacks where the files hold those."""
-    stacked = bool(rule.stacked_parts) and all(part.name in names for part in rule.stacked_parts)
-    return rule.stacked_parts if stacked else rule.parts
-
-
-def _require_tied(files: TensorFiles) -> None:
-    if not files.equal(HEAD, EMBEDDING):
-        raise CheckpointError(
-            f"The configuration ties {HEAD} to {EMBEDDING}, but the files hold different values for them. Set "
-            "tie_word_embeddings=false in config.json or policy.hf_config_overrides for two weights."
-        )
+    stored = sources(rules, files, folder)
+    for name in held.keys() & stored.keys():
+        _fill(held[name], rules.by_parameter[name], stored[name], files, groups)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nemo_rl.models.huggingface.tensor_files import Box
@@ -42,10 +43,10 @@ class Part:
         along_rows = slice(first + rows.start * step, first + rows.stop * step)
         box: Box = (along_rows, columns)[: len(self.shape_in(tensor_shape))]
         box = box[::-1] if self.transposed else box
-        if self.expert is None:
-            values = read(box)
-        else:
-            values = read((slice(self.expert, self.expert + 1), *box))[0]
+        if self.expert is not None:
+            box = (slice(self.expert, self.expert + 1), *box)
+        values = read(box)
+        values = values if self.expert is None else values[0]
         values = values.t() if self.transposed else values
         return values[index::of] if self.interleaved else values
 
@@ -102,3 +103,20 @@ class Rule:
         """
         shape = [size * num_shards if dim == self.dim else size for dim, size in enumerate(shard_shape)]
         return [(rows, *shape[1:]) for rows in self.layout.part_rows(shape[0])]
+
+    def joined(self, index: int, shards: Sequence[Tensor]) -> Tensor:
+        """A part, from the rows that each shard holds of it; a view where one shard holds them together.
+
+        Args:
+            index: of the part.
+            shards: all shards of a parameter that is divided along its rows, or the whole parameter.
+        """
+        found: list[tuple[int, Tensor]] = []
+        for shard, values in enumerate(shards):
+            at = 0
+            for segment in self.layout.segments(len(values), shard, len(shards)):
+                if segment.part == index:
+                    found.append((segment.start, values[at : at + segment.num_rows]))
+                at += segment.num_rows
+        rows = [values for _, values in sorted(found, key=lambda piece: piece[0])]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)

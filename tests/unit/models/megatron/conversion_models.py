@@ -6,7 +6,7 @@ Runs in ranks of its own; importing this module imports no megatron.
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,15 +108,17 @@ def parallel_state(rank: int, **sizes: int) -> Iterator[None]:
 
 def chunks_of(config: PretrainedConfig, dtype: torch.dtype = torch.float32, vpp: int | None = None) -> list[Any]:
     """The virtual stages of this rank, their parameters not set."""
+    from megatron.core import parallel_state as state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core import parallel_state as state
 
     core = _core_config(config, dtype, vpp)
     chunks = []
     for stage in range(vpp or 1):
         vp_stage = stage if vpp else None
-        spec = get_gpt_decoder_block_spec(core, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+        spec = get_gpt_decoder_block_spec(
+            core, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        )
         _use_own_modules(spec, config)
         chunks.append(
             GPTModel(
@@ -283,8 +285,8 @@ def _use_own_modules(spec: Any, config: Any) -> None:
     class SandwichLayer(TransformerLayer):
         def __init__(self, config: Any, *args: Any, **rest: Any) -> None:
             super().__init__(config, *args, **rest)
-            self.post_self_attn_layernorm = _Norm(config, config.hidden_size)
-            self.post_mlp_layernorm = _Norm(config, config.hidden_size)
+            self.self_attention.linear_proj.post_layernorm = _Norm(config, config.hidden_size)
+            self.mlp.linear_fc2.post_layernorm = _Norm(config, config.hidden_size)
 
     for layer in spec.layer_specs:
         parts, attention = layer.submodules, layer.submodules.self_attention
@@ -308,7 +310,8 @@ def _pretend_cuda() -> None:
             return lambda *args, **kwargs: self
 
     stream = NoStream()
-    cuda: Any = torch.cuda
+    cuda, tensor_class = cast(Any, torch.cuda), cast(Any, Tensor)
+    tensor_class.cuda = lambda self, *args, **kwargs: self
     cuda.current_device = lambda: torch.device("cpu")
     cuda.current_stream = lambda *args: stream
     cuda.Stream = cuda.Event = lambda *args, **kwargs: stream
