@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
+from nemo_rl.models.megatron.conversion.dequantized import DequantizedFiles
 from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
 from nemo_rl.models.megatron.conversion.rules import rules_for
@@ -36,7 +37,7 @@ def load_huggingface(
         CheckpointError: the folder holds no such files, or the tensors in them are not the model's, by name or shape.
     """
     rules, groups = rules_for(hf_config, has_scalar_head=has_scalar_head), Groups.current()
-    files = TensorFiles(weight_files(folder))
+    files = DequantizedFiles(weight_files(folder), hf_config)
     held = held_here(chunks, rules, groups)
     holders(held, rules, groups)
     stored = sources(rules, files, folder)

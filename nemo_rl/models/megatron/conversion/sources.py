@@ -23,7 +23,7 @@ def sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[P
     """Where each parameter lies in these files; a scalar head that they lack is left out.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown or quantised.
+        CheckpointError: a tensor is missing or unknown, or a tied head is not the embedding.
     """
     names = set(files)
     left_out = {*rules.derived(names), *(heads := rules.further_heads(names))}
