@@ -90,7 +90,7 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False) -> 
     return Rules({rule.parameter: rule for rule in rules}, hf_config.num_hidden_layers, tied, has_scalar_head)
 
 
-def hub_tensors(rules: Rules, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def hub_tensors(rules: Rules, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor, bool]]:
     """All tensors of the hub, from whole parameters.
 
     Args:
@@ -98,12 +98,13 @@ def hub_tensors(rules: Rules, read: Callable[[str], Tensor]) -> Iterator[tuple[s
         read: a parameter by its name; called once for each, and at most one, or one layer's experts, are held.
 
     Yields:
-        Name and tensor, in the order of the model.
+        Name, tensor, and whether it stays in its number format whatever the others get; in the order of the model.
     """
     for bundle in rules.bundles():
         if len(bundle) == 1:
             whole = read(bundle[0].parameter)
-            yield from ((part.name, bundle[0].joined(index, [whole])) for index, part in enumerate(bundle[0].parts))
+            for index, part in enumerate(bundle[0].parts):
+                yield part.name, bundle[0].joined(index, [whole]), bundle[0].full_precision
             continue
         stack = Tensor()
         for number, rule in enumerate(bundle):
@@ -113,4 +114,4 @@ def hub_tensors(rules: Rules, read: Callable[[str], Tensor]) -> Iterator[tuple[s
                 if number == index == 0:
                     stack = values.new_empty(part.tensor_shape(values.shape, len(bundle)))
                 part.of(stack).copy_(values)
-        yield bundle[0].parts[0].name, stack
+        yield bundle[0].parts[0].name, stack, bundle[0].full_precision

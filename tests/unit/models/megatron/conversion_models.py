@@ -73,6 +73,8 @@ def random_huggingface(config: PretrainedConfig, dtype: torch.dtype = torch.floa
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if name.endswith("e_score_correction_bias"):
+                    tensor.data = tensor.data.float()  # as in the hub's files, whatever the format of the weights
                 if tensor.dim() == 1 and "inv_freq" not in name:
                     tensor.add_(0.1 * torch.randn_like(tensor))
                 elif tensor.dim() > 1:

@@ -31,6 +31,16 @@ MESHES: dict[str, dict[str, int]] = {
     "tp2_pp2_ep2": {"tp": 2, "pp": 2, "ep": 2},
     "tp4": {"tp": 4},  # more ranks than key heads
 }
+MIXTURES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+"""Families that expert parallelism divides."""
+UNDIVIDED_EXPERTS = ("gpt_oss",)
+"""Megatron Core refuses expert-tensor parallelism for experts with biases."""
+CASES = [
+    (mesh, family)
+    for mesh, sizes in MESHES.items()
+    for family in FAMILIES
+    if not ("ep" in sizes and family not in MIXTURES) and not ("etp" in sizes and family in UNDIVIDED_EXPERTS)
+]
 WITH_LOGITS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 """Families whose forward pass the test's own modules have."""
 CPU = torch.device("cpu")
@@ -49,7 +59,7 @@ def _round_trips(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for mesh, sizes in MESHES.items():
         with models.parallel_state(rank, **sizes):
-            for family in FAMILIES:
+            for family in (family for name, family in CASES if name == mesh):
                 results[f"{mesh}/{family}"] = _round_trip(folder / family, sizes)
             if mesh == "single":
                 results |= _in_one_piece(folder)
@@ -177,15 +187,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         models.save(models.random_huggingface(models.config_of(family)), folder / family)
-    models.save(models.random_huggingface(models.config_of("qwen2"), torch.bfloat16), folder / "bfloat16")
+    models.save(models.random_huggingface(models.config_of("deepseek_v3"), torch.bfloat16), folder / "bfloat16")
     stacked = models.random_huggingface(models.config_of("qwen3_moe"))
     (folder / "qwen3_moe_stacks").mkdir()
     save_file(stacked.state_dict(), folder / "qwen3_moe_stacks/model.safetensors")
     return run_ranks(_round_trips, RANKS, folder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("mesh", "family"), CASES)
 def test_a_round_trip_gives_every_tensor_back_bit_for_bit_on_every_rank(results, mesh, family) -> None:
     assert [rank[f"{mesh}/{family}"] for rank in results] == [""] * RANKS
 

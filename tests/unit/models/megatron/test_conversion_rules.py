@@ -219,6 +219,8 @@ def test_whole_parameters_give_the_hub_tensors(saved, family) -> None:
         rows = sum(len(part) for part in parts)
         return torch.cat([parts[one.part][one.start : one.stop] for one in rule.layout.segments(rows, 0, 1)])
 
-    found = dict(hub_tensors(rules, whole))
+    found = {name: tensor for name, tensor, _ in hub_tensors(rules, whole)}
+    kept = {name for name, _, full_precision in hub_tensors(rules, whole) if full_precision}
+    assert kept == {name for name in stored if name.endswith("e_score_correction_bias")}
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
