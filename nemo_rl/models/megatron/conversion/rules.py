@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nemo_rl.models.megatron.conversion.families import FAMILIES
+from nemo_rl.models.megatron.conversion.layer_rules import FAMILIES
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
 from nemo_rl.utils.errors import ConfigError
 
@@ -71,8 +71,8 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False) -> 
     Raises:
         ConfigError: its family is unknown here.
     """
-    family = FAMILIES.get(hf_config.model_type)
-    if family is None:
+    layers = FAMILIES.get(hf_config.model_type)
+    if layers is None:
         raise ConfigError(
             f"Weights of model_type={hf_config.model_type!r} cannot be converted for Megatron Core. Families that can: "
             f"{', '.join(sorted(FAMILIES))}. policy.dtensor_cfg.enabled=true trains others."
@@ -83,7 +83,7 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False) -> 
         head = Rule(OUTPUT, (Part(SCALAR_HEAD),))
     rules = [
         Rule("embedding.word_embeddings.weight", (Part(EMBEDDING),), dim=0),
-        *(rule for number in range(hf_config.num_hidden_layers) for rule in family.layer(hf_config, number)),
+        *(rule for number in range(hf_config.num_hidden_layers) for rule in layers.of(hf_config, number)),
         Rule("decoder.final_layernorm.weight", (Part("model.norm.weight"),)),
         head,
     ]

@@ -12,7 +12,7 @@ import torch
 from policy_helpers import run_ranks
 from safetensors.torch import load_file, save_file
 
-from nemo_rl.models.megatron.conversion.families import FAMILIES
+from nemo_rl.models.megatron.conversion.layer_rules import FAMILIES
 from nemo_rl.models.megatron.conversion.layouts import Grouped, Segment
 from nemo_rl.utils.errors import CheckpointError
 
@@ -68,12 +68,12 @@ def _round_trips(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     return results
 
 
-def _round_trip(folder: Path, sizes: dict[str, int], **options: Any) -> str:
+def _round_trip(folder: Path, sizes: dict[str, int]) -> str:
     from nemo_rl.models.megatron.conversion.exporter import iterate_hf_weights
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
 
     config, want = _config(folder), load_file(folder / "model.safetensors")
-    chunks = models.chunks_of(config, next(iter(want.values())).dtype, sizes.get("vpp"))
+    chunks = models.chunks_of(config, want["model.embed_tokens.weight"].dtype, sizes.get("vpp"))
     load_huggingface(chunks, config, folder)
     return _same({name: tensor.clone() for name, tensor in iterate_hf_weights(chunks, config, device=CPU)}, want)
 

@@ -24,7 +24,8 @@ SMALL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, 
 LARGE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18, "vocab_size": 8192}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 LIMIT_MIB = 1.2e9 / MIB
-"""Of a whole process that holds a model of 1 GB, or half of it."""
+"""What a model of 1 GB may add to a process, all of it included."""
+SLACK_MIB = 8
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def _convert(folder: Path) -> dict[str, float]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("sizes", [SMALL, pytest.param(LARGE, marks=pytest.mark.long)], ids=["100_mb", "1_gb"])
 def test_a_conversion_holds_a_ranks_part_and_few_tensors(sizes, num_ranks, tmp_path) -> None:
-    model, layer = write_random_llama(tmp_path / "model", **sizes, **HEADS)
+    model, _ = write_random_llama(tmp_path / "model", **sizes, **HEADS)
     write_random_llama(tmp_path / "tiny", **{**sizes, "hidden_size": 64, "num_hidden_layers": 2}, **HEADS)
     # A process of their own to fork from: this one's heap holds free memory that would hide what they ask for.
     command = [sys.executable, __file__, str(num_ranks), str(tmp_path / "model"), str(tmp_path / "tiny")]
@@ -64,11 +65,12 @@ def test_a_conversion_holds_a_ranks_part_and_few_tensors(sizes, num_ranks, tmp_p
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     ranks = json.loads(done.stdout.splitlines()[-1])
-    logger.info("model %.0f MiB, layer %.0f MiB, %d ranks: %s", model, layer, num_ranks, ranks)
+    largest = sizes["vocab_size"] * sizes["hidden_size"] * 4 / MIB
+    logger.info("model %.0f MiB, largest tensor %.0f MiB, %d ranks: %s", model, largest, num_ranks, ranks)
     for rank in ranks:
-        assert rank["load"] < model / num_ranks + layer
-        assert rank["export"] < model / num_ranks + layer
-        assert sizes is SMALL or rank["start"] + max(rank["load"], rank["export"]) < LIMIT_MIB
+        assert rank["load"] < model / num_ranks + SLACK_MIB
+        assert rank["export"] < model / num_ranks + 2 * largest + SLACK_MIB  # gloo gathers into a buffer of its own
+        assert max(rank["load"], rank["export"]) < LIMIT_MIB
 
 
 if __name__ == "__main__":

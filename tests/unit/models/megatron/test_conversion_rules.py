@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, PretrainedConfig
 
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
-from nemo_rl.models.megatron.conversion import families, layouts, names, parts, rules
+from nemo_rl.models.megatron.conversion import layer_rules, layouts, names, parts, rules
 from nemo_rl.models.megatron.conversion import sources as sources_module
-from nemo_rl.models.megatron.conversion.families import FAMILIES
+from nemo_rl.models.megatron.conversion.layer_rules import FAMILIES
 from nemo_rl.models.megatron.conversion.layouts import Grouped, Layout, Stacked
 from nemo_rl.models.megatron.conversion.names import global_name
 from nemo_rl.models.megatron.conversion.parts import Part
@@ -25,7 +25,7 @@ from nemo_rl.models.megatron.conversion.rules import hub_tensors, rules_for
 from nemo_rl.models.megatron.conversion.sources import sources
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
-MODULES = [families, layouts, names, parts, rules, sources_module]
+MODULES = [layer_rules, layouts, names, parts, rules, sources_module]
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,8 @@ _SANDWICH_NORMS = {
 
 
 @dataclass(frozen=True)
-class Family:
-    """What the layers of a family are made of.
+class Layers:
+    """What the layers of a family are made of, in both libraries.
 
     Attributes:
         attention: rules of `self_attention`.
@@ -42,7 +42,7 @@ class Family:
     mlp: LayerRules
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
 
-    def layer(self, config: PretrainedConfig, number: int) -> Iterator[Rule]:
+    def of(self, config: PretrainedConfig, number: int) -> Iterator[Rule]:
         """All rules of a layer."""
         ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
         for parameter, name in self.norms.items():
@@ -159,14 +159,14 @@ def _gpt_oss_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[R
             yield Rule(f"{prefix}linear_fc2.{kind}", (down,), dim=1 if is_weight else None, expert=expert)
 
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(_attention, _gated_mlp),
-    "mistral": Family(_attention, _gated_mlp),
-    "qwen2": Family(partial(_attention, qkv_bias=True, has_output_bias=False), _gated_mlp),
-    "qwen3": Family(partial(_attention, normed_heads=True), _gated_mlp),
-    "qwen3_moe": Family(partial(_attention, normed_heads=True), _qwen_moe),
-    "deepseek_v3": Family(_latent_attention, _deepseek_moe),
-    "gemma3_text": Family(partial(_attention, normed_heads=True), _gated_mlp, _SANDWICH_NORMS),
-    "gpt_oss": Family(partial(_attention, has_sinks=True), _gpt_oss_moe),
+FAMILIES: dict[str, Layers] = {
+    "llama": Layers(_attention, _gated_mlp),
+    "mistral": Layers(_attention, _gated_mlp),
+    "qwen2": Layers(partial(_attention, qkv_bias=True, has_output_bias=False), _gated_mlp),
+    "qwen3": Layers(partial(_attention, normed_heads=True), _gated_mlp),
+    "qwen3_moe": Layers(partial(_attention, normed_heads=True), _qwen_moe),
+    "deepseek_v3": Layers(_latent_attention, _deepseek_moe),
+    "gemma3_text": Layers(partial(_attention, normed_heads=True), _gated_mlp, _SANDWICH_NORMS),
+    "gpt_oss": Layers(partial(_attention, has_sinks=True), _gpt_oss_moe),
 }
 """By `model_type` of the configuration."""
