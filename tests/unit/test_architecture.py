@@ -206,6 +206,7 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "memory": set(),
     "backends": {"memory"},
     "dtensor": {"inputs", "interfaces", "huggingface", "memory", "backends"},
+    "megatron": {"huggingface"},
     "policy.interfaces": set(),
     "policy.metrics": set(),
     "policy.workers": {"inputs", "interfaces", "huggingface", "policy.metrics"},

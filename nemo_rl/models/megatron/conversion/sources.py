@@ -8,8 +8,6 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch.distributed as dist
-
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
 from nemo_rl.models.megatron.conversion.rules import EMBEDDING, HEAD, OUTPUT, SCALAR_HEAD, Rules
@@ -42,7 +40,7 @@ def sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[P
             + listed(" Tensors that they lack: ", missing)
             + listed(" Tensors that belong to no parameter: ", unknown)
         )
-    if heads and (not dist.is_initialized() or dist.get_rank() == 0):
+    if heads:
         logger.warning(
             "%d tensors of layers that predict further tokens (multi-token prediction) are left out: they are neither "
             "trained nor exported. The first is %s.",
