@@ -37,14 +37,20 @@ def main(arguments: list[str] | None = None) -> int:
     return exit_status(lambda: convert(options))
 
 
-def convert(options: argparse.Namespace) -> int:
-    """Export as the command line says; 1 if the export is not what was trained."""
+def convert(options: argparse.Namespace, model_name: str | None = None) -> int:
+    """Export as the command line says; 1 if the export is not what was trained.
+
+    Args:
+        options: the command line.
+        model_name: model whose tokenizer is used where the checkpoint has none; None takes the configuration's.
+    """
     # Imported here so that --help does not wait for torch.
     from nemo_rl.models.backends import backend_of_checkpoint
 
     backend = backend_of_checkpoint(options.dcp_ckpt_path, options.config)
     weights = backend.find_weights(options.dcp_ckpt_path)
-    tokenizer = tokenizer_name(options.config or weights.parents[1] / "config.yaml", options.config is not None)
+    config = options.config or weights.parents[1] / "config.yaml"
+    tokenizer = model_name or tokenizer_name(config, options.config is not None)
     backend.export(weights, options.hf_ckpt_path, tokenizer, options.dtype)
     print(f"Exported to {options.hf_ckpt_path}")
     if not options.verify:

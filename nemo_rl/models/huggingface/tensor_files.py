@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nemo_rl.utils.errors import CheckpointError
 
@@ -95,6 +95,25 @@ class TensorFiles:
             return torch.equal(self.read(name), self.read(other))
         parts = [(slice(start, start + rows),) for start in range(0, len(ours), rows)]
         return all(torch.equal(self.read(name, part), self.read(other, part)) for part in parts)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder that `from_pretrained` would read.
+
+    Raises:
+        CheckpointError: there are none, or one that the index names does not exist.
+    """
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    names = {SAFE_WEIGHTS_NAME}
+    if not (folder / SAFE_WEIGHTS_NAME).exists() and index.exists():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    absent = sorted(name for name in names if not (folder / name).is_file())
+    if absent:
+        raise CheckpointError(
+            f"{str(folder)!r} has no {absent[0]}. Weights are read from {SAFE_WEIGHTS_NAME}, or from the files that "
+            f"{SAFE_WEIGHTS_INDEX_NAME} names; other formats have to be converted to safetensors first."
+        )
+    return [folder / name for name in sorted(names)]
 
 
 def header_bytes(described: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:

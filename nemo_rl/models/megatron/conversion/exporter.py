@@ -1,0 +1,136 @@
+"""Weights of a Megatron Core model under the names and shapes of the hub, whole, on every rank.
+
+The ranks walk through the model together. Of each parameter the tensor-parallel ranks gather their shards; the rank
+that holds an expert gives it to the others; then its pipeline stage gives it to the other stages.
+
+Invariant: all ranks yield the same names and values in the same order, and hold one parameter and one hub tensor of it
+at a time beside their own.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from nemo_rl.models.megatron.conversion.holdings import Groups, Holder, held_here, holders
+from nemo_rl.models.megatron.conversion.parts import Rule
+from nemo_rl.models.megatron.conversion.rules import rules_for
+
+
+def iterate_hf_weights(
+    chunks: Sequence[nn.Module],
+    hf_config: PretrainedConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    has_scalar_head: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight and persistent buffer, tied ones once; collective over all ranks of a model.
+
+    Args:
+        chunks: the rank's virtual stages, wrapped or not.
+        hf_config: of the model.
+        device: where tensors are gathered, and yielded.
+        dtype: number format of what is yielded; None keeps that of the parameters. Correction biases of routers stay
+            in float32, as engines hold them.
+        has_scalar_head: the output layer is a reward model's.
+
+    Yields:
+        Name and tensor; a tensor may be a view of a parameter.
+
+    Raises:
+        CheckpointError: the model has parameters that the configuration does not describe, or lacks some.
+    """
+    rules, groups = rules_for(hf_config, has_scalar_head=has_scalar_head), Groups.current()
+    held = held_here(chunks, rules, groups)
+    walk = _Walk(held, holders(held, rules, groups), groups, device, dtype)
+    for bundle in rules.bundles():
+        yield from walk.stack(bundle) if len(bundle) > 1 else walk.parts(bundle[0])
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """One pass over the model.
+
+    Attributes:
+        held: this rank's shards.
+        holders: where every parameter is.
+        groups: the ranks.
+        device: of the results.
+        dtype: of the results, see `iterate_hf_weights`.
+    """
+
+    held: dict[str, Tensor]
+    holders: dict[str, Holder]
+    groups: Groups
+    device: torch.device
+    dtype: torch.dtype | None
+
+    def parts(self, rule: Rule) -> Iterator[tuple[str, Tensor]]:
+        """The hub tensors that a parameter is made of."""
+        in_stage = self._in_stage(rule)
+        shards = self._shards(rule) if in_stage else []
+        for index, part in enumerate(rule.parts):
+            tensor = self._part(rule, index, shards) if in_stage else self._empty(rule, self._shape(rule, index))
+            yield part.name, self._from_stage(rule, tensor)
+
+    def stack(self, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
+        """The one hub tensor that the same parameter of all experts makes up."""
+        first = rules[0]
+        shape = first.parts[0].tensor_shape(self._shape(first, 0), len(rules))
+        stack = self._empty(first, shape)
+        if self._in_stage(first):
+            for rule in rules:
+                shards = self._shards(rule)
+                for index, part in enumerate(rule.parts):
+                    part.of(stack).copy_(self._part(rule, index, shards))
+        yield first.parts[0].name, self._from_stage(first, stack)
+
+    def _in_stage(self, rule: Rule) -> bool:
+        return self.holders[rule.parameter].stage == self.groups.pipeline.rank()
+
+    def _shape(self, rule: Rule, index: int) -> tuple[int, ...]:
+        """Shape of a part."""
+        return rule.part_shapes(self.holders[rule.parameter].shape, self.groups.num_shards(rule))[index]
+
+    def _dtype(self, rule: Rule) -> torch.dtype:
+        kept = self.holders[rule.parameter].dtype
+        return kept if self.dtype is None or rule.full_precision else self.dtype
+
+    def _empty(self, rule: Rule, shape: Sequence[int]) -> Tensor:
+        return torch.empty(tuple(shape), dtype=self._dtype(rule), device=self.device)
+
+    def _shards(self, rule: Rule) -> list[Tensor]:
+        """All shards of a parameter that this rank of its stage holds a shard of; joined where they are one part."""
+        if rule.parameter not in self.held:
+            return []
+        mine = self.held[rule.parameter].detach().to(self.device, self._dtype(rule))
+        num_shards, group = self.groups.num_shards(rule), self.groups.dividing(rule)
+        if num_shards == 1:
+            return [mine]
+        if rule.dim == 0 and len(rule.parts) == 1:
+            whole = self._empty(rule, (len(mine) * num_shards, *mine.shape[1:]))
+            dist.all_gather(list(whole.chunk(num_shards)), mine.contiguous(), group=group)
+            return [whole]
+        shards = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(num_shards)]
+        dist.all_gather(shards, mine.contiguous(), group=group)
+        return [torch.cat(shards, dim=1)] if rule.dim == 1 else shards
+
+    def _part(self, rule: Rule, index: int, shards: list[Tensor]) -> Tensor:
+        """A part of a parameter of this stage, on all its ranks."""
+        shape = self._shape(rule, index)
+        part = rule.joined(index, shards) if shards else self._empty(rule, shape)
+        assert part.shape == shape, f"{rule.parts[index].name}: {tuple(part.shape)} instead of {shape}"
+        if rule.expert is not None and self.groups.expert.size() > 1:
+            part = part.contiguous()
+            dist.broadcast(part, group=self.groups.expert, group_src=self.holders[rule.parameter].expert_rank)
+        return part
+
+    def _from_stage(self, rule: Rule, tensor: Tensor) -> Tensor:
+        if self.groups.pipeline.size() > 1:
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, group=self.groups.pipeline, group_src=self.holders[rule.parameter].stage)
+        return tensor

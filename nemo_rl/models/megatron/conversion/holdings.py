@@ -1,0 +1,116 @@
+"""What this rank, and what every rank of its pipeline and its experts, holds of a model.
+
+Invariant: every parameter of the rules is held by somebody and nothing else is, or all ranks raise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from nemo_rl.models.megatron.conversion.names import global_name
+from nemo_rl.models.megatron.conversion.parts import Rule
+from nemo_rl.models.megatron.conversion.rules import Rules
+from nemo_rl.models.megatron.conversion.sources import listed
+from nemo_rl.utils.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups that a model is divided over.
+
+    Attributes:
+        tensor: divides dense layers.
+        expert_tensor: divides each expert.
+        expert: divides the experts of a layer.
+        pipeline: divides the layers.
+    """
+
+    tensor: dist.ProcessGroup
+    expert_tensor: dist.ProcessGroup
+    expert: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+
+    @classmethod
+    def current(cls) -> "Groups":
+        """Those of Megatron Core's parallel state."""
+        return cls(
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_expert_tensor_parallel_group(),
+            parallel_state.get_expert_model_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        )
+
+    def dividing(self, rule: Rule) -> dist.ProcessGroup:
+        """The ranks among which a parameter's rows or columns are divided, if any are."""
+        return self.tensor if rule.expert is None else self.expert_tensor
+
+    def num_shards(self, rule: Rule) -> int:
+        """Into how many shards a parameter is divided."""
+        return 1 if rule.dim is None else self.dividing(rule).size()
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Where a parameter is.
+
+    Attributes:
+        shape: of each of its shards.
+        dtype: number format.
+        stage: rank in the pipeline group.
+        expert_rank: rank in the expert group; what is no expert's is on all of them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stage: int
+    expert_rank: int
+
+
+def held_here(chunks: Sequence[nn.Module], rules: Rules, groups: Groups) -> dict[str, Tensor]:
+    """This rank's shards by their names in the whole model; parameters without a rule as well."""
+    experts = {rule.expert for rule in rules.by_parameter.values() if rule.expert is not None}
+    first_expert = groups.expert.rank() * (len(experts) // groups.expert.size())
+    held: dict[str, Tensor] = {}
+    for chunk in chunks:
+        model = _unwrapped(chunk)
+        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        for name, parameter in model.named_parameters():
+            held[global_name(name, layers, first_expert)] = parameter
+        for name, buffer in model.named_buffers():
+            if (known := global_name(name, layers, first_expert)) in rules.by_parameter:
+                held[known] = buffer
+    return held
+
+
+def holders(held: dict[str, Tensor], rules: Rules, groups: Groups) -> dict[str, Holder]:
+    """Where each parameter of the model is; collective over pipeline and experts.
+
+    Raises:
+        CheckpointError: a parameter has no rule, or a rule has no parameter.
+    """
+    place = (groups.pipeline.rank(), groups.expert.rank())
+    found = {name: Holder(tuple(tensor.shape), tensor.dtype, *place) for name, tensor in held.items()}
+    for group in (groups.pipeline, groups.expert):
+        parts: list[dict[str, Holder]] = [{} for _ in range(group.size())]
+        dist.all_gather_object(parts, found, group=group)
+        found = {name: holder for part in parts for name, holder in part.items()}
+    unknown = found.keys() - rules.by_parameter.keys()
+    absent = {name for name, rule in rules.by_parameter.items() if not rule.copy_of_tied} - found.keys()
+    if unknown or absent:
+        raise CheckpointError(
+            "The Megatron Core model is not the one that its Hugging Face configuration describes."
+            + listed(" Parameters that have no Hugging Face name: ", unknown)
+            + listed(" Parameters that it lacks: ", absent)
+        )
+    return found
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

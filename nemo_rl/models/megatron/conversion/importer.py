@@ -1,0 +1,80 @@
+"""Give the parts of a Megatron Core model their values from a folder of Hugging Face's safetensors files.
+
+Each rank reads the rows and columns that it holds, straight into its parameters: nothing is converted beforehand, and
+no copy of the model is kept anywhere. Invariant: afterwards every parameter has the files' values, and every tensor of
+the files was some parameter's or was named as left out.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
+from nemo_rl.models.megatron.conversion.dequantized import DequantizedFiles
+from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders
+from nemo_rl.models.megatron.conversion.parts import Part, Rule
+from nemo_rl.models.megatron.conversion.rules import rules_for
+from nemo_rl.models.megatron.conversion.sources import sources
+from nemo_rl.utils.errors import CheckpointError
+
+
+def load_huggingface(
+    chunks: Sequence[nn.Module], hf_config: PretrainedConfig, folder: Path, *, has_scalar_head: bool = False
+) -> None:
+    """Fill every parameter of this rank's chunks; collective over pipeline and experts.
+
+    Args:
+        chunks: the rank's virtual stages, wrapped or not.
+        hf_config: of the model in the folder.
+        folder: holds safetensors files.
+        has_scalar_head: the output layer is a reward model's; it keeps its values where the files have none.
+
+    Raises:
+        CheckpointError: the folder holds no such files, or the tensors in them are not the model's, by name or shape.
+    """
+    rules, groups = rules_for(hf_config, has_scalar_head=has_scalar_head), Groups.current()
+    files = DequantizedFiles(weight_files(folder), hf_config)
+    held = held_here(chunks, rules, groups)
+    holders(held, rules, groups)
+    stored = sources(rules, files, folder)
+    for name in held.keys() & stored.keys():
+        _fill(held[name], rules.by_parameter[name], stored[name], files, groups)
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: TensorFiles, groups: Groups) -> None:
+    """Read this rank's shard of a parameter."""
+    if rule.full_precision and tensor.dtype != torch.float32:
+        tensor.data = tensor.data.float()
+    num_shards = groups.num_shards(rule)
+    _require_shapes(tensor, rule, parts, files, num_shards)
+    shard = groups.dividing(rule).rank() if num_shards > 1 else 0
+    columns = slice(None)
+    if rule.dim == 1:
+        columns = slice(shard * tensor.shape[1], (shard + 1) * tensor.shape[1])
+        shard, num_shards = 0, 1
+    start = 0
+    for segment in rule.layout.segments(len(tensor), shard, num_shards):
+        part = parts[segment.part]
+        read, shape = partial(files.read, part.name), files.like(part.name).shape
+        values = part.read(read, shape, slice(segment.start, segment.stop), columns)
+        tensor[start : start + segment.num_rows].copy_(values)
+        start += segment.num_rows
+
+
+def _require_shapes(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: TensorFiles, num_shards: int) -> None:
+    """Refuse a file whose tensors have other shapes than the model.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    for part, shape in zip(parts, rule.part_shapes(tensor.shape, num_shards), strict=True):
+        stored = tuple(files.like(part.name).shape)
+        if part.shape_in(stored) != shape:
+            raise CheckpointError(
+                f"{files.file_of[part.name]}: {part.name} has shape {stored}, but {rule.parameter} needs {shape} of it."
+            )

@@ -1,0 +1,172 @@
+"""Hub names of each family, layer by layer, and the parameters of Megatron Core that they become.
+
+A new family is one entry of `FAMILIES`, made of the pieces above it. Names of parameters are those of Megatron Core's
+own modules (`get_gpt_decoder_block_spec` without Transformer Engine); `names` maps the others to them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nemo_rl.models.megatron.conversion.layouts import Grouped, Stacked
+from nemo_rl.models.megatron.conversion.parts import Part, Rule
+
+type LayerRules = Callable[[Any, int, str, str], Iterator[Rule]]
+"""Rules of a piece of a layer: `(config, layer number, prefix of the parameters, prefix of the hub names)`."""
+
+_GATED = Stacked(2)
+
+_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+_SANDWICH_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_proj.post_layernorm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "mlp.linear_fc2.post_layernorm": "post_feedforward_layernorm",
+}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What the layers of a family are made of, in both libraries.
+
+    Attributes:
+        attention: rules of `self_attention`.
+        mlp: rules of `mlp`.
+        norms: of a layer, parameter to hub name.
+    """
+
+    attention: LayerRules
+    mlp: LayerRules
+    norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
+
+    def of(self, config: PretrainedConfig, number: int) -> Iterator[Rule]:
+        """All rules of a layer."""
+        ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
+        for parameter, name in self.norms.items():
+            yield _same(f"{ours}{parameter}.weight", f"{theirs}{name}.weight")
+        yield from self.attention(config, number, f"{ours}self_attention.", f"{theirs}self_attn.")
+        yield from self.mlp(config, number, f"{ours}mlp.", f"{theirs}mlp.")
+
+
+def _same(parameter: str, name: str, dim: int | None = None, **values: Any) -> Rule:
+    return Rule(parameter, (Part(name),), dim=dim, **values)
+
+
+def _attention(
+    config: Any,
+    number: int,
+    ours: str,
+    theirs: str,
+    *,
+    qkv_bias: bool | None = None,
+    has_output_bias: bool | None = None,
+    normed_heads: bool = False,
+    has_sinks: bool = False,
+) -> Iterator[Rule]:
+    """Attention with grouped heads; a bias of None is as the configuration says."""
+    configured = bool(getattr(config, "attention_bias", False))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    groups = Grouped(config.num_attention_heads // config.num_key_value_heads, head_dim)
+    for kind in ("weight", "bias") if (configured if qkv_bias is None else qkv_bias) else ("weight",):
+        parts = tuple(Part(f"{theirs}{name}_proj.{kind}") for name in "qkv")
+        yield Rule(f"{ours}linear_qkv.{kind}", parts, groups, dim=0)
+    yield _same(f"{ours}linear_proj.weight", f"{theirs}o_proj.weight", dim=1)
+    if configured if has_output_bias is None else has_output_bias:
+        yield _same(f"{ours}linear_proj.bias", f"{theirs}o_proj.bias")
+    if normed_heads:
+        yield _same(f"{ours}q_layernorm.weight", f"{theirs}q_norm.weight")
+        yield _same(f"{ours}k_layernorm.weight", f"{theirs}k_norm.weight")
+    if has_sinks:
+        yield _same(f"{ours}core_attention.softmax_offset", f"{theirs}sinks", dim=0)
+
+
+def _latent_attention(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Multi-head latent attention; the projections down are whole on every rank."""
+    biased = bool(config.attention_bias)
+    if config.q_lora_rank is None:
+        yield _same(f"{ours}linear_q_proj.weight", f"{theirs}q_proj.weight", dim=0)
+    else:
+        yield _same(f"{ours}linear_q_down_proj.weight", f"{theirs}q_a_proj.weight")
+        if biased:
+            yield _same(f"{ours}linear_q_down_proj.bias", f"{theirs}q_a_proj.bias")
+        yield _same(f"{ours}q_layernorm.weight", f"{theirs}q_a_layernorm.weight")
+        yield _same(f"{ours}linear_q_up_proj.weight", f"{theirs}q_b_proj.weight", dim=0)
+    yield _same(f"{ours}linear_kv_down_proj.weight", f"{theirs}kv_a_proj_with_mqa.weight")
+    if biased:
+        yield _same(f"{ours}linear_kv_down_proj.bias", f"{theirs}kv_a_proj_with_mqa.bias")
+    yield _same(f"{ours}kv_layernorm.weight", f"{theirs}kv_a_layernorm.weight")
+    yield _same(f"{ours}linear_kv_up_proj.weight", f"{theirs}kv_b_proj.weight", dim=0)
+    yield _same(f"{ours}linear_proj.weight", f"{theirs}o_proj.weight", dim=1)
+    if biased:
+        yield _same(f"{ours}linear_proj.bias", f"{theirs}o_proj.bias")
+
+
+def _gated_mlp(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Gate, up and down projection."""
+    for kind in ("weight", "bias") if getattr(config, "mlp_bias", False) else ("weight",):
+        gate_up = (Part(f"{theirs}gate_proj.{kind}"), Part(f"{theirs}up_proj.{kind}"))
+        yield Rule(f"{ours}linear_fc1.{kind}", gate_up, _GATED, dim=0)
+        yield _same(f"{ours}linear_fc2.{kind}", f"{theirs}down_proj.{kind}", dim=1 if kind == "weight" else None)
+
+
+def _experts(num_experts: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Gated experts, as tensors of their own or as stacks in which gate lies above up."""
+    for expert in range(num_experts):
+        stack = Part(f"{theirs}experts.gate_up_proj", expert)
+        for rule in _gated_mlp(None, 0, f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."):
+            gate_up = (replace(stack, share=(0, 2)), replace(stack, share=(1, 2)))
+            down = (Part(f"{theirs}experts.down_proj", expert),)
+            yield replace(rule, expert=expert, stacked_parts=gate_up if rule.layout == _GATED else down)
+
+
+def _qwen_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """A router and experts, or a dense layer where the configuration says so."""
+    sparse = config.num_experts > 0 and (number + 1) % config.decoder_sparse_step == 0
+    if number in config.mlp_only_layers or not sparse:
+        yield from _gated_mlp(config, number, ours, theirs)
+        return
+    yield _same(f"{ours}router.weight", f"{theirs}gate.weight")
+    yield from _experts(config.num_experts, ours, theirs)
+
+
+def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """A router with a correction bias, experts and shared experts, or a dense layer at the start of the model."""
+    if number < config.first_k_dense_replace:
+        yield from _gated_mlp(config, number, ours, theirs)
+        return
+    yield _same(f"{ours}router.weight", f"{theirs}gate.weight")
+    yield _same(f"{ours}router.expert_bias", f"{theirs}gate.e_score_correction_bias", full_precision=True)
+    yield from _experts(config.n_routed_experts, ours, theirs)
+    if config.n_shared_experts:
+        yield from _gated_mlp(config, number, f"{ours}shared_experts.", f"{theirs}shared_experts.")
+
+
+def _gpt_oss_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
+    """Stacks of experts, stored transposed, in which gate and up take turns; everything has a bias."""
+    yield _same(f"{ours}router.weight", f"{theirs}router.weight")
+    yield _same(f"{ours}router.bias", f"{theirs}router.bias")
+    for expert in range(config.num_local_experts):
+        prefix = f"{ours}experts.local_experts.{expert}."
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            is_weight = kind == "weight"
+            stack = Part(f"{theirs}experts.gate_up_proj{suffix}", expert, interleaved=True, transposed=is_weight)
+            gate_up = (replace(stack, share=(0, 2)), replace(stack, share=(1, 2)))
+            down = Part(f"{theirs}experts.down_proj{suffix}", expert, transposed=is_weight)
+            yield Rule(f"{prefix}linear_fc1.{kind}", gate_up, _GATED, dim=0, expert=expert)
+            yield Rule(f"{prefix}linear_fc2.{kind}", (down,), dim=1 if is_weight else None, expert=expert)
+
+
+FAMILIES: dict[str, Layers] = {
+    "llama": Layers(_attention, _gated_mlp),
+    "mistral": Layers(_attention, _gated_mlp),
+    "qwen2": Layers(partial(_attention, qkv_bias=True, has_output_bias=False), _gated_mlp),
+    "qwen3": Layers(partial(_attention, normed_heads=True), _gated_mlp),
+    "qwen3_moe": Layers(partial(_attention, normed_heads=True), _qwen_moe),
+    "deepseek_v3": Layers(_latent_attention, _deepseek_moe),
+    "gemma3_text": Layers(partial(_attention, normed_heads=True), _gated_mlp, _SANDWICH_NORMS),
+    "gpt_oss": Layers(partial(_attention, has_sinks=True), _gpt_oss_moe),
+}
+"""By `model_type` of the configuration."""

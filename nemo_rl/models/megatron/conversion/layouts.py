@@ -1,0 +1,98 @@
+"""Which rows of the hub's tensors a tensor-parallel shard of a parameter holds, and in which order.
+
+A parameter of Megatron Core is made of rows of one or several hub tensors, its parts: a gated layer holds gate above
+up, attention holds query, key and value heads by groups. Reading and writing both follow a `Layout`.
+
+Invariant: the segments of all shards are every row of every part, once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows of a part that lie together in a shard.
+
+    Attributes:
+        part: its index.
+        start: first row.
+        stop: behind the last row.
+    """
+
+    part: int
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows."""
+        return self.stop - self.start
+
+
+class Layout(Protocol):
+    """Order of the rows of the parts in each shard of a parameter."""
+
+    def part_rows(self, num_rows: int) -> list[int]:
+        """Rows of each part of a whole parameter with so many rows."""
+
+    def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
+        """What a shard of `num_rows` rows holds, in its order."""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Parts of the same size; each shard holds its share of the first one, then of the second one, and so on.
+
+    Attributes:
+        num_parts: 2 for gate above up; 1 for a parameter that is a hub tensor.
+    """
+
+    num_parts: int = 1
+
+    def part_rows(self, num_rows: int) -> list[int]:
+        """See `Layout`."""
+        return [num_rows // self.num_parts] * self.num_parts
+
+    def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
+        """See `Layout`."""
+        rows = num_rows // self.num_parts
+        for part in range(self.num_parts):
+            yield Segment(part, shard * rows, (shard + 1) * rows)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Queries, keys and values of attention: for each key head the query heads that share it, the key, the value.
+
+    Shards are equal runs of these rows; where there are more shards than key heads they cut through groups, and
+    Megatron Core gathers the projections.
+
+    Attributes:
+        queries_per_group: query heads that share a key head.
+        head_dim: rows of a head.
+    """
+
+    queries_per_group: int
+    head_dim: int
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return (self.queries_per_group * self.head_dim, self.head_dim, self.head_dim)
+
+    def part_rows(self, num_rows: int) -> list[int]:
+        """See `Layout`."""
+        return [num_rows // sum(self._sizes) * size for size in self._sizes]
+
+    def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
+        """See `Layout`."""
+        first, last = shard * num_rows, (shard + 1) * num_rows
+        group_rows = sum(self._sizes)
+        for group in range(first // group_rows, -(-last // group_rows)):
+            at = group * group_rows
+            for part, size in enumerate(self._sizes):
+                start, stop = max(first - at, 0), min(last - at, size)
+                if start < stop:
+                    yield Segment(part, group * size + start, group * size + stop)
+                at += size

@@ -1,0 +1,117 @@
+"""Every parameter of a whole Megatron Core model and the hub tensors that it is made of, both ways.
+
+Data and small functions; needs no megatron. Invariant: each hub tensor belongs to one bundle, and a bundle's
+parameters to no other.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nemo_rl.models.megatron.conversion.layer_rules import FAMILIES
+from nemo_rl.models.megatron.conversion.parts import Part, Rule
+from nemo_rl.utils.errors import ConfigError
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+SCALAR_HEAD = "score.weight"
+OUTPUT = "output_layer.weight"
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a model is made of.
+
+    Attributes:
+        by_parameter: rules by parameter name, in the order of the model.
+        num_layers: layers that the model has.
+        is_tied: whether the head is the embedding.
+        has_scalar_head: whether it is a reward model's.
+    """
+
+    by_parameter: dict[str, Rule]
+    num_layers: int
+    is_tied: bool
+    has_scalar_head: bool
+
+    def bundles(self) -> list[list[Rule]]:
+        """Parameters that make up hub tensors together, in the order of the model: one, or all experts of a stack."""
+        found: dict[str, list[Rule]] = {}
+        for rule in self.by_parameter.values():
+            if not rule.copy_of_tied:
+                found.setdefault(rule.parts[0].name, []).append(rule)
+        return list(found.values())
+
+    def hub_names(self) -> list[str]:
+        """Names of all hub tensors, in the order of the bundles."""
+        return list(dict.fromkeys(part.name for bundle in self.bundles() for rule in bundle for part in rule.parts))
+
+    def further_heads(self, names: Iterable[str]) -> list[str]:
+        """Those of some hub names that belong to layers behind the last one: heads that predict several tokens."""
+        numbered = [(name, _LAYER.match(name)) for name in names]
+        return [name for name, found in numbered if found and int(found[1]) >= self.num_layers]
+
+    def derived(self, names: Iterable[str]) -> list[str]:
+        """Those of some hub names that old files hold although they follow from the configuration."""
+        return [name for name in names if _DERIVED.search(name)]
+
+
+def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False) -> Rules:
+    """The rules of a model.
+
+    Args:
+        hf_config: its Hugging Face configuration.
+        has_scalar_head: a head with one output, whole on every rank, takes the place of that for tokens.
+
+    Raises:
+        ConfigError: its family is unknown here.
+    """
+    layers = FAMILIES.get(hf_config.model_type)
+    if layers is None:
+        raise ConfigError(
+            f"Weights of model_type={hf_config.model_type!r} cannot be converted for Megatron Core. Families that can: "
+            f"{', '.join(sorted(FAMILIES))}. policy.dtensor_cfg.enabled=true trains others."
+        )
+    tied = bool(hf_config.tie_word_embeddings) and not has_scalar_head
+    head = Rule(OUTPUT, (Part(EMBEDDING if tied else HEAD),), dim=0, copy_of_tied=tied)
+    if has_scalar_head:
+        head = Rule(OUTPUT, (Part(SCALAR_HEAD),))
+    rules = [
+        Rule("embedding.word_embeddings.weight", (Part(EMBEDDING),), dim=0),
+        *(rule for number in range(hf_config.num_hidden_layers) for rule in layers.of(hf_config, number)),
+        Rule("decoder.final_layernorm.weight", (Part("model.norm.weight"),)),
+        head,
+    ]
+    return Rules({rule.parameter: rule for rule in rules}, hf_config.num_hidden_layers, tied, has_scalar_head)
+
+
+def hub_tensors(rules: Rules, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor, bool]]:
+    """All tensors of the hub, from whole parameters.
+
+    Args:
+        rules: of the model.
+        read: a parameter by its name; called once for each, and at most one, or one layer's experts, are held.
+
+    Yields:
+        Name, tensor, and whether it stays in its number format whatever the others get; in the order of the model.
+    """
+    for bundle in rules.bundles():
+        if len(bundle) == 1:
+            whole = read(bundle[0].parameter)
+            for index, part in enumerate(bundle[0].parts):
+                yield part.name, bundle[0].joined(index, [whole]), bundle[0].full_precision
+            continue
+        stack = Tensor()
+        for number, rule in enumerate(bundle):
+            whole = read(rule.parameter)
+            for index, part in enumerate(rule.parts):
+                values = rule.joined(index, [whole])
+                if number == index == 0:
+                    stack = values.new_empty(part.tensor_shape(values.shape, len(bundle)))
+                part.of(stack).copy_(values)
+        yield bundle[0].parts[0].name, stack, bundle[0].full_precision

@@ -1,0 +1,226 @@
+"""Names, rules and files of the conversion to Megatron Core; needs no megatron."""
+
+import inspect
+import json
+import logging
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import conversion_models as models
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, PretrainedConfig
+
+from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
+from nemo_rl.models.megatron.conversion import layer_rules, layouts, names, parts, rules
+from nemo_rl.models.megatron.conversion import sources as sources_module
+from nemo_rl.models.megatron.conversion.layer_rules import FAMILIES
+from nemo_rl.models.megatron.conversion.layouts import Grouped, Layout, Stacked
+from nemo_rl.models.megatron.conversion.names import global_name
+from nemo_rl.models.megatron.conversion.parts import Part
+from nemo_rl.models.megatron.conversion.rules import hub_tensors, rules_for
+from nemo_rl.models.megatron.conversion.sources import sources
+from nemo_rl.utils.errors import CheckpointError, ConfigError
+
+MODULES = [layer_rules, layouts, names, parts, rules, sources_module]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with random models, by family."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        models.save(models.random_huggingface(models.config_of(family)), folder / family)
+    return folder
+
+
+def _with(folder: Path, target: Path, *, without: tuple[str, ...] = (), **added: torch.Tensor) -> Path:
+    """A copy of a model's tensors with some added and some taken away."""
+    tensors = load_file(folder / "model.safetensors") | added
+    target.mkdir()
+    save_file({name: tensor for name, tensor in tensors.items() if name not in without}, target / "model.safetensors")
+    return target
+
+
+def _sources(config: PretrainedConfig, folder: Path, **options: Any) -> dict[str, tuple[Part, ...]]:
+    return sources(rules_for(config, **options), TensorFiles(weight_files(folder)), folder)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_rules_need_no_megatron(module) -> None:
+    assert not re.search(r"^\s*(from|import) megatron", inspect.getsource(module), re.MULTILINE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_hub_names_are_those_that_hugging_face_saves(saved, family) -> None:
+    config = models.config_of(family)
+    assert set(rules_for(config).hub_names()) == set(load_file(saved / family / "model.safetensors"))
+    assert len(_sources(config, saved / family)) == len(rules_for(config).by_parameter)
+
+
+def test_biases_follow_the_configuration() -> None:
+    names = rules_for(models.config_of("llama", attention_bias=True, mlp_bias=True)).hub_names()
+    biases = {name.removeprefix("model.layers.3.") for name in names if "layers.3" in name and name.endswith(".bias")}
+    attention = {f"self_attn.{name}_proj.bias" for name in "qkvo"}
+    assert biases == attention | {f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
+
+
+def test_latent_attention_without_a_query_bottleneck() -> None:
+    by_parameter = rules_for(models.config_of("deepseek_v3", q_lora_rank=None)).by_parameter
+    rule = by_parameter["decoder.layers.0.self_attention.linear_q_proj.weight"]
+    assert [part.name for part in rule.parts] == ["model.layers.0.self_attn.q_proj.weight"]
+    assert not [name for name in by_parameter if "q_down" in name or "q_layernorm" in name]
+
+
+def test_an_unknown_family_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'gpt2' cannot be converted.*deepseek_v3, gemma3_text, gpt_oss, llama"):
+        rules_for(GPT2Config())
+
+
+@pytest.mark.parametrize("layout", [Stacked(), Stacked(2), Grouped(1, 3), Grouped(4, 3)], ids=str)
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
+def test_the_shards_hold_every_row_of_every_part_once(layout: Layout, num_shards: int) -> None:
+    num_rows = 2 * 144 if isinstance(layout, Grouped) else 48
+    seen: Counter[tuple[int, int]] = Counter()
+    for shard in range(num_shards):
+        segments = list(layout.segments(num_rows // num_shards, shard, num_shards))
+        assert sum(segment.num_rows for segment in segments) == num_rows // num_shards
+        seen.update((one.part, row) for one in segments for row in range(one.start, one.stop))
+    assert seen == Counter((part, row) for part, rows in enumerate(layout.part_rows(num_rows)) for row in range(rows))
+
+
+def test_grouped_heads_lie_as_megatron_core_lays_them() -> None:
+    """By hand: 2 key heads of 1 row, 2 query heads for each: q0 q1 k0 v0 | q2 q3 k1 v1."""
+    segments = list(Grouped(2, 1).segments(8, 0, 1))
+    rows = [("qkv"[one.part], row) for one in segments for row in range(one.start, one.stop)]
+    assert rows == [*zip("qqkv", (0, 1, 0, 0), strict=True), *zip("qqkv", (2, 3, 1, 1), strict=True)]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Part("x"),
+        Part("x", expert=1),
+        Part("x", expert=2, share=(1, 2)),
+        Part("x", expert=0, share=(1, 2), interleaved=True, transposed=True),
+        Part("x", expert=2, share=(0, 2), interleaved=True, transposed=True),
+    ],
+    ids=str,
+)
+def test_a_part_is_read_from_where_it_is_written(part: Part) -> None:
+    values = torch.arange(24.0).reshape(6, 4)
+    whole = torch.zeros(part.tensor_shape(values.shape, 3))
+    part.of(whole).copy_(values)
+    assert part.shape_in(whole.shape) == (6, 4)
+    read = part.read(lambda box: whole[box], whole.shape, slice(1, 5), slice(2, 4))
+    assert torch.equal(read, values[1:5, 2:4])
+    assert whole.count_nonzero() == 23
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.7.input_layernorm.weight"),
+        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.3.pre_mlp_layernorm.weight"),
+        (
+            "decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight",
+            "decoder.layers.3.self_attention.q_layernorm.weight",
+        ),
+        (
+            "decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight",
+            "decoder.layers.3.self_attention.kv_layernorm.weight",
+        ),
+        (
+            "decoder.layers.1.mlp.experts.linear_fc2.weight3",
+            "decoder.layers.7.mlp.experts.local_experts.11.linear_fc2.weight",
+        ),
+        (
+            "decoder.layers.1.mlp.experts.linear_fc1.bias0",
+            "decoder.layers.7.mlp.experts.local_experts.8.linear_fc1.bias",
+        ),
+        (
+            "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight",
+            "decoder.layers.7.mlp.experts.local_experts.11.linear_fc1.weight",
+        ),
+        (
+            "decoder.layers.0.mlp.shared_experts.linear_fc1.weight",
+            "decoder.layers.3.mlp.shared_experts.linear_fc1.weight",
+        ),
+        ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
+    ],
+)
+def test_names_of_transformer_engine_and_of_a_rank_become_those_of_the_whole_model(name, known) -> None:
+    assert global_name(name, layers=[3, 7], first_expert=8) == known
+
+
+def test_missing_and_unknown_tensors_are_named(saved, tmp_path) -> None:
+    lacking = "model.layers.2.mlp.experts.3.up_proj.weight"
+    folder = _with(saved / "qwen3_moe", tmp_path / "model", without=(lacking,), more=torch.zeros(1))
+    with pytest.raises(CheckpointError, match=rf"lack: {lacking}\. .*no parameter: more\."):
+        _sources(models.config_of("qwen3_moe"), folder)
+
+
+def test_heads_for_further_tokens_are_left_out_aloud(saved, tmp_path, caplog) -> None:
+    extra = {f"model.layers.4.{name}": torch.zeros(1) for name in ("eh_proj.weight", "enorm.weight")}
+    folder = _with(saved / "deepseek_v3", tmp_path / "model", **extra)
+    with caplog.at_level(logging.WARNING):
+        _sources(models.config_of("deepseek_v3"), folder)
+    assert "2 tensors of layers that predict further tokens" in caplog.text
+    assert "model.layers.4.eh_proj.weight" in caplog.text
+
+
+def test_what_old_files_derive_from_the_configuration_is_passed_over(saved, tmp_path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    assert _sources(models.config_of("llama"), _with(saved / "llama", tmp_path / "model", **extra))
+
+
+def test_a_tied_head_in_the_files_has_to_be_the_embedding(saved, tmp_path) -> None:
+    config = models.config_of("qwen3")
+    embedding = load_file(saved / "qwen3/model.safetensors")["model.embed_tokens.weight"]
+    assert _sources(config, _with(saved / "qwen3", tmp_path / "equal", **{"lm_head.weight": embedding}))
+    with pytest.raises(CheckpointError, match="tie_word_embeddings=false"):
+        _sources(config, _with(saved / "qwen3", tmp_path / "other", **{"lm_head.weight": embedding + 1}))
+
+
+def test_a_scalar_head_is_read_where_there_is_one(saved, tmp_path) -> None:
+    config, score = models.config_of("llama"), {"score.weight": torch.ones(1, 64)}
+    assert "output_layer.weight" not in _sources(config, saved / "llama", has_scalar_head=True)
+    folder = _with(saved / "llama", tmp_path / "model", without=("lm_head.weight",), **score)
+    parts = _sources(config, folder, has_scalar_head=True)["output_layer.weight"]
+    assert [part.name for part in parts] == ["score.weight"]
+    assert rules_for(config, has_scalar_head=True).hub_names()[-1] == "score.weight"
+
+
+def test_files_are_those_of_the_index(saved, tmp_path) -> None:
+    folder = _with(saved / "llama", tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    save_file({"other": torch.zeros(1)}, folder / "consolidated.safetensors")
+    names = load_file(folder / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_files(folder) == [folder / "model-1.safetensors"]
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no model-1\.safetensors"):
+        weight_files(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_parameters_give_the_hub_tensors(saved, family) -> None:
+    """Parameters are put together row by row as the rules say, then taken apart again."""
+    config, stored = models.config_of(family), load_file(saved / family / "model.safetensors")
+    rules = rules_for(config)
+
+    def whole(parameter: str) -> torch.Tensor:
+        rule = rules.by_parameter[parameter]
+        parts = [part.of(stored[part.name]) for part in rule.parts]
+        rows = sum(len(part) for part in parts)
+        return torch.cat([parts[one.part][one.start : one.stop] for one in rule.layout.segments(rows, 0, 1)])
+
+    found = {name: tensor for name, tensor, _ in hub_tensors(rules, whole)}
+    kept = {name for name, _, full_precision in hub_tensors(rules, whole) if full_precision}
+    assert kept == {name for name in stored if name.endswith("e_score_correction_bias")}
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
