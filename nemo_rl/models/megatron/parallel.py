@@ -1,0 +1,77 @@
+"""Megatron Core's process groups and random states of this rank, from the parallel layout.
+
+Invariant: ranks are numbered as in `parallel_layout` (pp outermost, tp innermost), which is Megatron Core's order
+`tp-cp-ep-dp-pp`; every group gives up after the time that the default group gives up after.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.distributed.collectives import Group
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.process_group import collective_timeout
+from nemo_rl.models.megatron import cpu_shim
+from nemo_rl.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups that this rank's tokens are divided over; None where it has all of them.
+
+    Attributes:
+        tp: ranks that divide each layer and the vocabulary.
+        cp: ranks that divide the tokens of a row.
+        sequence_parallel: whether tensor-parallel ranks divide the tokens between layers.
+    """
+
+    tp: Group = None
+    cp: Group = None
+    sequence_parallel: bool = False
+
+
+def start_model_parallel(layout: ParallelLayout, section: Any, device: torch.device, seed: int = 0) -> Groups:
+    """Make the groups, once the default process group is up; collective.
+
+    Args:
+        layout: what each rank is there for.
+        section: `policy.megatron_cfg`.
+        device: where this rank computes; without CUDA the process is prepared by `cpu_shim`.
+        seed: of the random states that Megatron Core keeps for dropout.
+
+    Raises:
+        ConfigError: the process group has another number of ranks than the layout.
+    """
+    if layout.num_ranks != dist.get_world_size():
+        raise ConfigError(f"the parallel layout has {layout.num_ranks} ranks, the group {dist.get_world_size()}.")
+    if device.type == "cpu":
+        cpu_shim.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    stages = section.virtual_pipeline_model_parallel_size
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=stages if stages and stages > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=section.expert_tensor_parallel_size,
+        distributed_timeout_minutes=collective_timeout(device).total_seconds() / 60,  # type: ignore[arg-type]
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed % 2**32, force_reset_rng=True)
+    return Groups(
+        tp=parallel_state.get_tensor_model_parallel_group() if layout.tp > 1 else None,
+        cp=parallel_state.get_context_parallel_group() if layout.cp > 1 else None,
+        sequence_parallel=bool(section.sequence_parallel) and layout.tp > 1,
+    )
+
+
+def stop_model_parallel() -> None:
+    """Forget the groups, so that others can be made."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
