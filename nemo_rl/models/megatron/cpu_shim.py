@@ -60,7 +60,7 @@ def check_version() -> None:
     found = importlib.metadata.version("megatron-core")
     if found != TESTED_VERSION:
         raise ConfigError(
-            f"megatron-core {found} is installed, and this process sees no CUDA device. Without CUDA only megatron-core "
+            f"megatron-core {found} is installed, and this process sees no CUDA device. Without CUDA only "
             f"{TESTED_VERSION} is known to compute correctly: install megatron-core=={TESTED_VERSION}, or run on GPUs."
         )
 
@@ -152,7 +152,7 @@ def _answer_for_cuda() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 def _replace_random_state() -> None:

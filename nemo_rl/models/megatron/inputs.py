@@ -58,7 +58,7 @@ class RankInputs:
         targets_k: as `ModelInputs.targets_K`, of these tokens.
         places_k: which of the microbatch's K scores they are.
         num_scores: K.
-        real_tokens: `[t / sp, b]` bool flattened, of the tokens that this rank has between layers.
+        real_tokens: `[b, t]` bool, False on padding.
         unfiltered: as in `ModelInputs`.
         top_k: as in `ModelInputs`.
     """
@@ -72,10 +72,9 @@ class RankInputs:
     unfiltered: bool = False
     top_k: TopK | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that this rank's layers see, padding included."""
-        return int(self.arguments["input_ids"].numel())
+    def between_layers(self, division: Division) -> Tensor:
+        """`real_tokens` `[b, t / sp]` of those that this rank has between layers."""
+        return self.real_tokens.chunk(division.sp, dim=1)[division.sp_rank]
 
 
 def rank_inputs(inputs: ModelInputs, division: Division) -> RankInputs:
@@ -110,7 +109,7 @@ def rank_inputs(inputs: ModelInputs, division: Division) -> RankInputs:
         targets_k=inputs.targets_K[places_k],
         places_k=places_k,
         num_scores=len(inputs.positions_K),
-        real_tokens=real_bt.t().chunk(division.sp)[division.sp_rank].flatten(),
+        real_tokens=real_bt,
         unfiltered=inputs.unfiltered,
         top_k=inputs.top_k,
     )
@@ -179,9 +178,7 @@ def _starts(bounds: Sequence[int], device: torch.device) -> Tensor:
     return torch.repeat_interleave(torch.tensor(bounds[:-1]), lengths).to(device)
 
 
-def _scored(
-    positions_K: Tensor, width: int, rows: int, source_T: Tensor, own_t: Tensor
-) -> tuple[Tensor, Tensor]:
+def _scored(positions_K: Tensor, width: int, rows: int, source_T: Tensor, own_t: Tensor) -> tuple[Tensor, Tensor]:
     """Indices into `[t, b]` of those scored tokens that this rank has, and which of the K they are."""
     place_of = torch.full((width,), -1, dtype=torch.int64, device=own_t.device)
     source_t = source_T[own_t]
@@ -211,5 +208,3 @@ def _packed_parameters(bounds: Sequence[int], device: torch.device) -> Any:
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-

@@ -17,6 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
+from nemo_rl.models.host_memory import HostMemory
 from nemo_rl.models.megatron import cpu_shim
 from nemo_rl.utils.errors import ConfigError
 
@@ -152,11 +153,29 @@ def clip_and_step(optimizer: MegatronOptimizer, chunks: Sequence[DistributedData
 
 
 def _clip(optimizer: MegatronOptimizer, norm: float) -> None:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+    for part in parts_of(optimizer):
+        parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
             decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, use_decoupled_grad=decoupled)
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
+    """One optimizer for experts and one for the rest, those that this rank has parameters for."""
+    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+@torch.no_grad()
+def move_float32_weights(part: Any, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
+    """Move the float32 weights that an optimizer keeps beside 16-bit ones, into host memory or to a device."""
+    groups = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(part, "fp32_from_float16_groups", [])
+    kept = [weight for group in groups for weight in group if weight is not None]  # None: Transformer Engine has it
+    for index, weight in enumerate(kept):
+        if to_host:
+            weight.data = memory.store(f"float32.{index}", weight.data)
+        else:
+            weight.data = weight.data.to(device, non_blocking=True, copy=True)
 
 
 def zero_gradients(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> None:

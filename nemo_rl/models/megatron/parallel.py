@@ -14,6 +14,7 @@ from nemo_rl.distributed.collectives import Group
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.process_group import collective_timeout
 from nemo_rl.models.megatron import cpu_shim
+from nemo_rl.models.megatron.inputs import Division
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -59,7 +60,7 @@ def start_model_parallel(layout: ParallelLayout, section: Any, device: torch.dev
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=section.expert_tensor_parallel_size,
-        distributed_timeout_minutes=collective_timeout(device).total_seconds() / 60,  # type: ignore[arg-type]
+        distributed_timeout_minutes=collective_timeout(device).total_seconds() / 60,
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed % 2**32, force_reset_rng=True)
@@ -67,6 +68,17 @@ def start_model_parallel(layout: ParallelLayout, section: Any, device: torch.dev
         tp=parallel_state.get_tensor_model_parallel_group() if layout.tp > 1 else None,
         cp=parallel_state.get_context_parallel_group() if layout.cp > 1 else None,
         sequence_parallel=bool(section.sequence_parallel) and layout.tp > 1,
+    )
+
+
+def division_of(groups: Groups) -> Division:
+    """Which of a row's tokens this rank has."""
+    cp, sp = groups.cp, groups.tp if groups.sequence_parallel else None
+    return Division(
+        cp=cp.size() if cp else 1,
+        cp_rank=cp.rank() if cp else 0,
+        sp=sp.size() if sp else 1,
+        sp_rank=sp.rank() if sp else 0,
     )
 
 

@@ -12,21 +12,25 @@ model's configuration, and what has been found to be silently wrong there is not
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, _p2p_ops
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from nemo_rl.models.interfaces import ForwardStep
-from nemo_rl.models.megatron.inputs import RankInputs, without_scores
+from nemo_rl.models.megatron.expert_load import routers
+from nemo_rl.models.megatron.inputs import Division, RankInputs, without_scores
 from nemo_rl.models.megatron.scoring import Scoring
 
-type Watch = Callable[[RankInputs], Any]
+type Watch = Callable[[RankInputs], AbstractContextManager[None]]
 """Context manager around the forward pass of a microbatch in a chunk of this stage."""
 
 
@@ -92,20 +96,25 @@ class Schedule:
     Args:
         chunks: of this rank, prepared; with gradients they are wrapped for data parallelism.
         scoring: what the last stage makes of hidden states.
+        division: which of a row's tokens this rank has.
         watch: around every forward pass of a training microbatch.
     """
 
-    def __init__(self, chunks: list[Any], scoring: Scoring, watch: Watch) -> None:
-        self._chunks, self._scoring, self._watch = chunks, scoring, watch
+    def __init__(self, chunks: list[Any], scoring: Scoring, division: Division, watch: Watch | None = None) -> None:
+        self._chunks, self._scoring, self._division, self._watch = chunks, scoring, division, watch
         self._config = chunks[0].config
+        self._balances = any(router.is_aux_loss_enabled() for router in routers(chunks))
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._links = StageLinks(self._groups.pp, self._config)
+        self._num_given = 0
 
     def run(self, microbatches: Sequence[RankInputs], forward_step: ForwardStep, *, backward: bool) -> None:
         """See `PolicyBackend.run`; every training pass starts from gradients of zero, and is followed by an update."""
         for chunk in self._chunks:
             chunk.train(backward)
-        filled = self._filled(microbatches)
+        filled, self._num_given = self._filled(microbatches), len(microbatches)
+        if backward and self._balances:
+            self._weigh_auxiliary_losses(filled)
         step = partial(self._forward, _loss_of(forward_step, len(microbatches), backward=backward), backward)
         with torch.set_grad_enabled(backward):
             get_forward_backward_func()(
@@ -126,7 +135,7 @@ class Schedule:
         missing = -len(microbatches) % stages if len(self._chunks) > 1 else 0
         if not missing:
             return list(microbatches)
-        shortest = min(microbatches, key=lambda inputs: inputs.num_tokens)
+        shortest = min(microbatches, key=lambda inputs: inputs.real_tokens.numel())
         return [*microbatches, *[without_scores(shortest)] * missing]
 
     def _forward(
@@ -139,10 +148,23 @@ class Schedule:
         """Megatron Core's `forward_step_func`."""
         index, inputs = next(numbered)
         arguments = {**inputs.arguments, "output_processor": self._scoring, "output_processor_context": inputs}
-        if backward and inputs.num_scores:
-            with self._watch(inputs):
-                return chunk(**arguments), partial(loss_of, index)
-        return chunk(**arguments), partial(loss_of, index)
+        if self._balances:
+            # Only the first stage divides the mask as it divides the tokens.
+            first = get_attr_wrapped_model(chunk, "pre_process")
+            arguments["padding_mask"] = ~(inputs.real_tokens if first else inputs.between_layers(self._division))
+        watches = backward and self._watch is not None and index < self._num_given
+        with self._watch(inputs) if watches and self._watch is not None else nullcontext():
+            return chunk(**arguments), partial(loss_of, index)
+
+    def _weigh_auxiliary_losses(self, microbatches: Sequence[RankInputs]) -> None:
+        """Make Megatron Core's auxiliary losses means over the tokens of all microbatches and ranks.
+
+        It multiplies each by the tokens of its microbatch, and counts on the division by all that comes later.
+        """
+        tokens = sum(inputs.real_tokens.sum() for inputs in microbatches)
+        assert isinstance(tokens, Tensor), "there is a microbatch"
+        dist.all_reduce(tokens, group=self._groups.dp_cp)
+        self._config.moe_grad_scale_func = lambda: 1.0 / tokens.clamp(min=1).float()
 
 
 def _loss_of(

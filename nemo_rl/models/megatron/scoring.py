@@ -5,6 +5,7 @@ The vocabulary stays divided over the tensor-parallel ranks, and logits exist fo
 all K tokens; the gradient of each score flows into the tokens of the rank that has it, once.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,17 +36,21 @@ class ScalarHead(nn.Module):
         return (hidden_kD @ self.weight.t()).squeeze(-1)
 
 
-def give_scalar_head(chunks: list[Any]) -> None:
+def give_scalar_head(chunks: Sequence[Any], *, std: float) -> None:
     """Replace the output layer of the last stage, where this rank has it.
 
     Args:
         chunks: bare GPTModels that do not share the embedding's weight with the output layer.
+        std: of the values that it has until it is loaded, the same on every rank and in every run.
     """
     for chunk in chunks:
         assert not chunk.share_embeddings_and_output_weights, "a scalar head shares no weight with the embedding"
         if chunk.post_process:
             old = chunk.output_layer.weight
-            chunk.output_layer = ScalarHead(chunk.config.hidden_size, old.dtype, old.device)
+            chunk.output_layer = head = ScalarHead(chunk.config.hidden_size, old.dtype, old.device)
+            drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(0))
+            with torch.no_grad():
+                head.weight.copy_(std * drawn)
 
 
 def logit_transform(hf_config: PretrainedConfig) -> LogitTransform:

@@ -1,9 +1,8 @@
 """One optimizer run of a small model by Hugging Face and torch, and the same one by this backend's parts."""
 
-import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,7 +86,6 @@ def reference(kind: str, dtype: torch.dtype = torch.float64) -> Reference:
 def _scores(hf: Any, data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies `[b, T - 1]`, one row at a time and unpadded; 0 on padding."""
     shape = (len(data["input_ids"]), data["input_ids"].shape[1] - 1)
-    logprobs, entropy = (torch.zeros(shape, dtype=hf.dtype) for _ in range(2))
     rows = []
     for row, length in enumerate(data["input_lengths"].tolist()):
         ids = data["input_ids"][row : row + 1, :length]
@@ -109,76 +107,96 @@ def layout_of(section: Any) -> ParallelLayout:
     return ParallelLayout(dp_shard=dp, ep=section.expert_model_parallel_size, **sizes)
 
 
-def run_case(rank: int, kind: str, packed: bool, values: dict[str, Any], expected: Reference) -> dict[str, float]:
-    """Largest differences of one mesh from the reference, on this rank."""
-    from sketch_model import build_chunks, largest_difference, largest_gradient_difference, load_weights
+class Trainer:
+    """This backend's parts on one mesh, with the weights of a Hugging Face model.
 
-    from nemo_rl.models.megatron import optimizer as optim
-    from nemo_rl.models.megatron.inputs import Division, rank_inputs
-    from nemo_rl.models.megatron.parallel import start_model_parallel, stop_model_parallel
-    from nemo_rl.models.megatron.schedule import Schedule, prepare
-    from nemo_rl.models.megatron.scoring import Scoring
+    Args:
+        hf: the model.
+        values: keys of `policy.megatron_cfg`.
+        bias_update_rate: see `schedule.prepare`.
+    """
 
-    section = megatron_section(**values)
-    layout = layout_of(section)
-    groups = start_model_parallel(layout, section, torch.device("cpu"))
-    chunks: list[Any] = build_chunks(expected.before.config, section, precision=torch.float32, device=torch.device("cpu"))
-    load_weights(chunks, expected.before)
-    prepare(chunks)
-    chunks = list(optim.with_gradients(chunks, section))
-    optimizer = optim.build_optimizer(chunks, section, precision=torch.float32)
-    optim.build_scheduler(optimizer, section)
-    schedule = Schedule(chunks, Scoring(groups, SamplingDensity()), lambda inputs: nullcontext())
-    division = Division(
-        layout.cp,
-        0 if groups.cp is None else groups.cp.rank(),
-        layout.tp if groups.sequence_parallel else 1,
-        groups.tp.rank() if groups.sequence_parallel and groups.tp is not None else 0,
-    )
-    share = ROWS // layout.data_parallel_size
-    first = layout.data_parallel_rank(rank) * share
-    is_result = rank in layout.result_ranks
-    found = {"loss": 0.0, "norm": 0.0, "logprobs": 0.0, "gradients": 0.0}
-    for step in range(STEPS):
-        data = batch(step)
-        count = count_of(data)
-        mine = data.slice(first, first + share)
-        sizes = [1, share - 1] if share < 8 else [3, 1, 4]
-        bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        rows = [mine.slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    def __init__(self, hf: Any, values: dict[str, Any], bias_update_rate: float = 0.0) -> None:
+        from sketch_model import build_chunks, load_weights
+
+        from nemo_rl.models.megatron import optimizer as optim
+        from nemo_rl.models.megatron.expert_load import ExpertLoad
+        from nemo_rl.models.megatron.parallel import division_of, start_model_parallel
+        from nemo_rl.models.megatron.schedule import Schedule, prepare
+        from nemo_rl.models.megatron.scoring import Scoring
+
+        section, device = megatron_section(**values), torch.device("cpu")
+        self.layout, self.optim = layout_of(section), optim
+        groups = start_model_parallel(self.layout, section, device)
+        bare = build_chunks(hf.config, section, precision=torch.float32, device=device)
+        load_weights(bare, hf)
+        prepare(bare, bias_update_rate=bias_update_rate)
+        self.chunks = list(optim.with_gradients(bare, section))
+        self.optimizer = optim.build_optimizer(self.chunks, section, precision=torch.float32)
+        optim.build_scheduler(self.optimizer, section)
+        self.division = division_of(groups)
+        self.load = ExpertLoad(self.chunks, self.division, device)
+        self.schedule = Schedule(self.chunks, Scoring(groups, SamplingDensity()), self.division, self.load.watching)
+        share = ROWS // self.layout.data_parallel_size
+        self.first = self.layout.data_parallel_rank(dist.get_rank()) * share
+        sizes = [1, share - 1] if share < ROWS else [3, 1, 4]
+        self.bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+
+    def train(self, data: BatchedDataDict[Any], packed: bool) -> tuple[float, list[Tensor]]:
+        """One training pass: the loss of all ranks, and log-probs `[b, T - 1]` of this rank's microbatches."""
+        from nemo_rl.models.megatron.inputs import rank_inputs
+
+        places = [slice(self.first + a, self.first + b) for a, b in pairwise(self.bounds)]
+        rows = [data.slice(place.start, place.stop) for place in places]
         inputs = [build_training_inputs(part, InputLayout(packed), torch.device("cpu")) for part in rows]
-        losses: list[float] = []
+        count, losses, scored = count_of(data), [], []
 
         def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> Tensor:
-            scattered = inputs[index].scatter(logprobs_K)
-            loss = loss_of(scattered, inputs[index].scatter(entropy_K), rows[index], count)
+            logprobs, entropy = inputs[index].scatter(logprobs_K), inputs[index].scatter(entropy_K)
+            loss = loss_of(logprobs, entropy, rows[index], count)
             losses.append(loss.item())
-            if step == 0:
-                begin = first + bounds[index]
-                theirs = expected.logprobs[begin : begin + len(scattered)]
-                mask = rows[index]["token_mask"][:, 1:] * rows[index]["sample_mask"][:, None]
-                error = ((scattered.detach() - theirs) * mask).abs().max().item()
-                found["logprobs"] = max(found["logprobs"], error)
+            scored.append(logprobs.detach())
             return loss
 
-        schedule.run([rank_inputs(one, division) for one in inputs], forward_step, backward=True)
-        assert not is_result or len(losses) == len(inputs)
+        self.schedule.run([rank_inputs(one, self.division) for one in inputs], forward_step, backward=True)
+        is_result = dist.get_rank() in self.layout.result_ranks
         total = torch.tensor(sum(losses) if is_result else 0.0, dtype=torch.float64)
         dist.all_reduce(total)
-        found["loss"] = max(found["loss"], abs(total.item() - expected.losses[step]))
-        if step == 0 and not section.optimizer.use_distributed_optimizer:
-            found["gradients"] = largest_gradient_difference(chunks, expected.before)
-        norm, stepped = optim.clip_and_step(optimizer, chunks)
+        return total.item(), scored
+
+    def logprob_error(self, data: BatchedDataDict[Any], scored: list[Tensor], expected: Tensor) -> float:
+        """Largest difference of log-probs that the loss counts; 0 where this stage has none."""
+        if not scored:
+            return 0.0
+        mine = slice(self.first, self.first + self.bounds[-1])
+        mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None])[mine]
+        return ((torch.cat(scored) - expected[mine]) * mask).abs().max().item()
+
+
+def run_case(kind: str, packed: bool, values: dict[str, Any], expected: Reference) -> dict[str, float]:
+    """Largest differences of one mesh from the reference, on this rank."""
+    from sketch_model import largest_difference, largest_gradient_difference
+
+    from nemo_rl.models.megatron.parallel import stop_model_parallel
+
+    trainer = Trainer(expected.before, values)
+    found = {"loss": 0.0, "norm": 0.0}
+    for step in range(STEPS):
+        loss, scored = trainer.train(batch(step), packed)
+        found["loss"] = max(found["loss"], abs(loss - expected.losses[step]))
+        if step == 0:
+            found["logprobs"] = trainer.logprob_error(batch(step), scored, expected.logprobs)
+            if not trainer.chunks[0].ddp_config.use_distributed_optimizer:  # there each rank sums a part only
+                found["gradients"] = largest_gradient_difference(trainer.chunks, expected.before)
+        trainer.load.end_update()
+        norm, stepped = trainer.optim.clip_and_step(trainer.optimizer, trainer.chunks)
         assert stepped
         found["norm"] = max(found["norm"], abs(norm / expected.norms[step] - 1))
-    optim.complete_weights(chunks)
-    found["weights"] = largest_difference(chunks, expected.after)
+    trainer.optim.complete_weights(trainer.chunks)
+    found["weights"] = largest_difference(trainer.chunks, expected.after)
     stop_model_parallel()
     return found
 
 
 def worst(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: max(one[name] for one in of_ranks) for name in of_ranks[0]}
-
-
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -1,4 +1,4 @@
-"""Small GPTModels with Hugging Face's weights, for tests of what runs them: portable layers and a converter in a few lines.
+"""Small GPTModels with Hugging Face's weights, for tests of what runs them.
 
 Stands in for `models.megatron.build` and `models.megatron.conversion`.
 """
@@ -53,10 +53,12 @@ def zigzag(length: int, ranks: int, rank: int) -> Tensor:
 
 
 class PortableAttention(MegatronModule):
-    def __init__(self, config: Any, softmax_scale: Any = None, k_channels: Any = None, pg_collection: Any = None, **kw: Any):
+    def __init__(
+        self, config: Any, softmax_scale: Any = None, k_channels: Any = None, pg_collection: Any = None, **kw: Any
+    ):
         super().__init__(config=config)
         self.cp = pg_collection.cp
-        self.scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
+        self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: Any = None, **kw: Any):
         if packed_seq_params is None:
@@ -205,7 +207,9 @@ def _in_megatron(c: Any, sd: dict[str, Tensor]) -> dict[str, Any]:
             out[w + "linear_fc2.weight"] = sd[m + "down_proj.weight"]
             continue
         out[w + "router.weight"] = sd[m + "gate.weight"]
-        for expert, (gate_up, down) in enumerate(zip(sd[m + "experts.gate_up_proj"], sd[m + "experts.down_proj"], strict=True)):
+        for expert, (gate_up, down) in enumerate(
+            zip(sd[m + "experts.gate_up_proj"], sd[m + "experts.down_proj"], strict=True)
+        ):
             out[w + f"experts.{expert}.linear_fc1.weight"] = tuple(gate_up.chunk(2, 0))
             out[w + f"experts.{expert}.linear_fc2.weight"] = down
     return out
@@ -215,7 +219,9 @@ def global_name(name: str, model: Any) -> str:
     """The name of a parameter in the whole model."""
     layers = {i: layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     name = re.sub(r"decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{layers[int(m.group(1))]}.", name)
-    first = ps.get_expert_model_parallel_rank() * ((model.config.num_moe_experts or 0) // ps.get_expert_model_parallel_world_size())
+    first = ps.get_expert_model_parallel_rank() * (
+        (model.config.num_moe_experts or 0) // ps.get_expert_model_parallel_world_size()
+    )
     return re.sub(r"local_experts\.(\d+)\.", lambda m: f"{first + int(m.group(1))}.", name)
 
 
