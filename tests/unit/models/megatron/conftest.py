@@ -1,6 +1,6 @@
-"""The helpers of the tests of models are importable here too."""
+"""Helpers of the folder above can be imported here."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -17,7 +17,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 from nemo_rl.models.inputs import InputLayout, build_training_inputs
 
-VOCAB, ROWS, STEPS, LR, DECAY, CLIP, EPS = 96, 8, 4, 1e-3, 0.1, 1.0, 1e-6
+VOCAB, ROWS, STEPS, LR, DECAY, CLIP, EPS = 96, 8, 4, 1e-3, 0.1, 1.0, 1e-5
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "tied": ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": False}),

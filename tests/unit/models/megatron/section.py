@@ -14,7 +14,7 @@ def megatron_section(**values: Any) -> Any:
             "weight_decay": 0.1,
             "adam_beta1": 0.9,
             "adam_beta2": 0.999,
-            "adam_eps": 1e-6,
+            "adam_eps": 1e-5,
             "sgd_momentum": 0.9,
             "use_distributed_optimizer": False,
             "use_precision_aware_optimizer": True,
