@@ -169,7 +169,7 @@ def _own_tokens(bounds: Sequence[int], division: Division, device: torch.device)
 
 def _moved(rows: Tensor, source_T: Tensor) -> Tensor:
     """Rows `[b, W]` on their new places `[b, T]`; 0 on padding."""
-    return torch.where(source_T >= 0, rows[:, source_T.clamp(min=0)], 0)
+    return rows[:, source_T.clamp(min=0)].where(source_T >= 0, rows.new_zeros(()))
 
 
 def _starts(bounds: Sequence[int], device: torch.device) -> Tensor:
