@@ -5,10 +5,12 @@ The import takes seconds, and what `cpu_shim` patches must not reach the process
 
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from policy_helpers import run_ranks
 
@@ -29,4 +31,9 @@ def _host(index: int, fn: Callable[..., Any], args: tuple[Any, ...], file: Path)
     torch.save(fn(*args), file)
 
 
-__all__ = ["in_host", "run_ranks"]
+def limit_waits(seconds: float) -> None:
+    """Ranks that wait for each other in vain raise after this time, in groups that are made from now on too."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+
+
+__all__ = ["in_host", "limit_waits", "run_ranks"]

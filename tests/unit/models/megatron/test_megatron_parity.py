@@ -9,7 +9,7 @@ from typing import Any
 
 import parity
 import pytest
-from rank_host import in_host, run_ranks
+from rank_host import in_host, limit_waits, run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed (extra mcore)")
 
@@ -46,6 +46,7 @@ CASES: dict[str, tuple[int, str, bool, dict[str, Any]]] = {
 
 
 def on_rank(rank: int, world: int, references: dict[str, parity.Reference]) -> dict[str, dict[str, float]]:
+    limit_waits(60.0)
     return {
         name: parity.run_case(kind, packed, values, references[kind])
         for name, (ranks, kind, packed, values) in CASES.items()
