@@ -65,6 +65,7 @@ class MegatronBackend(PolicyBackend):
         from nemo_rl.models.megatron.scoring import Scoring, logit_transform
 
         self._optim, self._groups, self._division = optim, groups, division_of(groups)
+        self._has_gradients = False
         self._memory_level = section.empty_unused_memory_level
         self.hf_config = _model_config(config)
         precision = torch_dtype(config.precision)
@@ -87,7 +88,12 @@ class MegatronBackend(PolicyBackend):
         self._schedule = Schedule(self.chunks, scoring, self._division, watch)
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """See `PolicyBackend.run`."""
+        """See `PolicyBackend.run`; a training pass is followed by an update, before the next one.
+
+        Gradients are summed over ranks at the end of the pass, and must not be summed twice.
+        """
+        assert not (backward and self._has_gradients), "an update (clip_and_step) comes between two training passes"
+        self._has_gradients |= backward
         mine = [rank_inputs(inputs, self._division) for inputs in microbatches]
         self._schedule.run(mine, forward_step, backward=backward)
 
@@ -98,6 +104,7 @@ class MegatronBackend(PolicyBackend):
     def clip_and_step(self) -> tuple[float, bool]:
         """See `PolicyBackend.clip_and_step`; a gradient that is not finite drops the update."""
         assert self.optimizer is not None, "this policy was made without an optimizer"
+        self._has_gradients = False
         if self._memory_level > 1:
             self._free_cache()
         norm, stepped = self._optim.clip_and_step(self.optimizer, self.chunks)

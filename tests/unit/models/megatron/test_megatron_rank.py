@@ -16,7 +16,9 @@ import torch.distributed as dist
 from rank_host import in_host, run_ranks
 from section import megatron_section
 
+from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.megatron import cpu_shim
+from nemo_rl.models.megatron.parallel import check_dispatcher
 from nemo_rl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed (extra mcore)")
@@ -214,6 +216,14 @@ def test_another_release_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.20.0")
     with pytest.raises(ConfigError, match=r"megatron-core 0\.20\.0 is installed.*0\.19\.2"):
         cpu_shim.check_version()
+
+
+def test_tokens_are_gathered_only_from_ranks_with_the_same_rows() -> None:
+    section = megatron_section(moe_token_dispatcher_type="allgather")
+    check_dispatcher(ParallelLayout(dp_shard=2, tp=2, ep=2), section)
+    check_dispatcher(ParallelLayout(dp_shard=2, ep=2), megatron_section())
+    with pytest.raises(ConfigError, match="expert_model_parallel_size=2.*Use alltoall"):
+        check_dispatcher(ParallelLayout(dp_shard=2, ep=2), section)
 
 
 def test_the_process_of_the_tests_is_not_patched(found: dict[str, Any]) -> None:
