@@ -199,15 +199,33 @@ def test_arrows_inside_a_package_run_one_way(package):
     assert found == set()
 
 
+_BELOW_BACKENDS = {
+    "inputs",
+    "interfaces",
+    "huggingface",
+    "memory",
+    "host_memory",
+    "sampling",
+    "expert_load",
+    "attention",
+    "staging",
+    "mesh",
+    "backends",
+}
 MODEL_ARROWS: dict[str, set[str]] = {
     "inputs": set(),
     "interfaces": {"inputs"},
     "huggingface": set(),
     "memory": set(),
-    "backends": {"memory"},
+    "host_memory": set(),
+    "sampling": set(),
+    "expert_load": set(),
+    "attention": set(),
+    "staging": set(),
     "mesh": set(),
-    "dtensor": {"inputs", "interfaces", "huggingface", "memory", "backends", "mesh"},
-    "megatron": {"huggingface", "backends", "mesh"},
+    "backends": {"memory"},
+    "dtensor": _BELOW_BACKENDS,
+    "megatron": _BELOW_BACKENDS,
     "policy.interfaces": set(),
     "policy.metrics": set(),
     "policy.workers": {"inputs", "interfaces", "huggingface", "policy.metrics"},

@@ -26,7 +26,6 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.findings import report_findings
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 from nemo_rl.distributed.placements import held_here, whole
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io, training_state
 from nemo_rl.models.dtensor.build import build_model
@@ -34,7 +33,6 @@ from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
 from nemo_rl.models.dtensor.checkpoint_io import Keep, Write
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
 from nemo_rl.models.dtensor.expert_balance import ExpertBalance, watch_experts
-from nemo_rl.models.dtensor.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.dtensor.lora import (
     adapted_weights,
     adapters_off,
@@ -60,11 +58,13 @@ from nemo_rl.models.dtensor.pipeline.weights import (
     without_copies,
 )
 from nemo_rl.models.dtensor.reward_model import RewardModel
+from nemo_rl.models.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.inputs import ModelInputs, with_positions
 from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
+from nemo_rl.models.sampling import sampling_density
 from nemo_rl.utils.device import device_for
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
@@ -333,15 +333,6 @@ class DTensorBackend(PolicyBackend):
             training_state.load_training_state(
                 self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer
             )
-
-
-def sampling_density(config: PolicyConfig) -> SamplingDensity:
-    """The density that `policy.generation` samples from; the plain softmax without that section."""
-    generation = config.generation
-    if generation is None:
-        return SamplingDensity()
-    top_k = generation.top_k if generation.top_k is not None and generation.top_k > 0 else None
-    return SamplingDensity(generation.temperature, top_k, generation.top_p)
 
 
 def _memory_is_dear(device: torch.device) -> bool:

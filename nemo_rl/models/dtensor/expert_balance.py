@@ -16,7 +16,6 @@ Source: Switch Transformers (Fedus et al. 2021, arXiv:2101.03961, equations 4 to
 """
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +30,7 @@ from transformers.modeling_utils import PreTrainedModel
 from nemo_rl.config import PolicyConfig
 from nemo_rl.models.dtensor.expert_parallel import find_experts, num_experts
 from nemo_rl.models.dtensor.mesh import Meshes
+from nemo_rl.models.expert_load import load_metrics
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -140,19 +140,11 @@ class ExpertBalance:
         """Metrics of the update, equal on all ranks; collective.
 
         Returns:
-            `moe/load_max`: most tokens of an expert, by the mean of its layer, in the worst layer;
-            `moe/unused_experts`: share of experts without a token, mean over layers;
-            `moe/load_entropy`: of the distribution over experts, 1 where all have the same load, mean over layers;
-            `moe/aux_loss`: the auxiliary loss, where there is one.
+            Those of `expert_load.load_metrics`, and `moe/aux_loss`: the auxiliary loss, where there is one.
         """
         counts = torch.cat(self._counts)
         dist.all_reduce(counts)
-        layers = [layer.double() for layer in counts.cpu().split(self._sizes) if layer.any()]
-        metrics = {}
-        if layers:
-            metrics["moe/load_max"] = max((layer.max() / layer.mean()).item() for layer in layers)
-            metrics["moe/unused_experts"] = _mean([(layer == 0).double().mean().item() for layer in layers])
-            metrics["moe/load_entropy"] = _mean([_entropy(layer) for layer in layers])
+        metrics = load_metrics(counts.cpu().split(self._sizes))
         if self.has_loss:
             dist.all_reduce(self._loss)
             metrics["moe/aux_loss"] = self._loss.item()
@@ -191,16 +183,6 @@ class ExpertBalance:
         if real.numel() != rows:  # `expert_parallel.divide_tokens`
             real = nn.functional.pad(real, (0, -real.shape[1] % self._parts)).chunk(self._parts, 1)[self._part]
         return real.flatten().long()
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _entropy(counts: Tensor) -> float:
-    """In units of its largest value, `log E`."""
-    shares = counts / counts.sum()
-    return torch.special.entr(shares).sum().item() / math.log(len(counts)) if len(counts) > 1 else 1.0
 
 
 def watch_experts(

@@ -1,1 +1,1 @@
-"""Megatron Core as a training backend; imported in ranks only, but for `training_backend` and what that needs."""
+"""The Megatron Core training backend: the only place that imports megatron, and only in the processes of ranks."""

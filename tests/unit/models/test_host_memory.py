@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.algorithms.runtime.memory import FrozenModel, MemorySharing, TrainedModel
+from nemo_rl.models import host_memory
 from nemo_rl.models.dtensor import backend as backend_module
-from nemo_rl.models.dtensor import host_memory
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.host_memory import HostMemory, move_weights
+from nemo_rl.models.host_memory import HostMemory, move_weights
 from nemo_rl.models.policy.workers.base import PolicyWorker
 
 CPU = torch.device("cpu")

@@ -1,0 +1,39 @@
+"""Metrics of how evenly tokens spread over the experts of each layer, the same for every training backend."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def load_metrics(counts: Iterable[Tensor]) -> dict[str, float]:
+    """What the tokens of each expert say, of all ranks together.
+
+    Args:
+        counts: for each layer `[E]` tokens of each expert; layers without any do not count.
+
+    Returns:
+        `moe/load_max`: most tokens of an expert, by the mean of its layer, in the worst layer;
+        `moe/unused_experts`: share of experts without a token, mean over layers;
+        `moe/load_entropy`: of the distribution over experts, 1 where all have the same load, mean over layers.
+        Nothing where no layer has tokens.
+    """
+    layers = [layer.double() for layer in counts if layer.any()]
+    if not layers:
+        return {}
+    return {
+        "moe/load_max": max((layer.max() / layer.mean()).item() for layer in layers),
+        "moe/unused_experts": _mean([(layer == 0).double().mean().item() for layer in layers]),
+        "moe/load_entropy": _mean([_entropy(layer) for layer in layers]),
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _entropy(counts: Tensor) -> float:
+    """In units of its largest value, `log E`."""
+    shares = counts / counts.sum()
+    return torch.special.entr(shares).sum().item() / math.log(len(counts)) if len(counts) > 1 else 1.0

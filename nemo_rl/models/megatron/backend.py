@@ -1,0 +1,287 @@
+"""The Megatron Core training backend of one rank: assembles the parts of this package.
+
+A `models.interfaces.PolicyBackend`; `policy.workers.rank` builds it inside a Ray actor, tests build it in plain
+processes. The process group is up before it is made, and there is one in a process.
+
+Invariant: the weights are complete on this rank, for its share of the model, whenever anyone but a forward pass reads
+them. Below float32 the optimizer keeps float32 weights.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PretrainedConfig
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.collectives import all_gather
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.host_memory import HostMemory, move_state, move_weights
+from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
+from nemo_rl.models.inputs import ModelInputs
+from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
+from nemo_rl.models.megatron.inputs import rank_inputs, row_order
+from nemo_rl.models.megatron.parallel import division_of, start_model_parallel
+from nemo_rl.models.sampling import sampling_density
+from nemo_rl.utils.device import device_for
+from nemo_rl.utils.errors import CheckpointError, ConfigError
+
+
+class MegatronBackend(PolicyBackend):
+    """See the module docstring and `PolicyBackend`.
+
+    Args:
+        config: the policy section.
+        device: where this rank computes; the process group is up.
+        layout: what each rank is there for.
+        init_optimizer: make optimizer and schedule (a frozen scorer needs none).
+        init_reference_model: keep a copy of the initial weights in host memory.
+        seed: run seed.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        device: torch.device,
+        layout: ParallelLayout,
+        *,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+        seed: int = 0,
+    ) -> None:
+        section: Any = config.megatron_cfg
+        self.device = device
+        groups = start_model_parallel(layout, section, device, seed)
+        # Only now: on a machine without CUDA they need what has just been prepared.
+        from nemo_rl.models.megatron import optimizer as optim
+        from nemo_rl.models.megatron.expert_load import ExpertLoad
+        from nemo_rl.models.megatron.schedule import Schedule
+        from nemo_rl.models.megatron.scoring import Scoring, logit_transform
+
+        self._optim, self._groups, self._division = optim, groups, division_of(groups)
+        self._has_gradients = False
+        self._memory_level = section.empty_unused_memory_level
+        self.hf_config = _model_config(config)
+        precision = torch_dtype(config.precision)
+        self.chunks: list[Any] = _loaded_chunks(self.hf_config, config, precision, device, seed)
+        on_gpu = device.type != "cpu"
+        self._takes_turns, self._weights_rest, self._state_rests = on_gpu, False, False
+        self._resting = defaultdict[int, HostMemory](partial(HostMemory, pinned=on_gpu))
+        self._replaced, initial = (HostMemory(pinned=on_gpu) for _ in range(2))
+        self._reference = self._copies(initial) if init_reference_model else None
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        if init_optimizer:
+            self.chunks = list(optim.with_gradients(self.chunks, section))
+            self.optimizer = optim.build_optimizer(self.chunks, section, precision=precision)
+            self.scheduler = optim.build_scheduler(self.optimizer, section)
+        has_experts = init_optimizer and bool(self.chunks[0].config.num_moe_experts)
+        self._load = ExpertLoad(self.chunks, self._division, device) if has_experts else None
+        scoring = Scoring(groups, sampling_density(config), logit_transform(self.hf_config), config.logprob_chunk_size)
+        watch = None if self._load is None else self._load.watching
+        self._schedule = Schedule(self.chunks, scoring, self._division, watch)
+
+    def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
+        """See `PolicyBackend.run`; a training pass is followed by an update, before the next one.
+
+        Gradients are summed over ranks at the end of the pass, and must not be summed twice.
+        """
+        assert not (backward and self._has_gradients), "an update (clip_and_step) comes between two training passes"
+        self._has_gradients |= backward
+        mine = [rank_inputs(inputs, self._division) for inputs in microbatches]
+        self._schedule.run(mine, forward_step, backward=backward)
+
+    def update_metrics(self) -> dict[str, float]:
+        """See `PolicyBackend.update_metrics`: the load of experts, for a model that has some."""
+        return {} if self._load is None else self._load.end_update()
+
+    def clip_and_step(self) -> tuple[float, bool]:
+        """See `PolicyBackend.clip_and_step`; a gradient that is not finite drops the update."""
+        assert self.optimizer is not None, "this policy was made without an optimizer"
+        self._has_gradients = False
+        if self._memory_level > 1:
+            self._free_cache()
+        norm, stepped = self._optim.clip_and_step(self.optimizer, self.chunks)
+        if self._memory_level > 0:
+            self._free_cache()
+        return norm, stepped
+
+    def advance_schedule(self) -> None:
+        """See `PolicyBackend.advance_schedule`."""
+        if self.scheduler is not None:
+            self.scheduler.step(increment=1)
+
+    def learning_rate(self) -> float:
+        """See `PolicyBackend.learning_rate`; 0 without an optimizer."""
+        return self._optim.learning_rate(self.optimizer) if self.optimizer is not None else 0.0
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """See `PolicyBackend.reference_weights`.
+
+        Raises:
+            ConfigError: the policy was made with `init_reference_model=False`.
+        """
+        if self._reference is None:
+            raise ConfigError("Reference log-probabilities need Policy(init_reference_model=True).")
+        current = self._copies(self._replaced)
+        self._put(self._reference)
+        try:
+            yield
+        finally:
+            self._put(current)
+
+    def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyBackend.iterate_weights`."""
+        from nemo_rl.models.megatron.conversion.exporter import iterate_hf_weights
+
+        self._optim.complete_weights(self.chunks)
+        yield from iterate_hf_weights(self.chunks, self.hf_config, device=self.device, dtype=dtype)
+
+    def save(self, paths: CheckpointPaths) -> None:
+        """See `PolicyBackend.save`."""
+        from nemo_rl.models.megatron.checkpoint_io import save
+
+        self._ready_to_save(paths)
+        save(paths, self.chunks, self.optimizer, self.scheduler, hf_config=self.hf_config)
+
+    def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
+        """See `PolicyBackend.stage_save`."""
+        from nemo_rl.models.megatron.checkpoint_io import stage_save
+
+        self._ready_to_save(paths)
+        write: Callable[[], None] = stage_save(
+            paths, self.chunks, self.optimizer, self.scheduler, hf_config=self.hf_config
+        )
+        return write
+
+    def load(self, paths: CheckpointPaths) -> None:
+        """See `PolicyBackend.load`."""
+        from nemo_rl.models.megatron.checkpoint_io import load
+
+        self._optim.complete_weights(self.chunks)
+        load(paths, self.chunks, self.optimizer, self.scheduler)
+
+    def _ready_to_save(self, paths: CheckpointPaths) -> None:
+        if paths.optimizer is not None and self.optimizer is None:
+            raise CheckpointError("This policy has no optimizer to save; leave optimizer_path out.")
+        self._optim.complete_weights(self.chunks)
+
+    def decoder_layers(self) -> dict[str, nn.Module]:
+        """See `PolicyBackend.decoder_layers`.
+
+        Raises:
+            ConfigError: the stages are interleaved, where layers run for microbatches that nobody asked for.
+        """
+        if len(self.chunks) > 1:
+            raise ConfigError(
+                "The outputs of layers are not recorded with interleaved stages. Set "
+                "policy.megatron_cfg.virtual_pipeline_model_parallel_size=null for this."
+            )
+        layers = _model(self.chunks[0]).decoder.layers
+        return {f"model.layers.{layer.layer_number - 1}": layer for layer in layers}
+
+    def join_tokens(self, hidden_tD: Tensor) -> Tensor:
+        """See `PolicyBackend.join_tokens`."""
+        row = hidden_tD.to(self.device)
+        if self._groups.sequence_parallel:
+            row = all_gather(row, 0, self._groups.tp, partial_gradient=False)
+        if self._groups.cp is not None:
+            row = all_gather(row, 0, self._groups.cp, partial_gradient=False)
+            row = row[row_order(len(row), self._division).to(self.device)]
+        return row.cpu()
+
+    def move_optimizer_state(self, to_host: bool) -> None:
+        """See `PolicyBackend.move_optimizer_state`; buffers for gradients are freed meanwhile."""
+        if self._takes_turns and self.optimizer is not None and to_host != self._state_rests:
+            for chunk in self.chunks:
+                if to_host:
+                    chunk.offload_grad_buffers(synchronize=True, empty_cache=False)
+                else:
+                    chunk.restore_grad_buffers()
+            for number, part in enumerate(self._optim.parts_of(self.optimizer)):
+                move_state(part.optimizer, self._resting[number], self.device, to_host=to_host)
+                self._optim.move_float32_weights(part, self._resting[number], self.device, to_host=to_host)
+            self._state_rests = to_host
+        self._free_cache()
+
+    def move_weights(self, to_host: bool) -> None:
+        """See `PolicyBackend.move_weights`."""
+        if self._takes_turns and to_host != self._weights_rest:
+            for number, chunk in enumerate(self.chunks):
+                move_weights(chunk, self._resting[number], self.device, to_host=to_host)
+            self._weights_rest = to_host
+        self._free_cache()
+
+    def _free_cache(self) -> None:
+        """Wait for the copies, and leave no memory on the device that this process does not use."""
+        device = device_for(uses_gpu=self.device.type != "cpu")
+        device.synchronize()
+        device.empty_cache()
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Every parameter and buffer of this rank, by chunk and name."""
+        return {
+            f"{number}.{name}": tensor
+            for number, chunk in enumerate(self.chunks)
+            for name, tensor in [*_model(chunk).named_parameters(), *_model(chunk).named_buffers()]
+        }
+
+    @torch.no_grad()
+    def _copies(self, memory: HostMemory) -> dict[str, Tensor]:
+        """Copies of the weights in host memory."""
+        self._optim.complete_weights(self.chunks)
+        return {name: memory.store(name, tensor) for name, tensor in self._weights().items()}
+
+    @torch.no_grad()
+    def _put(self, copies: dict[str, Tensor]) -> None:
+        for name, tensor in self._weights().items():
+            tensor.copy_(copies[name], non_blocking=True)
+
+
+def _model(chunk: Any) -> Any:
+    """The GPTModel, with or without buffers for gradients."""
+    return chunk.module if hasattr(chunk, "ddp_config") else chunk
+
+
+def _model_config(config: PolicyConfig) -> PretrainedConfig:
+    """The model's configuration; that of a sequence classifier with one label for a reward model."""
+    hf_config = load_model_config(config.model_name, config.hf_config_overrides)
+    if config.reward_model_cfg.enabled:
+        classes: Any = AutoModelForSequenceClassification._model_mapping
+        hf_config.architectures = [classes[type(hf_config)].__name__]
+        hf_config.num_labels, hf_config.tie_word_embeddings = 1, False
+    return hf_config
+
+
+def _loaded_chunks(
+    hf_config: PretrainedConfig, config: PolicyConfig, precision: torch.dtype, device: torch.device, seed: int
+) -> list[Any]:
+    """This rank's virtual stages with the weights of the files; collective."""
+    from nemo_rl.models.megatron.build import build_chunks
+    from nemo_rl.models.megatron.conversion.importer import load_huggingface
+    from nemo_rl.models.megatron.expert_load import freeze_routers
+    from nemo_rl.models.megatron.schedule import prepare
+    from nemo_rl.models.megatron.scoring import give_scalar_head
+
+    section: Any = config.megatron_cfg
+    chunks = build_chunks(hf_config, section, precision=precision, device=device, seed=seed)
+    prepare(chunks, bias_update_rate=section.moe_router_bias_update_rate)
+    if config.reward_model_cfg.enabled:
+        give_scalar_head(chunks, std=getattr(hf_config, "initializer_range", 0.02))
+    load_huggingface(chunks, hf_config, _folder(config.model_name))
+    if section.freeze_moe_router:
+        freeze_routers(chunks)
+    return list(chunks)
+
+
+def _folder(model_name: str) -> Path:
+    """Where the model's files are; a hub id is downloaded, or found in the cache."""
+    path = Path(model_name).expanduser()
+    return path if path.is_dir() else Path(snapshot_download(model_name, allow_patterns=["*.safetensors*", "*.json"]))

@@ -1,0 +1,69 @@
+"""How the tokens of an update spread over the experts of this model, and routers that do not train.
+
+Counts are of all ranks and of real tokens, so they do not depend on how rows are cut into microbatches or ranks. The
+auxiliary losses themselves are Megatron Core's.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from nemo_rl.models.expert_load import load_metrics
+from nemo_rl.models.megatron.inputs import Division, RankInputs
+
+
+def routers(chunks: Sequence[Any]) -> list[TopKRouter]:
+    """The routers of this rank's layers."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+
+
+def freeze_routers(chunks: Sequence[Any]) -> None:
+    """Keep the routers as they are; before gradients get buffers."""
+    for router in routers(chunks):
+        router.requires_grad_(False)
+
+
+class ExpertLoad:
+    """Watches the routing of one optimizer update.
+
+    Args:
+        chunks: of this rank; all ranks have the same number of layers and experts in their configuration.
+        division: which of a row's tokens this rank's routers see.
+        device: where the model computes.
+    """
+
+    def __init__(self, chunks: Sequence[Any], division: Division, device: torch.device) -> None:
+        config = chunks[0].config
+        self._division = division
+        self._real_N: Tensor | None = None
+        self._counts = torch.zeros(config.num_layers, config.num_moe_experts or 0, dtype=torch.int64, device=device)
+        for router in routers(chunks):
+            router.register_forward_hook(partial(self._count, router.layer_number - 1))
+
+    @contextmanager
+    def watching(self, inputs: RankInputs) -> Iterator[None]:
+        """Take note of what routers decide while the block runs a microbatch; not when it is recomputed later."""
+        self._real_N = inputs.between_layers(self._division).t().flatten()
+        try:
+            yield
+        finally:
+            self._real_N = None
+
+    @torch.no_grad()
+    def _count(self, layer: int, router: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
+        """After a router: `output` are weights and choices, both `[N, E]`."""
+        if self._real_N is not None:
+            self._counts[layer] += (output[1].bool() & self._real_N[:, None]).sum(0)
+
+    def end_update(self) -> dict[str, float]:
+        """`expert_load.load_metrics` of the update, equal on all ranks; collective."""
+        dist.all_reduce(self._counts)
+        metrics = load_metrics(self._counts.cpu())
+        self._counts.zero_()
+        return metrics

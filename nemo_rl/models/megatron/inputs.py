@@ -1,0 +1,210 @@
+"""One microbatch as Megatron Core's GPTModel takes it on this rank, and where its scored tokens went.
+
+Rows are padded, `[b, T]` under causal attention without a mask tensor, or packed end to end (`thd`). Context-parallel
+ranks cut every sequence into `2 cp` equal chunks, and rank r has chunk r and chunk `2 cp - 1 - r`; so every sequence is
+padded to a multiple of `2 cp` tokens, at its end, where no token of it looks.
+
+Invariant: all K scored tokens are on exactly one context-parallel rank, whatever the layout.
+Legend: `T` tokens of a row, `t` those of this rank, `N` tokens of a packed row, `k` scored tokens of this rank.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.distributed.parallel_logprobs import TopK
+from nemo_rl.models.inputs import ModelInputs
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the tokens of a row are divided.
+
+    Attributes:
+        cp: context-parallel ranks.
+        cp_rank: this one.
+        sp: ranks that divide a context-parallel rank's tokens between layers (sequence parallelism).
+        sp_rank: this one.
+    """
+
+    cp: int = 1
+    cp_rank: int = 0
+    sp: int = 1
+    sp_rank: int = 0
+
+    @property
+    def of_sequence(self) -> int:
+        """Tokens that the length of a sequence is a multiple of."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def of_row(self) -> int:
+        """Tokens that the length of a row is a multiple of."""
+        return math.lcm(self.of_sequence, self.cp * self.sp)
+
+
+@dataclass(frozen=True)
+class RankInputs:
+    """A microbatch on this rank.
+
+    Attributes:
+        arguments: keyword arguments of GPTModel.
+        positions_k: indices of the scored tokens in the flattened hidden states `[t, b]`.
+        targets_k: as `ModelInputs.targets_K`, of these tokens.
+        places_k: which of the microbatch's K scores they are.
+        num_scores: K.
+        real_tokens: `[b, t]` bool, False on padding.
+        unfiltered: as in `ModelInputs`.
+        top_k: as in `ModelInputs`.
+    """
+
+    arguments: dict[str, Any]
+    positions_k: Tensor
+    targets_k: Tensor
+    places_k: Tensor
+    num_scores: int
+    real_tokens: Tensor
+    unfiltered: bool = False
+    top_k: TopK | None = None
+
+    def between_layers(self, division: Division) -> Tensor:
+        """`real_tokens` `[b, t / sp]` of those that this rank has between layers."""
+        return self.real_tokens.chunk(division.sp, dim=1)[division.sp_rank]
+
+
+def rank_inputs(inputs: ModelInputs, division: Division) -> RankInputs:
+    """This rank's part of a microbatch.
+
+    Args:
+        inputs: the microbatch, equal on all ranks that share it.
+        division: which part.
+    """
+    bounds = inputs.model_inputs.get("cu_seq_lens_q")
+    tokens = inputs.model_inputs["input_ids"]
+    old = [0, tokens.shape[1]] if bounds is None else bounds.tolist()
+    new = _padded_bounds(old, division)
+    source_T = _source_tokens(old, new, tokens.device)
+    own_t = _own_tokens(new, division, tokens.device)
+    rows, width = tokens.shape
+    real = torch.ones_like(tokens, dtype=torch.bool) if inputs.real_tokens is None else inputs.real_tokens
+    ids_bt = _moved(tokens, source_T)[:, own_t]
+    real_bt = _moved(real, source_T)[:, own_t]
+    position_of = torch.arange(new[-1], device=tokens.device) - _starts(new, tokens.device)
+    positions_k, places_k = _scored(inputs.positions_K, width, rows, source_T, own_t)
+    arguments: dict[str, Any] = {
+        "input_ids": ids_bt,
+        "position_ids": position_of[own_t].expand(rows, -1),
+        "attention_mask": None,
+    }
+    if bounds is not None:
+        arguments["packed_seq_params"] = _packed_parameters(new, tokens.device)
+    return RankInputs(
+        arguments=arguments,
+        positions_k=positions_k,
+        targets_k=inputs.targets_K[places_k],
+        places_k=places_k,
+        num_scores=len(inputs.positions_K),
+        real_tokens=real_bt,
+        unfiltered=inputs.unfiltered,
+        top_k=inputs.top_k,
+    )
+
+
+def without_scores(inputs: RankInputs) -> RankInputs:
+    """The same tokens, none of which is scored."""
+    return RankInputs(
+        arguments=inputs.arguments,
+        positions_k=inputs.positions_k[:0],
+        targets_k=inputs.targets_k[:0],
+        places_k=inputs.places_k[:0],
+        num_scores=0,
+        real_tokens=inputs.real_tokens,
+    )
+
+
+def row_order(num_tokens: int, division: Division) -> Tensor:
+    """`[T]`: where each token of one row is among the parts of all context-parallel ranks, laid end to end."""
+    parts = [
+        _own_tokens([0, num_tokens], Division(division.cp, rank), torch.device("cpu")) for rank in range(division.cp)
+    ]
+    return torch.cat(parts).argsort()
+
+
+def _padded_bounds(bounds: Sequence[int], division: Division) -> list[int]:
+    """Bounds of the sequences once each is padded, and a last one that fills the row up."""
+    padded = [0]
+    for start, stop in pairwise(bounds):
+        padded.append(padded[-1] + _round_up(stop - start, division.of_sequence))
+    total = _round_up(padded[-1], division.of_row)
+    if total > padded[-1]:
+        # A row that is not packed is one sequence, and a packed one gets another.
+        padded = [*padded, total] if len(bounds) > 2 else [0, total]
+    return padded
+
+
+def _source_tokens(old: Sequence[int], new: Sequence[int], device: torch.device) -> Tensor:
+    """`[T]` int64: which token of the old row each token of the new one is; -1 for padding."""
+    source = torch.full((new[-1],), -1, dtype=torch.int64)
+    for (start, stop), begin in zip(pairwise(old), new, strict=False):
+        source[begin : begin + stop - start] = torch.arange(start, stop)
+    return source.to(device)
+
+
+def _own_tokens(bounds: Sequence[int], division: Division, device: torch.device) -> Tensor:
+    """`[t]` int64: this rank's tokens of the row, in the order in which it has them."""
+    if division.cp == 1:
+        return torch.arange(bounds[-1], device=device)
+    mine = (division.cp_rank, 2 * division.cp - 1 - division.cp_rank)
+    parts = []
+    for start, stop in pairwise(bounds):
+        length = (stop - start) // (2 * division.cp)
+        parts += [torch.arange(start + chunk * length, start + (chunk + 1) * length) for chunk in mine]
+    return torch.cat(parts).to(device)
+
+
+def _moved(rows: Tensor, source_T: Tensor) -> Tensor:
+    """Rows `[b, W]` on their new places `[b, T]`; 0 on padding."""
+    return rows[:, source_T.clamp(min=0)].where(source_T >= 0, rows.new_zeros(()))
+
+
+def _starts(bounds: Sequence[int], device: torch.device) -> Tensor:
+    """`[T]`: where the sequence of each token begins."""
+    lengths = torch.tensor([stop - start for start, stop in pairwise(bounds)])
+    return torch.repeat_interleave(torch.tensor(bounds[:-1]), lengths).to(device)
+
+
+def _scored(positions_K: Tensor, width: int, rows: int, source_T: Tensor, own_t: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices into `[t, b]` of those scored tokens that this rank has, and which of the K they are."""
+    place_of = torch.full((width,), -1, dtype=torch.int64, device=own_t.device)
+    source_t = source_T[own_t]
+    held = source_t >= 0
+    place_of[source_t[held]] = held.nonzero()[:, 0]
+    row_K, place_K = positions_K // width, place_of[positions_K % width]
+    places_k = (place_K >= 0).nonzero()[:, 0]
+    return (place_K * rows + row_K)[places_k], places_k
+
+
+def _packed_parameters(bounds: Sequence[int], device: torch.device) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cumulative = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(stop - start for start, stop in pairwise(bounds))
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        cu_seqlens_q_padded=cumulative,
+        cu_seqlens_kv_padded=cumulative,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        pad_between_seqs=False,
+    )
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

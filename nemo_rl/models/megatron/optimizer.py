@@ -1,0 +1,198 @@
+"""Megatron Core's data parallelism, optimizer and schedule, from `policy.megatron_cfg`.
+
+Invariant: an update whose gradient is not finite changes nothing but the gradients, which are zero after it.
+As Megatron Core does, biases and other vectors (norms) have no weight decay.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+
+from nemo_rl.models.host_memory import HostMemory
+from nemo_rl.models.megatron import cpu_shim
+from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_COPIED = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
+"""Keys of `optimizer` that Megatron Core knows by the same names."""
+
+
+def with_gradients(chunks: Sequence[Any], section: Any) -> list[DistributedDataParallel]:
+    """Give the chunks buffers for gradients that are summed over data-parallel and context-parallel ranks.
+
+    Args:
+        chunks: GPTModels, prepared (`schedule.prepare`) and with weights.
+        section: `policy.megatron_cfg`.
+    """
+    wanted = section.distributed_data_parallel_config
+    distributed = bool(section.optimizer.use_distributed_optimizer)
+    overlaps = bool(wanted.overlap_grad_reduce)
+    wrapped = [
+        DistributedDataParallel(
+            config=chunk.config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=wanted.grad_reduce_in_fp32,
+                overlap_grad_reduce=overlaps,
+                overlap_param_gather=bool(wanted.overlap_param_gather) and overlaps and distributed,
+                use_distributed_optimizer=distributed,
+            ),
+            module=chunk,
+            disable_bucketing=index > 0,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+    if overlaps:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        for chunk in chunks:
+            chunk.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], section: Any, *, precision: torch.dtype
+) -> MegatronOptimizer:
+    """The optimizer of `policy.megatron_cfg.optimizer`.
+
+    Args:
+        chunks: from `with_gradients`.
+        section: `policy.megatron_cfg`.
+        precision: of the weights that layers compute with; below float32 the optimizer keeps float32 ones.
+    """
+    wanted = section.optimizer
+    on_gpu, distributed = next(chunks[0].parameters()).is_cuda, chunks[0].ddp_config.use_distributed_optimizer
+    holds_state = wanted.use_precision_aware_optimizer and wanted.optimizer == "adam" and distributed
+    config = OptimizerConfig(
+        **{name: getattr(wanted, name) for name in _COPIED},
+        bf16=precision is torch.bfloat16,
+        fp16=precision is torch.float16,
+        params_dtype=precision,
+        use_distributed_optimizer=distributed,
+        use_precision_aware_optimizer=holds_state and on_gpu and find_spec("transformer_engine") is not None,
+        clip_grad=wanted.clip_grad or 0.0,
+    )
+    with cpu_shim.cuda_names():
+        return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+
+
+def build_scheduler(optimizer: MegatronOptimizer, section: Any) -> OptimizerParamScheduler:
+    """The schedule of learning rate and weight decay, in training steps.
+
+    Args:
+        optimizer: from `build_optimizer`.
+        section: `policy.megatron_cfg`.
+
+    Raises:
+        ConfigError: the numbers of a schedule contradict each other.
+    """
+    rates, wanted = section.optimizer, section.scheduler
+    falls, warmup = wanted.lr_decay_style != "constant", wanted.lr_warmup_iters
+    last = _last_step(wanted)
+    try:
+        return OptimizerParamScheduler(
+            optimizer,
+            init_lr=wanted.lr_warmup_init if warmup else 0.0,
+            max_lr=rates.lr,
+            min_lr=rates.min_lr if falls else 0.0,
+            lr_warmup_steps=warmup,
+            lr_decay_steps=last,
+            lr_decay_style=wanted.lr_decay_style,
+            start_wd=wanted.start_weight_decay,
+            end_wd=wanted.end_weight_decay,
+            wd_incr_steps=last,
+            wd_incr_style=wanted.weight_decay_incr_style,
+        )
+    except AssertionError as error:
+        raise ConfigError(
+            f"policy.megatron_cfg.scheduler contradicts itself or optimizer.lr={rates.lr}, min_lr={rates.min_lr}: "
+            f"{wanted}. Wanted are lr_warmup_init <= lr, min_lr <= lr, lr_warmup_iters < lr_decay_iters, and "
+            "start_weight_decay <= end_weight_decay, equal with weight_decay_incr_style=constant."
+        ) from error
+
+
+def _last_step(wanted: Any) -> int:
+    """The step at which rate and decay have their last values."""
+    if wanted.lr_decay_style == wanted.weight_decay_incr_style == "constant":
+        return max(wanted.lr_decay_iters or 0, wanted.lr_warmup_iters + 1)  # nothing depends on it
+    if wanted.lr_decay_iters is None:
+        raise ConfigError(
+            f"policy.megatron_cfg.scheduler has lr_decay_style={wanted.lr_decay_style} and weight_decay_incr_style="
+            f"{wanted.weight_decay_incr_style}: set lr_decay_iters to the steps that they take."
+        )
+    return int(wanted.lr_decay_iters)
+
+
+def clip_and_step(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> tuple[float, bool]:
+    """Clip, update and set gradients to zero; collective.
+
+    Megatron Core's own `step` updates with a norm that is not finite; these are its parts.
+
+    Returns:
+        The norm before clipping, equal on all ranks, and whether the update was made.
+    """
+    with cpu_shim.cuda_names():
+        overflow = optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        finite = math.isfinite(norm) and not overflow
+        if finite:
+            _clip(optimizer, norm)
+            optimizer.step_with_ready_grads()
+        else:
+            logger.warning("Gradient norm is %s: this optimizer update is skipped.", norm)
+        zero_gradients(optimizer, chunks)
+    return norm, finite
+
+
+def _clip(optimizer: MegatronOptimizer, norm: float) -> None:
+    for part in parts_of(optimizer):
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, use_decoupled_grad=decoupled)
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
+    """One optimizer for experts and one for the rest, those that this rank has parameters for."""
+    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+@torch.no_grad()
+def move_float32_weights(part: Any, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
+    """Move the float32 weights that an optimizer keeps beside 16-bit ones, into host memory or to a device."""
+    groups = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(part, "fp32_from_float16_groups", [])
+    kept = [weight for group in groups for weight in group if weight is not None]  # None: Transformer Engine has it
+    for index, weight in enumerate(kept):
+        if to_host:
+            weight.data = memory.store(f"float32.{index}", weight.data)
+        else:
+            weight.data = weight.data.to(device, non_blocking=True, copy=True)
+
+
+def zero_gradients(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> None:
+    """Start the next update from gradients of zero."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def learning_rate(optimizer: MegatronOptimizer) -> float:
+    """The rate of the parameters that have no rate of their own."""
+    return float(get_canonical_lr_for_logging(optimizer.param_groups) or 0.0)
+
+
+def complete_weights(chunks: Sequence[Any]) -> None:
+    """Finish gathering the weights that an update left to the next forward pass, before anyone reads them."""
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)

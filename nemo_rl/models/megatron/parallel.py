@@ -1,0 +1,108 @@
+"""Megatron Core's process groups and random states of this rank, from the parallel layout.
+
+Invariant: ranks are numbered as in `parallel_layout` (pp outermost, tp innermost), which is Megatron Core's order
+`tp-cp-ep-dp-pp`; every group gives up after the time that the default group gives up after.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.distributed.collectives import Group
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.process_group import collective_timeout
+from nemo_rl.models.megatron import cpu_shim
+from nemo_rl.models.megatron.inputs import Division
+from nemo_rl.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups that this rank's tokens are divided over; None where it has all of them.
+
+    Attributes:
+        tp: ranks that divide each layer and the vocabulary.
+        cp: ranks that divide the tokens of a row.
+        sequence_parallel: whether tensor-parallel ranks divide the tokens between layers.
+    """
+
+    tp: Group = None
+    cp: Group = None
+    sequence_parallel: bool = False
+
+
+def start_model_parallel(layout: ParallelLayout, section: Any, device: torch.device, seed: int = 0) -> Groups:
+    """Make the groups, once the default process group is up; collective.
+
+    Args:
+        layout: what each rank is there for.
+        section: `policy.megatron_cfg`.
+        device: where this rank computes; without CUDA the process is prepared by `cpu_shim`.
+        seed: of the random states that Megatron Core keeps for dropout.
+
+    Raises:
+        ConfigError: the process group has another number of ranks than the layout, or experts are shared in a way that
+            rows of different lengths do not allow.
+    """
+    check_dispatcher(layout, section)
+    if layout.num_ranks != dist.get_world_size():
+        raise ConfigError(f"the parallel layout has {layout.num_ranks} ranks, the group {dist.get_world_size()}.")
+    if device.type == "cpu":
+        cpu_shim.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    stages = section.virtual_pipeline_model_parallel_size
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=stages if stages and stages > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=section.expert_tensor_parallel_size,
+        distributed_timeout_minutes=collective_timeout(device).total_seconds() / 60,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed % 2**32, force_reset_rng=True)
+    return Groups(
+        tp=parallel_state.get_tensor_model_parallel_group() if layout.tp > 1 else None,
+        cp=parallel_state.get_context_parallel_group() if layout.cp > 1 else None,
+        sequence_parallel=bool(section.sequence_parallel) and layout.tp > 1,
+    )
+
+
+def check_dispatcher(layout: ParallelLayout, section: Any) -> None:
+    """Refuse to gather tokens from ranks that have different numbers of them, as data-parallel ranks do.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    with_same_rows = layout.tp * layout.cp
+    experts = layout.ep * section.expert_tensor_parallel_size
+    if section.moe_token_dispatcher_type == "allgather" and layout.ep > 1 and experts > with_same_rows:
+        raise ConfigError(
+            "policy.megatron_cfg.moe_token_dispatcher_type=allgather needs equally many tokens on all ranks that share "
+            f"experts. expert_model_parallel_size={layout.ep} with expert_tensor_parallel_size="
+            f"{section.expert_tensor_parallel_size} takes {experts} ranks, and only the {with_same_rows} of tensor and "
+            "context parallelism have the same rows. Use alltoall."
+        )
+
+
+def division_of(groups: Groups) -> Division:
+    """Which of a row's tokens this rank has."""
+    cp, sp = groups.cp, groups.tp if groups.sequence_parallel else None
+    return Division(
+        cp=cp.size() if cp else 1,
+        cp_rank=cp.rank() if cp else 0,
+        sp=sp.size() if sp else 1,
+        sp_rank=sp.rank() if sp else 0,
+    )
+
+
+def stop_model_parallel() -> None:
+    """Forget the groups, so that others can be made."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()

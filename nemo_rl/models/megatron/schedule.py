@@ -1,0 +1,182 @@
+"""Carry microbatches through the stages with Megatron Core's schedules: one stage, 1F1B, interleaved.
+
+Losses come divided by global counts, so gradients are sums over microbatches, data-parallel and context-parallel ranks:
+`calculate_per_token_loss` keeps Megatron Core from averaging, and gradients are finalized without a token count.
+
+Invariant: any number of microbatches of any lengths runs on any stages. `prepare` sets what the schedules read in the
+model's configuration, and what has been found to be silently wrong there is not left to its default:
+
+- interleaved stages exchange messages one by one, not in batches: with two stages both neighbours are the same rank,
+  and batches match by order, so hidden states and gradients would be taken for each other;
+- an expert's bias moves with every finished gradient, by `moe_router_bias_update_rate`, unless that is 0.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, _p2p_ops
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from nemo_rl.models.interfaces import ForwardStep
+from nemo_rl.models.megatron.expert_load import routers
+from nemo_rl.models.megatron.inputs import Division, RankInputs, without_scores
+from nemo_rl.models.megatron.scoring import Scoring
+
+type Watch = Callable[[RankInputs], AbstractContextManager[None]]
+"""Context manager around the forward pass of a microbatch in a chunk of this stage."""
+
+
+def prepare(chunks: Sequence[Any], *, bias_update_rate: float = 0.0) -> None:
+    """Set what Megatron Core's schedules read from the chunks' configuration.
+
+    Before gradients get buffers, which is where gradients would be scaled.
+
+    Args:
+        chunks: GPTModels of this rank.
+        bias_update_rate: `policy.megatron_cfg.moe_router_bias_update_rate`.
+    """
+    for chunk in chunks:
+        config = chunk.config
+        config.calculate_per_token_loss = True
+        config.variable_seq_lengths = True
+        config.batch_p2p_comm = False
+        config.moe_router_bias_update_rate = bias_update_rate
+        config.finalize_model_grads_func = _finalize
+
+
+def _finalize(chunks: list[Any], num_tokens: Tensor | None = None, **how: Any) -> None:
+    """Sum gradients over the ranks that have parts of them; nothing divides them."""
+    finalize_model_grads(chunks, None, **how)
+
+
+class StageLinks(P2PCommunicator):
+    """Messages between stages, whose shapes go the way of the messages themselves.
+
+    Megatron Core sends shapes in a batch even where it sends messages one by one; of two interleaved stages the shapes
+    of hidden states and of gradients would be taken for each other.
+    """
+
+    def _communicate_shapes(
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        device = torch.cuda.current_device()
+        sent = [
+            None if tensor is None else torch.tensor(tensor.size(), dtype=torch.int64, device=device)
+            for tensor in (tensor_send_next, tensor_send_prev)
+        ]
+        received = [
+            torch.zeros(3, dtype=torch.int64, device=device) if asked else None for asked in (recv_prev, recv_next)
+        ]
+        requests = _p2p_ops(
+            tensor_send_next=sent[0],
+            tensor_send_prev=sent[1],
+            tensor_recv_prev=received[0],
+            tensor_recv_next=received[1],
+            group=self.pp_group,
+            prev_pipeline_rank=self.prev_rank,
+            next_pipeline_rank=self.next_rank,
+        )
+        for request in requests.values():
+            request.wait()
+        previous, following = ([0, 0, 0] if shape is None else shape.tolist() for shape in received)
+        return previous, following
+
+
+class Schedule:
+    """Runs the microbatches of this rank.
+
+    Args:
+        chunks: of this rank, prepared; with gradients they are wrapped for data parallelism.
+        scoring: what the last stage makes of hidden states.
+        division: which of a row's tokens this rank has.
+        watch: around every forward pass of a training microbatch.
+    """
+
+    def __init__(self, chunks: list[Any], scoring: Scoring, division: Division, watch: Watch | None = None) -> None:
+        self._chunks, self._scoring, self._division, self._watch = chunks, scoring, division, watch
+        self._config = chunks[0].config
+        self._balances = any(router.is_aux_loss_enabled() for router in routers(chunks))
+        self._groups = ProcessGroupCollection.use_mpu_process_groups()
+        self._links = StageLinks(self._groups.pp, self._config)
+        self._num_given = 0
+
+    def run(self, microbatches: Sequence[RankInputs], forward_step: ForwardStep, *, backward: bool) -> None:
+        """See `PolicyBackend.run`; every training pass starts from gradients of zero, and is followed by an update."""
+        for chunk in self._chunks:
+            chunk.train(backward)
+        filled, self._num_given = self._filled(microbatches), len(microbatches)
+        if backward and self._balances:
+            self._weigh_auxiliary_losses(filled)
+        step = partial(self._forward, _loss_of(forward_step, len(microbatches), backward=backward), backward)
+        with torch.set_grad_enabled(backward):
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[enumerate(filled) for _ in self._chunks],
+                model=self._chunks,
+                num_microbatches=len(filled),
+                seq_length=1,  # shapes are sent along
+                micro_batch_size=1,
+                forward_only=not backward,
+                p2p_communicator=self._links,
+                pg_collection=self._groups,
+            )
+
+    def _filled(self, microbatches: Sequence[RankInputs]) -> list[RankInputs]:
+        """The microbatches, and as many without scores as interleaved stages need: they take them in groups."""
+        stages = self._groups.pp.size()
+        missing = -len(microbatches) % stages if len(self._chunks) > 1 else 0
+        if not missing:
+            return list(microbatches)
+        shortest = min(microbatches, key=lambda inputs: inputs.real_tokens.numel())
+        return [*microbatches, *[without_scores(shortest)] * missing]
+
+    def _forward(
+        self,
+        loss_of: Callable[[int, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, dict[str, Any]]],
+        backward: bool,
+        numbered: Iterator[tuple[int, RankInputs]],
+        chunk: Any,
+    ) -> tuple[Any, Callable[..., Any]]:
+        """Megatron Core's `forward_step_func`."""
+        index, inputs = next(numbered)
+        arguments = {**inputs.arguments, "output_processor": self._scoring, "output_processor_context": inputs}
+        if self._balances:
+            # Only the first stage divides the mask as it divides the tokens.
+            first = get_attr_wrapped_model(chunk, "pre_process")
+            arguments["padding_mask"] = ~(inputs.real_tokens if first else inputs.between_layers(self._division))
+        watches = backward and self._watch is not None and index < self._num_given
+        with self._watch(inputs) if watches and self._watch is not None else nullcontext():
+            return chunk(**arguments), partial(loss_of, index)
+
+    def _weigh_auxiliary_losses(self, microbatches: Sequence[RankInputs]) -> None:
+        """Make Megatron Core's auxiliary losses means over the tokens of all microbatches and ranks.
+
+        It multiplies each by the tokens of its microbatch, and counts on the division by all that comes later.
+        """
+        tokens = sum(inputs.real_tokens.sum() for inputs in microbatches)
+        assert isinstance(tokens, Tensor), "there is a microbatch"
+        dist.all_reduce(tokens, group=self._groups.dp_cp)
+        self._config.moe_grad_scale_func = lambda: 1.0 / tokens.clamp(min=1).float()
+
+
+def _loss_of(
+    forward_step: ForwardStep, num_microbatches: int, *, backward: bool
+) -> Callable[[int, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, dict[str, Any]]]:
+    """Megatron Core's loss function: `(loss, number of tokens, what to keep)`; nothing reads the last two."""
+
+    def loss_of(index: int, scores: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        loss = forward_step(index, *scores) if index < num_microbatches else None
+        if loss is None:
+            # The schedule wants a number; in a training pass one that reaches every parameter.
+            loss = 0.0 * scores[0].sum() if backward else torch.zeros((), device=scores[0].device)
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
+
+    return loss_of

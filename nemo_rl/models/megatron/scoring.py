@@ -1,0 +1,137 @@
+"""From the last stage's hidden states to scores: GPTModel's public hook `output_processor`.
+
+The vocabulary stays divided over the tensor-parallel ranks, and logits exist for a chunk of tokens only
+(`distributed.parallel_logprobs`). Invariant: every rank of the last stage that shares a microbatch gets the scores of
+all K tokens; the gradient of each score flows into the tokens of the rank that has it, once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from nemo_rl.distributed.collectives import all_gather, all_reduce, reduce_gradient
+from nemo_rl.distributed.parallel_logprobs import LogitTransform, SamplingDensity, token_logprobs, topk_logits
+from nemo_rl.models.megatron.inputs import RankInputs
+from nemo_rl.models.megatron.parallel import Groups
+
+
+class ScalarHead(nn.Module):
+    """The head of a reward model in the place of the output layer: one number for a hidden state.
+
+    Every tensor-parallel rank has all of it and sees the same hidden states, so its gradient is whole on each.
+
+    Attributes:
+        weight: `[1, D]`, Hugging Face's `score.weight`.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+
+    def forward(self, hidden_kD: Tensor) -> Tensor:
+        """`[k]` scores."""
+        return (hidden_kD @ self.weight.t()).squeeze(-1)
+
+
+def give_scalar_head(chunks: Sequence[Any], *, std: float) -> None:
+    """Replace the output layer of the last stage, where this rank has it.
+
+    Args:
+        chunks: bare GPTModels that do not share the embedding's weight with the output layer.
+        std: of the values that it has until it is loaded, the same on every rank and in every run.
+    """
+    for chunk in chunks:
+        assert not chunk.share_embeddings_and_output_weights, "a scalar head shares no weight with the embedding"
+        if chunk.post_process:
+            old = chunk.output_layer.weight
+            chunk.output_layer = head = ScalarHead(chunk.config.hidden_size, old.dtype, old.device)
+            drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(0))
+            with torch.no_grad():
+                head.weight.copy_(std * drawn)
+
+
+def logit_transform(hf_config: PretrainedConfig) -> LogitTransform:
+    """What the families that are built here do to the output of their linear head."""
+    cap = getattr(hf_config.get_text_config(), "final_logit_softcapping", None)
+    return LogitTransform(cap=cap)
+
+
+class Scoring:
+    """Called by GPTModel in the last stage, with the `RankInputs` as context.
+
+    Args:
+        groups: the ranks that divide tokens and vocabulary.
+        density: what `policy.generation` samples from.
+        transform: what follows the linear head.
+        chunk_size: tokens per chunk of logits; None takes what suits the device.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        density: SamplingDensity,
+        transform: LogitTransform | None = None,
+        chunk_size: int | None = None,
+    ) -> None:
+        self._groups, self._density = groups, density
+        self._transform, self._chunk_size = transform or LogitTransform(), chunk_size
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: nn.Module,
+        output_weight: Tensor | None,
+        context: RankInputs,
+        **ignored: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Score one microbatch.
+
+        Args:
+            hidden_states: `[t, b, D]`; with sequence parallelism `[t / tp, b, D]`.
+            output_layer: the head.
+            output_weight: the embedding's weight where the head shares it.
+            context: which tokens to score.
+            **ignored: what else GPTModel offers.
+
+        Returns:
+            `(logprobs_K, entropy_K)`, or `(logits_Kk, ids_Kk)`, or `(scores_K, zeros_K)` of a scalar head; float32
+            (float64 for float64 models), ids int64.
+        """
+        scalar = isinstance(output_layer, ScalarHead)
+        hidden_kD = self._hidden(hidden_states, context, partial_gradient=not scalar)
+        if scalar:
+            scores_k = output_layer(hidden_kD)
+            scores_k = scores_k.to(torch.promote_types(scores_k.dtype, torch.float32))
+            return self._of_all(scores_k, context), scores_k.new_zeros(context.num_scores)
+        weight: Any = output_layer.weight if output_weight is None else output_weight
+        how: dict[str, Any] = {
+            "transform": self._transform,
+            "group": self._groups.tp,
+            "chunk_size": self._chunk_size,
+        }
+        if context.top_k is not None:
+            first, second = topk_logits(hidden_kD, weight, context.top_k, **how)
+        else:
+            density = self._density.unfiltered() if context.unfiltered else self._density
+            first, second = token_logprobs(hidden_kD, weight, context.targets_k, density=density, **how)
+        return self._of_all(first, context), self._of_all(second, context)
+
+    def _hidden(self, hidden_states: Tensor, context: RankInputs, *, partial_gradient: bool) -> Tensor:
+        """`[k, D]` of the scored tokens; a divided head's gradients are summed over its ranks on the way back."""
+        if self._groups.sequence_parallel:
+            hidden_states = all_gather(hidden_states, 0, self._groups.tp, partial_gradient=partial_gradient)
+        hidden_kD = hidden_states.flatten(0, 1).index_select(0, context.positions_k)
+        if partial_gradient and not self._groups.sequence_parallel:
+            hidden_kD = reduce_gradient(hidden_kD, self._groups.tp)
+        return hidden_kD
+
+    def _of_all(self, values_k: Tensor, context: RankInputs) -> Tensor:
+        """The values `[K, ...]` of all context-parallel ranks."""
+        if self._groups.cp is None:
+            return values_k
+        whole = values_k.new_zeros((context.num_scores, *values_k.shape[1:]))
+        return all_reduce(whole.index_copy(0, context.places_k, values_k), self._groups.cp)

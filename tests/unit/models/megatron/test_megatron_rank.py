@@ -1,0 +1,230 @@
+"""What a rank of Megatron Core answers beside its training: scores, layers, reference weights, metrics, schedules."""
+
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import backend_cases
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+from rank_host import in_host, run_ranks
+from section import megatron_section
+
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.megatron import cpu_shim
+from nemo_rl.models.megatron.parallel import check_dispatcher
+from nemo_rl.utils.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed (extra mcore)")
+
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP = {"pipeline_model_parallel_size": 2}
+CP = {"context_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2}
+OVERLAP = {
+    "optimizer": {"use_distributed_optimizer": True},
+    "distributed_data_parallel_config": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+}
+LIMIT_S = 2.0
+
+
+def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
+    llama, moe = parity.model("llama"), parity.model("moe")
+    found = {
+        "answers sp": backend_cases.answers(llama, SP, packed=False),
+        "answers cp": backend_cases.answers(llama, {**CP, **OVERLAP}, packed=True),
+        "answers pp": backend_cases.answers(llama, PP, packed=True),
+        "reward sp": backend_cases.reward_error(SP, packed=True),
+        "reward cp": backend_cases.reward_error(CP, packed=False),
+        "experts sp": backend_cases.load_of_experts(moe, {**SP, **EP}, packed=False),
+        "experts cp": backend_cases.load_of_experts(moe, CP, packed=True),
+        "skipped": backend_cases.skipped_update(llama, {}),
+        "skipped overlap": backend_cases.skipped_update(llama, OVERLAP),
+        "auxiliary": backend_cases.auxiliary_norm({}),
+        "auxiliary sp": backend_cases.auxiliary_norm(SP),
+        "auxiliary pp": backend_cases.auxiliary_norm(PP),
+        "nothing": backend_cases.nothing_scored(llama),
+    }
+    found["deadline"] = waits_for_a_stage(rank, folder)
+    return found
+
+
+def waits_for_a_stage(rank: int, folder: str) -> str:
+    """What the second stage says about a first one that never starts."""
+    from nemo_rl.models.megatron.parallel import stop_model_parallel
+
+    stop_model_parallel()
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S))
+    trainer = parity.Trainer(parity.model("llama"), PP)
+    answer = "absent"
+    if rank == 1:
+        try:
+            trainer.train(parity.batch(0), False)
+        except RuntimeError as error:
+            answer = str(error)
+    store.set(f"{rank}", "done")
+    store.wait(["0", "1"], timedelta(seconds=60))
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/last", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)  # which `run_ranks` ends
+    return answer
+
+
+def on_one_rank(rank: int, world: int) -> dict[str, Any]:
+    return {
+        "bias kept": backend_cases.biases_after_an_update(0.0),
+        "bias moved": backend_cases.biases_after_an_update(1e-3),
+        "auxiliary": backend_cases.auxiliary_norm({}),
+        "nothing": backend_cases.nothing_scored(parity.model("llama")),
+    }
+
+
+def everything(folder: str) -> dict[str, Any]:
+    return {
+        "one": run_ranks(on_one_rank, 1)[0],
+        "two": run_ranks(on_two_ranks, 2, folder),
+        "rates": {name: rates(**values) for name, values in SCHEDULES.items()},
+        "contradiction": contradiction(),
+    }
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "constant": {"lr_warmup_iters": 2},
+    "linear": {"lr_decay_style": "linear", "lr_decay_iters": 6, "lr_warmup_iters": 2},
+    "cosine": {"lr_decay_style": "cosine", "lr_decay_iters": 6},
+    "rising decay": {"weight_decay_incr_style": "linear", "lr_decay_iters": 4, "end_weight_decay": 0.5},
+}
+
+
+def rates(**values: Any) -> list[tuple[float, float]]:
+    """Rate and weight decay of a matrix and a vector over eight steps."""
+    from nemo_rl.models.megatron.optimizer import build_scheduler, learning_rate
+
+    groups = [{"default_config": True, "wd_mult": 1.0}, {"wd_mult": 0.0}]
+    optimizer: Any = SimpleNamespace(param_groups=groups)
+    section = megatron_section(scheduler={"lr_warmup_init": 1e-4, **values}, optimizer={"min_lr": 2e-4})
+    scheduler = build_scheduler(optimizer, section)
+    found = []
+    for _ in range(8):
+        assert groups[1]["weight_decay"] == 0.0
+        found.append((learning_rate(optimizer), groups[0]["weight_decay"]))
+        scheduler.step(increment=1)
+    return found
+
+
+def contradiction() -> list[str]:
+    said = []
+    for values in (
+        {"lr_decay_style": "linear"},
+        {"lr_decay_style": "linear", "lr_decay_iters": 3, "lr_warmup_iters": 5},
+    ):
+        try:
+            rates(**values)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    return in_host(everything, str(folder))
+
+
+@pytest.mark.parametrize("mesh", ["answers sp", "answers cp", "answers pp"])
+def test_scores_layers_and_reference_are_those_of_hugging_face(found: dict[str, Any], mesh: str) -> None:
+    ranks = [rank[mesh] for rank in found["two"]]
+    assert "top logits" in ranks[1] and "temperature" in ranks[1]
+    for answers in ranks:
+        assert answers.pop("reference") == {"moved": True, "initial": True, "current": True}
+        assert {name: value for name, value in answers.items() if not value < 1e-5} == {}
+
+
+@pytest.mark.parametrize("mesh", ["reward sp", "reward cp"])
+def test_a_scalar_head_scores_and_trains_as_hugging_faces(found: dict[str, Any], mesh: str) -> None:
+    for rank in found["two"]:
+        assert rank[mesh]["scores"] < 1e-5 and rank[mesh]["gradients"] < 1e-5
+
+
+@pytest.mark.parametrize("mesh", ["experts sp", "experts cp"])
+def test_the_load_of_experts_is_counted_over_real_tokens_of_all_ranks(found: dict[str, Any], mesh: str) -> None:
+    for rank in found["two"]:
+        metrics, expected = rank[mesh]
+        assert metrics == pytest.approx(expected) and len(metrics) == 3
+
+
+@pytest.mark.parametrize("how", ["skipped", "skipped overlap"])
+def test_an_infinite_gradient_changes_nothing(found: dict[str, Any], how: str) -> None:
+    for rank in found["two"]:
+        norm = rank[how].pop("norm")
+        assert not math.isfinite(norm)
+        assert rank[how] == {"stepped": False, "unchanged": True, "zero": True, "then": True}
+
+
+def test_an_auxiliary_loss_does_not_depend_on_the_mesh(found: dict[str, Any]) -> None:
+    alone = found["one"]["auxiliary"]
+    for mesh in ("auxiliary", "auxiliary sp", "auxiliary pp"):
+        assert found["two"][0][mesh] == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_rank_with_nothing_to_score_takes_part(found: dict[str, Any]) -> None:
+    assert found["two"][0]["nothing"] == pytest.approx(found["one"]["nothing"], rel=1e-5)
+
+
+def test_a_stage_does_not_wait_for_ever(found: dict[str, Any]) -> None:
+    assert found["two"][0]["deadline"] == "absent"
+    assert "imed out" in found["two"][1]["deadline"]
+
+
+def test_biases_of_experts_move_only_when_asked(found: dict[str, Any]) -> None:
+    assert found["one"]["bias kept"] == 0.0
+    assert found["one"]["bias moved"] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_rates_and_decays_follow_their_formulas(found: dict[str, Any]) -> None:
+    top, low, first = 1e-3, 2e-4, 1e-4
+    warm = [first, (first + top) / 2, top]
+    formulas: dict[str, Callable[[int], float]] = {
+        "constant": lambda step: warm[min(step, 2)],
+        "linear": lambda step: warm[step] if step < 3 else low + (top - low) * max(0.0, 1 - (step - 2) / 4),
+        "cosine": lambda step: low + (top - low) * (1 + math.cos(math.pi * min(step / 6, 1))) / 2,
+        "rising decay": lambda step: top,
+    }
+    for name, formula in formulas.items():
+        rates_found, decays = zip(*found["rates"][name], strict=True)
+        assert list(rates_found) == pytest.approx([formula(step) for step in range(8)]), name
+        rising = [0.1 + 0.4 * min(step / 4, 1) for step in range(8)]
+        assert list(decays) == pytest.approx(rising if name == "rising decay" else [0.1] * 8), name
+
+
+def test_a_schedule_that_contradicts_itself_is_refused(found: dict[str, Any]) -> None:
+    missing, contradicting = found["contradiction"]
+    assert "set lr_decay_iters" in missing and "lr_warmup_iters < lr_decay_iters" in contradicting
+
+
+def test_another_release_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_shim.check_version()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.20.0")
+    with pytest.raises(ConfigError, match=r"megatron-core 0\.20\.0 is installed.*0\.19\.2"):
+        cpu_shim.check_version()
+
+
+def test_tokens_are_gathered_only_from_ranks_with_the_same_rows() -> None:
+    section = megatron_section(moe_token_dispatcher_type="allgather")
+    check_dispatcher(ParallelLayout(dp_shard=2, tp=2, ep=2), section)
+    check_dispatcher(ParallelLayout(dp_shard=2, ep=2), megatron_section())
+    with pytest.raises(ConfigError, match="expert_model_parallel_size=2.*Use alltoall"):
+        check_dispatcher(ParallelLayout(dp_shard=2, ep=2), section)
+
+
+def test_the_process_of_the_tests_is_not_patched(found: dict[str, Any]) -> None:
+    assert torch.cuda.Stream.__name__ == "Stream" and torch.cuda.current_device.__module__ == "torch.cuda"
