@@ -74,9 +74,10 @@ def build_chunks(
 
 def unwrap(chunk: nn.Module) -> GPTModel:
     """The model inside Megatron Core's wrappers, such as its DistributedDataParallel."""
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module
-    return chunk
+    inner: Any = chunk
+    while not isinstance(inner, GPTModel):
+        inner = inner.module
+    return inner
 
 
 def transformer_config(
@@ -115,6 +116,8 @@ def _sharding(options: Any) -> dict[str, Any]:
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "variable_seq_lengths": pp > 1,
+        # Of models without experts too: the default dispatcher refuses variable lengths even there.
+        "moe_token_dispatcher_type": "alltoall",
         # Batched messages of interleaved stages cross where both neighbours are one rank, and nothing says so.
         "batch_p2p_comm": virtual is None,
     }
@@ -195,12 +198,6 @@ def _refuse_wrong_gradients(fields: dict[str, Any]) -> None:
         raise ConfigError(
             f"latent attention with tensor_model_parallel_size={tp} needs policy.megatron_cfg.sequence_parallel=true: "
             "without it the gradients of its down projections and of its norms are wrong."
-        )
-    expert_tp = fields["expert_tensor_parallel_size"]
-    if fields.get("num_moe_experts") and fields["add_bias_linear"] and expert_tp > 1:
-        raise ConfigError(
-            f"experts with biases cannot be divided: each of {expert_tp} ranks would add the whole bias. Set "
-            "policy.megatron_cfg.expert_tensor_parallel_size=1 and use expert_model_parallel_size instead."
         )
 
 

@@ -332,14 +332,23 @@ def build(model: PreTrainedModel, **options: Any) -> Any:
     return chunk
 
 
-def compare(name: str, *, packed: bool, **options: Any) -> tuple[float, float, str]:
-    """Largest difference of the logits from Hugging Face, that of a gradient, and whose; of this rank's part."""
+def compare(
+    name: str, *, packed: bool, values: dict[str, Any] | None = None, **options: Any
+) -> tuple[float, float, str]:
+    """Largest difference of the logits from Hugging Face, that of a gradient, and whose; of this rank's part.
+
+    Args:
+        name: one of `MODELS`.
+        packed: rather than padded.
+        values: of the Hugging Face configuration.
+        **options: of the section `policy.megatron_cfg`.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     from nemo_rl.models.megatron.build import unwrap
 
-    model, sequences = hf_model(name), Sequences(packed)
+    model, sequences = hf_model(name, **values or {}), Sequences(packed)
     wanted_logits, wanted_gradients = reference(model, sequences)
     chunk = build(model, **options)
     wrapped = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
