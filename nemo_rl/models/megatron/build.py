@@ -100,10 +100,8 @@ def transformer_config(
 
 def _sharding(options: Any) -> dict[str, Any]:
     """Sizes as the parallel state has them."""
-    tp, pp = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    pp = parallel_state.get_pipeline_model_parallel_world_size()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return {
         "tensor_model_parallel_size": tp,

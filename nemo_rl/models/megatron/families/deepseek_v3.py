@@ -98,7 +98,7 @@ class DeepseekV3(Family):
             "moe_router_topk": hf.num_experts_per_tok,
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
             "moe_layer_freq": [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)],
-            "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts or None,
+            "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * (hf.n_shared_experts or 0) or None,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
