@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl.models.dtensor.attention import varlen
-from nemo_rl.models.dtensor.attention.kernels import attend
-from nemo_rl.models.dtensor.attention.plan import AttentionPlan, Piece, Scoring
+from nemo_rl.models.attention import varlen
+from nemo_rl.models.attention.kernels import attend
+from nemo_rl.models.attention.plan import AttentionPlan, Piece, Scoring
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,7 +21,7 @@ from policy_helpers import (
 from nemo_rl.config import DistillationLossConfig
 from nemo_rl.distributed.process_group import destroy_process_group, init_process_group
 from nemo_rl.losses.distillation import DistillationLossFn
-from nemo_rl.models.dtensor.attention import varlen
+from nemo_rl.models.attention import varlen
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker

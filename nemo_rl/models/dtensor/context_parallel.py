@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_rl.distributed.collectives import all_gather, all_reduce, all_to_all
-from nemo_rl.models.dtensor.attention.plan import AttentionPlan, Piece
+from nemo_rl.models.attention.plan import AttentionPlan, Piece
 from nemo_rl.models.inputs import ModelInputs
 from nemo_rl.models.interfaces import ForwardStep
 from nemo_rl.utils.errors import ConfigError

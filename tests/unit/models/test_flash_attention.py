@@ -8,9 +8,10 @@ import torch.nn.attention.varlen as varlen_of_torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nemo_rl.models.dtensor.attention import varlen, varlen_attention
-from nemo_rl.models.dtensor.attention.kernels import attend
-from nemo_rl.models.dtensor.attention.plan import AttentionPlan, Piece, Scoring, plan_of_row
+from nemo_rl.models.attention import varlen
+from nemo_rl.models.attention.kernels import attend
+from nemo_rl.models.attention.plan import AttentionPlan, Piece, Scoring, plan_of_row
+from nemo_rl.models.dtensor.attention import varlen_attention
 
 BOUNDS = torch.tensor([0, 5, 7, 16], dtype=torch.int32)
 LATE_CHUNK = [Piece(0, 2, 0, 2), Piece(2, 4, 4, 6), Piece(4, 9, 4, 15)]

@@ -26,8 +26,8 @@ from gpu_checks.shapes import SHAPES
 from transformers import AutoConfig
 
 from nemo_rl.distributed.placements import held_here
+from nemo_rl.models.attention import kernels as attention_kernels
 from nemo_rl.models.dtensor import checkpoint_io
-from nemo_rl.models.dtensor.attention import kernels as attention_kernels
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.worker import GenerationWorker
 from nemo_rl.utils.errors import ConfigError, WeightSyncError

@@ -1,7 +1,7 @@
 """The attention function of training: one for padded rows, packed rows, and rows divided over ranks.
 
-`plan` says which keys each query of a row sees, `kernels` computes it, `function` is what transformers calls, `probe`
-compares it with the model's own attention at load, and `choice` says what a policy section needs of it.
+`function` is what transformers calls (computed by `models.attention`), `probe` compares it with the model's own
+attention at load, and `choice` says what a policy section needs of it.
 """
 
 from nemo_rl.models.dtensor.attention.choice import attention_to_load, choose_attention

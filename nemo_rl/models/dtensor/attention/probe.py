@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.attention.plan import AttentionPlan, Piece
 from nemo_rl.models.dtensor.attention.function import VARLEN_ATTENTION, register_varlen_attention
-from nemo_rl.models.dtensor.attention.plan import AttentionPlan, Piece
 from nemo_rl.models.huggingface.load import WITHOUT_PACKING
 from nemo_rl.models.inputs import packed_model_inputs
 from nemo_rl.utils.errors import ConfigError

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl.models.dtensor.attention.flash_attn import flash_attn_varlen
-from nemo_rl.models.dtensor.attention.plan import Bounds, Scoring
+from nemo_rl.models.attention.flash_attn import flash_attn_varlen
+from nemo_rl.models.attention.plan import Bounds, Scoring
 
 type Kernel = Callable[[Tensor, Tensor, Tensor, Bounds, Scoring], Tensor]
 """Query `[T, H, D]`, key and value `[T_k, H_kv, D]` of all pieces to `[T, H, D]`."""

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_rl.models.dtensor.attention.plan import AttentionPlan, Scoring
-from nemo_rl.models.dtensor.attention.varlen import Kernel, find_kernel
+from nemo_rl.models.attention.plan import AttentionPlan, Scoring
+from nemo_rl.models.attention.varlen import Kernel, find_kernel
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:

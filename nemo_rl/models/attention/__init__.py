@@ -1,0 +1,6 @@
+"""Attention of training, whichever backend asks: `plan` says which keys a query sees, `kernels` computes it."""
+
+from nemo_rl.models.attention.kernels import attend
+from nemo_rl.models.attention.plan import AttentionPlan, PackedRow, Piece, Scoring, plan_of_row
+
+__all__ = ["AttentionPlan", "PackedRow", "Piece", "Scoring", "attend", "plan_of_row"]

@@ -1,0 +1,249 @@
+"""The GPTModels of one rank: one for each virtual pipeline stage, in Megatron Core's terms.
+
+`families` says what the architecture fixes, the section `policy.megatron_cfg` what the user chooses, and Megatron
+Core's parallel state which part of the model this rank has. Invariant: a fusion or kernel that is not installed is
+left out, so that one section serves machines with and without Transformer Engine; whatever changes the numbers is not.
+"""
+
+import dataclasses
+import difflib
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from nemo_rl.models.megatron.families import Family, Rotary, family_of
+from nemo_rl.models.megatron.layers import HAVE_TE, choose_spec
+from nemo_rl.utils.errors import ConfigError
+
+_MOE_KEYS = (
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_router_bias_update_rate",
+    "moe_router_enable_expert_bias",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_token_dispatcher_type",
+    "moe_shared_expert_overlap",
+    "moe_per_layer_logging",
+    "moe_enable_deepep",
+    "moe_flex_dispatcher_backend",
+)
+"""Keys of the section that are fields of Megatron Core's configuration; None leaves the family's or its own default."""
+
+
+def build_chunks(
+    hf_config: PretrainedConfig, options: Any, *, precision: torch.dtype, device: torch.device, seed: int = 0
+) -> list[GPTModel]:
+    """Build this rank's part of the model; Megatron Core's parallel state is up.
+
+    Args:
+        hf_config: of the model.
+        options: the section `policy.megatron_cfg`.
+        precision: dtype of the weights.
+        device: where they lie; the current one, if a GPU.
+        seed: of weights that `model_overrides.perform_initialization` asks for; they have no values otherwise.
+
+    Returns:
+        One model for each virtual stage, bare, in order.
+
+    Raises:
+        ConfigError: Megatron Core cannot express the model, or refuses the combination of options.
+    """
+    family = family_of(hf_config)
+    config = transformer_config(family, hf_config, options, precision, device)
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    stages = [None] if virtual is None else range(virtual)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        chunks = [_build(family, hf_config, config, stage).to(device) for stage in stages]
+    if options.freeze_moe_router:
+        _freeze_routers(chunks)
+    return chunks
+
+
+def unwrap(chunk: nn.Module) -> GPTModel:
+    """The model inside Megatron Core's wrappers, such as its DistributedDataParallel."""
+    inner: Any = chunk
+    while not isinstance(inner, GPTModel):
+        inner = inner.module
+    return inner
+
+
+def transformer_config(
+    family: Family, hf_config: PretrainedConfig, options: Any, precision: torch.dtype, device: torch.device
+) -> TransformerConfig:
+    """Megatron Core's configuration of a model; see `build_chunks`."""
+    fields = family.transformer_fields(hf_config)
+    fields |= _sharding(options) | _precision(precision, options) | _recomputation(options)
+    if "num_moe_experts" in fields:
+        fields |= {name: getattr(options, name) for name in _MOE_KEYS if getattr(options, name) is not None}
+    fields |= _kernels(options, device, fields, family.rotary(hf_config))
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    fields |= _checked_overrides(options.model_overrides or {}, kind)
+    _refuse_wrong_gradients(fields)
+    try:
+        return kind(**fields)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"Megatron Core refuses policy.megatron_cfg for this model: {error}") from error
+
+
+def _sharding(options: Any) -> dict[str, Any]:
+    """Sizes as the parallel state has them."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    pp = parallel_state.get_pipeline_model_parallel_world_size()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return {
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": options.sequence_parallel and tp > 1,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": virtual,
+        "num_layers_in_first_pipeline_stage": options.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": options.num_layers_in_last_pipeline_stage,
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "variable_seq_lengths": pp > 1,
+        # Of models without experts too: the default dispatcher refuses variable lengths even there.
+        "moe_token_dispatcher_type": "alltoall",
+        # Batched messages of interleaved stages cross where both neighbours are one rank, and nothing says so.
+        "batch_p2p_comm": virtual is None,
+    }
+
+
+def _precision(precision: torch.dtype, options: Any) -> dict[str, Any]:
+    return {
+        "params_dtype": precision,
+        "pipeline_dtype": getattr(torch, options.pipeline_dtype) if options.pipeline_dtype else precision,
+        "bf16": precision is torch.bfloat16,
+        "fp16": precision is torch.float16,
+        "attention_softmax_in_fp32": True,
+        "calculate_per_token_loss": True,
+    }
+
+
+def _recomputation(options: Any) -> dict[str, Any]:
+    if not options.activation_checkpointing:
+        return {}
+    if options.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": options.recompute_modules}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _kernels(options: Any, device: torch.device, fields: dict[str, Any], rotary: Rotary | None) -> dict[str, Any]:
+    """Fusions where they are installed and compute the same, and where parameters are made."""
+    on_gpu = device.type == "cuda"
+    engine = on_gpu and HAVE_TE and options.transformer_impl != "local"
+    if options.transformer_impl == "transformer_engine" and not engine:
+        raise ConfigError(
+            "policy.megatron_cfg.transformer_impl=transformer_engine needs a GPU and the package transformer-engine. "
+            "Install it, or leave the key out for the layers that need neither."
+        )
+    # Transformer Engine's fused rotation knows no factor on sine and cosine, latent attention's none but YaRN.
+    fused_rotary = fields.get("rope_type") == "yarn" if rotary is None else rotary.scaling == 1.0
+    kernels = {
+        "transformer_impl": "transformer_engine" if engine else "local",
+        "apply_rope_fusion": engine and options.apply_rope_fusion and fused_rotary,
+        "bias_activation_fusion": on_gpu and options.bias_activation_fusion and fields["activation_func"] is F.silu,
+        "bias_dropout_fusion": on_gpu,
+        "gradient_accumulation_fusion": bool(engine and options.gradient_accumulation_fusion),
+        "use_cpu_initialization": not on_gpu,
+        "perform_initialization": False,
+    }
+    if "num_moe_experts" in fields:
+        kernels["moe_permute_fusion"] = engine and options.moe_permute_fusion
+        kernels["moe_grouped_gemm"] = engine and options.moe_grouped_gemm is not False
+    if options.attention_backend is not None:
+        kernels["attention_backend"] = AttnBackend[options.attention_backend]
+    return kernels | _fp8(options, engine)
+
+
+def _fp8(options: Any, engine: bool) -> dict[str, Any]:
+    fp8 = options.fp8_cfg
+    if fp8 is None or not fp8.enabled:
+        return {}
+    if not engine:
+        raise ConfigError("policy.megatron_cfg.fp8_cfg.enabled=true needs a GPU and the package transformer-engine.")
+    return {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe, "fp8_param": fp8.fp8_param}
+
+
+def _checked_overrides(overrides: dict[str, Any], kind: type[TransformerConfig]) -> dict[str, Any]:
+    known = [field.name for field in dataclasses.fields(kind)]
+    for name in overrides:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=3)
+            raise ConfigError(
+                f"policy.megatron_cfg.model_overrides.{name} is no field of Megatron Core's {kind.__name__}"
+                + (f"; did you mean {', '.join(nearest)}?" if nearest else ".")
+            )
+    return overrides
+
+
+def _refuse_wrong_gradients(fields: dict[str, Any]) -> None:
+    """Refuse what Megatron Core would train wrongly without a word."""
+    tp, sequence_parallel = fields["tensor_model_parallel_size"], fields["sequence_parallel"]
+    if fields.get("multi_latent_attention") and tp > 1 and not sequence_parallel:
+        raise ConfigError(
+            f"latent attention with tensor_model_parallel_size={tp} needs policy.megatron_cfg.sequence_parallel=true: "
+            "without it the gradients of its down projections and of its norms are wrong."
+        )
+
+
+def _build(family: Family, hf_config: PretrainedConfig, config: TransformerConfig, stage: int | None) -> GPTModel:
+    """One stage's model."""
+    model = GPTModel(
+        config,
+        choose_spec(config, family.traits, stage),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        parallel_output=True,
+        vp_stage=stage,
+        **family.model_arguments(hf_config),
+    )
+    rotary, scale = family.rotary(hf_config), family.embedding_scale(hf_config)
+    if rotary is not None:
+        _set_rotary(model, rotary)
+    _reduce_experts_once(model)
+    if scale is not None and model.pre_process:
+        # Rounded as transformers does, which multiplies by a tensor of the weights' dtype.
+        rounded = torch.tensor(scale).to(config.params_dtype).item()
+        model.embedding.register_forward_hook(partial(_scaled, rounded))
+    return model
+
+
+def _set_rotary(model: GPTModel, rotary: Rotary) -> None:
+    model.rotary_pos_emb.inv_freq = rotary.frequencies.to(model.rotary_pos_emb.inv_freq.device)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module._yarn_concentration_factor = rotary.scaling
+
+
+def _reduce_experts_once(model: GPTModel) -> None:
+    """Keep gradients of experts out of the sum over tensor-parallel ranks that sequence parallelism needs.
+
+    Megatron Core marks the biases of experts for it, though they are already summed over the ranks that share them.
+    """
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.sequence_parallel = False
+
+
+def _scaled(factor: float, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output * factor
+
+
+def _freeze_routers(chunks: list[GPTModel]) -> None:
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.requires_grad_(False)

@@ -1,0 +1,164 @@
+"""What a family of models says about itself, and the decoder that most of them are.
+
+A family turns a Hugging Face configuration into Megatron Core's terms without importing megatron, so that the
+controller can refuse a model before anything starts. Invariant: what Megatron Core cannot express is refused by the
+name of its field, never approximated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from nemo_rl.utils.errors import ConfigError
+
+_SCALED_BY_LENGTH = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class LayerTraits:
+    """What a family's layers have that Megatron Core's configuration cannot say.
+
+    Attributes:
+        norms_behind: attention and MLP are normalised before they are added to the residual stream.
+        two_rotaries: windowed layers rotate by other frequencies than the others.
+    """
+
+    norms_behind: bool = False
+    two_rotaries: bool = False
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding.
+
+    Attributes:
+        frequencies: `[D / 2]` float32, radians per token; `[D]` with two rotaries, those of windowed layers first.
+        scaling: factor on sine and cosine.
+    """
+
+    frequencies: Tensor
+    scaling: float = 1.0
+
+
+class Family:
+    """Models whose configurations are read alike.
+
+    Attributes:
+        model_types: names in transformers.
+        traits: of their layers.
+    """
+
+    model_types: ClassVar[tuple[str, ...]]
+    traits: ClassVar[LayerTraits] = LayerTraits()
+
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        """Fields of `TransformerConfig`, or `MLATransformerConfig`, that the architecture fixes.
+
+        Raises:
+            ConfigError: Megatron Core cannot express the model; names the field and the reason.
+        """
+        raise NotImplementedError
+
+    def model_arguments(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        """Arguments of `GPTModel` that the architecture fixes."""
+        return {
+            "vocab_size": hf_config.vocab_size,
+            "max_sequence_length": hf_config.max_position_embeddings,
+            "share_embeddings_and_output_weights": hf_config.tie_word_embeddings,
+            "position_embedding_type": "rope",
+        }
+
+    def rotary(self, hf_config: PretrainedConfig) -> Rotary | None:
+        """The model's rotary embedding; None where the layers have their own."""
+        return rotary_of(hf_config)
+
+    def embedding_scale(self, hf_config: PretrainedConfig) -> float | None:
+        """Factor on the token embeddings; None: they are used as they are."""
+        return None
+
+
+def decoder_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Fields of a decoder with RMS norms, gated MLPs and grouped-query attention."""
+    heads = hf_config.num_attention_heads
+    return {
+        "num_layers": hf_config.num_hidden_layers,
+        "hidden_size": hf_config.hidden_size,
+        "ffn_hidden_size": hf_config.intermediate_size,
+        "num_attention_heads": heads,
+        "num_query_groups": hf_config.num_key_value_heads,
+        "kv_channels": getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf_config.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": hf_config.attention_dropout,
+    }
+
+
+def window_fields(window: int | None, windowed: Sequence[bool]) -> dict[str, Any]:
+    """Fields of sliding windows.
+
+    Args:
+        window: a query sees this many keys, itself included; None means all.
+        windowed: whether each layer has the window.
+    """
+    if window is None or not any(windowed):
+        return {}
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(one) for one in windowed]}
+
+
+def windowed_layers(hf_config: PretrainedConfig) -> list[bool]:
+    """Whether each layer of a model with `layer_types` has a sliding window."""
+    require(
+        hf_config,
+        "layer_types",
+        all(kind in ("sliding_attention", "full_attention") for kind in hf_config.layer_types),
+        "only full and sliding attention are known",
+    )
+    return [kind == "sliding_attention" for kind in hf_config.layer_types]
+
+
+def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rotary:
+    """Rotary frequencies as transformers computes them: Megatron Core fixes constants of some scalings.
+
+    Args:
+        hf_config: of the model.
+        layer_type: which layers', where they differ.
+
+    Raises:
+        ConfigError: frequencies that depend on the length of a sequence, or that are unknown.
+    """
+    parameters = hf_config.rope_parameters if layer_type is None else hf_config.rope_parameters[layer_type]
+    kind = parameters.get("rope_type", "default")
+    where = "rope_parameters" if layer_type is None else f"rope_parameters.{layer_type}"
+    why = "frequencies would depend on each sequence's length" if kind in _SCALED_BY_LENGTH else "it is unknown"
+    require(hf_config, where, kind in ("default", "linear", "llama3", "yarn"), f"rope_type={kind}: {why}")
+    require(hf_config, where, parameters.get("partial_rotary_factor", 1.0) == 1.0, "all of a head is rotated")
+    if kind == "default":
+        width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+        return Rotary(1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"), layer_type=layer_type)
+    return Rotary(frequencies, scaling)
+
+
+def require(hf_config: PretrainedConfig, field: str, holds: bool, reason: str) -> None:
+    """Refuse a model by the name of a field.
+
+    Raises:
+        ConfigError: the condition does not hold.
+    """
+    if not holds:
+        value = getattr(hf_config, field, None)
+        given = f"{field}={value!r}" if value is not None else field
+        raise ConfigError(
+            f"Megatron Core cannot express this {hf_config.model_type} model: {given}. {reason}. "
+            "Train it with policy.dtensor_cfg.enabled=true and policy.megatron_cfg.enabled=false."
+        )

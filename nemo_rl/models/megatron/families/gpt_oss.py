@@ -1,0 +1,43 @@
+"""GPT-OSS: experts with biases and a clamped gate, attention sinks, a window in some layers."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nemo_rl.models.megatron.families.base import Family, decoder_fields, require, window_fields, windowed_layers
+
+_GAIN = 1.702
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """`x * sigmoid(1.702 * x)`."""
+    return x * torch.sigmoid(_GAIN * x)
+
+
+class GptOss(Family):
+    """The gate is clamped above, the rest on both sides, and one is added to the rest before it is gated."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+
+    def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
+        """See `Family`."""
+        require(hf_config, "attention_bias", hf_config.attention_bias, "biases are in all linear layers or in none")
+        require(hf_config, "swiglu_alpha", hf_config.swiglu_alpha == _GAIN, f"the gain of the gate is {_GAIN}")
+        return (
+            decoder_fields(hf_config)
+            | window_fields(hf_config.sliding_window, windowed_layers(hf_config))
+            | {
+                "add_bias_linear": True,
+                "softmax_type": "learnable",
+                "activation_func": quick_gelu,
+                "glu_linear_offset": 1.0,
+                "activation_func_clamp_value": hf_config.swiglu_limit,
+                "num_moe_experts": hf_config.num_local_experts,
+                "moe_router_topk": hf_config.num_experts_per_tok,
+                "moe_ffn_hidden_size": hf_config.intermediate_size,
+                "moe_router_score_function": "softmax",
+                "moe_router_pre_softmax": False,
+            }
+        )

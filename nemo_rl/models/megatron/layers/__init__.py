@@ -1,0 +1,70 @@
+"""The layer specification of a model: Transformer Engine's where it is installed, a portable one where not.
+
+Invariant: a model has all of one or all of the other. Both have the same parameters; where Transformer Engine fuses a
+norm into the linear layer behind it, the norm's weight has another name (`conversion` knows both).
+"""
+
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_rl.models.megatron.families import LayerTraits
+from nemo_rl.models.megatron.layers.attention import PortableAttention, TwoRotaryAttention
+from nemo_rl.models.megatron.layers.latent_attention import PortableLatentAttention
+from nemo_rl.models.megatron.layers.linear import ExpertRowParallelLinear, with_norm_behind
+from nemo_rl.models.megatron.layers.norm import RMSNorm
+
+__all__ = ["HAVE_TE", "choose_spec"]
+
+
+def choose_spec(config: TransformerConfig, traits: LayerTraits, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage.
+
+    Args:
+        config: of the model; `transformer_impl` says which spec.
+        traits: of the family.
+        vp_stage: number of the virtual stage; None without virtual stages.
+    """
+    engine = config.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
+    )
+    layers = {id(spec.submodules): spec.submodules for spec in block.layer_specs}.values()
+    for layer in layers:
+        if not engine:
+            _make_portable(layer)
+        _give(layer, traits, TENorm if engine else RMSNorm)
+    if not engine:
+        block.layer_norm = RMSNorm
+    return block
+
+
+def _make_portable(layer: Any) -> None:
+    """Replace what knows no sequence parallelism, packed rows or context parallelism."""
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention: ModuleSpec = layer.self_attention
+    if attention.module is MLASelfAttention:
+        attention.module = PortableLatentAttention
+    attention.submodules.core_attention = PortableAttention
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention.submodules, name, IdentityOp) not in (None, IdentityOp):
+            setattr(attention.submodules, name, RMSNorm)
+    experts = getattr(layer.mlp.keywords["submodules"], "experts", None)
+    if experts is not None:
+        experts.keywords["submodules"].linear_fc2 = ExpertRowParallelLinear
+
+
+def _give(layer: Any, traits: LayerTraits, norm: Any) -> None:
+    attention: ModuleSpec = layer.self_attention
+    if traits.two_rotaries:
+        attention.module = TwoRotaryAttention
+    if traits.norms_behind:
+        attention.submodules.linear_proj = with_norm_behind(attention.submodules.linear_proj, norm)
+        mlp = layer.mlp.keywords["submodules"]
+        mlp.linear_fc2 = with_norm_behind(mlp.linear_fc2, norm)

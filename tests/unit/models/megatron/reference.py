@@ -1,0 +1,372 @@
+"""Tiny models, their weights and gradients in Megatron Core's names, and how a rank's share of them is compared.
+
+Imports megatron inside functions only: the pytest process stays free of it, and of the patches of a CPU run.
+"""
+
+import re
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+LENGTHS = (8, 12, 4)
+"""Of the sequences of a batch; multiples of twice the ranks that divide them."""
+VOCAB = 64
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+_HYBRID = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 3}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+_LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+_DEEPSEEK = _LATENT | {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3_rope": ("llama", {"rope_parameters": _LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 3}),
+    "qwen2": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 32, "rope_parameters": _YARN}),
+    "qwen3_moe": ("qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen3_moe_sparse": ("qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": False, "decoder_sparse_step": 2}),
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    "deepseek_v3_yarn": (
+        "deepseek_v3",
+        _DEEPSEEK | {"rope_parameters": _YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        _HYBRID | {"head_dim": 32, "query_pre_attn_scalar": 20, "tie_word_embeddings": True, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+        }},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        _HYBRID | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.05,
+                   "rope_parameters": _YARN | {"truncate": False}},
+    ),
+}  # fmt: skip
+"""Name to model type and what differs from `_COMMON`; what is special to a family is on and large enough to show."""
+
+
+def hf_config(name: str, **values: Any) -> PretrainedConfig:
+    """The configuration of one of `MODELS`, with other values."""
+    model_type, own = MODELS[name]
+    return AutoConfig.for_model(model_type, **_COMMON | own | values)
+
+
+def hf_model(name: str, **values: Any) -> PreTrainedModel:
+    """A random model in float32 with eager attention; norms, biases, sinks and buffers are random as well."""
+    config = hf_config(name, **values)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    gen = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=gen)
+            parameter.copy_(0.1 * noise + 1.0 if parameter.dim() == 1 else 0.1 * noise)
+        for key, buffer in model.named_buffers():
+            if "e_score_correction_bias" in key:
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=gen))
+    return model.eval()
+
+
+def megatron_options(**values: Any) -> SimpleNamespace:
+    """A section `policy.megatron_cfg` for float32 on the CPU."""
+    defaults = {
+        "sequence_parallel": False,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "pipeline_dtype": None,
+        "activation_checkpointing": False,
+        "recompute_granularity": "full",
+        "recompute_modules": None,
+        "transformer_impl": None,
+        "attention_backend": None,
+        "apply_rope_fusion": True,
+        "bias_activation_fusion": True,
+        "gradient_accumulation_fusion": False,
+        "fp8_cfg": None,
+        "freeze_moe_router": False,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_enable_expert_bias": None,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_overlap": False,
+        "moe_per_layer_logging": False,
+        "moe_enable_deepep": False,
+        "moe_flex_dispatcher_backend": None,
+        "moe_permute_fusion": True,
+        "moe_grouped_gemm": None,
+        "model_overrides": {},
+    }
+    return SimpleNamespace(**defaults | values)
+
+
+def start_groups(**sizes: int) -> None:
+    """Start Megatron Core's parallel state anew, with sizes as its function names them."""
+    from nemo_rl.models.megatron.cpu_shim import install
+
+    install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+
+
+class Sequences:
+    """The sequences of a batch as rows or packed, and this context-parallel rank's part of them."""
+
+    def __init__(self, packed: bool) -> None:
+        from megatron.core import parallel_state
+
+        gen = torch.Generator().manual_seed(2)
+        self.ids = [torch.randint(0, VOCAB, (length,), generator=gen) for length in LENGTHS]
+        self.cotangents = [torch.randn(length, VOCAB, generator=gen) for length in LENGTHS]
+        self.packed = packed
+        self._ranks = parallel_state.get_context_parallel_world_size()
+        self._rank = parallel_state.get_context_parallel_rank()
+
+    def lay_out(self, sequences: Sequence[Tensor]) -> Tensor:
+        """`[b, t, ...]` of this rank: rows padded with zeros on the right, or one packed row."""
+        if self.packed:
+            return torch.cat([self._own(sequence) for sequence in sequences])[None]
+        padded = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
+        return torch.stack([self._own(row) for row in padded])
+
+    def _own(self, sequence: Tensor) -> Tensor:
+        chunks = sequence.chunk(2 * self._ranks)
+        return torch.cat([chunks[self._rank], chunks[-1 - self._rank]])
+
+    def arguments(self) -> dict[str, Any]:
+        """Of GPTModel's forward."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        ids = self.lay_out(self.ids)
+        arguments = {"input_ids": ids, "position_ids": torch.zeros_like(ids), "attention_mask": None}
+        if self.packed:
+            bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            longest = {"max_seqlen_q": max(LENGTHS), "max_seqlen_kv": max(LENGTHS)}
+            arguments["packed_seq_params"] = PackedSeqParams("thd", bounds, bounds, **longest)
+        return arguments
+
+
+def reference(model: PreTrainedModel, sequences: Sequences) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Logits of each sequence by itself, and the gradient of their product with the cotangents, in global names."""
+    model.zero_grad()
+    logits = [model(ids[None]).logits[0] for ids in sequences.ids]
+    sum((one * cotangent).sum() for one, cotangent in zip(logits, sequences.cotangents, strict=True)).backward()
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+    return [one.detach() for one in logits], global_tensors(model.config, gradients)
+
+
+def global_tensors(config: Any, tensors: dict[str, Tensor | None]) -> dict[str, Any]:
+    """Tensors of a Hugging Face model in global names; the two halves of a gated layer as a pair."""
+    tensors = {key: torch.zeros(0) if value is None else value for key, value in tensors.items()}
+    out: dict[str, Any] = {
+        "embedding.word_embeddings.weight": tensors["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": tensors["model.norm.weight"],
+        "output_layer.weight": tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]),
+    }
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        out |= {f"decoder.layers.{layer}.{key}": value for key, value in _layer(config, own).items()}
+    return out
+
+
+_RENAMED = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+    "self_attn.o_proj.bias": "self_attention.linear_proj.bias",
+    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+    "self_attn.sinks": "self_attention.core_attention.softmax_offset",
+    "self_attn.q_a_proj.weight": "self_attention.linear_q_down_proj.weight",
+    "self_attn.q_b_proj.weight": "self_attention.linear_q_up_proj.weight",
+    "self_attn.q_a_layernorm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "self_attention.linear_kv_down_proj.weight",
+    "self_attn.kv_b_proj.weight": "self_attention.linear_kv_up_proj.weight",
+    "self_attn.kv_a_layernorm.weight": "self_attention.kv_layernorm.weight",
+    "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+    "mlp.down_proj.bias": "mlp.linear_fc2.bias",
+    "mlp.shared_experts.down_proj.weight": "mlp.shared_experts.linear_fc2.weight",
+    "mlp.gate.weight": "mlp.router.weight",
+    "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.bias": "mlp.router.bias",
+}
+_GEMMA_NORMS = {
+    "post_attention_layernorm.weight": "self_attention.linear_proj.post_layernorm.weight",
+    "pre_feedforward_layernorm.weight": "pre_mlp_layernorm.weight",
+    "post_feedforward_layernorm.weight": "mlp.linear_fc2.post_layernorm.weight",
+}
+
+
+def _layer(config: Any, own: dict[str, Tensor]) -> dict[str, Any]:
+    gemma = "pre_feedforward_layernorm.weight" in own
+    norms = _GEMMA_NORMS if gemma else {"post_attention_layernorm.weight": "pre_mlp_layernorm.weight"}
+    out: dict[str, Any] = {new: own[old] for old, new in (_RENAMED | norms).items() if old in own}
+    for kind in ("weight", "bias"):
+        if f"self_attn.q_proj.{kind}" in own:
+            parts = [own[f"self_attn.{letter}_proj.{kind}"] for letter in "qkv"]
+            groups = [part.unflatten(0, (config.num_key_value_heads, -1)) for part in parts]
+            out[f"self_attention.linear_qkv.{kind}"] = torch.cat(groups, 1).flatten(0, 1)
+        for old, new in (("mlp.", "mlp."), ("mlp.shared_experts.", "mlp.shared_experts.")):
+            if f"{old}gate_proj.{kind}" in own:
+                out[f"{new}linear_fc1.{kind}"] = own[f"{old}gate_proj.{kind}"], own[f"{old}up_proj.{kind}"]
+    return out | _experts(own)
+
+
+def _experts(own: dict[str, Tensor]) -> dict[str, Any]:
+    if "mlp.experts.gate_up_proj" not in own:
+        return {}
+    out: dict[str, Any] = {}
+    interleaved = "mlp.experts.gate_up_proj_bias" in own
+    for expert, (both, down) in enumerate(
+        zip(own["mlp.experts.gate_up_proj"], own["mlp.experts.down_proj"], strict=True)
+    ):
+        name = f"mlp.experts.local_experts.{expert}."
+        if interleaved:
+            bias = own["mlp.experts.gate_up_proj_bias"][expert]
+            out[f"{name}linear_fc1.weight"] = both[:, ::2].t(), both[:, 1::2].t()
+            out[f"{name}linear_fc1.bias"] = bias[::2], bias[1::2]
+            out[f"{name}linear_fc2.weight"] = down.t()
+            out[f"{name}linear_fc2.bias"] = own["mlp.experts.down_proj_bias"][expert]
+        else:
+            out[f"{name}linear_fc1.weight"] = both.chunk(2)
+            out[f"{name}linear_fc2.weight"] = down
+    return out
+
+
+def own_tensors(model: Any, tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """This rank's share of global tensors, by the names that a bare GPTModel saves."""
+    from megatron.core import parallel_state
+
+    first_expert = parallel_state.get_expert_model_parallel_rank() * (model.config.num_moe_experts or 0)
+    first_expert //= parallel_state.get_expert_model_parallel_world_size()
+    numbers = {str(place): layer.layer_number - 1 for place, layer in enumerate(model.decoder.layers)}
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor is None:  # extra state of linear layers
+            continue
+        of_rank = re.sub(r"(?<=decoder\.layers\.)\d+", lambda match: str(numbers[match[0]]), name)
+        of_rank = re.sub(r"(?<=local_experts\.)\d+", lambda match: str(int(match[0]) + first_expert), of_rank)
+        found[name] = _share(tensor, tensors[of_rank], expert=".local_experts." in name)
+    return found
+
+
+def _share(parameter: Tensor, whole: Any, *, expert: bool) -> Tensor:
+    from megatron.core import parallel_state as ps
+
+    ranks, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
+    if expert:
+        ranks, rank = ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank()
+
+    def cut(tensor: Tensor) -> Tensor:
+        divided = ranks > 1 and getattr(parameter, "tensor_model_parallel", False)
+        return tensor.chunk(ranks, parameter.partition_dim)[rank] if divided else tensor
+
+    return torch.cat([cut(part) for part in whole]) if isinstance(whole, tuple) else cut(whole)
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    assert found.shape == wanted.shape, (found.shape, wanted.shape)
+    return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3)).item()
+
+
+def build(model: PreTrainedModel, **options: Any) -> Any:
+    """The bare GPTModel of this rank's mesh, with the weights of a Hugging Face model."""
+    from nemo_rl.models.megatron.build import build_chunks
+
+    section = megatron_options(**options)
+    (chunk,) = build_chunks(model.config, section, precision=torch.float32, device=torch.device("cpu"))
+    weights = global_tensors(model.config, dict(model.named_parameters()) | dict(model.named_buffers()))
+    with torch.no_grad():
+        tensors = chunk.state_dict(keep_vars=True)
+        for key, tensor in own_tensors(chunk, weights).items():
+            tensors[key].copy_(tensor)
+    return chunk
+
+
+def compare(
+    name: str, *, packed: bool, values: dict[str, Any] | None = None, **options: Any
+) -> tuple[float, float, str]:
+    """Largest difference of the logits from Hugging Face, that of a gradient, and whose; of this rank's part.
+
+    Args:
+        name: one of `MODELS`.
+        packed: rather than padded.
+        values: of the Hugging Face configuration.
+        **options: of the section `policy.megatron_cfg`.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    from nemo_rl.models.megatron.build import unwrap
+
+    model, sequences = hf_model(name, **values or {}), Sequences(packed)
+    wanted_logits, wanted_gradients = reference(model, sequences)
+    chunk = build(model, **options)
+    wrapped = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
+    assert unwrap(wrapped) is chunk
+    logits = wrapped(**sequences.arguments())
+    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    cotangent = sequences.lay_out(sequences.cotangents).chunk(tp, -1)[rank]
+    # Data-parallel ranks have the same batch here, and gradients are summed over them.
+    (logits * cotangent).sum().div(parallel_state.get_data_parallel_world_size()).backward()
+    finalize_model_grads([wrapped], None)
+    real = sequences.lay_out([torch.ones_like(ids) for ids in sequences.ids]).bool()
+    wanted = own_tensors(chunk, wanted_gradients | _no_gradients(chunk))
+    differences = {key: difference(parameter.main_grad, wanted[key]) for key, parameter in chunk.named_parameters()}
+    worst = max(differences, key=lambda key: differences[key])
+    wanted_own = sequences.lay_out(wanted_logits).chunk(tp, -1)[rank]
+    return difference(logits[real], wanted_own[real]), differences[worst], worst
+
+
+def _no_gradients(chunk: Any) -> dict[str, Tensor]:
+    numbers = range(chunk.config.num_layers)
+    return {f"decoder.layers.{number}.mlp.router.expert_bias": torch.zeros(0) for number in numbers}

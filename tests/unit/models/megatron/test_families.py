@@ -1,0 +1,121 @@
+"""Each family on Megatron Core computes what Hugging Face computes: logits, and the gradient of every parameter."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from policy_helpers import run_ranks
+from reference import MODELS, compare, hf_config, start_groups
+from transformers import AutoConfig
+
+from nemo_rl.models.megatron import families
+from nemo_rl.models.megatron.families import FAMILIES, family_of
+from nemo_rl.utils.errors import ConfigError
+
+TOLERANCE = 1e-5
+"""Relative to the largest entry of a tensor; float32 on both sides."""
+EXPERT_MODELS = [name for name in MODELS if "moe" in name or "deepseek" in name or "oss" in name]
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any], list[str]]] = {
+    "single": ({}, {}, list(MODELS)),
+    "tp2_sp": (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        {"sequence_parallel": True},
+        list(MODELS),
+    ),
+    "tp2": ({"tensor_model_parallel_size": 2}, {}, ["llama", "qwen3", "gemma3"]),
+    "tp2_ep2": (
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        {"sequence_parallel": True},
+        EXPERT_MODELS,
+    ),
+    "etp2": (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        {"sequence_parallel": True},
+        ["qwen3_moe", "deepseek_v3"],
+    ),
+    "cp2": ({"context_parallel_size": 2}, {}, list(MODELS)),
+    "ep2": ({"expert_model_parallel_size": 2}, {"moe_token_dispatcher_type": "allgather"}, EXPERT_MODELS),
+}
+CASES = [(mesh, name, packed) for mesh, (_, _, names) in MESHES.items() for name in names for packed in (False, True)]
+
+
+def _compare_all(rank: int, world_size: int) -> dict[tuple[str, str, bool], tuple[float, float, str]]:
+    found = {}
+    for mesh, (sizes, options, names) in MESHES.items():
+        start_groups(**sizes)
+        for name in names:
+            for packed in (False, True):
+                found[mesh, name, packed] = compare(name, packed=packed, **options)
+    return found
+
+
+@pytest.fixture(scope="module")
+def differences() -> list[dict[tuple[str, str, bool], tuple[float, float, str]]]:
+    """By rank; one pair of ranks runs all cases, since importing megatron takes longer than they do."""
+    if find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    return run_ranks(_compare_all, 2)
+
+
+@pytest.mark.parametrize(("mesh", "name", "packed"), CASES, ids=lambda value: str(value))
+def test_logits_and_gradients_are_those_of_hugging_face(differences, mesh, name, packed):
+    for of_rank in differences:
+        logits, gradients, worst = of_rank[mesh, name, packed]
+        assert logits < TOLERANCE
+        assert gradients < TOLERANCE, worst
+
+
+REFUSED = [
+    ("llama", {"attention_bias": True}, "attention_bias=True"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=dynamic"),
+    ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+    ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers=[0, 1, 2]"),
+    ("deepseek_v3", {"num_experts_per_tok": 2, "topk_group": 2}, "num_experts_per_tok // topk_group = 1"),
+    ("deepseek_v3", {"num_experts_per_tok": 6, "topk_group": 2}, "num_experts_per_tok // topk_group = 3"),
+    ("deepseek_v3", {"q_lora_rank": None}, "q_lora_rank"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=False"),
+    ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "message"), REFUSED)
+def test_what_megatron_core_cannot_express_is_refused_by_name(name, values, message):
+    config = hf_config(name, **values)
+    family = family_of(config)
+    with pytest.raises(ConfigError) as raised:
+        family.transformer_fields(config)
+        family.rotary(config)
+    assert message in str(raised.value)
+
+
+def test_one_group_needs_no_ratio():
+    """Moonlight and Kimi have one group, which is always chosen."""
+    config = hf_config("deepseek_v3", n_group=1, topk_group=1, num_experts_per_tok=3)
+    assert "moe_router_num_groups" not in family_of(config).transformer_fields(config)
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="model_type=gpt2; it knows deepseek_v3, gemma3_text, gpt_oss"):
+        family_of(AutoConfig.for_model("gpt2"))
+
+
+def test_every_family_is_compared():
+    assert {name for family in FAMILIES for name in family.model_types} == {kind for kind, _ in MODELS.values()}
+
+
+def test_families_import_no_megatron():
+    """The controller asks them before start."""
+    files = list(Path(families.__file__).parent.glob("*.py"))
+    texts = [file.read_text() for file in files]
+    assert len(files) > 5 and not [text for text in texts if re.search(r"^\s*(from|import) megatron", text, re.M)]

@@ -1,0 +1,289 @@
+"""Layers and building: what upstream gets wrong, what each option builds, and what is refused.
+
+Importing megatron takes longer than all checks together, so that one pair of ranks runs them; each is a test here.
+"""
+
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from policy_helpers import run_ranks
+from reference import build, compare, hf_config, hf_model, megatron_options, start_groups
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from nemo_rl.models.attention import Scoring, attend, plan_of_row
+from nemo_rl.utils.errors import ConfigError
+
+CPU = torch.device("cpu")
+SP = {"sequence_parallel": True}
+
+
+def start(tp: int = 1, **sizes: int) -> None:
+    start_groups(tensor_model_parallel_size=tp, **{"expert_tensor_parallel_size": 1} | sizes)
+
+
+def chunks_of(name: str, precision: torch.dtype = torch.float32, values: dict[str, Any] | None = None, **options: Any):
+    from nemo_rl.models.megatron.build import build_chunks
+
+    section = megatron_options(**options)
+    return build_chunks(hf_config(name, **values or {}), section, precision=precision, device=CPU)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any):
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def refusal(name: str, **options: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        chunks_of(name, **options)
+    return str(raised.value)
+
+
+def check_divided_down_projections_give_wrong_gradients() -> None:
+    """The reason for `PortableLatentAttention`: upstream's layer in its place is caught by the comparison."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from nemo_rl.models.megatron import layers
+
+    start(tp=2)
+    with replaced(layers, "PortableLatentAttention", MLASelfAttention):
+        logits, gradients, _ = compare("deepseek_v3", packed=False, **SP)
+    assert logits < 1e-5 and gradients > 1e-3
+    assert compare("deepseek_v3", packed=False, **SP)[1] < 1e-5
+
+
+def check_latent_attention_without_sequence_parallelism_is_wrong() -> None:
+    """The reason for a refusal, on layers without experts, which Megatron Core would take."""
+    from nemo_rl.models.megatron import build as build_file
+
+    start(tp=2)
+    dense = {"first_k_dense_replace": 3}
+    assert "sequence_parallel=true" in refusal("deepseek_v3", values=dense)
+    with replaced(build_file, "_refuse_wrong_gradients", lambda fields: None):
+        logits, gradients, _ = compare("deepseek_v3", packed=False, values=dense)
+    assert logits < 1e-5 and gradients > 1e-3
+
+
+def check_biases_of_experts_are_summed_once() -> None:
+    from nemo_rl.models.megatron import build as build_file
+
+    start(tp=2)
+    with replaced(build_file, "_reduce_experts_once", lambda model: None):
+        _, gradients, worst = compare("gpt_oss", packed=False, **SP)
+    assert gradients > 0.9 and worst.endswith("linear_fc2.bias")
+
+
+def check_divided_experts_with_biases_are_refused() -> None:
+    """By Megatron Core: each rank would add the whole bias."""
+    start(tp=2, expert_tensor_parallel_size=2)
+    assert "only supported when ETP==1" in refusal("gpt_oss", **SP)
+
+
+def check_recomputation_changes_nothing() -> None:
+    start(tp=2)
+    for options in ({}, {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}):
+        for name in ("gemma3", "gpt_oss", "deepseek_v3"):
+            found = compare(name, packed=True, activation_checkpointing=True, **SP, **options)
+            assert max(found[:2]) < 1e-5, (name, options, found)
+
+
+def check_tensor_and_context_parallel_experts() -> None:
+    """Both ranks divide the tokens, and the experts."""
+    start(context_parallel_size=2, expert_model_parallel_size=2)
+    for name in ("qwen3_moe", "deepseek_v3", "gpt_oss"):
+        assert max(compare(name, packed=True)[:2]) < 1e-5
+
+
+def check_stages_have_their_layers() -> None:
+    rank = torch.distributed.get_rank()
+    start(pipeline_model_parallel_size=2)
+    (chunk,) = chunks_of("qwen2", num_layers_in_first_pipeline_stage=1)
+    assert [layer.layer_number for layer in chunk.decoder.layers] == ([1], [2, 3])[rank]
+    assert (chunk.pre_process, chunk.post_process) == (rank == 0, rank == 1)
+    assert chunk.config.variable_seq_lengths and chunk.config.batch_p2p_comm
+    assert hasattr(chunk, "embedding") == (rank == 0) and hasattr(chunk, "output_layer") == (rank == 1)
+
+
+def check_virtual_stages_are_one_model_each() -> None:
+    rank = torch.distributed.get_rank()
+    start(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    chunks = chunks_of("gpt_oss", values={"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4})
+    numbers = [[layer.layer_number for layer in chunk.decoder.layers] for chunk in chunks]
+    assert numbers == [[[1], [3]], [[2], [4]]][rank]
+    assert [chunk.pre_process for chunk in chunks] == [rank == 0, False]
+    assert [chunk.post_process for chunk in chunks] == [False, rank == 1]
+    assert [chunk.vp_stage for chunk in chunks] == [0, 1]
+    assert not chunks[0].config.batch_p2p_comm, "batched messages between virtual stages cross"
+
+
+def check_windows_are_those_of_global_layers() -> None:
+    """A stage's first layer is not the model's first."""
+    rank = torch.distributed.get_rank()
+    start(pipeline_model_parallel_size=2)
+    (chunk,) = chunks_of("gpt_oss", num_layers_in_first_pipeline_stage=1)
+    windows = [layer.self_attention.core_attention._window for layer in chunk.decoder.layers]
+    assert windows == ([3], [None, 3])[rank]
+
+
+def check_no_layer_is_upstream_s() -> None:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    start()
+    for name in ("llama", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss"):
+        for module in chunks_of(name)[0].modules():
+            assert not isinstance(module, DotProductAttention | WrappedTorchNorm | torch.nn.RMSNorm)
+            assert not type(module).__module__.startswith("transformer_engine"), type(module)
+
+
+def check_norms_round_as_transformers() -> None:
+    from nemo_rl.models.megatron.layers.norm import RMSNorm
+
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    for kind, centred in ((LlamaRMSNorm, False), (Gemma3RMSNorm, True)):
+        theirs = kind(64).to(torch.bfloat16)
+        theirs.weight.data.normal_()
+        config = SimpleNamespace(
+            use_cpu_initialization=True,
+            params_dtype=torch.bfloat16,
+            sequence_parallel=True,
+            layernorm_zero_centered_gamma=centred,
+        )
+        ours = RMSNorm(config, 64, eps=1e-6)
+        assert ours.weight.sequence_parallel and ours.weight.float().mean() == (0 if centred else 1)
+        ours.load_state_dict(theirs.state_dict())
+        assert torch.equal(ours(x), theirs(x))
+
+
+def check_a_few_queries_see_all_cached_keys() -> None:
+    """As in generation: queries are the last tokens of the keys."""
+    start()
+    core = chunks_of("gpt_oss")[0].decoder.layers[0].self_attention.core_attention
+    core.softmax_offset.data.normal_()
+    query, key, value = (torch.randn(9, 2, heads, 32) for heads in (4, 2, 2))
+    whole = core(query, key, value, None)
+    assert torch.allclose(core(query[-2:], key, value, None), whole[-2:], atol=1e-6)
+    scoring = Scoring(32**-0.5, 3, sinks=core.softmax_offset)
+    wanted = attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), plan_of_row(9), scoring)
+    assert torch.allclose(whole, wanted.permute(2, 0, 1, 3).flatten(2), atol=1e-6)
+
+
+def check_dtypes_follow_the_precision() -> None:
+    start()
+    (chunk,) = chunks_of("deepseek_v3", torch.bfloat16)
+    assert {parameter.dtype for parameter in chunk.parameters()} == {torch.bfloat16}
+    assert chunk.decoder.layers[1].mlp.router.expert_bias.dtype is torch.float32
+    assert chunk.config.bf16 and chunk.config.pipeline_dtype is torch.bfloat16
+
+
+def check_embeddings_are_scaled_as_rounded_by_transformers() -> None:
+    start()
+    (chunk,) = chunks_of("gemma3", torch.bfloat16, {"hidden_size": 72})
+    ids = torch.arange(6)[None]
+    chunk.embedding.word_embeddings.weight.data.normal_()
+    scale = torch.tensor(72**0.5).bfloat16()
+    assert scale.item() != 72**0.5
+    wanted = chunk.embedding.word_embeddings.weight[ids[0]] * scale
+    assert torch.equal(chunk.embedding(ids, ids)[:, 0], wanted)
+
+
+def check_routers_can_be_frozen() -> None:
+    start()
+    (chunk,) = chunks_of("gpt_oss", freeze_moe_router=True)
+    frozen = [name for name, parameter in chunk.named_parameters() if not parameter.requires_grad]
+    kinds = {name.split(".mlp.")[-1] for name in frozen}
+    assert kinds == {"router.weight", "router.bias"} and len(frozen) == 6
+
+
+def check_options_reach_the_configuration() -> None:
+    start()
+    options = {"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "aux_loss", "moe_router_dtype": "fp64"}
+    overrides = {"layernorm_epsilon": 0.25}
+    (chunk,) = chunks_of("deepseek_v3", model_overrides=overrides, **options)
+    config = chunk.config
+    assert {key: getattr(config, key) for key in options} == options and config.layernorm_epsilon == 0.25
+    assert config.moe_router_bias_update_rate == 0.0, "upstream's default moves the bias by 1e-3 in each step"
+    assert config.calculate_per_token_loss and config.moe_router_enable_expert_bias
+
+
+def check_wrong_options_are_refused() -> None:
+    start()
+    message = refusal("llama", model_overrides={"layernorm_epsilo": 1.0})
+    assert "model_overrides.layernorm_epsilo is no field" in message and "layernorm_epsilon" in message
+    assert "transformer-engine" in refusal("llama", transformer_impl="transformer_engine")
+    assert "transformer-engine" in refusal("llama", fp8_cfg=SimpleNamespace(enabled=True))
+    assert "Megatron Core refuses" in refusal(
+        "llama", model_overrides={"num_attention_heads": 3, "bf16": True, "fp16": True}
+    )
+
+
+def check_random_weights_follow_the_seed() -> None:
+    from nemo_rl.models.megatron.build import build_chunks
+
+    start()
+    section = megatron_options(model_overrides={"perform_initialization": True})
+    first, second, third = (
+        build_chunks(hf_config("llama"), section, precision=torch.float32, device=CPU, seed=seed)[0].state_dict()
+        for seed in (3, 3, 4)
+    )
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    assert torch.equal(first[name], second[name]) and not torch.equal(first[name], third[name])
+
+
+def check_checkpoints_know_what_is_divided() -> None:
+    """Names and shapes of a sharded checkpoint are those of the whole model, on any mesh."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    for name in ("gemma3", "gpt_oss", "deepseek_v3"):
+        shapes = []
+        for tp in (1, 2):
+            start(tp=tp)
+            sharded = build(hf_model(name), sequence_parallel=tp == 2).sharded_state_dict()
+            tensors = [one for one in sharded.values() if isinstance(one, ShardedTensor)]
+            shapes.append({one.key: one.global_shape for one in tensors})
+        assert shapes[0] == shapes[1] and len(shapes[0]) > 5
+    start(tp=2)
+    sharded = build(hf_model("gpt_oss"), **SP).sharded_state_dict()
+    sinks = sharded["decoder.layers.0.self_attention.core_attention.softmax_offset"]
+    assert sinks.global_shape[-1] == 4 and sinks.local_shape == (2,)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    name.removeprefix("check_"): value for name, value in list(globals().items()) if name.startswith("check_")
+}
+
+
+def _run_all(rank: int, world_size: int) -> dict[str, str | None]:
+    failures: dict[str, str | None] = dict.fromkeys(CHECKS)
+    for name, check in CHECKS.items():
+        try:
+            check()
+        except (Exception, pytest.fail.Exception):
+            failures[name] = traceback.format_exc()
+    return failures
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str | None]]:
+    """By rank: what went wrong in each check, or None."""
+    if find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    return run_ranks(_run_all, 2)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_layers_and_building(failures, name):
+    for of_rank in failures:
+        assert of_rank[name] is None, of_rank[name]
