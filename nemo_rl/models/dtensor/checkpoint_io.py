@@ -15,21 +15,17 @@ so that training can go on. Folders are on storage that every rank sees; the cal
 
 import copy
 import logging
-import random
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -39,6 +35,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.distributed.failing_together import failing_together, reasons_of
 from nemo_rl.distributed.placements import held_here
 from nemo_rl.models.dtensor.optimizer import OptimizerSettings, groups_now, hyperparameters_now
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
@@ -46,23 +43,13 @@ from nemo_rl.models.dtensor.pipeline.weights import names_here, without_copies
 from nemo_rl.models.dtensor.weight_files import Part, Piece, join_pieces, local_box, parts_of_this_rank, write_parts
 from nemo_rl.models.huggingface.checkpoint_names import Group, groups_in_memory, in_checkpoint
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER, TENSOR_FILES
-from nemo_rl.models.huggingface.tensor_files import TensorFiles, write_index
+from nemo_rl.models.huggingface.tensor_files import MAX_FILE_BYTES, TensorFiles, file_names, write_index
+from nemo_rl.models.staging import Keep, Write, as_it_is
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.plain_load import load_plain
+from nemo_rl.utils.random_state import restore_rng_state, rng_state
 
 logger = logging.getLogger(__name__)
-
-MAX_FILE_BYTES = 5 * 1024**3
-
-type Keep = Callable[[str, Tensor], Tensor]
-"""What to write in a tensor's place, by its name: the tensor, or a copy that later updates leave alone."""
-type Write = Callable[[dist.ProcessGroup | None], None]
-"""Writes a prepared part of a checkpoint; ranks meet in the group, None is the default one."""
-
-
-def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """The tensor itself, for what is written at once."""
-    return tensor
 
 
 def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
@@ -116,7 +103,7 @@ def _write_weights(
     pieces: dict[str, list[Piece]] = {}
     for piece in chain.from_iterable(gathered):
         pieces.setdefault(piece.name, []).append(piece)
-    file_of = _file_names({name: found[0].num_bytes for name, found in pieces.items()})
+    file_of = file_names({name: found[0].num_bytes for name, found in pieces.items()}, MAX_FILE_BYTES)
     with failing_together(group):
         for file in sorted(set(file_of.values()))[rank::num_ranks]:
             join_pieces(folder / file, {name: found for name, found in pieces.items() if file_of[name] == file})
@@ -326,7 +313,7 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
         dcp.load(state, checkpoint_id=str(path))
     except dcp.CheckpointException as error:
         raise CheckpointError(
-            f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {_reasons(error)}"
+            f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {reasons_of(error)}"
         ) from error
     state["optim"]["param_groups"] = groups_now(optimizer, names, (groups or state["optim"]["param_groups"])[0])
     here = names_here(hf)
@@ -354,73 +341,5 @@ def _hyperparameters(group: Any) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-@contextmanager
-def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Wait for all ranks; where one of them could not write, raise on all of them.
-
-    Args:
-        group: through which they tell each other; None takes the default one.
-
-    Raises:
-        CheckpointError: says what each rank met.
-    """
-    mine: str | None = None
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        mine = f"{type(error).__name__}: {error}"
-    except dcp.CheckpointException as error:
-        mine = _reasons(error)
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine, group=group)
-    reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
-    if reasons:
-        raise CheckpointError("; ".join(reasons))
-
-
-def _reasons(error: dcp.CheckpointException) -> str:
-    """What the ranks met, without their stacks; the whole error is the cause of what is raised from it."""
-    return "; ".join(dict.fromkeys(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values()))
-
-
-def rng_state() -> dict[str, Any]:
-    """State of this process's generators, in types that load without executing code."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    inner = numpy_state["state"]
-    return {
-        "python": random.getstate(),
-        "numpy": {
-            **numpy_state,
-            "state": {"key": torch.from_numpy(inner["key"].astype(np.int64)), "pos": inner["pos"]},
-        },
-        "torch": torch.get_rng_state(),
-        "accelerator": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-    }
-
-
-def restore_rng_state(state: dict[str, Any]) -> None:
-    """Undo the draws made since `rng_state`."""
-    random.setstate(state["python"])
-    numpy_state = state["numpy"]
-    key, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
-    inner = {"key": key.numpy().astype(np.uint32), "pos": position}
-    np.random.set_state({**numpy_state, "state": inner})
-    torch.set_rng_state(state["torch"])
-    if state["accelerator"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["accelerator"])
-
-
 def _rng_file(path: Path) -> Path:
     return path / "rng" / f"rank_{dist.get_rank():05d}.pt"
-
-
-def _file_names(num_bytes: dict[str, int]) -> dict[str, str]:
-    """The output file of each weight, filling files in order up to MAX_FILE_BYTES."""
-    numbers, number, filled = {}, 1, 0
-    for name, size in num_bytes.items():
-        if filled and filled + size > MAX_FILE_BYTES:
-            number, filled = number + 1, 0
-        numbers[name] = number
-        filled += size
-    return {name: f"model-{mine:05d}-of-{number:05d}.safetensors" for name, mine in numbers.items()}

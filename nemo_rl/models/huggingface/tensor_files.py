@@ -35,6 +35,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ALIGNMENT = 8
 
+MAX_FILE_BYTES = 5 * 1024**3
+"""Bytes of tensors that a file of a model folder holds, unless one tensor alone has more."""
+
 type Box = tuple[slice, ...]
 """A part of a tensor: one slice for each dimension."""
 
@@ -118,3 +121,14 @@ def write_index(folder: Path, file_of: Mapping[str, str], num_bytes: int) -> Non
     """Say which file of a folder holds which tensor, as `transformers` reads it."""
     content = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def file_names(num_bytes: Mapping[str, int], max_bytes: int = MAX_FILE_BYTES) -> dict[str, str]:
+    """The file of each tensor, by its bytes, filling files in order up to so many bytes each."""
+    numbers, number, filled = {}, 1, 0
+    for name, size in num_bytes.items():
+        if filled and filled + size > max_bytes:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += size
+    return {name: f"model-{mine:05d}-of-{number:05d}.safetensors" for name, mine in numbers.items()}
