@@ -1,0 +1,1 @@
+"""Megatron Core as a training backend; the only package that imports megatron."""

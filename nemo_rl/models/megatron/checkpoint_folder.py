@@ -1,0 +1,3 @@
+"""Checkpoints of the Megatron Core backend without a model, a GPU or megatron."""
+
+ITERATION = "iter_0000000"
