@@ -132,3 +132,30 @@ def file_names(num_bytes: Mapping[str, int], max_bytes: int = MAX_FILE_BYTES) ->
         numbers[name] = number
         filled += size
     return {name: f"model-{mine:05d}-of-{number:05d}.safetensors" for name, mine in numbers.items()}
+
+
+def write_model_files(
+    folder: Path,
+    likes: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write the weights of a model folder, files and index, from front to back, with one tensor in memory.
+
+    Args:
+        folder: exists.
+        likes: shape and dtype of every tensor, in order.
+        tensors: their values on the CPU, in the same order.
+        max_bytes: of tensors in a file.
+    """
+    file_of = file_names({name: like.nbytes for name, like in likes.items()}, max_bytes)
+    arriving = iter(tensors)
+    for file in dict.fromkeys(file_of.values()):
+        mine = {name: (like.dtype, like.shape) for name, like in likes.items() if file_of[name] == file}
+        with (folder / file).open("wb") as stream:
+            stream.write(header_bytes(mine))
+            for name, (dtype, shape) in mine.items():
+                found, tensor = next(arriving)
+                assert (found, tensor.dtype, tensor.shape) == (name, dtype, shape), f"{found} where {name} belongs"
+                stream.write(raw_bytes(tensor.contiguous()))
+    write_index(folder, file_of, sum(like.nbytes for like in likes.values()))

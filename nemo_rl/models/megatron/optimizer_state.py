@@ -43,7 +43,7 @@ def is_distributed(optimizer: Any) -> bool:
 def has_state(optimizer: Any) -> bool:
     """Whether there is more to save than the weights: an update was made, or loaded, or nothing tells."""
     inner = [member.optimizer for member in members(optimizer)]
-    return any(len(each.state) > 0 or isinstance(each, torch.optim.SGD) for each in inner)
+    return any(any(each.state.values()) or isinstance(each, torch.optim.SGD) for each in inner)
 
 
 def common_step(optimizer: Any) -> float | None:

@@ -185,9 +185,9 @@ class Run:
             )
             self.optimizer.step()
         self.scheduler.step(increment=1)
-        total = torch.tensor(sum(losses))
+        total = torch.tensor(float(sum(losses)))
         dist.all_reduce(total)
-        return total.item() / (self.mesh.tp if self.mesh.pp >= 1 else 1)
+        return total.item() / self.mesh.tp
 
     def state(self) -> dict[str, Any]:
         """Copies of every bit that counts on this rank."""
@@ -368,7 +368,7 @@ def whole_weights(mesh: Mesh, seed: int = 0) -> dict[str, Tensor]:
 
 
 def _in_megatron(name: str, hub: dict[str, Tensor], groups: int) -> tuple[Tensor, ...]:
-    """The hub tensors, in their order, that a parameter of the whole model is made of; more than one for gate and up."""
+    """The hub tensors that a parameter of the whole model is made of, in order: two for gate and up."""
     layer = re.sub(r"decoder\.layers\.(\d+)\..*", r"model.layers.\1.", name)
     end = name.removeprefix(re.sub(r"(decoder\.layers\.\d+\.).*", r"\1", name))
     plain = {
