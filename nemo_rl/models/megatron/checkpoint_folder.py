@@ -65,7 +65,7 @@ def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -
         return None
     full = policy.precision == "float32"
     weights = (_FLOAT32_BYTES if full else _HALF_BYTES) * parameters
-    settings: Any = policy.megatron_cfg  # type: ignore[attr-defined]
+    settings: Any = policy.megatron_cfg
     has_moments = settings.optimizer.optimizer == "adam"
     state = (2 * has_moments + (not full)) * _FLOAT32_BYTES * parameters
     return weights * (1 + checkpointing.save_consolidated) + (state if checkpointing.save_optimizer else 0)

@@ -146,11 +146,11 @@ def _prepared(
         return
     if optimizer is None or scheduler is None:
         raise CheckpointError("This policy has no optimizer to save; leave optimizer_path out.")
-    has_state = optimizer_state.has_state(optimizer)
+    has_state, step = _of_all_ranks(optimizer)
     trainer = {
         "optimizer": optimizer.config.optimizer,
         "has_state": has_state,
-        "step": optimizer_state.common_step(optimizer),
+        "step": step,
         "num_steps": scheduler.num_steps,
         "loss_scale": optimizer_state.loss_scale(optimizer),
     }
@@ -159,6 +159,15 @@ def _prepared(
         are_copies = optimizer_state.is_distributed(optimizer)
         yield torch_dist.prepare(paths.optimizer / _MOMENTS, state, as_it_is if are_copies else keep)
     yield partial(_write_trainer, paths.optimizer, trainer, _generators())
+
+
+def _of_all_ranks(optimizer: Any) -> tuple[bool, float | None]:
+    """Whether any rank has state, and the step; some ranks may hold no trained parameter."""
+    found: list[Any] = [None] * dist.get_world_size()
+    with failing_together():
+        mine = (optimizer_state.has_state(optimizer), optimizer_state.common_step(optimizer))
+    dist.all_gather_object(found, mine)
+    return any(has_state for has_state, _ in found), next((step for _, step in found if step is not None), None)
 
 
 def _write_configs(

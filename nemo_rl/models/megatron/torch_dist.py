@@ -1,8 +1,8 @@
 """Sharded state dicts of Megatron Core in folders, in the format `torch_dist`, and back.
 
-Megatron Core describes and checks what is saved; torch's own writer writes it, in the calling thread. Megatron Core's
-writer spawns a process for each save, 4 to 6 s that the tensors of a step take less than. Folders are the same: either
-library's `load` reads them.
+Megatron Core describes and checks what is saved; torch's own writer writes it, in the calling thread, because Megatron
+Core's starts a process first, which takes seconds and wants a main module that can be imported. Folders are the same:
+`megatron.core.dist_checkpointing.load` reads them.
 
 Invariant: where one rank cannot write or read, all ranks raise.
 """
@@ -42,7 +42,7 @@ CONTENT: Mapping[str, Any] = {
 """How names and shapes in the folders come about; Megatron Core keeps it in them."""
 _REFUSED = {
     "dp_reshardable": "training goes on with wrong numbers behind a load of it",
-    "fully_sharded_model_space": "Megatron Core cannot read it any more",
+    "fully_sharded_model_space": "Megatron Core neither writes nor reads it any more",
 }
 _EXTRA_STATE = "_extra_state"
 
