@@ -204,8 +204,10 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "interfaces": {"inputs"},
     "huggingface": set(),
     "memory": set(),
+    "staging": set(),
     "backends": {"memory"},
-    "dtensor": {"inputs", "interfaces", "huggingface", "memory", "backends"},
+    "dtensor": {"inputs", "interfaces", "huggingface", "memory", "staging", "backends"},
+    "megatron": {"interfaces", "huggingface", "staging"},
     "policy.interfaces": set(),
     "policy.metrics": set(),
     "policy.workers": {"inputs", "interfaces", "huggingface", "policy.metrics"},
@@ -239,6 +241,8 @@ RANK_READERS = {
     "models/dtensor/checkpoint_io.py": "one rank writes for all, and each its random numbers",
     "models/dtensor/verdict.py": "one rank finds out for all",
     "models/dtensor/weight_files.py": "ranks that hold the same take turns",
+    "models/megatron/checkpoint_io.py": "one rank writes for all, and each its random numbers",
+    "models/megatron/torch_dist.py": "one rank writes for all",
     "models/policy/workers/rank.py": "asks the layout what this rank is there for",
 }
 
