@@ -5,12 +5,11 @@ Importing this module imports no megatron.
 """
 
 import multiprocessing
-import os
 import re
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -452,13 +451,3 @@ def _pretend_cuda() -> None:
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     megatron.core.jit.disable_jit_fuser()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without what Megatron Core says at every step."""
-    os.environ["PYTHONWARNINGS"] = "ignore"
-    yield
-
-
-__all__ = ["Host", "Mesh", "Run", "differing", "hf_config", "paths_in", "replace", "whole_weights"]
