@@ -57,7 +57,8 @@ class Host:
 
     def stop(self) -> None:
         self._here.send(None)
-        self._process.join()
+        self._process.join(timeout=5)
+        self._process.kill()  # a rank that failed may keep it waiting
 
 
 def _serve(pipe: Any) -> None:
