@@ -260,6 +260,8 @@ RANK_READERS = {
     "models/dtensor/training_state.py": "one rank writes for all, and each its random numbers",
     "models/dtensor/verdict.py": "one rank finds out for all",
     "models/dtensor/weight_files.py": "ranks that hold the same take turns",
+    "models/megatron/checkpoint_io.py": "one rank writes for all, and each its random numbers",
+    "models/megatron/torch_dist.py": "one rank writes for all",
     "models/policy/workers/rank.py": "asks the layout what this rank is there for",
 }
 

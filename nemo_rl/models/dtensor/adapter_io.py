@@ -21,14 +21,16 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
+from nemo_rl.distributed.failing_together import failing_together
 from nemo_rl.distributed.placements import held_here, whole
-from nemo_rl.models.dtensor.checkpoint_io import Keep, Write, as_it_is, failing_together, saved_weights
+from nemo_rl.models.dtensor.checkpoint_io import saved_weights
 from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
 from nemo_rl.models.dtensor.pipeline.weights import joined, of_all_stages
 from nemo_rl.models.dtensor.weight_files import local_box
 from nemo_rl.models.huggingface.checkpoint_names import Group, converts, groups_in_memory
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
+from nemo_rl.models.staging import Keep, Write, as_it_is
 from nemo_rl.utils.errors import CheckpointError
 
 ADAPTER_FOLDER = "adapter"

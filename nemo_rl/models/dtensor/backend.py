@@ -30,7 +30,6 @@ from nemo_rl.distributed.placements import held_here, whole
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io, training_state
 from nemo_rl.models.dtensor.build import build_model
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
-from nemo_rl.models.dtensor.checkpoint_io import Keep, Write
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
 from nemo_rl.models.dtensor.expert_balance import ExpertBalance, watch_experts
 from nemo_rl.models.dtensor.lora import (
@@ -65,6 +64,7 @@ from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.inputs import ModelInputs, with_positions
 from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
 from nemo_rl.models.sampling import sampling_density
+from nemo_rl.models.staging import Keep, Write, as_it_is
 from nemo_rl.utils.device import device_for
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
@@ -289,7 +289,7 @@ class DTensorBackend(PolicyBackend):
 
     def save(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.save`."""
-        for write in self._prepared(paths, checkpoint_io.as_it_is):
+        for write in self._prepared(paths, as_it_is):
             write(None)
 
     def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:

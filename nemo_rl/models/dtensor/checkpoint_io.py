@@ -9,8 +9,7 @@ raise, so that training can go on. Folders are on storage that every rank sees; 
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -18,31 +17,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.distributed.failing_together import failing_together
 from nemo_rl.distributed.placements import held_here
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.dtensor.pipeline.weights import names_here, without_copies
 from nemo_rl.models.dtensor.weight_files import Part, Piece, join_pieces, local_box, parts_of_this_rank, write_parts
 from nemo_rl.models.huggingface.checkpoint_names import Group, groups_in_memory, in_checkpoint
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER, TENSOR_FILES
-from nemo_rl.models.huggingface.tensor_files import TensorFiles, write_index
+from nemo_rl.models.huggingface.tensor_files import MAX_FILE_BYTES, TensorFiles, file_names, write_index
+from nemo_rl.models.staging import Keep, Write, as_it_is
 from nemo_rl.utils.errors import CheckpointError
-
-MAX_FILE_BYTES = 5 * 1024**3
-
-type Keep = Callable[[str, Tensor], Tensor]
-"""What to write in a tensor's place, by its name: the tensor, or a copy that later updates leave alone."""
-type Write = Callable[[dist.ProcessGroup | None], None]
-"""Writes a prepared part of a checkpoint; ranks meet in the group, None is the default one."""
-
-
-def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """The tensor itself, for what is written at once."""
-    return tensor
 
 
 def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
@@ -96,7 +83,7 @@ def _write_weights(
     pieces: dict[str, list[Piece]] = {}
     for piece in chain.from_iterable(gathered):
         pieces.setdefault(piece.name, []).append(piece)
-    file_of = _file_names({name: found[0].num_bytes for name, found in pieces.items()})
+    file_of = file_names({name: found[0].num_bytes for name, found in pieces.items()}, MAX_FILE_BYTES)
     with failing_together(group):
         for file in sorted(set(file_of.values()))[rank::num_ranks]:
             join_pieces(folder / file, {name: found for name, found in pieces.items() if file_of[name] == file})
@@ -197,43 +184,3 @@ def fill(parameter: Tensor, value: Tensor) -> None:
 def local_part(value: Tensor, like: Tensor) -> Tensor:
     """The part of a whole tensor that this rank holds of `like`; all of it where `like` is not sharded."""
     return value[local_box(like)]
-
-
-@contextmanager
-def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Wait for all ranks; where one of them could not write, raise on all of them.
-
-    Args:
-        group: through which they tell each other; None takes the default one.
-
-    Raises:
-        CheckpointError: says what each rank met.
-    """
-    mine: str | None = None
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        mine = f"{type(error).__name__}: {error}"
-    except dcp.CheckpointException as error:
-        mine = reasons_of(error)
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine, group=group)
-    reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
-    if reasons:
-        raise CheckpointError("; ".join(reasons))
-
-
-def reasons_of(error: dcp.CheckpointException) -> str:
-    """What the ranks met, without their stacks; the whole error is the cause of what is raised from it."""
-    return "; ".join(dict.fromkeys(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values()))
-
-
-def _file_names(num_bytes: dict[str, int]) -> dict[str, str]:
-    """The output file of each weight, filling files in order up to MAX_FILE_BYTES."""
-    numbers, number, filled = {}, 1, 0
-    for name, size in num_bytes.items():
-        if filled and filled + size > MAX_FILE_BYTES:
-            number, filled = number + 1, 0
-        numbers[name] = number
-        filled += size
-    return {name: f"model-{mine:05d}-of-{number:05d}.safetensors" for name, mine in numbers.items()}

@@ -13,13 +13,11 @@ the same number), unless the settings of optimizer or schedule are others.
 
 import copy
 import logging
-import random
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -29,12 +27,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.models.dtensor.checkpoint_io import Keep, Write, as_it_is, failing_together, reasons_of
+from nemo_rl.distributed.failing_together import failing_together, reasons_of
 from nemo_rl.models.dtensor.optimizer import OptimizerSettings, groups_now, hyperparameters_now
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.dtensor.pipeline.weights import names_here
+from nemo_rl.models.staging import Keep, Write, as_it_is
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.plain_load import load_plain
+from nemo_rl.utils.random_state import restore_rng_state, rng_state
 
 logger = logging.getLogger(__name__)
 
@@ -172,34 +172,6 @@ def _known_states(hf: PreTrainedModel, states: Mapping[str, Any], *, with_copies
 def _hyperparameters(group: Any) -> dict[str, Any]:
     """What a parameter group of a saved state holds beside the names of this rank's parameters."""
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def rng_state() -> dict[str, Any]:
-    """State of this process's generators, in types that load without executing code."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    inner = numpy_state["state"]
-    return {
-        "python": random.getstate(),
-        "numpy": {
-            **numpy_state,
-            "state": {"key": torch.from_numpy(inner["key"].astype(np.int64)), "pos": inner["pos"]},
-        },
-        "torch": torch.get_rng_state(),
-        "accelerator": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-    }
-
-
-def restore_rng_state(state: dict[str, Any]) -> None:
-    """Undo the draws made since `rng_state`."""
-    random.setstate(state["python"])
-    numpy_state = state["numpy"]
-    key, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
-    inner = {"key": key.numpy().astype(np.uint32), "pos": position}
-    np.random.set_state({**numpy_state, "state": inner})
-    torch.set_rng_state(state["torch"])
-    if state["accelerator"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["accelerator"])
 
 
 def _rng_file(path: Path) -> Path:

@@ -35,6 +35,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ALIGNMENT = 8
 
+MAX_FILE_BYTES = 5 * 1024**3
+"""Bytes of tensors that a file of a model folder holds, unless one tensor alone has more."""
+
 type Box = tuple[slice, ...]
 """A part of a tensor: one slice for each dimension."""
 
@@ -137,3 +140,41 @@ def write_index(folder: Path, file_of: Mapping[str, str], num_bytes: int) -> Non
     """Say which file of a folder holds which tensor, as `transformers` reads it."""
     content = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def file_names(num_bytes: Mapping[str, int], max_bytes: int = MAX_FILE_BYTES) -> dict[str, str]:
+    """The file of each tensor, by its bytes, filling files in order up to so many bytes each."""
+    numbers, number, filled = {}, 1, 0
+    for name, size in num_bytes.items():
+        if filled and filled + size > max_bytes:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += size
+    return {name: f"model-{mine:05d}-of-{number:05d}.safetensors" for name, mine in numbers.items()}
+
+
+def write_model_files(
+    folder: Path,
+    likes: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write the weights of a model folder, files and index, from front to back, with one tensor in memory.
+
+    Args:
+        folder: exists.
+        likes: shape and dtype of every tensor, in order.
+        tensors: their values on the CPU, in the same order.
+        max_bytes: of tensors in a file.
+    """
+    file_of = file_names({name: like.nbytes for name, like in likes.items()}, max_bytes)
+    arriving = iter(tensors)
+    for file in dict.fromkeys(file_of.values()):
+        mine = {name: (like.dtype, like.shape) for name, like in likes.items() if file_of[name] == file}
+        with (folder / file).open("wb") as stream:
+            stream.write(header_bytes(mine))
+            for name, (dtype, shape) in mine.items():
+                found, tensor = next(arriving)
+                assert (found, tensor.dtype, tensor.shape) == (name, dtype, shape), f"{found} where {name} belongs"
+                stream.write(raw_bytes(tensor.contiguous()))
+    write_index(folder, file_of, sum(like.nbytes for like in likes.values()))

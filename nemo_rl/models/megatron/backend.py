@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
@@ -74,6 +75,7 @@ class MegatronBackend(PolicyBackend):
         self._takes_turns, self._weights_rest, self._state_rests = on_gpu, False, False
         self._resting = defaultdict[int, HostMemory](partial(HostMemory, pinned=on_gpu))
         self._replaced, initial = (HostMemory(pinned=on_gpu) for _ in range(2))
+        self._writers: dist.ProcessGroup | None = None
         self._reference = self._copies(initial) if init_reference_model else None
         self.optimizer: Any = None
         self.scheduler: Any = None
@@ -156,10 +158,11 @@ class MegatronBackend(PolicyBackend):
         from nemo_rl.models.megatron.checkpoint_io import stage_save
 
         self._ready_to_save(paths)
-        write: Callable[[], None] = stage_save(
-            paths, self.chunks, self.optimizer, self.scheduler, hf_config=self.hf_config
+        if self._writers is None:
+            self._writers = dist.new_group(backend="gloo")
+        return stage_save(
+            paths, self.chunks, self.optimizer, self.scheduler, hf_config=self.hf_config, group=self._writers
         )
-        return write
 
     def load(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.load`."""

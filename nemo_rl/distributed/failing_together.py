@@ -1,0 +1,44 @@
+"""An error of one rank becomes an error of all, so that none of them waits for one that has given up.
+
+Invariant: behind `failing_together` either every rank goes on, or every rank has raised the same CheckpointError.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+
+from nemo_rl.utils.errors import CheckpointError
+
+
+@contextmanager
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Wait for all ranks; where one of them could not write or read, raise on all of them.
+
+    Args:
+        group: through which they tell each other; None takes the default one.
+
+    Raises:
+        CheckpointError: says what each rank met.
+    """
+    mine: str | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        mine = str(error)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        mine = f"{type(error).__name__}: {error}"
+    except dcp.CheckpointException as error:
+        mine = reasons_of(error)
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine, group=group)
+    reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
+    if reasons:
+        raise CheckpointError("; ".join(reasons))
+
+
+def reasons_of(error: dcp.CheckpointException) -> str:
+    """What the ranks met, without their stacks; the whole error is the cause of what is raised from it."""
+    return "; ".join(dict.fromkeys(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values()))

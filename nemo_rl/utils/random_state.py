@@ -1,0 +1,35 @@
+"""The random-number generators of this process: their state, and the state put back."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def rng_state() -> dict[str, Any]:
+    """State of this process's generators, in types that load without executing code."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    inner = numpy_state["state"]
+    return {
+        "python": random.getstate(),
+        "numpy": {
+            **numpy_state,
+            "state": {"key": torch.from_numpy(inner["key"].astype(np.int64)), "pos": inner["pos"]},
+        },
+        "torch": torch.get_rng_state(),
+        "accelerator": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Undo the draws made since `rng_state`."""
+    random.setstate(state["python"])
+    numpy_state = state["numpy"]
+    key, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
+    inner = {"key": key.numpy().astype(np.uint32), "pos": position}
+    np.random.set_state({**numpy_state, "state": inner})
+    torch.set_rng_state(state["torch"])
+    if state["accelerator"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["accelerator"])

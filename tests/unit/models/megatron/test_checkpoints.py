@@ -1,0 +1,406 @@
+"""Checkpoints of Megatron Core: bit for bit on the same mesh, exact on others, errors by name, exports by streaming."""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_models import Host, Mesh, Run, differing, hf_config, paths_in, whole_weights
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from nemo_rl.models.megatron import checkpoint_folder
+from nemo_rl.models.megatron.saved_tensors import SavedTensors
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.errors import CheckpointError
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+needs_conversion = pytest.mark.skipif(
+    importlib.util.find_spec("nemo_rl.models.megatron.conversion") is None, reason="the conversion rules are not here"
+)
+
+BF16 = torch.bfloat16
+TP2, DP2, EP2 = Mesh(tp=2), Mesh(distributed=True), Mesh("qwen3_moe", ep=2)
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    started = Host()
+    yield started
+    started.stop()
+
+
+def _resume(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> dict[str, Any]:
+    """Two updates, a checkpoint, two more; then these two again from the checkpoint."""
+    run = Run(mesh)
+    for step in range(2):
+        run.update(step)
+    run.save(folder)
+    saved = run.state()
+    losses = [run.update(step) for step in (2, 3)]
+    ended = run.state()
+    torch.manual_seed(99 + rank)
+    again = Run(mesh, seed=5)
+    again.update(7)
+    again.load(folder)
+    loaded = differing(saved, again.state())
+    resumed = [again.update(step) for step in (2, 3)]
+    return {"losses": losses, "resumed": resumed, "loaded": loaded, "ended": differing(ended, again.state())}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh"),
+    [
+        pytest.param(2, TP2, id="tp2"),
+        pytest.param(2, DP2, id="dp2-distributed"),
+        pytest.param(2, replace(DP2, dtype=BF16), id="dp2-distributed-bf16"),
+        pytest.param(2, Mesh("qwen2", pp=2, dtype=BF16), id="pp2-tied-bf16"),
+        pytest.param(2, EP2, id="ep2"),
+        pytest.param(2, replace(EP2, distributed=True), id="ep2-distributed"),
+        pytest.param(1, Mesh(optimizer="sgd"), id="sgd"),
+    ],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(host, tmp_path, num_ranks, mesh):
+    for found in host.run(_resume, num_ranks, mesh, tmp_path):
+        assert found["loaded"] == []
+        assert found["ended"] == []
+        assert found["resumed"] == found["losses"]
+
+
+def _write(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> float:
+    run = Run(mesh)
+    for step in range(2):
+        run.update(step)
+    run.save(folder)
+    torch.manual_seed(2)  # the next batch
+    return run.update(2)
+
+
+def _reshard(rank: int, num_ranks: int, mesh: Mesh, folder: Path, copy: Path) -> float:
+    run = Run(mesh, seed=5)
+    torch.manual_seed(55 + rank)
+    own = torch.get_rng_state()
+    run.load(folder)
+    assert torch.equal(torch.get_rng_state(), own), "generators are of one rank of one mesh"
+    run.save(copy)
+    torch.manual_seed(2)
+    return run.update(2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((2, TP2), (1, Mesh()), id="tp2-1"),
+        pytest.param((2, TP2), (2, Mesh(pp=2)), id="tp2-pp2"),
+        pytest.param((1, Mesh()), (2, Mesh(tp=2, sp=True)), id="1-tp2sp"),
+        pytest.param((2, DP2), (1, Mesh(distributed=True)), id="dp2-dp1"),
+        pytest.param((2, replace(DP2, dtype=BF16)), (1, Mesh(dtype=BF16)), id="dp2distributed-plain-bf16"),
+        pytest.param((1, Mesh()), (2, DP2), id="plain-dp2distributed"),
+        pytest.param((2, EP2), (2, Mesh("qwen3_moe", tp=2, sp=True, etp=2)), id="ep2-tp2ep1"),
+        pytest.param((2, replace(EP2, distributed=True)), (1, Mesh("qwen3_moe", distributed=True)), id="ep2-ep1"),
+        pytest.param((1, Mesh("qwen3_moe")), (2, EP2), id="ep1-ep2"),
+        pytest.param((2, Mesh("qwen2", pp=2)), (2, Mesh("qwen2", tp=2)), id="pp2-tp2-tied"),
+    ],
+)
+def test_another_mesh_reads_every_bit_and_goes_on_with_the_same_loss(host, tmp_path, before, after):
+    expected = host.run(_write, *before, tmp_path / "written")[0]
+    found = host.run(_reshard, *after, tmp_path / "written", tmp_path / "copy")[0]
+    assert found == pytest.approx(expected, abs=5e-3 if after[1].dtype is BF16 else 2e-6)
+    for kind in ("weights/iter_0000000", "optimizer/optim"):
+        assert_same_tensors(tmp_path / "written" / "policy" / kind, tmp_path / "copy" / "policy" / kind)
+    trainers = [torch.load(tmp_path / name / "policy/optimizer/trainer.pt") for name in ("written", "copy")]
+    assert trainers[0] == trainers[1]
+    assert trainers[0]["step"] == 2
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    ours, theirs = SavedTensors(one), SavedTensors(other)
+    assert sorted(ours.names) == sorted(theirs.names)
+    assert [name for name in ours.names if not torch.equal(ours.read([name]), theirs.read([name]))] == []
+
+
+def _shared_step(rank: int, num_ranks: int, folder: Path) -> list[int]:
+    run = Run(DP2)
+    run.update(0)
+    run.save(folder)
+    run = Run(DP2)
+    run.load(folder)
+    states = [state for each in _inner(run) for state in each.state.values()]
+    assert [float(state["step"]) for state in states] == [1.0] * len(states)
+    return [len(states), len({state["step"].data_ptr() for state in states})]
+
+
+def _inner(run: Run) -> list[Any]:
+    from nemo_rl.models.megatron.optimizer_state import members
+
+    return [member.optimizer for member in members(run.optimizer)]
+
+
+def test_each_parameter_has_a_step_of_its_own_behind_a_load(host, tmp_path):
+    for num_parameters, num_tensors in host.run(_shared_step, 2, tmp_path):
+        assert num_tensors == num_parameters > 1
+
+
+def _before_updates(rank: int, num_ranks: int, folder: Path) -> list[str]:
+    mesh = replace(DP2, dtype=BF16)
+    run = Run(mesh)
+    run.save(folder)
+    saved = run.state()
+    run = Run(mesh, seed=5)
+    run.update(0)
+    run.load(folder)
+    return differing(saved, run.state())
+
+
+def test_a_checkpoint_of_before_the_first_update_comes_back(host, tmp_path):
+    assert host.run(_before_updates, 2, tmp_path) == [[], []]
+
+
+def _weights_alone(rank: int, num_ranks: int, folder: Path) -> tuple[bool, int]:
+    from nemo_rl.models.interfaces import CheckpointPaths
+    from nemo_rl.models.megatron import checkpoint_io
+
+    mesh = replace(DP2, dtype=BF16)
+    run = Run(mesh)
+    run.save(folder)
+    expected = run.state()
+    run = Run(mesh, seed=5)
+    run.update(0)
+    only = CheckpointPaths(paths_in(folder).weights)
+    checkpoint_io.load(only, run.chunks, run.optimizer, run.scheduler)
+    masters = [name for name in differing(expected, run.state()) if name.endswith("main")]
+    return masters == [], sum(len(state) for each in _inner(run) for state in each.state.values())
+
+
+def test_weights_alone_reach_the_optimizers_float32_weights(host, tmp_path):
+    assert host.run(_weights_alone, 2, tmp_path) == [(True, 0), (True, 0)]
+
+
+def _refuse(rank: int, num_ranks: int, folder: Path, format_name: str) -> str:
+    from nemo_rl.models.megatron import torch_dist
+
+    run = Run(Mesh())
+    run.update(0)
+    torch_dist.CONTENT = {**torch_dist.CONTENT, "distrib_optim_sharding_type": format_name}
+    run.save(folder)
+    torch_dist.CONTENT = {**torch_dist.CONTENT, "distrib_optim_sharding_type": torch_dist.OPTIMIZER_FORMAT}
+    with pytest.raises(CheckpointError) as caught:
+        run.load(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("format_name", ["dp_reshardable", "fully_sharded_model_space"])
+def test_formats_that_go_wrong_are_refused_by_name(host, tmp_path, format_name):
+    (message,) = host.run(_refuse, 1, tmp_path, format_name)
+    assert f"format {format_name}:" in message
+    assert "fully_reshardable" in message
+
+
+def _staged(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> bool:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from nemo_rl.models.megatron import checkpoint_io
+
+    group = dist.new_group(backend="gloo")
+    run = Run(mesh)
+    run.update(0)
+    run.save(folder / "at_once")
+    parts = (paths_in(folder / "staged"), run.chunks, run.optimizer, run.scheduler)
+    write = checkpoint_io.stage_save(*parts, hf_config=run.hf_config, group=group)
+    thread = threading.Thread(target=write)
+    run.update(1)
+    thread.start()
+    for step in (2, 3):
+        run.update(step)
+    thread.join()
+    return filesystem_async._results_queue is None
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(TP2, id="plain"), pytest.param(DP2, id="distributed")])
+def test_a_staged_checkpoint_is_of_its_moment_though_training_goes_on(host, tmp_path, mesh):
+    assert host.run(_staged, 2, mesh, tmp_path) == [True, True], "a process was spawned for the save"
+    for kind in ("weights/iter_0000000", "optimizer/optim"):
+        assert_same_tensors(tmp_path / "at_once" / "policy" / kind, tmp_path / "staged" / "policy" / kind)
+    for name in ("trainer.pt", "rng/rank_00001.pt"):
+        one, other = (tmp_path / at / "policy" / "optimizer" / name for at in ("at_once", "staged"))
+        assert str(torch.load(one)) == str(torch.load(other))
+
+
+def _full_disk(rank: int, num_ranks: int, folder: Path) -> tuple[str, list[str]]:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    run = Run(TP2)
+    run.update(0)
+    real = FileSystemWriter.write_data
+    if rank == 1:
+        FileSystemWriter.write_data = _no_space
+    with pytest.raises(CheckpointError) as caught:
+        run.save(folder / "full")
+    FileSystemWriter.write_data = real
+    run.update(1)
+    saved = run.state()
+    run.save(folder / "later")
+    run.update(2)
+    run.load(folder / "later")
+    return str(caught.value), differing(saved, run.state())
+
+
+def _no_space(self: Any, plan: Any, planner: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_an_error_of_all_ranks_and_training_goes_on(host, tmp_path):
+    for message, changed in host.run(_full_disk, 2, tmp_path):
+        assert str(tmp_path / "full") in message
+        assert "No space left on device" in message
+        assert changed == []
+
+
+def _unreadable(rank: int, num_ranks: int, folder: Path) -> list[str]:
+    good, cut, lost = (folder / name for name in ("good", "cut", "lost"))
+    Run(TP2).save(good)
+    dist.barrier()
+    if rank == 0:
+        for bad in (cut, lost):
+            shutil.copytree(good, bad)
+        os.truncate(cut / "policy/weights/iter_0000000/__1_0.distcp", 3000)
+        (lost / "policy/weights/iter_0000000/.metadata").unlink()
+    dist.barrier()
+    wider, deeper = replace(TP2, kind="qwen2"), replace(TP2, num_layers=3)
+    found = []
+    for mesh, place in ((TP2, cut), (TP2, lost), (wider, good), (deeper, good), (TP2, folder / "nowhere")):
+        run = Run(mesh)
+        with pytest.raises(CheckpointError) as caught:
+            run.load(place)
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_damaged_or_foreign_checkpoint_is_an_error_of_all_ranks(host, tmp_path):
+    for cut, lost, wider, deeper, nowhere in host.run(_unreadable, 2, tmp_path):
+        assert str(tmp_path / "cut") in cut
+        assert str(tmp_path / "lost") in lost
+        assert "is of another model: it lacks" in wider
+        assert "linear_qkv.bias" in wider
+        assert "decoder.layers.2." in deeper
+        assert "does not exist" in nowhere
+
+
+def _killed(rank: int, num_ranks: int, folder: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    run, manager = Run(TP2), None
+    if rank == 0:
+        manager = _manager(folder)
+    for step in (1, 2):
+        run.update(step)
+        if manager is not None:
+            manager.init_tmp_checkpoint(step, {"step": step})
+        dist.barrier()
+        if step == 2 and rank == 0:
+            FileSystemWriter.write_data = _die
+        run.save(folder / f"tmp_step_{step}")
+        if manager is not None:
+            manager.finalize_checkpoint(folder / f"tmp_step_{step}")
+
+
+def _die(self: Any, plan: Any, planner: Any) -> Any:
+    Path(self.path, "__0_0.distcp").write_bytes(b"half of it")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _manager(folder: Path) -> CheckpointManager:
+    from nemo_rl.config import CheckpointingConfig
+
+    return CheckpointManager(CheckpointingConfig.build(checkpoint_dir=str(folder), metric_name=None))
+
+
+def _after_the_kill(rank: int, num_ranks: int, folder: Path) -> int:
+    run = Run(TP2, seed=5)
+    run.load(folder)
+    return run.scheduler.num_steps
+
+
+def test_a_sigkill_while_saving_leaves_the_previous_checkpoint(host, tmp_path):
+    with pytest.raises(AssertionError, match="SIGKILL|Connection"):
+        host.run(_killed, 2, tmp_path)
+    manager = _manager(tmp_path)
+    manager.claim()
+    found = manager.find_resumable()
+    assert found == tmp_path / "step_1"
+    assert host.run(_after_the_kill, 2, found) == [1, 1]
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(63)} | {"?": 63}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+
+
+def _save_at_first(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> None:
+    Run(mesh).save(folder)
+
+
+@needs_conversion
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh"),
+    [
+        pytest.param(2, TP2, id="tp2"),
+        pytest.param(2, Mesh("qwen2", pp=2, dtype=BF16), id="pp2-tied-bf16"),
+        pytest.param(2, EP2, id="ep2"),
+    ],
+)
+def test_an_export_is_the_model_of_the_hub_bit_for_bit(host, tmp_path, monkeypatch, num_ranks, mesh):
+    host.run(_save_at_first, num_ranks, mesh, tmp_path / "step_1")
+    weights = checkpoint_folder.find_weights(tmp_path / "step_1")
+    checkpoint_folder.complete_checkpoint(weights, _tokenizer(), "bfloat16")
+    monkeypatch.setattr(checkpoint_folder, "MAX_FILE_BYTES", 20_000)
+    checkpoint_folder.export(weights, tmp_path / "hf")
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    found = {name: value for file in files for name, value in load_file(file).items()}
+    expected = whole_weights(mesh)
+    assert len(files) > 1
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert loaded.dtype is mesh.dtype
+    assert loaded.config.architectures == hf_config(mesh).architectures
+    if mesh.kind != "qwen2":  # whose tokenizer class keeps no vocabulary but its own
+        check = checkpoint_folder.verify_export(weights, tmp_path / "hf")
+        assert check.max_difference == 0.0
+        assert check.num_values > 10
+    handed_on = AutoModelForCausalLM.from_pretrained(weights / "model" / "consolidated")
+    assert handed_on.dtype is BF16
+    assert torch.equal(handed_on.get_input_embeddings().weight, expected["model.embed_tokens.weight"].to(BF16))
+
+
+@needs_conversion
+def test_an_export_says_what_is_missing(host, tmp_path):
+    host.run(_save_at_first, 1, Mesh(), tmp_path / "step_1")
+    weights = checkpoint_folder.find_weights(tmp_path / "step_1" / "policy")
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        checkpoint_folder.export(weights, tmp_path / "hf")
+    _tokenizer().save_pretrained(weights)
+    hf_config(Mesh("qwen2")).save_pretrained(weights)
+    with pytest.raises(CheckpointError, match="is no qwen2 of its config.json: it lacks .*linear_qkv.bias"):
+        checkpoint_folder.export(weights, tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="is no policy checkpoint of Megatron Core"):
+        checkpoint_folder.find_weights(tmp_path)
+    os.truncate(weights / "iter_0000000" / "__0_0.distcp", 2000)
+    hf_config(Mesh()).save_pretrained(weights)
+    with pytest.raises(CheckpointError, match="iter_0000000 (cannot be read|is damaged)"):
+        checkpoint_folder.export(weights, tmp_path / "hf2")
