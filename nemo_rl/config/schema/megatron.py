@@ -110,7 +110,6 @@ class MegatronConfig(BackendSection):
         "virtual": "virtual_pipeline_model_parallel_size",
     }
     later: ClassVar[dict[str, str]] = {
-        "attention_backend": "a choice of attention kernels",
         "cuda_graph_impl": _GRAPHS,
         "cuda_graph_modules": _GRAPHS,
         "fine_grained_activation_offloading": _OFFLOADING,
@@ -120,14 +119,11 @@ class MegatronConfig(BackendSection):
         "hybridep_use_mnnvl": _DEEPEP,
         "inference_grouped_gemm_backend": _GENERATION,
         "inference_moe_token_dispatcher_type": _GENERATION,
-        "model_overrides": "Megatron Core's own settings (policy.hf_config_overrides changes the model)",
         "moe_enable_deepep": _DEEPEP,
         "moe_flex_dispatcher_backend": _DEEPEP,
         "moe_hybridep_num_sms": _DEEPEP,
         "moe_pad_experts_for_cuda_graph_inference": _GENERATION,
         "moe_per_layer_logging": "metrics of each layer's experts",
-        "moe_router_group_topk": "routing in other groups than the model's (policy.hf_config_overrides changes those)",
-        "moe_router_num_groups": "routing in other groups than the model's (policy.hf_config_overrides changes those)",
         "mtp_detach_heads": _MTP,
         "mtp_loss_scaling_factor": _MTP,
         "mtp_num_layers": _MTP,
@@ -136,7 +132,7 @@ class MegatronConfig(BackendSection):
         "peft": "LoRA with Megatron",
         "use_fused_weighted_squared_relu": "fused squared ReLU",
     }
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"cuda_graph_impl": ("none",), "attention_backend": ("auto",)}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"cuda_graph_impl": ("none",)}
     ignored: ClassVar[dict[str, str]] = {
         "checkpoint": "checkpoints are written as checkpointing says",
         "clear_memory_caches_before_refit": "cached GPU memory is freed between phases",
@@ -147,6 +143,7 @@ class MegatronConfig(BackendSection):
         "freeze_sound_projection": _NO_SUCH_PART,
         "freeze_vision_model": _NO_SUCH_PART,
         "freeze_vision_projection": _NO_SUCH_PART,
+        "force_reconvert_from_hf": "every start reads the Hugging Face files themselves; no converted copy is kept",
         "fused_linear_logprobs_chunk_size": "see policy.logprob_chunk_size",
         "pipeline_dtype": "activations pass between stages in policy.precision",
         "radio_force_cpe_eval_mode": _NO_SUCH_PART,
@@ -213,6 +210,12 @@ class MegatronConfig(BackendSection):
     moe_router_bias_update_rate: NonNegativeFloat = Field(
         default=0.0, description="By how much that bias moves per update towards experts with few tokens."
     )
+    moe_router_num_groups: PositiveInt | None = Field(
+        default=None, description="Groups that experts are chosen from; null: as the model has it."
+    )
+    moe_router_group_topk: PositiveInt | None = Field(
+        default=None, description="Groups that a token's experts come from; null: as the model has it."
+    )
     moe_token_dispatcher_type: Annotated[
         Literal["alltoall", "allgather", "flex"], Only(("alltoall", "allgather"), _DEEPEP)
     ] = Field(default="alltoall", description="How tokens reach the ranks of their experts.")
@@ -236,11 +239,14 @@ class MegatronConfig(BackendSection):
     transformer_impl: Literal["local", "transformer_engine"] | None = Field(
         default=None, description="Layers of plain PyTorch, or of Transformer Engine; null: the latter where installed."
     )
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = Field(
+        default=None, description="Attention kernels of Transformer Engine; null: it chooses."
+    )
     empty_unused_memory_level: Literal[0, 1, 2] = Field(
         default=1, description="Free cached GPU memory never, after each update (1), or also before it (2)."
     )
-    force_reconvert_from_hf: bool = Field(
-        default=False, description="Convert the Hugging Face model again although a converted copy is in the cache."
+    model_overrides: dict[str, Any] = Field(
+        default_factory=dict, description="Fields of Megatron Core's TransformerConfig to change; they win."
     )
     distributed_data_parallel_config: MegatronDDPConfig = Field(
         default_factory=MegatronDDPConfig, description="Exchange between data-parallel ranks."

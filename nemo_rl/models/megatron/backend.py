@@ -56,7 +56,7 @@ class MegatronBackend(PolicyBackend):
         init_reference_model: bool = True,
         seed: int = 0,
     ) -> None:
-        section: Any = config.megatron_cfg
+        section = config.megatron_cfg
         self.device = device
         groups = start_model_parallel(layout, section, device, seed)
         # Only now: on a machine without CUDA they need what has just been prepared.
@@ -269,18 +269,15 @@ def _loaded_chunks(
     """This rank's virtual stages with the weights of the files; collective."""
     from nemo_rl.models.megatron.build import build_chunks
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
-    from nemo_rl.models.megatron.expert_load import freeze_routers
     from nemo_rl.models.megatron.schedule import prepare
     from nemo_rl.models.megatron.scoring import give_scalar_head
 
-    section: Any = config.megatron_cfg
+    section = config.megatron_cfg
     chunks = build_chunks(hf_config, section, precision=precision, device=device, seed=seed)
     prepare(chunks, bias_update_rate=section.moe_router_bias_update_rate)
     if config.reward_model_cfg.enabled:
         give_scalar_head(chunks, std=getattr(hf_config, "initializer_range", 0.02))
     load_huggingface(chunks, hf_config, _folder(config.model_name))
-    if section.freeze_moe_router:
-        freeze_routers(chunks)
     return list(chunks)
 
 

@@ -21,29 +21,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from nemo_rl.config.schema.megatron import MegatronConfig
 from nemo_rl.models.megatron.families import Family, Rotary, family_of
 from nemo_rl.models.megatron.layers import HAVE_TE, choose_spec
 from nemo_rl.utils.errors import ConfigError
 
-_MOE_KEYS = (
-    "moe_router_dtype",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_router_bias_update_rate",
-    "moe_router_enable_expert_bias",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_token_dispatcher_type",
-    "moe_shared_expert_overlap",
-    "moe_per_layer_logging",
-    "moe_enable_deepep",
-    "moe_flex_dispatcher_backend",
-)
-"""Keys of the section that are fields of Megatron Core's configuration; None leaves the family's or its own default."""
-
 
 def build_chunks(
-    hf_config: PretrainedConfig, options: Any, *, precision: torch.dtype, device: torch.device, seed: int = 0
+    hf_config: PretrainedConfig, options: MegatronConfig, *, precision: torch.dtype, device: torch.device, seed: int = 0
 ) -> list[GPTModel]:
     """Build this rank's part of the model; Megatron Core's parallel state is up.
 
@@ -81,16 +66,16 @@ def unwrap(chunk: nn.Module) -> GPTModel:
 
 
 def transformer_config(
-    family: Family, hf_config: PretrainedConfig, options: Any, precision: torch.dtype, device: torch.device
+    family: Family, hf_config: PretrainedConfig, options: MegatronConfig, precision: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     """Megatron Core's configuration of a model; see `build_chunks`."""
     fields = family.transformer_fields(hf_config)
-    fields |= _sharding(options) | _precision(precision, options) | _recomputation(options)
+    fields |= _sharding(options) | _precision(precision) | _recomputation(options)
     if "num_moe_experts" in fields:
-        fields |= {name: getattr(options, name) for name in _MOE_KEYS if getattr(options, name) is not None}
+        fields |= _routing(options)
     fields |= _kernels(options, device, fields, family.rotary(hf_config))
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
-    fields |= _checked_overrides(options.model_overrides or {}, kind)
+    fields |= _checked_overrides(options.model_overrides, kind)
     _refuse_wrong_gradients(fields)
     try:
         return kind(**fields)
@@ -98,7 +83,7 @@ def transformer_config(
         raise ConfigError(f"Megatron Core refuses policy.megatron_cfg for this model: {error}") from error
 
 
-def _sharding(options: Any) -> dict[str, Any]:
+def _sharding(options: MegatronConfig) -> dict[str, Any]:
     """Sizes as the parallel state has them."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     pp = parallel_state.get_pipeline_model_parallel_world_size()
@@ -121,10 +106,10 @@ def _sharding(options: Any) -> dict[str, Any]:
     }
 
 
-def _precision(precision: torch.dtype, options: Any) -> dict[str, Any]:
+def _precision(precision: torch.dtype) -> dict[str, Any]:
     return {
         "params_dtype": precision,
-        "pipeline_dtype": getattr(torch, options.pipeline_dtype) if options.pipeline_dtype else precision,
+        "pipeline_dtype": precision,
         "bf16": precision is torch.bfloat16,
         "fp16": precision is torch.float16,
         "attention_softmax_in_fp32": True,
@@ -132,7 +117,7 @@ def _precision(precision: torch.dtype, options: Any) -> dict[str, Any]:
     }
 
 
-def _recomputation(options: Any) -> dict[str, Any]:
+def _recomputation(options: MegatronConfig) -> dict[str, Any]:
     if not options.activation_checkpointing:
         return {}
     if options.recompute_granularity == "selective":
@@ -140,7 +125,9 @@ def _recomputation(options: Any) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _kernels(options: Any, device: torch.device, fields: dict[str, Any], rotary: Rotary | None) -> dict[str, Any]:
+def _kernels(
+    options: MegatronConfig, device: torch.device, fields: dict[str, Any], rotary: Rotary | None
+) -> dict[str, Any]:
     """Fusions where they are installed and compute the same, and where parameters are made."""
     on_gpu = device.type == "cuda"
     engine = on_gpu and HAVE_TE and options.transformer_impl != "local"
@@ -165,16 +152,23 @@ def _kernels(options: Any, device: torch.device, fields: dict[str, Any], rotary:
         kernels["moe_grouped_gemm"] = engine and options.moe_grouped_gemm is not False
     if options.attention_backend is not None:
         kernels["attention_backend"] = AttnBackend[options.attention_backend]
-    return kernels | _fp8(options, engine)
+    return kernels
 
 
-def _fp8(options: Any, engine: bool) -> dict[str, Any]:
-    fp8 = options.fp8_cfg
-    if fp8 is None or not fp8.enabled:
-        return {}
-    if not engine:
-        raise ConfigError("policy.megatron_cfg.fp8_cfg.enabled=true needs a GPU and the package transformer-engine.")
-    return {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe, "fp8_param": fp8.fp8_param}
+def _routing(options: MegatronConfig) -> dict[str, Any]:
+    """How tokens find their experts; None leaves what the family or Megatron Core says."""
+    asked = {
+        "moe_router_dtype": options.moe_router_dtype,
+        "moe_router_load_balancing_type": options.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
+        "moe_router_bias_update_rate": options.moe_router_bias_update_rate,
+        "moe_router_enable_expert_bias": options.moe_router_enable_expert_bias,
+        "moe_router_num_groups": options.moe_router_num_groups,
+        "moe_router_group_topk": options.moe_router_group_topk,
+        "moe_token_dispatcher_type": options.moe_token_dispatcher_type,
+        "moe_shared_expert_overlap": options.moe_shared_expert_overlap,
+    }
+    return {field: value for field, value in asked.items() if value is not None}
 
 
 def _checked_overrides(overrides: dict[str, Any], kind: type[TransformerConfig]) -> dict[str, Any]:

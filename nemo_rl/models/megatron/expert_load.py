@@ -23,12 +23,6 @@ def routers(chunks: Sequence[Any]) -> list[TopKRouter]:
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
 
 
-def freeze_routers(chunks: Sequence[Any]) -> None:
-    """Keep the routers as they are; before gradients get buffers."""
-    for router in routers(chunks):
-        router.requires_grad_(False)
-
-
 class ExpertLoad:
     """Watches the routing of one optimizer update.
 

@@ -17,17 +17,15 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
+from nemo_rl.config.schema.megatron import MegatronConfig, MegatronSchedulerConfig
 from nemo_rl.models.host_memory import HostMemory
 from nemo_rl.models.megatron import cpu_shim
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_COPIED = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
-"""Keys of `optimizer` that Megatron Core knows by the same names."""
 
-
-def with_gradients(chunks: Sequence[Any], section: Any) -> list[DistributedDataParallel]:
+def with_gradients(chunks: Sequence[Any], section: MegatronConfig) -> list[DistributedDataParallel]:
     """Give the chunks buffers for gradients that are summed over data-parallel and context-parallel ranks.
 
     Args:
@@ -59,7 +57,7 @@ def with_gradients(chunks: Sequence[Any], section: Any) -> list[DistributedDataP
 
 
 def build_optimizer(
-    chunks: Sequence[DistributedDataParallel], section: Any, *, precision: torch.dtype
+    chunks: Sequence[DistributedDataParallel], section: MegatronConfig, *, precision: torch.dtype
 ) -> MegatronOptimizer:
     """The optimizer of `policy.megatron_cfg.optimizer`.
 
@@ -72,7 +70,17 @@ def build_optimizer(
     on_gpu, distributed = next(chunks[0].parameters()).is_cuda, chunks[0].ddp_config.use_distributed_optimizer
     holds_state = wanted.use_precision_aware_optimizer and wanted.optimizer == "adam" and distributed
     config = OptimizerConfig(
-        **{name: getattr(wanted, name) for name in _COPIED},
+        optimizer=wanted.optimizer,
+        lr=wanted.lr,
+        min_lr=wanted.min_lr,
+        weight_decay=wanted.weight_decay,
+        adam_beta1=wanted.adam_beta1,
+        adam_beta2=wanted.adam_beta2,
+        adam_eps=wanted.adam_eps,
+        sgd_momentum=wanted.sgd_momentum,
+        optimizer_cpu_offload=on_gpu and wanted.optimizer_cpu_offload,
+        optimizer_offload_fraction=wanted.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=wanted.overlap_cpu_optimizer_d2h_h2d,
         bf16=precision is torch.bfloat16,
         fp16=precision is torch.float16,
         params_dtype=precision,
@@ -84,7 +92,7 @@ def build_optimizer(
         return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
 
 
-def build_scheduler(optimizer: MegatronOptimizer, section: Any) -> OptimizerParamScheduler:
+def build_scheduler(optimizer: MegatronOptimizer, section: MegatronConfig) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay, in training steps.
 
     Args:
@@ -119,7 +127,7 @@ def build_scheduler(optimizer: MegatronOptimizer, section: Any) -> OptimizerPara
         ) from error
 
 
-def _last_step(wanted: Any) -> int:
+def _last_step(wanted: MegatronSchedulerConfig) -> int:
     """The step at which rate and decay have their last values."""
     if wanted.lr_decay_style == wanted.weight_decay_incr_style == "constant":
         return max(wanted.lr_decay_iters or 0, wanted.lr_warmup_iters + 1)  # nothing depends on it

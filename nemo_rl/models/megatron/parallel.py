@@ -5,11 +5,11 @@ Invariant: ranks are numbered as in `parallel_layout` (pp outermost, tp innermos
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nemo_rl.config.schema.megatron import MegatronConfig
 from nemo_rl.distributed.collectives import Group
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.process_group import collective_timeout
@@ -33,7 +33,9 @@ class Groups:
     sequence_parallel: bool = False
 
 
-def start_model_parallel(layout: ParallelLayout, section: Any, device: torch.device, seed: int = 0) -> Groups:
+def start_model_parallel(
+    layout: ParallelLayout, section: MegatronConfig, device: torch.device, seed: int = 0
+) -> Groups:
     """Make the groups, once the default process group is up; collective.
 
     Args:
@@ -73,7 +75,7 @@ def start_model_parallel(layout: ParallelLayout, section: Any, device: torch.dev
     )
 
 
-def check_dispatcher(layout: ParallelLayout, section: Any) -> None:
+def check_dispatcher(layout: ParallelLayout, section: MegatronConfig) -> None:
     """Refuse to gather tokens from ranks that have different numbers of them, as data-parallel ranks do.
 
     Raises:

@@ -63,9 +63,6 @@ BY_COMPUTED_NAME = {
 READ_BY_A_BACKEND = {"TrainingBackendConfig.kwargs", "TrainingBackendConfig.name"}
 """Keys for the classes that users write."""
 
-READ_UNTYPED = ("MegatronConfig", "MegatronDDPConfig", "MegatronOptimizerConfig", "MegatronSchedulerConfig")
-"""Sections whose readers, in the ranks, do not say what they take."""
-
 REFUSED_BY_A_RULE = {"DTensorConfig.enabled": check_backend}
 """Keys that have one value in every run, because a rule refuses the others."""
 
@@ -145,7 +142,6 @@ def idle_keys(reads: AttributeReads) -> set[str]:
             if Slot.of(section.model_fields[key].annotation, section.model_fields[key].metadata).sections:
                 continue  # a section is as idle as its keys
             idle.add(f"{section.__name__}.{key}")
-    idle = {key for key in idle if key.partition(".")[0] not in READ_UNTYPED}
     return idle - set(REFUSED_BY_A_RULE) - READ_BY_A_BACKEND
 
 

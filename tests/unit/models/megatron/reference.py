@@ -5,12 +5,14 @@ Imports megatron inside functions only: the pytest process stays free of it, and
 
 import re
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.config.schema.megatron import MegatronConfig
 
 LENGTHS = (8, 12, 4)
 """Of the sequences of a batch; multiples of twice the ranks that divide them."""
@@ -107,40 +109,10 @@ def hf_model(name: str, **values: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def megatron_options(**values: Any) -> SimpleNamespace:
+def megatron_options(**values: Any) -> MegatronConfig:
     """A section `policy.megatron_cfg` for float32 on the CPU."""
-    defaults = {
-        "sequence_parallel": False,
-        "num_layers_in_first_pipeline_stage": None,
-        "num_layers_in_last_pipeline_stage": None,
-        "pipeline_dtype": None,
-        "activation_checkpointing": False,
-        "recompute_granularity": "full",
-        "recompute_modules": None,
-        "transformer_impl": None,
-        "attention_backend": None,
-        "apply_rope_fusion": True,
-        "bias_activation_fusion": True,
-        "gradient_accumulation_fusion": False,
-        "fp8_cfg": None,
-        "freeze_moe_router": False,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_enable_expert_bias": None,
-        "moe_router_num_groups": None,
-        "moe_router_group_topk": None,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_shared_expert_overlap": False,
-        "moe_per_layer_logging": False,
-        "moe_enable_deepep": False,
-        "moe_flex_dispatcher_backend": None,
-        "moe_permute_fusion": True,
-        "moe_grouped_gemm": None,
-        "model_overrides": {},
-    }
-    return SimpleNamespace(**defaults | values)
+    section = {"freeze_moe_router": False, "moe_router_dtype": "fp32", **values}
+    return PolicyConfig.build(model_name="m", dtensor_cfg={"enabled": False}, megatron_cfg=section).megatron_cfg
 
 
 def start_groups(**sizes: int) -> None:
