@@ -231,8 +231,10 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "policy.workers": {"inputs", "interfaces", "huggingface", "policy.metrics"},
     "policy": {"backends", "policy.interfaces", "policy.metrics", "policy.workers"},
     "generation": {"huggingface"},
+    "generation.megatron": {"generation", "huggingface", "attention", "megatron"},
 }
-"""Parts of `nemo_rl.models`, lowest first, and the parts that each imports; policy, backends and engines never meet."""
+"""Parts of `nemo_rl.models`, lowest first, and the parts that each imports; policy, backends and engines never meet, but
+for the engine that is Megatron Core's model, which nothing imports."""
 
 
 def model_part(module: str) -> str:

@@ -41,9 +41,9 @@ def check_engines(section: str, generation: GenerationConfig, ranks: int, key: s
         own = _OWN_KEYS[argument]
         advice = f"Write {section}.{own}." if own else "Take it out."
         yield f"{section}.vllm_kwargs.{argument} decides which processes an engine has, which Ray must know. {advice}"
-    if generation.backend == "hf" and max(tensor, stages, experts) > 1:
+    if generation.backend in ("hf", "megatron") and max(tensor, stages, experts) > 1:
         yield (
-            f"{section}.backend=hf computes on one device, but {section}.engine asks for "
+            f"{section}.backend={generation.backend} computes on one device, but {section}.engine asks for "
             f"tensor_parallel_size={tensor}, pipeline_parallel_size={stages}, expert_parallel_size={experts}. Set them "
             "to 1, or use backend=vllm."
         )

@@ -21,13 +21,14 @@ EnginePrecision = Annotated[
 
 
 def _check_engine_name(name: str) -> str:
-    if name in ("megatron", "sglang", "trtllm", "dynamo"):
+    if name in ("sglang", "trtllm", "dynamo"):
         raise PydanticCustomError(
             "generation_backend",
-            f"{NOT_BUILT}: the generation backend {name}. Values that pass: vllm, hf, the dotted path of a class",
+            f"{NOT_BUILT}: the generation backend {name}. Values that pass: vllm, hf, megatron, the dotted path of a "
+            "class",
         )
-    if name not in ("vllm", "hf") and "." not in name:
-        raise PydanticCustomError("engine", "Input should be vllm, hf or the dotted path of a class")
+    if name not in ("vllm", "hf", "megatron") and "." not in name:
+        raise PydanticCustomError("engine", "Input should be vllm, hf, megatron or the dotted path of a class")
     return name
 
 
@@ -183,7 +184,7 @@ class GenerationConfig(Section):
     ignored: ClassVar[dict[str, str]] = {
         "_pad_token_id": "it comes from the tokenizer",
         "dynamo_cfg": "it belongs to another backend",
-        "mcore_generation_config": "it belongs to another backend",
+        "mcore_generation_config": "it belongs to Megatron Core's dynamic engine; backend=megatron reads engine",
         "model_name": "engines always serve policy.model_name",
         "pad_token_id": "it comes from the tokenizer",
         "port_range_high": "engines open no ports of their own",
@@ -199,7 +200,8 @@ class GenerationConfig(Section):
 
     backend: EngineName = Field(
         default="vllm",
-        description="Engine: vllm; hf, a plain Hugging Face model, which needs nothing; or the dotted path of a class.",
+        description="Engine: vllm; hf, a plain Hugging Face model, which needs nothing; megatron, a Megatron Core "
+        "model on one rank; or the dotted path of a class.",
     )
     temperature: NonNegativeFloat = Field(
         default=1.0, description="Sampling temperature; 0 takes the most likely token (not for training)."

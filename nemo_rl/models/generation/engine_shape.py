@@ -8,10 +8,31 @@ other sizes). Vocabularies are padded, so any size goes.
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_rl.config import GenerationConfig
+from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
+from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.utils.errors import ConfigError
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
+    """Refuse a model that vLLM computes wrongly or cannot divide; see `registry.EngineKind.check`.
+
+    Raises:
+        ConfigError: the model does not divide into the ranks of an engine; latent attention (DeepSeek-V3 and its like)
+            with plain rotary embeddings on a CPU.
+    """
+    assert policy.generation is not None
+    model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
+    check_engine_shape(model, policy.generation)
+    if cluster.uses_gpu:
+        return
+    rope = getattr(model, "rope_parameters", None) or {}
+    if getattr(model, "kv_lora_rank", None) and rope.get("rope_type", "default") == "default":
+        raise ConfigError(
+            f"policy.model_name={policy.model_name!r} has latent attention (MLA) with plain rotary embeddings, which "
+            "vLLM computes wrongly on CPUs. Set policy.generation.backend=hf, or use GPUs."
+        )
 
 
 def check_engine_shape(model: Any, generation: GenerationConfig) -> None:

@@ -10,12 +10,11 @@ from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.engine_group import EngineGroup
-from nemo_rl.models.generation.engine_shape import check_engine_shape
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind
-from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.huggingface.stop_tokens import stop_token_ids
 from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import import_dotted
 
 _WORKER = "nemo_rl.models.generation.worker.GenerationWorker"
 _CPU_KV_CACHE_MB = 256
@@ -58,13 +57,15 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         pipeline_parallel_size=engine.pipeline_parallel_size,
         expert_parallel_size=engine.expert_parallel_size,
         hf_overrides=dict(policy.hf_config_overrides or {}),
-        engine_kwargs=_engine_kwargs(generation),
+        engine_kwargs=_engine_kwargs(policy, generation),
         env_vars=dict(engine.env_vars or {}),
     )
 
 
-def _engine_kwargs(generation: GenerationConfig) -> dict[str, Any]:
+def _engine_kwargs(policy: PolicyConfig, generation: GenerationConfig) -> dict[str, Any]:
     """More arguments for the engine; for vLLM those that `vllm_cfg` has keys for, too."""
+    if generation.backend == "megatron":
+        return {"megatron_cfg": policy.megatron_cfg}
     if generation.backend != "vllm":
         return dict(generation.vllm_kwargs)
     vllm = generation.vllm_cfg
@@ -80,29 +81,20 @@ def engine_precision(policy: PolicyConfig) -> str:
 
 
 def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """Refuse an engine that is not there, or a model that it computes wrongly; needs no engine and no worker.
+    """Refuse an engine that is not there, or a model that it cannot serve; needs no engine and no worker.
 
     Raises:
-        ConfigError: `policy.generation.backend` names a class that cannot be imported; the model does not divide into
-            the ranks of an engine; latent attention (DeepSeek-V3 and its like) with plain rotary embeddings in vLLM on
-            a CPU.
+        ConfigError: `policy.generation.backend` names a class that cannot be imported; or what the engine's own check
+            says.
     """
     if policy.generation is None:
         return
     if policy.generation.backend not in ENGINES:
         engine_class(policy.generation.backend)
-    if policy.generation.backend != "vllm":
-        return
-    model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
-    check_engine_shape(model, policy.generation)
-    if cluster.uses_gpu:
-        return
-    rope = getattr(model, "rope_parameters", None) or {}
-    if getattr(model, "kv_lora_rank", None) and rope.get("rope_type", "default") == "default":
-        raise ConfigError(
-            f"policy.model_name={policy.model_name!r} has latent attention (MLA) with plain rotary embeddings, which "
-            "vLLM computes wrongly on CPUs. Set policy.generation.backend=hf, or use GPUs."
-        )
+    check = engine_kind(policy.generation.backend).check
+    if check is not None:
+        refuse = import_dotted(check, ConfigError, f"{check} of policy.generation.backend", "It is part of nemo_rl.")
+        refuse(policy, cluster)
 
 
 def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validation: bool) -> SamplingParams:

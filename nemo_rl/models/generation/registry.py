@@ -20,11 +20,14 @@ class EngineKind:
         path: dotted path of a class as `interfaces.Engine`, constructed with `EngineSettings`.
         environment: environment variables of its process on a device ("cpu" or "cuda"), set before any import.
         rank_path: the same for the workers of an engine behind its first, where they take another class.
+        check: dotted path of a function of the sections `policy` and `cluster`, which refuses a model that the engine
+            cannot serve before any worker is started, by a `ConfigError`; needs no engine library.
     """
 
     path: str
     environment: Callable[[str], dict[str, str]] = lambda device: {}
     rank_path: str | None = None
+    check: str | None = None
 
 
 ENGINES = {
@@ -32,8 +35,13 @@ ENGINES = {
         "nemo_rl.models.generation.vllm.engine.VllmEngine",
         engine_environment,
         "nemo_rl.models.generation.vllm.ranks.VllmRank",
+        "nemo_rl.models.generation.engine_shape.check_model",
     ),
     "hf": EngineKind("nemo_rl.models.generation.hf.engine.HfEngine"),
+    "megatron": EngineKind(
+        "nemo_rl.models.generation.megatron.engine.MegatronEngine",
+        check="nemo_rl.models.generation.megatron.check.check_model",
+    ),
 }
 """Engines that `policy.generation.backend` may name; any other value is the path of a user's class."""
 

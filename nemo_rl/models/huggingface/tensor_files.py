@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -98,6 +99,12 @@ class TensorFiles:
             return torch.equal(self.read(name), self.read(other))
         parts = [(slice(start, start + rows),) for start in range(0, len(ours), rows)]
         return all(torch.equal(self.read(name, part), self.read(other, part)) for part in parts)
+
+
+def model_folder(model_name: str) -> Path:
+    """Where a model's files are; a hub id is downloaded, or found in the cache."""
+    path = Path(model_name).expanduser()
+    return path if path.is_dir() else Path(snapshot_download(model_name, allow_patterns=["*.safetensors*", "*.json"]))
 
 
 def weight_files(folder: Path) -> list[Path]:

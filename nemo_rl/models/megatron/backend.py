@@ -11,12 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
@@ -25,6 +23,7 @@ from nemo_rl.distributed.collectives import all_gather
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
+from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.inputs import ModelInputs
 from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
 from nemo_rl.models.megatron.inputs import rank_inputs, row_order
@@ -277,11 +276,5 @@ def _loaded_chunks(
     prepare(chunks, bias_update_rate=section.moe_router_bias_update_rate)
     if config.reward_model_cfg.enabled:
         give_scalar_head(chunks, std=getattr(hf_config, "initializer_range", 0.02))
-    load_huggingface(chunks, hf_config, _folder(config.model_name))
+    load_huggingface(chunks, hf_config, model_folder(config.model_name))
     return list(chunks)
-
-
-def _folder(model_name: str) -> Path:
-    """Where the model's files are; a hub id is downloaded, or found in the cache."""
-    path = Path(model_name).expanduser()
-    return path if path.is_dir() else Path(snapshot_download(model_name, allow_patterns=["*.safetensors*", "*.json"]))

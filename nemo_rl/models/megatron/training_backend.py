@@ -31,7 +31,7 @@ class MegatronTraining(TrainingBackend):
         """Ask for the library, hold the mesh against the model's configuration, and read that in Megatron Core's terms;
         see `TrainingBackend.check`.
         """
-        require_megatron_core(section)
+        require_megatron_core(f"{section}.megatron_cfg.enabled=true")
         try:
             layout = ParallelLayout.of(policy, num_ranks)
         except ConfigError as error:
@@ -83,11 +83,11 @@ class MegatronTraining(TrainingBackend):
         return verify_export(weights, target)
 
 
-def require_megatron_core(section: str = "policy") -> None:
+def require_megatron_core(asked_by: str = "policy.megatron_cfg.enabled=true") -> None:
     """Refuse a machine without megatron-core, or with another release than the tested one.
 
     Args:
-        section: name of the model's section, for the message.
+        asked_by: the setting that needs it, for the message.
 
     Raises:
         ConfigError: names what is installed, and the command that installs what is needed.
@@ -100,6 +100,6 @@ def require_megatron_core(section: str = "policy") -> None:
         return
     what = "megatron-core is not installed" if found is None else f"megatron-core {found} is installed"
     raise ConfigError(
-        f"{section}.megatron_cfg.enabled=true needs megatron-core {TESTED_VERSION}, and {what}. Install it beside the "
+        f"{asked_by} needs megatron-core {TESTED_VERSION}, and {what}. Install it beside the "
         "extra that you use, for example: uv sync --extra vllm --extra mcore (on CPUs: --extra cpu --extra mcore)."
     )

@@ -25,8 +25,8 @@ from generation_helpers import (
 from tiny_models import make_char_tokenizer
 
 from nemo_rl.models.generation.hf.engine import HfEngine
-from nemo_rl.models.generation.hf.sampling import bad_word_ids, banned_tokens, draw, filtered_logprobs
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
+from nemo_rl.models.generation.sampling import bad_word_ids, banned_tokens, draw, filtered_logprobs
 from nemo_rl.utils.errors import GenerationError
 
 

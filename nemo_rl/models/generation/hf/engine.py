@@ -1,151 +1,69 @@
-"""A plain Hugging Face model behind our `Engine` protocol.
+"""A plain Hugging Face model behind our `Engine` protocol: left-padded batches and the cache of `transformers`."""
 
-Requests waiting when the engine is idle form one left-padded batch that decodes with a key-value cache
-until all its rows are done; later requests wait for the next batch. Simple and slow, exact and small.
-"""
-
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from nemo_rl.models.generation.hf.sampling import bad_word_ids, banned_tokens, draw
-from nemo_rl.models.generation.interfaces import (
-    EngineSettings,
-    FinishReason,
-    GenerationRequest,
-)
-from nemo_rl.models.generation.stepped import Finished, SteppedEngine
+from nemo_rl.models.generation.batched import BatchedEngine
+from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.utils.errors import GenerationError
 
 
-@dataclass
-class _Row:
-    request_id: str
-    request: GenerationRequest
-    generator: torch.Generator
-    bad_words: list[list[int]]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-
-
-class HfEngine(SteppedEngine):
+class HfEngine(BatchedEngine):
     """One Hugging Face model."""
 
     def __init__(self, settings: EngineSettings):
-        super().__init__()
         self._device = torch.device(settings.device)
-        self._max_model_len = settings.max_model_len
         model: Any = AutoModelForCausalLM.from_pretrained(
             settings.model_name, dtype=getattr(torch, settings.precision), **settings.hf_overrides
         )
         fix_rotary_frequencies(model, settings.max_model_len)
         self._model = model.to(self._device).eval()
-        self._vocab_size = self._model.get_input_embeddings().weight.shape[0]
-        self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_name)
-        self._waiting: list[_Row] = []
-        self._active: list[_Row] = []
+        super().__init__(settings, self._model.get_input_embeddings().weight.shape[0])
         self._cache: DynamicCache | None = None
-        self._inputs: dict[str, torch.Tensor] = {}
+        self._mask = self._position_ids = torch.empty(0)
         self._received: set[str] = set()
         self._held: dict[str, torch.Tensor] = {}
 
-    def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """See `Engine.add_request`."""
-        ids = request.prompt_token_ids
-        if not 0 < len(ids) < self._max_model_len:
-            raise GenerationError(f"A prompt of {len(ids)} tokens does not fit the context of {self._max_model_len}.")
-        if not all(0 <= token < self._vocab_size for token in ids):
-            raise GenerationError(f"A prompt holds token ids outside 0..{self._vocab_size - 1}.")
-        generator = torch.Generator().manual_seed(request.seed)
-        bad_words = bad_word_ids(request.sampling.bad_words, self._tokenizer)
-        self._waiting.append(_Row(request_id, request, generator, bad_words))
-
-    @torch.inference_mode()
-    def step(self) -> list[Finished]:
-        """See `SteppedEngine.step`."""
-        if not self._active:
-            self._active, self._waiting = self._waiting, []
-            self._read_all()
-        output = self._model(**self._inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        written = [row for row in self._active if row.finish_reason is None]
-        next_ids = [
-            self._extend(row, logits) if row.finish_reason is None else row.token_ids[-1]
-            for row, logits in zip(self._active, output.logits[:, -1], strict=True)
-        ]
-        self._prepare_next(next_ids)
-        return self._take_finished(written)
-
-    def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
-        """See `SteppedEngine.remove_requests`; their rows stay in the batch until it is done."""
-        rows = [row for row in (*self._waiting, *self._active) if row.request_id in request_ids]
-        self._waiting = [row for row in self._waiting if row.request_id not in request_ids]
-        for row in rows:
-            row.finish_reason = "abort"
-        return self._take_finished(rows)
-
-    def num_tokens(self, request_id: str) -> int:
-        """See `SteppedEngine.num_tokens`."""
-        return next(len(row.token_ids) for row in (*self._active, *self._waiting) if row.request_id == request_id)
-
-    def _read_all(self) -> None:
-        """Start the batch, or start it anew: the next step reads all tokens of its rows."""
+    def read(self, rows: list[list[int]], most_new: int) -> torch.Tensor:
+        """See `BatchedEngine.read`."""
         self._cache = DynamicCache(config=self._model.config)
-        prompts = [row.request.prompt_token_ids + row.token_ids for row in self._active]
-        width = max(len(prompt) for prompt in prompts)
-        input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        width = max(len(row) for row in rows)
+        input_ids = torch.zeros(len(rows), width, dtype=torch.long)
         mask = torch.zeros_like(input_ids)
-        for row, prompt in enumerate(prompts):
-            input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
-        self._inputs = {
-            "input_ids": input_ids.to(self._device),
-            "attention_mask": mask.to(self._device),
-            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0).to(self._device),
-        }
+        for number, row in enumerate(rows):
+            input_ids[number, width - len(row) :] = torch.tensor(row)
+            mask[number, width - len(row) :] = 1
+        self._mask = mask.to(self._device)
+        self._position_ids = (mask.cumsum(-1) - 1).clamp(min=0).to(self._device)
+        return self._logits(input_ids)
 
-    def _extend(self, row: _Row, logits_V: torch.Tensor) -> int:
-        sampling = row.request.sampling
-        token, logprob = draw(logits_V, sampling, row.generator, banned_tokens(row.bad_words, row.token_ids))
-        row.token_ids.append(token)
-        row.logprobs.append(logprob)
-        total = len(row.request.prompt_token_ids) + len(row.token_ids)
-        if token in sampling.stop_token_ids or self._hits_stop_string(row):
-            row.finish_reason = "stop"
-        elif len(row.token_ids) >= sampling.max_new_tokens or total >= self._max_model_len:
-            row.finish_reason = "length"
-        return token
+    def advance(self, token_ids: list[int]) -> torch.Tensor:
+        """See `BatchedEngine.advance`."""
+        self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
+        self._position_ids = self._position_ids[:, -1:] + 1
+        return self._logits(torch.tensor(token_ids)[:, None])
 
-    def _hits_stop_string(self, row: _Row) -> bool:
-        if not row.request.sampling.stop_strings:
-            return False
-        text = self._tokenizer.decode(row.token_ids)
-        return any(stop in text for stop in row.request.sampling.stop_strings)
+    def _logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        output = self._model(
+            input_ids=input_ids.to(self._device),
+            attention_mask=self._mask,
+            position_ids=self._position_ids,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits_bV: torch.Tensor = output.logits[:, -1]
+        return logits_bV
 
-    def _prepare_next(self, next_ids: list[int]) -> None:
-        mask = self._inputs["attention_mask"]
-        position_ids = self._inputs["position_ids"]
-        self._inputs = {
-            "input_ids": torch.tensor(next_ids, device=self._device)[:, None],
-            "attention_mask": torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1),
-            "position_ids": position_ids[:, -1:] + 1,
-        }
-
-    def _take_finished(self, rows: list[_Row]) -> list[Finished]:
-        """Those of the rows that are over; the batch ends with the last of its rows."""
-        if all(row.finish_reason is not None for row in self._active):
-            self._active, self._cache = [], None
-        return [
-            Finished(row.request_id, row.token_ids, row.logprobs, row.finish_reason)
-            for row in rows
-            if row.finish_reason is not None
-        ]
+    def forget(self) -> None:
+        """See `BatchedEngine.forget`."""
+        self._cache = None
 
     def start_loading(self) -> None:
         """See `SteppedEngine.start_loading`."""
@@ -167,12 +85,9 @@ class HfEngine(SteppedEngine):
             own[name].copy_(tensor)
             self._received.add(name)
 
-    def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`; tied parameters count once."""
+    def put_in_force(self) -> list[str]:
+        """See `BatchedEngine.put_in_force`; tied parameters count once."""
         self._copy(in_memory(self._model, list(self._held), self._held.pop))
-        if changed and self._active:
-            self._active = [row for row in self._active if row.finish_reason is None]
-            self._read_all()
         expected = {name for name, _ in self._model.named_parameters()}
         return sorted(expected - self._received)
 

@@ -5,21 +5,32 @@ no copy of the model is kept anywhere. Invariant: afterwards every parameter has
 the files was some parameter's or was named as left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
+from nemo_rl.models.huggingface.tensor_files import Box, TensorFiles, weight_files
 from nemo_rl.models.megatron.conversion.dequantized import DequantizedFiles
 from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
 from nemo_rl.models.megatron.conversion.rules import rules_for
 from nemo_rl.models.megatron.conversion.sources import sources
 from nemo_rl.utils.errors import CheckpointError
+
+
+class TensorSource(Protocol):
+    """Tensors of the hub by their names, such as `TensorFiles`."""
+
+    def like(self, name: str) -> Tensor:
+        """A tensor of the same shape and dtype."""
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """Its values in a box."""
 
 
 def load_huggingface(
@@ -42,16 +53,34 @@ def load_huggingface(
     holders(held, rules, groups)
     stored = sources(rules, files, folder)
     for name in held.keys() & stored.keys():
-        _fill(held[name], rules.by_parameter[name], stored[name], files, groups)
+        _load(held[name], rules.by_parameter[name], stored[name], files, groups)
+
+
+def _load(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: TensorFiles, groups: Groups) -> None:
+    """Read this rank's shard of a parameter."""
+    keep_precision(tensor, rule)
+    _require_shapes(tensor, rule, parts, files, groups.num_shards(rule))
+    fill(tensor, rule, dict(enumerate(parts)), files, groups)
+
+
+def keep_precision(tensor: Tensor, rule: Rule) -> None:
+    """Make a parameter float32 that is so in whatever format the others are."""
+    if rule.full_precision and tensor.dtype != torch.float32:
+        tensor.data = tensor.data.float()
 
 
 @torch.no_grad()
-def _fill(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: TensorFiles, groups: Groups) -> None:
-    """Read this rank's shard of a parameter."""
-    if rule.full_precision and tensor.dtype != torch.float32:
-        tensor.data = tensor.data.float()
+def fill(tensor: Tensor, rule: Rule, parts: Mapping[int, Part], source: TensorSource, groups: Groups) -> None:
+    """Copy parts of a parameter into this rank's shard of it.
+
+    Args:
+        tensor: the shard.
+        rule: of the parameter.
+        parts: those to copy, by their numbers in the rule.
+        source: has their tensors.
+        groups: the ranks.
+    """
     num_shards = groups.num_shards(rule)
-    _require_shapes(tensor, rule, parts, files, num_shards)
     shard = groups.dividing(rule).rank() if num_shards > 1 else 0
     columns = slice(None)
     if rule.dim == 1:
@@ -59,10 +88,11 @@ def _fill(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: TensorFile
         shard, num_shards = 0, 1
     start = 0
     for segment in rule.layout.segments(len(tensor), shard, num_shards):
-        part = parts[segment.part]
-        read, shape = partial(files.read, part.name), files.like(part.name).shape
-        values = part.read(read, shape, slice(segment.start, segment.stop), columns)
-        tensor[start : start + segment.num_rows].copy_(values)
+        part = parts.get(segment.part)
+        if part is not None:
+            read, shape = partial(source.read, part.name), source.like(part.name).shape
+            values = part.read(read, shape, slice(segment.start, segment.stop), columns)
+            tensor[start : start + segment.num_rows].copy_(values)
         start += segment.num_rows
 
 

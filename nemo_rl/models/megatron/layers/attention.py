@@ -67,7 +67,7 @@ class PortableAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: AttentionPlan | Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
@@ -78,7 +78,9 @@ class PortableAttention(MegatronModule):
             query: `[t, b, H, D]`, or packed `[t, H, D]`.
             key: `[t_k, b, H_kv, D]`, or packed; more than queries only where a cache holds earlier ones.
             value: `[t_k, b, H_kv, D_v]`, or packed.
-            attention_mask: not looked at: the mask is causal, and right-padded rows need no other.
+            attention_mask: the plan of all rows laid end to end, where they do not begin in the same column (Megatron
+                Core hands on what the model was called with). A tensor is not looked at: the mask is causal, and
+                right-padded rows need no other.
             attn_mask_type: causal, or none where a single query sees all keys of its cache.
             attention_bias: None.
             packed_seq_params: where the packed sequences begin; None for padded rows.
@@ -94,6 +96,11 @@ class PortableAttention(MegatronModule):
             query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
             plan, key, value = self._packed(key, value, packed_seq_params)
             return attend(query, key, value, plan, scoring)[0].transpose(0, 1).flatten(1)
+        if isinstance(attention_mask, AttentionPlan):
+            rows = query.shape[1]
+            query, key, value = (x.permute(2, 1, 0, 3).flatten(1, 2)[None] for x in (query, key, value))
+            out = attend(query, key, value, attention_mask, scoring)[0]
+            return out.unflatten(1, (rows, -1)).permute(2, 1, 0, 3).flatten(2)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         plan, key, value = self._padded(query.shape[2], key, value)
         return attend(query, key, value, plan, scoring).permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,168 @@
+"""Engines that decode one batch after the other: rows, stops and draws, around a model with a key-value cache.
+
+Requests that wait when the engine is idle form a batch, as many as its cache has room for, and later ones wait for the
+next. Its rows end in one column, whatever their lengths, and grow together until the last of them is done. Simple and
+slow, exact and small. Invariant: what a row says depends on its own tokens and its own generator only.
+"""
+
+from abc import abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from nemo_rl.models.generation.interfaces import EngineSettings, FinishReason, GenerationRequest
+from nemo_rl.models.generation.sampling import bad_word_ids, banned_tokens, draw
+from nemo_rl.models.generation.stepped import Finished, SteppedEngine
+from nemo_rl.utils.errors import GenerationError
+
+
+@dataclass
+class _Row:
+    request_id: str
+    request: GenerationRequest
+    generator: torch.Generator
+    bad_words: list[list[int]]
+    most_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and response so far."""
+        return self.request.prompt_token_ids + self.token_ids
+
+
+class BatchedEngine(SteppedEngine):
+    """A `SteppedEngine` that is a model and its cache.
+
+    Args:
+        settings: context limit and tokenizer.
+        vocab_size: ids that prompts may hold.
+        cache_tokens: tokens of all rows together that the cache has room for; None: any number.
+    """
+
+    def __init__(self, settings: EngineSettings, vocab_size: int, cache_tokens: int | None = None) -> None:
+        super().__init__()
+        self._max_model_len, self._vocab_size, self._cache_tokens = settings.max_model_len, vocab_size, cache_tokens
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_name)
+        self._waiting: list[_Row] = []
+        self._active: list[_Row] = []
+        self._next_ids: list[int] | None = None
+        """What the rows read next; None: all their tokens."""
+
+    @abstractmethod
+    def read(self, rows: list[list[int]], most_new: int) -> Tensor:
+        """Start a batch, and forget the one before.
+
+        Args:
+            rows: tokens of each.
+            most_new: how many more tokens a row gets at most, the next one included.
+
+        Returns:
+            `[b, V]` logits of the next token.
+        """
+
+    @abstractmethod
+    def advance(self, token_ids: list[int]) -> Tensor:
+        """One more token of each row; returns `[b, V]` logits of the next one."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Free the batch's cache."""
+
+    @abstractmethod
+    def put_in_force(self) -> list[str]:
+        """Complete the weights that were loaded; returns parameters nothing was loaded into."""
+
+    def add_request(self, request_id: str, request: GenerationRequest) -> None:
+        """See `SteppedEngine.add_request`."""
+        ids, limit = request.prompt_token_ids, self._max_model_len
+        if not 0 < len(ids) < limit:
+            raise GenerationError(f"A prompt of {len(ids)} tokens does not fit the context of {limit}.")
+        if not all(0 <= token < self._vocab_size for token in ids):
+            raise GenerationError(f"A prompt holds token ids outside 0..{self._vocab_size - 1}.")
+        generator = torch.Generator().manual_seed(request.seed)
+        bad_words = bad_word_ids(request.sampling.bad_words, self._tokenizer)
+        most_tokens = min(request.sampling.max_new_tokens, limit - len(ids))
+        self._waiting.append(_Row(request_id, request, generator, bad_words, most_tokens))
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """See `SteppedEngine.step`."""
+        if not self._active:
+            self._active = self._next_batch()
+        if self._next_ids is None:
+            most_new = max(row.most_tokens - len(row.token_ids) for row in self._active)
+            logits_bV = self.read([row.tokens for row in self._active], most_new)
+        else:
+            logits_bV = self.advance(self._next_ids)
+        written = [row for row in self._active if row.finish_reason is None]
+        self._next_ids = [
+            self._extend(row, logits_V) if row.finish_reason is None else row.tokens[-1]
+            for row, logits_V in zip(self._active, logits_bV, strict=True)
+        ]
+        return self._take_finished(written)
+
+    def _next_batch(self) -> list[_Row]:
+        """The first waiting rows that the cache has room for, and at least one."""
+        longest = most_new = count = 0
+        for row in self._waiting:
+            longest, most_new = max(longest, len(row.tokens)), max(most_new, row.most_tokens)
+            needed = (count + 1) * (longest + most_new)
+            if count and self._cache_tokens is not None and needed > self._cache_tokens:
+                break
+            count += 1
+        batch, self._waiting = self._waiting[:count], self._waiting[count:]
+        return batch
+
+    def _extend(self, row: _Row, logits_V: Tensor) -> int:
+        sampling = row.request.sampling
+        token, logprob = draw(logits_V, sampling, row.generator, banned_tokens(row.bad_words, row.token_ids))
+        row.token_ids.append(token)
+        row.logprobs.append(logprob)
+        if token in sampling.stop_token_ids or self._hits_stop_string(row):
+            row.finish_reason = "stop"
+        elif len(row.token_ids) >= row.most_tokens:
+            row.finish_reason = "length"
+        return token
+
+    def _hits_stop_string(self, row: _Row) -> bool:
+        if not row.request.sampling.stop_strings:
+            return False
+        text = self._tokenizer.decode(row.token_ids)
+        return any(stop in text for stop in row.request.sampling.stop_strings)
+
+    def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
+        """See `SteppedEngine.remove_requests`; their rows stay in the batch until it is done."""
+        rows = [row for row in (*self._waiting, *self._active) if row.request_id in request_ids]
+        self._waiting = [row for row in self._waiting if row.request_id not in request_ids]
+        for row in rows:
+            row.finish_reason = "abort"
+        return self._take_finished(rows)
+
+    def _take_finished(self, rows: list[_Row]) -> list[Finished]:
+        """Those of the rows that are over; the batch ends with the last of its rows."""
+        if all(row.finish_reason is not None for row in self._active):
+            self._active, self._next_ids = [], None
+            self.forget()
+        return [
+            Finished(row.request_id, row.token_ids, row.logprobs, row.finish_reason)
+            for row in rows
+            if row.finish_reason is not None
+        ]
+
+    def num_tokens(self, request_id: str) -> int:
+        """See `SteppedEngine.num_tokens`."""
+        return next(len(row.token_ids) for row in (*self._active, *self._waiting) if row.request_id == request_id)
+
+    def finish_loading(self, *, changed: bool) -> list[str]:
+        """See `SteppedEngine.finish_loading`; rows that are under way are read anew."""
+        unbound = self.put_in_force()
+        if changed:
+            self._active = [row for row in self._active if row.finish_reason is None]
+            self._next_ids = None
+        return unbound

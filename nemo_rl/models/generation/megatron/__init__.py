@@ -1,0 +1,1 @@
+"""Megatron Core's models as an engine: what Megatron trains samples with the same layers."""

@@ -1,0 +1,227 @@
+"""Megatron Core's engine against Hugging Face: tokens, log-probabilities, cached rows of other lengths, weights.
+
+The engine lives in another process, with the stand-in for CUDA, behind the real worker and weight transport.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from engine_process import EngineProcess
+from generation_helpers import (
+    MAX_MODEL_LEN,
+    PROMPTS,
+    ask,
+    check_spans,
+    greedy_reference,
+    make_mixture,
+    make_model,
+    make_settings,
+    reference_logprobs,
+    save_model,
+    spread_out,
+    streamed,
+)
+from tiny_models import make_char_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.models.generation.factory import check_engine_model
+from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.utils.errors import ConfigError, WeightSyncError
+from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed (extra mcore)")
+
+SPEC = TransportSpec("shared_memory", run_id="megatron", bucket_size_bytes=50_000)
+HYBRID = {"sliding_window": 5, "head_dim": 32, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": HYBRID | {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "gpt_oss": HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", *WINDOWED)
+SMALL = "small cache"
+
+
+def model_of(family: str, seed: int = 1) -> PreTrainedModel:
+    if family in ("qwen3_moe", "deepseek_v3"):
+        return make_mixture(family, seed)
+    if family not in WINDOWED:
+        return make_model(family, family != "llama", seed)
+    sizes = {"vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    tokens = {"pad_token_id": 256, "eos_token_id": 258, "bos_token_id": None}
+    config = AutoConfig.for_model(family, **sizes | heads | tokens | WINDOWED[family])
+    torch.manual_seed(seed)
+    return spread_out(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in folders.items():
+        save_model(folder, model_of(family))
+    settings = {name: make_settings(folder, "megatron", load_weights=True) for name, folder in folders.items()}
+    # Room for two rows of the longest prompt and its answer: 2 layers x 2 x 32 numbers of 4 bytes a token.
+    settings[SMALL] = make_settings(folders["llama"], "megatron", load_weights=True, kv_cache_bytes=2 * 42 * 512)
+    with EngineProcess(settings) as process:
+        yield process
+
+
+def sync(
+    engines: EngineProcess, name: str, tensors: Iterable[tuple[str, torch.Tensor]], version: int, flipped: str = ""
+) -> tuple[list[Bucket], SyncReceipt]:
+    """One sync; of the tensor `flipped` a bit is turned on the way."""
+    sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+    engines.call(name, "begin_weight_update", SPEC, version)
+    sender.begin(tensors)
+    buckets: list[Bucket] = []
+    while not buckets or not buckets[-1].is_last:
+        buckets.append(sender.next_bucket())
+        for slot in buckets[-1].slots:
+            if slot.name == flipped:
+                sender._transport.buffer(buckets[-1].num_bytes, buckets[-1].index)[slot.offset + 2] ^= 1
+        engines.call(name, "receive_bucket", buckets[-1])
+    sender.close()
+    return buckets, engines.call(name, "finish_weight_update", version)
+
+
+def deploy(engines: EngineProcess, name: str, model: PreTrainedModel, version: int) -> None:
+    buckets, receipt = sync(engines, name, streamed(model).items(), version)
+    check_receipts([receipt], buckets, version)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_hugging_face_before_and_after_a_sync(engines, family):
+    """Prompts of 1 to 30 tokens in one batch; windows of five."""
+    for version, model in ((0, model_of(family)), (1, model_of(family, seed=2))):
+        if version:
+            deploy(engines, family, model, version)
+        results = engines.generate(family, [ask(prompt, temperature=0.0) for prompt in PROMPTS])
+        for prompt, result in zip(PROMPTS, results, strict=True):
+            assert result.token_ids == greedy_reference(model, prompt, 12)
+            assert result.weight_versions == [(0, version)]
+            expected = reference_logprobs(model, prompt, result.token_ids, SamplingParams(temperature=0.0))
+            assert result.logprobs == pytest.approx(expected, abs=1e-4)
+    deploy(engines, family, model_of(family), 0)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_k": 20, "top_p": 0.7}])
+def test_logprobs_are_those_of_the_distribution_that_was_sampled(engines, sampling):
+    requests = [ask(prompt, seed=i, **sampling) for i, prompt in enumerate(PROMPTS)]
+    results, again = engines.generate("qwen3", requests), engines.generate("qwen3", requests)
+    assert results == again
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        expected = reference_logprobs(model_of("qwen3"), prompt, result.token_ids, SamplingParams(**sampling))
+        assert all(map(math.isfinite, expected)), "a filtered token was sampled"
+        assert result.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_seed_fixes_the_response_whatever_runs_beside_it(engines):
+    wanted = ask(PROMPTS[1], seed=123)
+    (alone,) = engines.generate("llama", [wanted])
+    crowd = [ask(prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+    for place in (0, 4):
+        result = engines.generate("llama", [*crowd[:place], wanted, *crowd[place:]])[place]
+        assert result.token_ids == alone.token_ids
+        assert result.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    assert len({tuple(engines.generate("llama", [ask(PROMPTS[1], seed=n)])[0].token_ids) for n in range(4)}) == 4
+
+
+def batches(engine: Any) -> list[int]:
+    return engine.batches
+
+
+def note_batches(engine: Any) -> None:
+    engine.batches, read = [], engine.read
+    engine.read = lambda rows, most_new: (engine.batches.append(len(rows)), read(rows, most_new))[1]
+
+
+def test_batches_keep_to_the_cache(engines):
+    """The rows of the longest prompt and of one more fit; then three short ones."""
+    engines.look(SMALL, note_batches)
+    order = [PROMPTS[3], *PROMPTS[:3], PROMPTS[4]]
+    results = engines.generate(SMALL, [ask(prompt, temperature=0.0) for prompt in order])
+    assert engines.look(SMALL, batches) == [2, 3]
+    for prompt, result in zip(order, results, strict=True):
+        assert result.token_ids == greedy_reference(model_of("llama"), prompt, 12)
+
+
+def test_stops_limits_and_refusals(engines):
+    tokenizer, full = make_char_tokenizer(), greedy_reference(model_of("llama"), PROMPTS[3], 12)
+    requests = [
+        ask(PROMPTS[3], temperature=0.0, stop_token_ids=(full[5],)),
+        ask(PROMPTS[3], temperature=0.0, stop_strings=(tokenizer.decode(full[3:6]),)),
+        ask([3] * (MAX_MODEL_LEN - 4), max_new_tokens=50),
+        ask([1, 264]),
+    ]
+    by_token, by_string, limited, refused = engines.generate("llama", requests)
+    assert (by_token.token_ids, by_token.finish_reason) == (full[: full.index(full[5]) + 1], "stop")
+    assert by_string.token_ids == full[: len(by_string.token_ids)] and by_string.finish_reason == "stop"
+    assert (len(limited.token_ids), limited.finish_reason) == (4, "length")
+    assert "outside 0..263" in refused.error
+
+
+def test_a_response_under_way_goes_on_with_new_weights(engines):
+    models = {7: model_of("qwen2"), 8: model_of("qwen2", seed=3)}
+    deploy(engines, "qwen2", models[7], 7)
+    requests = [ask(prompt, seed=i, max_new_tokens=60) for i, prompt in enumerate(PROMPTS)]
+    engines.call("qwen2", "submit", [(f"u{i}", request) for i, request in enumerate(requests)])
+    deploy(engines, "qwen2", models[8], 8)
+    results: dict[str, Any] = {}
+    while len(results) < len(requests):
+        results.update(engines.call("qwen2", "collect"))
+    deploy(engines, "qwen2", models[7], 0)
+    for i, request in enumerate(requests):
+        result = results[f"u{i}"]
+        assert [version for _, version in result.weight_versions][-1] == 8
+        check_spans(request, result, models, result.weight_versions)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_flipped_bit_and_a_tensor_left_out_are_found(engines, family):
+    tensors = streamed(model_of(family))
+    name = next(name for name in tensors if name.endswith("k_proj.weight"))
+    buckets, receipt = sync(engines, family, tensors.items(), 3, flipped=name)
+    with pytest.raises(WeightSyncError, match=f"content differs in {name}"):
+        check_receipts([receipt], buckets, 3)
+    for left_out in (name, list(tensors)[-2]):
+        _, receipt = sync(engines, family, ((n, t) for n, t in tensors.items() if n != left_out), 4)
+        assert receipt.unbound == [left_out]
+    for wrong, sentence in ((("model.nothing", torch.zeros(1)), "no tensor named"), ((name, torch.zeros(2)), "shape")):
+        with pytest.raises(AssertionError, match=sentence):
+            sync(engines, family, [wrong], 5)
+    deploy(engines, family, model_of(family), 0)
+
+
+def layers(engine: Any, token_ids: list[int]) -> list[torch.Tensor]:
+    import asyncio
+
+    return asyncio.new_event_loop().run_until_complete(engine.layer_outputs(token_ids))
+
+
+def test_outputs_of_layers_are_those_of_hugging_face(engines):
+    found = engines.call("gemma3_text", "layer_outputs", PROMPTS[1])
+    with torch.no_grad():
+        expected = model_of("gemma3_text")(torch.tensor([PROMPTS[1]]), output_hidden_states=True).hidden_states
+    assert len(found) == 2
+    assert torch.allclose(found[0], expected[1][0], atol=1e-4)
+
+
+def test_what_it_cannot_serve_is_refused_before_ray(tmp_path, monkeypatch):
+    save_model(tmp_path, make_mixture("mixtral", seed=1))
+    values = {"model_name": str(tmp_path), "max_total_sequence_length": 64, "generation": {"backend": "megatron"}}
+    policy = PolicyConfig.build(**values, tokenizer={"name": str(tmp_path)})
+    cluster = ClusterConfig.build(device="cpu")
+    with pytest.raises(ConfigError, match="backend=megatron: .*mixtral.*engines vllm and hf"):
+        check_engine_model(policy, cluster)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
+    with pytest.raises(ConfigError, match="backend=megatron needs megatron-core 0.19.2, and megatron-core 0.1 is"):
+        check_engine_model(policy, cluster)
