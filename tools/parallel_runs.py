@@ -207,12 +207,13 @@ def main() -> int:
     """Run what is asked for; returns 1 where a run failed or differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
+    parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), help="all that the backend has when left out")
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--resume", nargs="*", help="change the mesh in the middle of each run, as FIRST:SECOND")
     parser.add_argument("--backend", default="dtensor", choices=list(BACKENDS))
     options = parser.parse_args()
+    options.only = options.only or [name for name in ALGORITHMS if options.backend == "dtensor" or "lora" not in name]
     options.flat = ["policy.scheduler=null"] if options.backend == "megatron" else []
     options.plain = [*options.flat, "checkpointing.enabled=false"]
     options.folder = options.folder.absolute() / ("megatron" if options.flat else "")
