@@ -218,7 +218,8 @@ def main() -> int:
     options.plain = [*options.flat, "checkpointing.enabled=false"]
     options.folder = options.folder.absolute() / ("megatron" if options.flat else "")
     options.folder.mkdir(parents=True, exist_ok=True)
-    model = save_mixture(ROOT / "examples/assets/tiny-chat", options.folder / "tiny-moe")
+    family = "qwen3_moe" if options.backend == "megatron" else "qwen2_moe"
+    model = save_mixture(ROOT / "examples/assets/tiny-chat", options.folder / "tiny-moe", family=family)
     if options.resume is None:
         return int(bool(compare_meshes(options, model)))
     options.resume = options.resume or CHANGES
