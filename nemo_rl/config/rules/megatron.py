@@ -22,6 +22,13 @@ def check_megatron(section: str, config: MegatronConfig) -> Findings:
             f"{keys}.moe_router_bias_update_rate={config.moe_router_bias_update_rate:g} moves a bias that {keys}."
             "moe_router_enable_expert_bias=false leaves out. Set the rate to 0, or the other to null."
         )
+    optimizer = config.optimizer
+    if optimizer.optimizer == "sgd" and optimizer.sgd_momentum > 0 and optimizer.use_distributed_optimizer:
+        yield (
+            f"{keys}.optimizer.sgd_momentum={optimizer.sgd_momentum:g} with use_distributed_optimizer=true cannot be "
+            "saved: Megatron Core's distributed optimizer knows Adam's state only. Set "
+            f"{keys}.optimizer.use_distributed_optimizer=false, or the momentum to 0."
+        )
 
 
 def check_megatron_schedule(section: str, config: MegatronConfig) -> Findings:

@@ -72,7 +72,7 @@ def transformer_config(
     fields = family.transformer_fields(hf_config)
     fields |= _sharding(options) | _precision(precision) | _recomputation(options)
     if "num_moe_experts" in fields:
-        fields |= _routing(options)
+        fields |= _routing(hf_config, options)
     fields |= _kernels(options, device, fields, family.rotary(hf_config))
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     fields |= _checked_overrides(options.model_overrides, kind)
@@ -155,12 +155,13 @@ def _kernels(
     return kernels
 
 
-def _routing(options: MegatronConfig) -> dict[str, Any]:
+def _routing(hf_config: PretrainedConfig, options: MegatronConfig) -> dict[str, Any]:
     """How tokens find their experts; None leaves what the family or Megatron Core says."""
+    coefficient = options.moe_aux_loss_coeff
     asked = {
         "moe_router_dtype": options.moe_router_dtype,
         "moe_router_load_balancing_type": options.moe_router_load_balancing_type,
-        "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
+        "moe_aux_loss_coeff": getattr(hf_config, "router_aux_loss_coef", None) if coefficient is None else coefficient,
         "moe_router_bias_update_rate": options.moe_router_bias_update_rate,
         "moe_router_enable_expert_bias": options.moe_router_enable_expert_bias,
         "moe_router_num_groups": options.moe_router_num_groups,

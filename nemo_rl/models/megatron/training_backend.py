@@ -28,17 +28,21 @@ class MegatronTraining(TrainingBackend):
     rank_class = "nemo_rl.models.megatron.backend.MegatronBackend"
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Ask for the library, and hold the mesh against the model's configuration; see `TrainingBackend.check`."""
+        """Ask for the library, hold the mesh against the model's configuration, and read that in Megatron Core's terms;
+        see `TrainingBackend.check`.
+        """
         require_megatron_core(section)
         try:
             layout = ParallelLayout.of(policy, num_ranks)
         except ConfigError as error:
             raise ConfigError(f"{section}.megatron_cfg: {error}") from error
         from nemo_rl.models.huggingface.load import load_model_config
+        from nemo_rl.models.megatron.families import family_of
         from nemo_rl.models.megatron.mesh_check import check_mesh
 
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
         report_findings(check_mesh(policy, layout, model, section))
+        family_of(model).transformer_fields(model)
 
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
         """One queue to each GPU where layers are divided: Megatron Core starts a transfer before the product that hides

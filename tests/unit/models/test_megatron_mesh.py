@@ -16,6 +16,7 @@ from nemo_rl.algorithms.runtime import preflight
 from nemo_rl.config import REPOSITORY_ROOT, PolicyConfig, model_ranks, row_length_multiple
 from nemo_rl.config.loading.load import load_config
 from nemo_rl.config.loading.obstacles import ALGORITHMS, guess_algorithm
+from nemo_rl.config.rules.megatron import check_megatron
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import backend_of_checkpoint, training_backend
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
@@ -276,6 +277,26 @@ def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch, found
         MegatronTraining().check(policy_of(), 1, "teacher")
 
 
+def test_a_model_that_megatron_core_cannot_express_is_refused_before_ray(tmp_path: Path) -> None:
+    model_config("qwen2", hidden_act="relu").save_pretrained(tmp_path)
+    policy = policy_of().model_copy(update={"model_name": str(tmp_path)})
+    with pytest.raises(ConfigError, match="hidden_act"):
+        MegatronTraining().check(policy, 1)
+
+
+def test_state_that_cannot_be_saved_is_refused() -> None:
+    def found(**optimizer: Any) -> list[str]:
+        section = {"enabled": True, "optimizer": {"optimizer": "sgd", **optimizer}}
+        policy = PolicyConfig.build(
+            model_name="m", dtensor_cfg={"enabled": False}, megatron_cfg=section, generation=None
+        )
+        return list(check_megatron("policy", policy.megatron_cfg))
+
+    (text,) = found()
+    assert text.startswith("policy.megatron_cfg.optimizer.sgd_momentum=0.9 with use_distributed_optimizer=true")
+    assert found(sgd_momentum=0.0) == found(use_distributed_optimizer=False) == []
+
+
 def test_the_project_installs_the_tested_release() -> None:
     project = tomllib.loads((REPOSITORY_ROOT / "pyproject.toml").read_text())
     assert f"megatron-core=={TESTED_VERSION}" in project["project"]["optional-dependencies"]["mcore"]
@@ -283,7 +304,7 @@ def test_the_project_installs_the_tested_release() -> None:
 
 def test_checks_import_nothing_of_megatron() -> None:
     code = (
-        "import sys, nemo_rl.models.megatron.training_backend, nemo_rl.models.megatron.mesh_check;"
+        "import sys; from nemo_rl.models.megatron import families, mesh_check, training_backend;"
         "sys.exit(any(name.split('.')[0] == 'megatron' for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
