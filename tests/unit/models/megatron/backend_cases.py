@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import parity
+import mesh_parity
 import torch
 import torch.distributed as dist
 from section import megatron_section
@@ -57,7 +57,7 @@ def make_backend(hf: Any, values: dict[str, Any], **policy: Any) -> Any:
         logprob_chunk_size=None,
         reward_model_cfg=reward,
     )
-    return MegatronBackend(config, CPU, parity.layout_of(section), **policy)
+    return MegatronBackend(config, CPU, mesh_parity.layout_of(section), **policy)
 
 
 def scored(backend: Any, inputs: ModelInputs) -> tuple[Tensor, Tensor] | None:
@@ -72,7 +72,7 @@ def answers(hf: Any, values: dict[str, Any], packed: bool) -> dict[str, Any]:
     from nemo_rl.models.megatron.parallel import stop_model_parallel
 
     backend = make_backend(hf, values)
-    data, layout = parity.batch(0), InputLayout(packed)
+    data, layout = mesh_parity.batch(0), InputLayout(packed)
     found: dict[str, Any] = {}
     inputs = build_model_inputs(data, all_targets(data), layout, CPU)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def answers(hf: Any, values: dict[str, Any], packed: bool) -> dict[str, Any]:
 
 def layer_error(backend: Any, hf: Any) -> float:
     """Largest difference of the layers' outputs for one row."""
-    data = parity.batch(0).slice(0, 1)
+    data = mesh_parity.batch(0).slice(0, 1)
     layers = backend.decoder_layers()
     with recorded_outputs(list(layers.values())) as outputs:
         scored(backend, build_model_inputs(data, all_targets(data), InputLayout(True), CPU))
@@ -145,12 +145,12 @@ def reward_error(values: dict[str, Any], packed: bool) -> dict[str, float]:
 
     from nemo_rl.models.megatron.parallel import stop_model_parallel
 
-    config: PretrainedConfig = parity.model("llama").config
+    config: PretrainedConfig = mesh_parity.model("llama").config
     config.num_labels, config.tie_word_embeddings = 1, False
     torch.manual_seed(3)
     hf = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
     backend = make_backend(hf, values, reward=True)
-    data = parity.batch(0)
+    data = mesh_parity.batch(0)
     last = data["input_lengths"] - 1
     body = [
         hf.model(ids[None, : end + 1], use_cache=False).last_hidden_state[0, -1]
@@ -180,13 +180,13 @@ def load_of_experts(hf: Any, values: dict[str, Any], packed: bool) -> tuple[dict
     from nemo_rl.models.megatron.parallel import stop_model_parallel
 
     counts = [torch.zeros(4, dtype=torch.int64) for _ in hf.model.layers]
-    data = parity.batch(0)
+    data = mesh_parity.batch(0)
     with torch.no_grad():
         for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
             logits = hf(input_ids=ids[None, :length], output_router_logits=True, use_cache=False).router_logits
             for count, layer in zip(counts, logits, strict=True):
                 count += torch.bincount(layer.topk(2, dim=-1).indices.flatten(), minlength=4)
-    trainer = parity.Trainer(hf, values)
+    trainer = mesh_parity.Trainer(hf, values)
     trainer.train(data, packed)
     metrics = trainer.load.end_update()
     stop_model_parallel()
@@ -198,7 +198,7 @@ def skipped_update(hf: Any, values: dict[str, Any]) -> dict[str, Any]:
     from nemo_rl.models.megatron.parallel import stop_model_parallel
 
     backend = make_backend(hf, values, init_reference_model=False)
-    data = parity.batch(0)
+    data = mesh_parity.batch(0)
     inputs = build_training_inputs(data, InputLayout(False), CPU)
     before = weights(backend)
     factor = torch.inf if dist.get_rank() == 0 else 1.0
@@ -222,8 +222,8 @@ def skipped_update(hf: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 def nothing_scored(hf: Any) -> float:
     """The gradient norm of a mesh on which one rank has a microbatch with nothing to score, and of one process."""
-    trainer = parity.Trainer(hf, {})
-    data = parity.batch(0)
+    trainer = mesh_parity.Trainer(hf, {})
+    data = mesh_parity.batch(0)
     data["sample_mask"][:4] = 0.0  # all rows of the first rank
     trainer.train(data, True)
     return float(trainer.optim.clip_and_step(trainer.optimizer, trainer.chunks)[0])
@@ -234,10 +234,10 @@ def biases_after_an_update(rate: float) -> float:
     from nemo_rl.models.megatron.parallel import stop_model_parallel
 
     values = {"moe_router_enable_expert_bias": True}
-    trainer = parity.Trainer(parity.model("moe"), values, bias_update_rate=rate)
+    trainer = mesh_parity.Trainer(mesh_parity.model("moe"), values, bias_update_rate=rate)
     named = [*trainer.chunks[0].named_buffers()]
     before = {name: tensor.clone() for name, tensor in named if name.endswith("expert_bias")}
-    trainer.train(parity.batch(0), False)
+    trainer.train(mesh_parity.batch(0), False)
     moved = [(tensor - before[name]).abs().max().item() for name, tensor in named if name in before]
     stop_model_parallel()
     assert moved, "the model has such biases"
@@ -249,9 +249,9 @@ def auxiliary_norm(values: dict[str, Any]) -> float:
     from nemo_rl.models.megatron.parallel import stop_model_parallel
 
     chosen = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0, **values}
-    trainer = parity.Trainer(parity.model("moe"), chosen)
-    trainer.bounds = [4 * number for number in range(parity.ROWS // trainer.layout.data_parallel_size // 4 + 1)]
-    trainer.train(parity.batch(0), False)
+    trainer = mesh_parity.Trainer(mesh_parity.model("moe"), chosen)
+    trainer.bounds = [4 * number for number in range(mesh_parity.ROWS // trainer.layout.data_parallel_size // 4 + 1)]
+    trainer.train(mesh_parity.batch(0), False)
     norm = float(trainer.optim.clip_and_step(trainer.optimizer, trainer.chunks)[0])
     stop_model_parallel()
     return norm

@@ -7,7 +7,7 @@ number of rows, and one row counts for nothing.
 from importlib.util import find_spec
 from typing import Any
 
-import parity
+import mesh_parity
 import pytest
 from rank_host import in_host, limit_waits, run_ranks
 
@@ -45,21 +45,21 @@ CASES: dict[str, tuple[int, str, bool, dict[str, Any]]] = {
 }
 
 
-def on_rank(rank: int, world: int, references: dict[str, parity.Reference]) -> dict[str, dict[str, float]]:
+def on_rank(rank: int, world: int, references: dict[str, mesh_parity.Reference]) -> dict[str, dict[str, float]]:
     limit_waits(60.0)
     return {
-        name: parity.run_case(kind, packed, values, references[kind])
+        name: mesh_parity.run_case(kind, packed, values, references[kind])
         for name, (ranks, kind, packed, values) in CASES.items()
         if ranks == world
     }
 
 
 def every_mesh() -> dict[str, dict[str, float]]:
-    references = {kind: parity.reference(kind) for kind in parity.MODELS}
+    references = {kind: mesh_parity.reference(kind) for kind in mesh_parity.MODELS}
     found: dict[str, dict[str, float]] = {}
     for world in (1, 2, 4):
         ranks = run_ranks(on_rank, world, references)
-        found |= {name: parity.worst([rank[name] for rank in ranks]) for name in ranks[0]}
+        found |= {name: mesh_parity.worst([rank[name] for rank in ranks]) for name in ranks[0]}
     return found
 
 

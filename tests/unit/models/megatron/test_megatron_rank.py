@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import backend_cases
-import parity
+import mesh_parity
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ LIMIT_S = 2.0
 
 
 def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
-    llama, moe = parity.model("llama"), parity.model("moe")
+    llama, moe = mesh_parity.model("llama"), mesh_parity.model("moe")
     found = {
         "answers sp": backend_cases.answers(llama, SP, packed=False),
         "answers cp": backend_cases.answers(llama, {**CP, **OVERLAP}, packed=True),
@@ -64,11 +64,11 @@ def waits_for_a_stage(rank: int, folder: str) -> str:
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S))
-    trainer = parity.Trainer(parity.model("llama"), PP)
+    trainer = mesh_parity.Trainer(mesh_parity.model("llama"), PP)
     answer = "absent"
     if rank == 1:
         try:
-            trainer.train(parity.batch(0), False)
+            trainer.train(mesh_parity.batch(0), False)
         except RuntimeError as error:
             answer = str(error)
     store.set(f"{rank}", "done")
@@ -84,7 +84,7 @@ def on_one_rank(rank: int, world: int) -> dict[str, Any]:
         "bias kept": backend_cases.biases_after_an_update(0.0),
         "bias moved": backend_cases.biases_after_an_update(1e-3),
         "auxiliary": backend_cases.auxiliary_norm({}),
-        "nothing": backend_cases.nothing_scored(parity.model("llama")),
+        "nothing": backend_cases.nothing_scored(mesh_parity.model("llama")),
     }
 
 
