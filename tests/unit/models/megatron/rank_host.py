@@ -1,39 +1,60 @@
-"""Runs tests of Megatron Core in ranks: one process imports it and is prepared for the CPU, and ranks are its forks.
+"""Runs tests of Megatron Core in ranks: forks of one process that has imported it and is prepared for the CPU.
 
 The import takes seconds, and what `cpu_shim` patches must not reach the process of the tests.
 """
 
-import tempfile
+import multiprocessing
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from policy_helpers import run_ranks
 
-
-def in_host(fn: Callable[..., Any], *args: Any) -> Any:
-    """What `fn(*args)` returns in a process that has imported Megatron Core; it may call `run_ranks`."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result.pt"
-        mp.start_processes(_host, (fn, args, file), nprocs=1, start_method="fork")
-        return torch.load(file, weights_only=False)
+needs_megatron = pytest.mark.skipif(
+    find_spec("megatron") is None, reason="megatron-core is not installed (extra mcore)"
+)
 
 
-def _host(index: int, fn: Callable[..., Any], args: tuple[Any, ...], file: Path) -> None:
+class Host:
+    """The process that has imported Megatron Core; one serves all tests of a session."""
+
+    def __init__(self) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._here, there = fork.Pipe()
+        self._process = fork.Process(target=_serve, args=(there,), daemon=False)
+        self._process.start()
+
+    def run(self, fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+        """What `fn(rank, num_ranks, *args)` returns, by rank."""
+        self._here.send((fn, num_ranks, args))
+        worked, result = self._here.recv()
+        assert worked, result
+        return result
+
+    def stop(self) -> None:
+        self._here.send(None)
+        self._process.join(timeout=5)
+        self._process.kill()  # a rank that failed may keep it waiting
+
+
+def _serve(pipe: Any) -> None:
     from nemo_rl.models.megatron import cpu_shim
 
     torch.set_num_threads(1)
     cpu_shim.install()
-    torch.save(fn(*args), file)
+    while (asked := pipe.recv()) is not None:
+        fn, num_ranks, args = asked
+        try:
+            pipe.send((True, run_ranks(fn, num_ranks, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
 
 
 def limit_waits(seconds: float) -> None:
     """Ranks that wait for each other in vain raise after this time, in groups that are made from now on too."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
-
-
-__all__ = ["in_host", "limit_waits", "run_ranks"]

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +12,14 @@ import mesh_parity
 import pytest
 import torch
 import torch.distributed as dist
-from rank_host import in_host, run_ranks
-from section import megatron_section
+from rank_backend import section_of
+from rank_host import Host, needs_megatron
 
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.megatron.parallel import check_dispatcher
 from nemo_rl.utils.errors import ConfigError
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed (extra mcore)")
+pytestmark = needs_megatron
 
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}
@@ -56,9 +55,6 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 def waits_for_a_stage(rank: int, folder: str) -> str:
     """What the second stage says about a first one that never starts."""
-    from nemo_rl.models.megatron.parallel import stop_model_parallel
-
-    stop_model_parallel()
     dist.barrier()
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", 2)
@@ -84,13 +80,6 @@ def on_one_rank(rank: int, world: int) -> dict[str, Any]:
         "bias moved": backend_cases.biases_after_an_update(1e-3),
         "auxiliary": backend_cases.auxiliary_norm({}),
         "nothing": backend_cases.nothing_scored(mesh_parity.model("llama")),
-    }
-
-
-def everything(folder: str) -> dict[str, Any]:
-    return {
-        "one": run_ranks(on_one_rank, 1)[0],
-        "two": run_ranks(on_two_ranks, 2, folder),
         "rates": {name: rates(**values) for name, values in SCHEDULES.items()},
         "contradiction": contradiction(),
     }
@@ -110,7 +99,7 @@ def rates(**values: Any) -> list[tuple[float, float]]:
 
     groups = [{"default_config": True, "wd_mult": 1.0}, {"wd_mult": 0.0}]
     optimizer: Any = SimpleNamespace(param_groups=groups)
-    section = megatron_section(scheduler={"lr_warmup_init": 1e-4, **values}, optimizer={"min_lr": 2e-4})
+    section = section_of(scheduler={"lr_warmup_init": 1e-4, **values}, optimizer={"min_lr": 2e-4})
     scheduler = build_scheduler(optimizer, section)
     found = []
     for _ in range(8):
@@ -134,9 +123,9 @@ def contradiction() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    return in_host(everything, str(folder))
+    return {"one": host.run(on_one_rank, 1)[0], "two": host.run(on_two_ranks, 2, str(folder))}
 
 
 @pytest.mark.parametrize("mesh", ["answers sp", "answers cp", "answers pp"])
@@ -199,21 +188,21 @@ def test_rates_and_decays_follow_their_formulas(found: dict[str, Any]) -> None:
         "rising decay": lambda step: top,
     }
     for name, formula in formulas.items():
-        rates_found, decays = zip(*found["rates"][name], strict=True)
+        rates_found, decays = zip(*found["one"]["rates"][name], strict=True)
         assert list(rates_found) == pytest.approx([formula(step) for step in range(8)]), name
         rising = [0.1 + 0.4 * min(step / 4, 1) for step in range(8)]
         assert list(decays) == pytest.approx(rising if name == "rising decay" else [0.1] * 8), name
 
 
 def test_a_schedule_that_contradicts_itself_is_refused(found: dict[str, Any]) -> None:
-    missing, contradicting = found["contradiction"]
+    missing, contradicting = found["one"]["contradiction"]
     assert "set lr_decay_iters" in missing and "lr_warmup_iters < lr_decay_iters" in contradicting
 
 
 def test_tokens_are_gathered_only_from_ranks_with_the_same_rows() -> None:
-    section = megatron_section(moe_token_dispatcher_type="allgather")
+    section = section_of(moe_token_dispatcher_type="allgather")
     check_dispatcher(ParallelLayout(dp_shard=2, tp=2, ep=2), section)
-    check_dispatcher(ParallelLayout(dp_shard=2, ep=2), megatron_section())
+    check_dispatcher(ParallelLayout(dp_shard=2, ep=2), section_of())
     with pytest.raises(ConfigError, match="expert_model_parallel_size=2.*Use alltoall"):
         check_dispatcher(ParallelLayout(dp_shard=2, ep=2), section)
 
