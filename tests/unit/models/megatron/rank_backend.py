@@ -1,5 +1,8 @@
 """The Megatron backend of one rank, and the sections that it is made from."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,14 +74,26 @@ def start_groups(**megatron: Any) -> MegatronConfig:
     return policy.megatron_cfg
 
 
+@contextmanager
+def shared_files(model: Any) -> Iterator[Path]:
+    """A folder with the model's files, by rank 0: `save_pretrained` writes no weights on other ranks."""
+    with ExitStack() as stack:
+        folder = [stack.enter_context(saved(model)) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        assert folder[0] is not None
+        yield folder[0]
+        dist.barrier()
+
+
 def backend_of(model: Any, *, init_optimizer: bool = True, init_reference_model: bool = False, **policy: Any) -> Any:
     """`MegatronBackend` with the files of a Hugging Face model; its groups are made anew."""
     from nemo_rl.models.megatron.backend import MegatronBackend
     from nemo_rl.models.megatron.parallel import stop_model_parallel
 
     stop_model_parallel()
-    with saved(model) as folder:
+    with shared_files(model) as folder:
         config = policy_of(str(folder), **policy)
         layout = ParallelLayout.of(config, dist.get_world_size())
         parts = {"init_optimizer": init_optimizer, "init_reference_model": init_reference_model}
-        return MegatronBackend(config, CPU, layout, **parts)
+        backend = MegatronBackend(config, CPU, layout, **parts)
+    return backend

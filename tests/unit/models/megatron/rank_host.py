@@ -26,8 +26,9 @@ class Host:
     def __init__(self) -> None:
         fork = multiprocessing.get_context("fork")
         self._here, there = fork.Pipe()
-        self._process = fork.Process(target=_serve, args=(there,), daemon=False)
+        self._process = fork.Process(target=_serve, args=(there, self._here), daemon=False)
         self._process.start()
+        there.close()
 
     def run(self, fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
         """What `fn(rank, num_ranks, *args)` returns, by rank."""
@@ -42,17 +43,25 @@ class Host:
         self._process.kill()  # a rank that failed may keep it waiting
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, other_end: Any) -> None:
     from nemo_rl.models.megatron import cpu_shim
 
+    other_end.close()  # so that the end of the tests' process is seen here
     torch.set_num_threads(1)
     cpu_shim.install()
-    while (asked := pipe.recv()) is not None:
+    while asked := _asked(pipe):
         fn, num_ranks, args = asked
         try:
             pipe.send((True, run_ranks(fn, num_ranks, *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def _asked(pipe: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
 
 
 def limit_waits(seconds: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rank_backend import CPU, start_groups
-from rank_host import needs_megatron
+from rank_host import limit_waits, needs_megatron
 from tiny_models import hf_config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -245,6 +245,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def _run_all(rank: int, world_size: int) -> dict[str, str | None]:
+    limit_waits(60.0)
     failures: dict[str, str | None] = dict.fromkeys(CHECKS)
     for name, check in CHECKS.items():
         try:

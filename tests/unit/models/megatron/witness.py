@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rank_backend import CPU, start_groups
-from tiny_models import VOCAB, hf_model, saved
+from rank_backend import CPU, shared_files, start_groups
+from tiny_models import VOCAB, hf_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -189,7 +189,7 @@ def chunks_of(model: PreTrainedModel, **megatron: Any) -> list[Any]:
 
     section = start_groups(**megatron)
     chunks = build_chunks(model.config, section, precision=torch.float32, device=CPU)
-    with saved(model) as folder:
+    with shared_files(model) as folder:
         load_huggingface(chunks, model.config, folder)
     return list(chunks)
 
