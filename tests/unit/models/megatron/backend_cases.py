@@ -6,7 +6,8 @@ from typing import Any
 import mesh_parity
 import torch
 import torch.distributed as dist
-from rank_backend import CPU, backend_of
+from rank_backend import CPU, backend_of, shared_files
+from safetensors.torch import load_file
 from tiny_models import hf_model
 from torch import Tensor
 from witness import global_tensors, largest_gradient_difference
@@ -38,6 +39,10 @@ def answers(hf: Any, values: dict[str, Any], packed: bool) -> dict[str, Any]:
     backend = backend_of(hf, **values, generation=TEMPERATURE, init_reference_model=True)
     data, layout = mesh_parity.batch(0), InputLayout(packed)
     found: dict[str, Any] = {}
+    with shared_files(hf) as folder:
+        files = load_file(folder / "model.safetensors")
+    sent = {name: tensor.clone() for name, tensor in backend.iterate_weights()}
+    found["sent"] = float(sent.keys() != files.keys() or any(not torch.equal(sent[n], files[n]) for n in files))
     inputs = build_model_inputs(data, all_targets(data), layout, CPU)
     with torch.no_grad():
         logits = torch.stack([hf(input_ids=ids[None], use_cache=False).logits[0] for ids in data["input_ids"]])

@@ -65,6 +65,10 @@ class Run:
 
     def update(self, step: int) -> float:
         """One optimizer update; the loss of the batch, on all ranks."""
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        with get_cuda_rng_tracker().fork():
+            torch.rand(1)  # as dropout in divided layers
         ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
         ids = (ids + torch.randint(0, 2, ids.shape)) % VOCAB  # draws from the process's generator, as dropout does
         dist.broadcast(ids, 0)
@@ -92,7 +96,10 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """Copies of every bit that counts on this rank."""
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
         found: dict[str, Any] = {"schedule": self.backend.scheduler.state_dict(), "rng": torch.get_rng_state()}
+        found |= {f"rng {name}": state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
         for index, chunk in enumerate(self.backend.chunks):
             found |= {f"{index}.{name}": tensor.detach().clone() for name, tensor in chunk.module.named_parameters()}
         for number, optimizer in enumerate(self.optimizers()):

@@ -57,10 +57,10 @@ def _resume(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> dict[str, An
     ("num_ranks", "mesh"),
     [
         pytest.param(2, TP2, id="tp2"),
-        pytest.param(2, DP2, id="dp2-distributed"),
+        pytest.param(2, DP2, id="dp2-distributed", marks=pytest.mark.long),
         pytest.param(2, replace(DP2, precision=BF16), id="dp2-distributed-bf16"),
         pytest.param(2, Mesh("qwen2", pp=2, precision=BF16), id="pp2-tied-bf16"),
-        pytest.param(2, EP2, id="ep2"),
+        pytest.param(2, EP2, id="ep2", marks=pytest.mark.long),
         pytest.param(2, replace(EP2, distributed=True), id="ep2-distributed"),
         pytest.param(1, Mesh(optimizer="sgd"), id="sgd"),
     ],
@@ -95,15 +95,20 @@ def _reshard(rank: int, num_ranks: int, mesh: Mesh, folder: Path, copy: Path) ->
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param((2, TP2), (1, Mesh()), id="tp2-1"),
+        pytest.param((2, TP2), (1, Mesh()), id="tp2-1", marks=pytest.mark.long),
         pytest.param((2, TP2), (2, Mesh(pp=2)), id="tp2-pp2"),
         pytest.param((1, Mesh()), (2, Mesh(tp=2, sp=True)), id="1-tp2sp"),
-        pytest.param((2, DP2), (1, Mesh(distributed=True)), id="dp2-dp1"),
+        pytest.param((2, DP2), (1, Mesh(distributed=True)), id="dp2-dp1", marks=pytest.mark.long),
         pytest.param((2, replace(DP2, precision=BF16)), (1, Mesh(precision=BF16)), id="dp2distributed-plain-bf16"),
-        pytest.param((1, Mesh()), (2, DP2), id="plain-dp2distributed"),
+        pytest.param((1, Mesh()), (2, DP2), id="plain-dp2distributed", marks=pytest.mark.long),
         pytest.param((2, EP2), (2, Mesh("qwen3_moe", tp=2, sp=True, etp=2)), id="ep2-tp2ep1"),
-        pytest.param((2, replace(EP2, distributed=True)), (1, Mesh("qwen3_moe", distributed=True)), id="ep2-ep1"),
-        pytest.param((1, Mesh("qwen3_moe")), (2, EP2), id="ep1-ep2"),
+        pytest.param(
+            (2, replace(EP2, distributed=True)),
+            (1, Mesh("qwen3_moe", distributed=True)),
+            id="ep2-ep1",
+            marks=pytest.mark.long,
+        ),
+        pytest.param((1, Mesh("qwen3_moe")), (2, EP2), id="ep1-ep2", marks=pytest.mark.long),
         pytest.param((2, Mesh("qwen2", pp=2)), (2, Mesh("qwen2", tp=2)), id="pp2-tp2-tied"),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from rank_backend import section_of
 from rank_host import Host, needs_megatron
+from tiny_models import hf_model
 
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.megatron.parallel import check_dispatcher
@@ -34,10 +35,11 @@ LIMIT_S = 2.0
 
 def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     llama, moe = mesh_parity.model("llama"), mesh_parity.model("moe")
+    gemma3, gpt_oss = (hf_model(name, num_hidden_layers=4) for name in ("gemma3_text", "gpt_oss"))
     found = {
         "answers sp": backend_cases.answers(llama, SP, packed=False),
-        "answers cp": backend_cases.answers(llama, {**CP, **OVERLAP}, packed=True),
-        "answers pp": backend_cases.answers(llama, PP, packed=True),
+        "answers cp": backend_cases.answers(gemma3, {**CP, **OVERLAP}, packed=True),
+        "answers pp": backend_cases.answers(gpt_oss, PP, packed=True),
         "reward sp": backend_cases.reward_error(SP, packed=True),
         "reward cp": backend_cases.reward_error(CP, packed=False),
         "experts sp": backend_cases.load_of_experts(moe, {**SP, **EP}, packed=False),
