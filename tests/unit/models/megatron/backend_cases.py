@@ -10,7 +10,7 @@ from rank_backend import CPU, backend_of, shared_files
 from safetensors.torch import load_file
 from tiny_models import hf_model
 from torch import Tensor
-from witness import global_tensors, largest_gradient_difference
+from witness import difference, global_tensors, largest_gradient_difference
 
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.models.huggingface.layers import recorded_outputs
@@ -64,7 +64,7 @@ def answers(hf: Any, values: dict[str, Any], packed: bool) -> dict[str, Any]:
 
 
 def layer_error(backend: Any, hf: Any) -> float:
-    """Largest difference of the layers' outputs for one row."""
+    """Largest difference of the layers' outputs for one row, relative to the largest of them."""
     data = mesh_parity.batch(0).slice(0, 1)
     layers = backend.decoder_layers()
     with recorded_outputs(list(layers.values())) as outputs:
@@ -74,7 +74,7 @@ def layer_error(backend: Any, hf: Any) -> float:
     with recorded_outputs([theirs[name] for name in layers]) as expected, torch.no_grad():
         hf(input_ids=ids, use_cache=False)
     joined = [backend.join_tokens(output)[: ids.shape[1]] for output in outputs]
-    return max((a - b).abs().max().item() for a, b in zip(joined, expected, strict=True))
+    return max(difference(ours, theirs) for ours, theirs in zip(joined, expected, strict=True))
 
 
 def reference_error(backend: Any, data: Any, layout: InputLayout) -> dict[str, bool]:

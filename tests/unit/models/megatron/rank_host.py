@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from policy_helpers import run_ranks
+from transformers.utils.logging import disable_progress_bar
 
 needs_megatron = pytest.mark.skipif(
     find_spec("megatron") is None, reason="megatron-core is not installed (extra mcore)"
@@ -48,6 +49,7 @@ def _serve(pipe: Any, other_end: Any) -> None:
 
     other_end.close()  # so that the end of the tests' process is seen here
     torch.set_num_threads(1)
+    disable_progress_bar()
     cpu_shim.install()
     while asked := _asked(pipe):
         fn, num_ranks, args = asked
