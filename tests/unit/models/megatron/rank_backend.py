@@ -13,6 +13,8 @@ from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 
 CPU = torch.device("cpu")
+_started: list[Any] = []
+"""The mesh that `start_groups` has made in this process."""
 _SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -65,12 +67,16 @@ def section_of(**megatron: Any) -> MegatronConfig:
 
 
 def start_groups(**megatron: Any) -> MegatronConfig:
-    """Start Megatron Core's parallel state anew; the section whose sizes it has."""
+    """Start Megatron Core's parallel state where it has other sizes; the section that has them."""
     from nemo_rl.models.megatron.parallel import start_model_parallel, stop_model_parallel
 
     policy = policy_of(**megatron)
-    stop_model_parallel()
-    start_model_parallel(ParallelLayout.of(policy, dist.get_world_size()), policy.megatron_cfg, CPU)
+    section, layout = policy.megatron_cfg, ParallelLayout.of(policy, dist.get_world_size())
+    mesh = (layout, section.virtual_pipeline_model_parallel_size, section.expert_tensor_parallel_size)
+    if _started != [mesh]:  # dozens of groups
+        stop_model_parallel()
+        start_model_parallel(layout, section, CPU)
+        _started[:] = [mesh]
     return policy.megatron_cfg
 
 
@@ -91,6 +97,7 @@ def backend_of(model: Any, *, init_optimizer: bool = True, init_reference_model:
     from nemo_rl.models.megatron.parallel import stop_model_parallel
 
     stop_model_parallel()
+    _started.clear()
     with shared_files(model) as folder:
         config = policy_of(str(folder), **policy)
         layout = ParallelLayout.of(config, dist.get_world_size())
