@@ -225,7 +225,7 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "mesh": set(),
     "backends": {"memory"},
     "dtensor": _BELOW_BACKENDS,
-    "megatron": _BELOW_BACKENDS,
+    "megatron": _BELOW_BACKENDS - {"memory"},
     "policy.interfaces": set(),
     "policy.metrics": set(),
     "policy.workers": {"inputs", "interfaces", "huggingface", "policy.metrics"},
@@ -233,8 +233,8 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "generation": {"huggingface"},
     "generation.megatron": {"generation", "huggingface", "attention", "megatron"},
 }
-"""Parts of `nemo_rl.models`, lowest first, and the parts that each imports; policy, backends and engines never meet, but
-for the engine that is Megatron Core's model, which nothing imports."""
+"""Parts of `nemo_rl.models`, lowest first, and the parts that each imports; policy, backends and engines never meet,
+but for the engine that is Megatron Core's model, which nothing imports."""
 
 
 def model_part(module: str) -> str:

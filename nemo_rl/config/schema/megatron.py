@@ -15,7 +15,7 @@ from nemo_rl.config.schema.cluster import EnvVars
 from nemo_rl.config.schema.policy_parallel import BackendSection
 
 _DEEPEP = "the DeepEP and HybridEP dispatchers"
-_GENERATION = "generation by Megatron"
+_GENERATION = "Megatron Core's dynamic inference engine"
 _GRAPHS = "CUDA graphs"
 _MTP = "training of multi-token-prediction heads"
 _OFFLOADING = "offloading of activations"

@@ -67,7 +67,7 @@ class MegatronBackend(PolicyBackend):
         self._optim, self._groups, self._division = optim, groups, division_of(groups)
         self._has_gradients = False
         self._memory_level = section.empty_unused_memory_level
-        self.hf_config = _model_config(config)
+        self.hf_config, self._scores = _model_config(config), config.reward_model_cfg.enabled
         precision = torch_dtype(config.precision)
         self.chunks: list[Any] = _loaded_chunks(self.hf_config, config, precision, device, seed)
         on_gpu = device.type != "cpu"
@@ -143,7 +143,9 @@ class MegatronBackend(PolicyBackend):
         from nemo_rl.models.megatron.conversion.exporter import iterate_hf_weights
 
         self._optim.complete_weights(self.chunks)
-        yield from iterate_hf_weights(self.chunks, self.hf_config, device=self.device, dtype=dtype)
+        yield from iterate_hf_weights(
+            self.chunks, self.hf_config, device=self.device, dtype=dtype, has_scalar_head=self._scores
+        )
 
     def save(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.save`."""
@@ -274,7 +276,8 @@ def _loaded_chunks(
     section = config.megatron_cfg
     chunks = build_chunks(hf_config, section, precision=precision, device=device, seed=seed)
     prepare(chunks, bias_update_rate=section.moe_router_bias_update_rate)
-    if config.reward_model_cfg.enabled:
+    scores = config.reward_model_cfg.enabled
+    if scores:
         give_scalar_head(chunks, std=getattr(hf_config, "initializer_range", 0.02))
-    load_huggingface(chunks, hf_config, model_folder(config.model_name))
+    load_huggingface(chunks, hf_config, model_folder(config.model_name), has_scalar_head=scores)
     return list(chunks)

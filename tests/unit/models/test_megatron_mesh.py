@@ -21,7 +21,8 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import backend_of_checkpoint, training_backend
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.megatron.mesh_check import check_mesh
-from nemo_rl.models.megatron.training_backend import TESTED_VERSION, MegatronTraining
+from nemo_rl.models.megatron.release import TESTED_VERSION
+from nemo_rl.models.megatron.training_backend import MegatronTraining
 from nemo_rl.utils.errors import ConfigError
 
 TINY = str(REPOSITORY_ROOT / "examples/assets/tiny-chat")
@@ -304,7 +305,7 @@ def test_the_project_installs_the_tested_release() -> None:
 
 def test_checks_import_nothing_of_megatron() -> None:
     code = (
-        "import sys, nemo_rl.models.megatron.training_backend, nemo_rl.models.megatron.mesh_check, nemo_rl.models.megatron.families;"
+        "import sys; from nemo_rl.models.megatron import families, mesh_check, training_backend;"
         "sys.exit(any(name.split('.')[0] == 'megatron' for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

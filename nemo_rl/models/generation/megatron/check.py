@@ -3,7 +3,7 @@
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.megatron.families import family_of
-from nemo_rl.models.megatron.training_backend import require_megatron_core
+from nemo_rl.models.megatron.release import require_megatron_core
 from nemo_rl.utils.errors import ConfigError
 
 
