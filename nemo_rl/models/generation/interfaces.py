@@ -113,7 +113,8 @@ class EngineSettings:
         pipeline_parallel_size: stages that divide the layers of one engine.
         expert_parallel_size: ranks that divide the experts of a layer among them; 1, or all of a stage.
         hf_overrides: changes to the model's Hugging Face config.
-        engine_kwargs: passed to the engine as they are (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`).
+        engine_kwargs: passed to the engine as they are (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`; for
+            Megatron Core `megatron_cfg`, that section of the policy).
         env_vars: further environment of the engine's processes.
     """
 

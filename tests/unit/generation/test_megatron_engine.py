@@ -201,10 +201,19 @@ def test_a_flipped_bit_and_a_tensor_left_out_are_found(engines, family):
     deploy(engines, family, model_of(family), 0)
 
 
-def layers(engine: Any, token_ids: list[int]) -> list[torch.Tensor]:
-    import asyncio
+def move(engine: Any) -> None:
+    engine._model._apply(torch.clone)
 
-    return asyncio.new_event_loop().run_until_complete(engine.layer_outputs(token_ids))
+
+def test_weights_reach_a_model_that_was_moved(engines):
+    """Buffers too, such as the biases of experts, of which moving makes new tensors."""
+    engines.look("deepseek_v3", move)
+    model = model_of("deepseek_v3", seed=4)
+    deploy(engines, "deepseek_v3", model, 9)
+    (result,) = engines.generate("deepseek_v3", [ask(PROMPTS[3], temperature=0.0)])
+    expected = reference_logprobs(model, PROMPTS[3], result.token_ids, SamplingParams(temperature=0.0))
+    assert result.logprobs == pytest.approx(expected, abs=1e-4)
+    deploy(engines, "deepseek_v3", model_of("deepseek_v3"), 0)
 
 
 def test_outputs_of_layers_are_those_of_hugging_face(engines):

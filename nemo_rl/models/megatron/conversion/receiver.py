@@ -42,28 +42,27 @@ class HubReceiver:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], hf_config: PretrainedConfig) -> None:
-        rules, self._groups = rules_for(hf_config), Groups.current()
-        self._held = held_here(chunks, rules, self._groups)
-        holders(self._held, rules, self._groups)
+        self._chunks, self._rules, self._groups = chunks, rules_for(hf_config), Groups.current()
         self._uses: dict[str, list[tuple[Rule, int, Part]]] = {}
         """What each hub tensor is for: a part of a parameter, by its number in the rule."""
-        for rule in rules.by_parameter.values():
+        for rule in self._rules.by_parameter.values():
             for parts in (rule.parts, rule.stacked_parts):
                 for index, part in enumerate(parts):
                     self._uses.setdefault(part.name, []).append((rule, index, part))
-        for name, tensor in self._held.items():
-            keep_precision(tensor, rules.by_parameter[name])
+        self._held: dict[str, Tensor] = {}
         self._missing: dict[tuple[str, int], str] = {}
         self.begin()
+        holders(self._held, self._rules, self._groups)
 
     def begin(self) -> None:
-        """Expect every tensor."""
-        used = ((use, name) for name, uses in self._uses.items() for use in uses)
-        expected = ((rule.parameter, index, name) for (rule, index, _), name in used)
+        """Expect every tensor, for where the model is now: moving it makes new tensors of its buffers."""
+        self._held = held_here(self._chunks, self._rules, self._groups)
         self._missing = {}
-        for parameter, index, name in expected:
-            if parameter in self._held:
-                self._missing.setdefault((parameter, index), name)
+        for name, uses in self._uses.items():
+            for rule, index, _ in uses:
+                if rule.parameter in self._held:
+                    keep_precision(self._held[rule.parameter], rule)
+                    self._missing.setdefault((rule.parameter, index), name)
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Copy one tensor to where its values belong on this rank.
