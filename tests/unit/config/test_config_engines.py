@@ -49,6 +49,7 @@ def test_separate_engines_on_cpus_get_ranks_of_their_own(resources: dict[str, in
             r"Use expert_parallel_size=2, or 1 .* Or set tensor_parallel_size=4",
         ),
         ([SEPARATE, f"{TENSOR}=2", "policy.generation.backend=hf"], r"backend=hf computes on one device"),
+        ([SEPARATE, f"{TENSOR}=2", "policy.generation.backend=megatron"], r"backend=megatron computes on one device"),
         (
             ["+policy.generation.vllm_kwargs={tensor_parallel_size: 2}"],
             r"vllm_kwargs\.tensor_parallel_size decides .* Write policy\.generation\.engine\.tensor_parallel_size",
