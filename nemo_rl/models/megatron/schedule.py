@@ -159,12 +159,15 @@ class Schedule:
     def _weigh_auxiliary_losses(self, microbatches: Sequence[RankInputs]) -> None:
         """Make Megatron Core's auxiliary losses means over the tokens of all microbatches and ranks.
 
-        It multiplies each by the tokens of its microbatch, and counts on the division by all that comes later.
+        It multiplies each by tokens and ranks, and counts on the division by all tokens that comes later. The tokens
+        are meant to be those of the rank, but the sum over the ranks that share the microbatch is made in their place
+        (`moe_utils.get_tokens_per_expert_and_token_count`), so that the ranks count twice.
         """
         tokens = sum(inputs.real_tokens.sum() for inputs in microbatches)
         assert isinstance(tokens, Tensor), "there is a microbatch"
         dist.all_reduce(tokens, group=self._groups.dp_cp)
-        self._config.moe_grad_scale_func = lambda: 1.0 / tokens.clamp(min=1).float()
+        counted = tokens.clamp(min=1).float() * self._groups.tp_cp.size()
+        self._config.moe_grad_scale_func = lambda: 1.0 / counted
 
 
 def _loss_of(
