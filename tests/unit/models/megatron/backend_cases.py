@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from rank_backend import CPU, backend_of, shared_files
 from safetensors.torch import load_file
-from tiny_models import hf_model
+from small_models import hf_model
 from torch import Tensor
 from witness import difference, global_tensors, largest_gradient_difference
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_backend import CPU, backend_of, policy_of
-from tiny_models import VOCAB, hf_model
+from small_models import VOCAB, hf_model
 from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from policy_helpers import random_batch
 from rank_backend import CPU, backend_of, policy_of
-from tiny_models import VOCAB, hf_model
+from small_models import VOCAB, hf_model
 from torch import Tensor
 from witness import global_tensors, largest_difference, largest_gradient_difference
 

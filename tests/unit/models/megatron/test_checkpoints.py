@@ -18,7 +18,7 @@ from checkpoint_models import Mesh, Run, differing, paths_in
 from rank_backend import CPU
 from rank_host import needs_megatron
 from safetensors.torch import load_file
-from tiny_models import hf_config, saved
+from small_models import hf_config, saved
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from nemo_rl.models.inputs import InputLayout, build_score_inputs

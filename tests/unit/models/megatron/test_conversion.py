@@ -10,7 +10,7 @@ import torch
 from rank_backend import CPU, start_groups
 from rank_host import needs_megatron
 from safetensors.torch import load_file, save_file
-from tiny_models import hf_model
+from small_models import hf_model
 from transformers import AutoConfig
 from witness import compare
 

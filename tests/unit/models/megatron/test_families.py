@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from rank_host import needs_megatron
-from tiny_models import MODELS, hf_config
+from small_models import MODELS, hf_config
 from transformers import AutoConfig
 from witness import compare
 

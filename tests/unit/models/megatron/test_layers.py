@@ -13,7 +13,7 @@ import pytest
 import torch
 from rank_backend import CPU, start_groups
 from rank_host import limit_waits, needs_megatron
-from tiny_models import hf_config, hf_model
+from small_models import hf_config, hf_model
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from witness import compare, global_tensors, own_tensors

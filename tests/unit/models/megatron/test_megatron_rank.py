@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from rank_backend import section_of
 from rank_host import Host, needs_megatron
-from tiny_models import hf_model
+from small_models import hf_model
 
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.megatron.parallel import check_dispatcher

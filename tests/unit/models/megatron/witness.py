@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from rank_backend import CPU, shared_files, start_groups
-from tiny_models import VOCAB, hf_model
+from small_models import VOCAB, hf_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -200,7 +200,7 @@ def compare(
     """Largest difference of the logits from Hugging Face, that of a gradient, and whose; of this rank's part.
 
     Args:
-        name: one of `tiny_models.MODELS`.
+        name: one of `small_models.MODELS`.
         packed: rather than padded.
         values: of the Hugging Face configuration.
         **megatron: of the section, see `rank_backend.policy_of`.
