@@ -21,13 +21,20 @@ from nemo_rl.utils.logging_setup import configure_logging
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return export_parser(__doc__, "--dcp-ckpt-path").parse_args(arguments)
+
+
+def export_parser(description: str | None, checkpoint_flag: str) -> argparse.ArgumentParser:
+    """The command line of an export; the checkpoint has the name that its kind has elsewhere."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="config.yaml of the step folder; found by itself there")
-    parser.add_argument("--dcp-ckpt-path", type=Path, required=True, help="step folder or its policy/weights")
+    parser.add_argument(
+        checkpoint_flag, dest="dcp_ckpt_path", type=Path, required=True, help="step folder or its policy/weights"
+    )
     parser.add_argument("--hf-ckpt-path", type=Path, required=True, help="new folder for the exported model")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="number format; as it is if absent")
     parser.add_argument("--verify", action="store_true", help="reload and compare log-probabilities")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,9 +9,8 @@
 import argparse
 import logging
 import sys
-from pathlib import Path
 
-from convert_dcp_to_hf import convert
+from convert_dcp_to_hf import convert, export_parser
 
 from nemo_rl.algorithms.runtime.launch import exit_status
 from nemo_rl.utils.logging_setup import configure_logging
@@ -21,16 +20,9 @@ logger = logging.getLogger(__name__)
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="config.yaml of the step folder; found by itself there")
-    parser.add_argument(
-        "--megatron-ckpt-path", dest="dcp_ckpt_path", type=Path, required=True, help="step folder or its policy/weights"
-    )
-    parser.add_argument("--hf-ckpt-path", type=Path, required=True, help="new folder for the exported model")
+    parser = export_parser(__doc__, "--megatron-ckpt-path")
     parser.add_argument("--hf-model-name", help="model whose tokenizer is used; else that of the configuration")
     parser.add_argument("--no-strict", action="store_true", help="accepted, no effect: every tensor has to fit")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="number format; as it is if absent")
-    parser.add_argument("--verify", action="store_true", help="reload and compare log-probabilities")
     return parser.parse_args(arguments)
 
 

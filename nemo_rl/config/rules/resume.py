@@ -77,7 +77,6 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "policy.megatron_cfg.moe_shared_expert_overlap",
         "policy.megatron_cfg.transformer_impl",
         "policy.megatron_cfg.empty_unused_memory_level",
-        "policy.megatron_cfg.force_reconvert_from_hf",
         "policy.megatron_cfg.distributed_data_parallel_config",
         "policy.megatron_cfg.env_vars",
         "teacher.colocated",

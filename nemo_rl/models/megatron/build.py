@@ -16,12 +16,12 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nemo_rl.config.schema.megatron import MegatronConfig
+from nemo_rl.models.megatron.expert_load import routers
 from nemo_rl.models.megatron.families import Family, Rotary, family_of
 from nemo_rl.models.megatron.layers import HAVE_TE, choose_spec
 from nemo_rl.utils.errors import ConfigError
@@ -53,7 +53,8 @@ def build_chunks(
         torch.manual_seed(seed)
         chunks = [_build(family, hf_config, config, stage).to(device) for stage in stages]
     if options.freeze_moe_router:
-        _freeze_routers(chunks)
+        for router in routers(chunks):
+            router.requires_grad_(False)
     return chunks
 
 
@@ -235,10 +236,3 @@ def _reduce_experts_once(model: GPTModel) -> None:
 
 def _scaled(factor: float, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
     return output * factor
-
-
-def _freeze_routers(chunks: list[GPTModel]) -> None:
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, TopKRouter):
-                module.requires_grad_(False)

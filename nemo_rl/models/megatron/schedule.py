@@ -130,9 +130,13 @@ class Schedule:
             )
 
     def _filled(self, microbatches: Sequence[RankInputs]) -> list[RankInputs]:
-        """The microbatches, and as many without scores as interleaved stages need: they take them in groups."""
-        stages = self._groups.pp.size()
-        missing = -len(microbatches) % stages if len(self._chunks) > 1 else 0
+        """The microbatches, and as many without scores as interleaved stages need.
+
+        They take them in groups of as many as there are stages; with one group alone, where every forward pass comes
+        before the first backward pass, neighbours wait for each other's shapes for ever.
+        """
+        stages, given = self._groups.pp.size(), len(microbatches)
+        missing = max(-(-given // stages), 2) * stages - given if len(self._chunks) > 1 else 0
         if not missing:
             return list(microbatches)
         shortest = min(microbatches, key=lambda inputs: inputs.real_tokens.numel())

@@ -150,7 +150,6 @@ NOT_BUILT = {
         "policy.megatron_cfg.mtp_num_layers=1",
         "policy.megatron_cfg.moe_enable_deepep=true",
         "policy.megatron_cfg.moe_token_dispatcher_type=flex",
-        "policy.megatron_cfg.moe_router_group_topk=4",
         "policy.megatron_cfg.optimizer.fp16=true",
         "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp=true",
         "policy.generation.vllm_cfg.async_engine=true",

@@ -185,6 +185,14 @@ def nothing_scored(hf: Any) -> float:
     return float(trainer.backend.clip_and_step()[0])
 
 
+def norm_in_parts(values: dict[str, Any], bounds: list[int]) -> float:
+    """The gradient norm of one pass over the batch's rows, cut into microbatches at these bounds."""
+    trainer = mesh_parity.Trainer(mesh_parity.model("llama"), values)
+    trainer.bounds = bounds
+    trainer.train(mesh_parity.batch(0), False)
+    return float(trainer.backend.clip_and_step()[0])
+
+
 def biases_after_an_update(rate: float) -> float:
     """By how much the experts' biases move."""
     model = hf_model("deepseek_v3")

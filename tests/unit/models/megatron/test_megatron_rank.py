@@ -30,6 +30,9 @@ OVERLAP = {
     "optimizer": {"use_distributed_optimizer": True},
     "distributed_data_parallel_config": {"overlap_grad_reduce": True, "overlap_param_gather": True},
 }
+VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
+FEW = [[0, 8], [0, 1, 8]]
+"""Bounds of no more microbatches than there are stages."""
 LIMIT_S = 2.0
 
 
@@ -51,6 +54,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
         "auxiliary cp": backend_cases.auxiliary_norm(CP),
         "auxiliary pp": backend_cases.auxiliary_norm(PP),
         "nothing": backend_cases.nothing_scored(llama),
+        "few": [backend_cases.norm_in_parts(VPP, bounds) for bounds in FEW],
     }
     found["deadline"] = waits_for_a_stage(rank, folder)
     return found
@@ -83,6 +87,7 @@ def on_one_rank(rank: int, world: int) -> dict[str, Any]:
         "bias moved": backend_cases.biases_after_an_update(1e-3),
         "auxiliary": backend_cases.auxiliary_norm({}),
         "nothing": backend_cases.nothing_scored(mesh_parity.model("llama")),
+        "few": [backend_cases.norm_in_parts({}, bounds) for bounds in FEW],
         "rates": {name: rates(**values) for name, values in SCHEDULES.items()},
         "contradiction": contradiction(),
     }
@@ -164,6 +169,10 @@ def test_an_infinite_gradient_changes_nothing(found: dict[str, Any], how: str) -
 @pytest.mark.parametrize("mesh", ["auxiliary", "auxiliary sp", "auxiliary cp", "auxiliary pp"])
 def test_an_auxiliary_loss_does_not_depend_on_the_mesh(found: dict[str, Any], mesh: str) -> None:
     assert found["two"][0][mesh] == pytest.approx(found["one"]["auxiliary"], rel=1e-5)
+
+
+def test_interleaved_stages_take_fewer_microbatches_than_there_are_stages(found: dict[str, Any]) -> None:
+    assert found["two"][0]["few"] == pytest.approx(found["one"]["few"], rel=1e-5)
 
 
 def test_a_rank_with_nothing_to_score_takes_part(found: dict[str, Any]) -> None:
