@@ -133,7 +133,7 @@ def _adapted(linear: Any) -> type[nn.Module]:
     if (behind := getattr(linear, "norm_behind", None)) is not None:
         return with_norm_behind(_adapted(behind[0]), behind[1])
 
-    class Adapted(linear):  # type: ignore[valid-type,misc]
+    class Adapted(linear):
         adapter: Adapter
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -300,7 +300,8 @@ def _adapt(module: nn.Module, name: str, options: TransformerConfig, config: Meg
         parameter, dim = getattr(layer, parameter_name), layer.adapter.dims.get(parameter_name)
         set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
         parameter.sequence_parallel = dim is None and layer.adapter.sequence_parallel
-    module.__class__ = _adapted(type(module))
+    kind: Any = type(module)
+    module.__class__ = _adapted(kind)
 
 
 def _with_gradient(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:

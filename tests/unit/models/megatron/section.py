@@ -29,6 +29,7 @@ def megatron_section(**values: Any) -> Any:
             "end_weight_decay": 0.1,
             "weight_decay_incr_style": "constant",
         },
+        "peft": {"enabled": False},
         "distributed_data_parallel_config": {
             "grad_reduce_in_fp32": False,
             "overlap_grad_reduce": False,
