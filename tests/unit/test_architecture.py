@@ -226,7 +226,7 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "mesh": set(),
     "backends": {"memory"},
     "dtensor": _BELOW_BACKENDS,
-    "megatron": _BELOW_BACKENDS,
+    "megatron": _BELOW_BACKENDS - {"memory"},
     "policy.interfaces": set(),
     "policy.metrics": set(),
     "policy.workers": {"inputs", "interfaces", "huggingface", "policy.metrics"},
