@@ -4,10 +4,12 @@
     python tools/parallel_runs.py results/parallel --only grpo --meshes tp2 cp2
     python tools/parallel_runs.py results/parallel --resume                # half on one mesh, half on another
     python tools/parallel_runs.py results/parallel --resume tp2:cp2        # these two
+    python tools/parallel_runs.py results/parallel --backend megatron      # Megatron Core, beside one rank of DTensor
 
 Each line gives the largest relative difference of the loss in the first step and over all steps, and the metric that
 says whether the model learns, at the start and at the end. Samples part when a rounding error changes a token, so in
-runs that generate only the first step is held to the limit.
+runs that generate only the first step is held to the limit. Megatron Core's runs, the one rank beside them included,
+have a constant learning rate.
 """
 
 import argparse
@@ -22,6 +24,10 @@ from pathlib import Path
 from golden_runs import CASES, ROOT, Metrics, read, run_example
 from parity.moe import save_mixture
 
+from nemo_rl.config.loading.inheritance import load_config_with_inheritance
+from nemo_rl.config.schema.megatron import MegatronConfig
+from nemo_rl.config.schema.policy_parallel import BackendSection, DTensorConfig
+
 LIMIT = 1e-4
 ALGORITHMS = {
     "grpo": "validation/accuracy",
@@ -32,15 +38,17 @@ ALGORITHMS = {
     "grpo_lora": "validation/accuracy",
 }
 """Algorithms, and the metric of each that shows whether it learns."""
-MESHES: dict[str, tuple[int, Mapping[str, object]]] = {
+MESHES: dict[str, tuple[int, Mapping[str, int]]] = {
+    "1": (1, {}),
     "dp2": (2, {}),
-    "tp2": (2, {"tensor_parallel_size": 2, "sequence_parallel": "true"}),
-    "cp2": (2, {"context_parallel_size": 2}),
-    "dp2xtp2": (4, {"tensor_parallel_size": 2}),
-    "pp2": (2, {"pipeline_parallel_size": 2}),
-    "ep2": (2, {"expert_parallel_size": 2}),
+    "tp2": (2, {"tp": 2, "sequence_parallel": 1}),
+    "cp2": (2, {"cp": 2}),
+    "dp2xtp2": (4, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "ep2": (2, {"ep": 2}),
 }
-"""Ranks and keys of `dtensor_cfg`; `ep2` runs on a mixture of experts."""
+"""Ranks, and sizes of axes or keys of the backend; `ep2` runs on a mixture of experts."""
+BACKENDS: dict[str, type[BackendSection]] = {"dtensor": DTensorConfig, "megatron": MegatronConfig}
 CHANGES = ("tp2:cp2", "pp2:dp2xtp2", "ep2:1")
 """Meshes before and after a resume."""
 
@@ -51,30 +59,52 @@ class Run:
 
     Attributes:
         algorithm: key of `golden_runs.CASES`.
-        mesh: key of `MESHES`, or "1" for one rank.
+        mesh: key of `MESHES`.
         mixture: whether the model is the mixture of experts.
+        backend: key of `BACKENDS`.
     """
 
     algorithm: str
     mesh: str
     mixture: bool = False
+    backend: str = "dtensor"
 
     @property
     def name(self) -> str:
         """Name of its folder."""
-        return f"{self.algorithm}-{self.mesh}{'-moe' if self.mixture else ''}"
+        backend = "" if self.backend == "dtensor" else f"{self.backend}-"
+        return f"{self.algorithm}-{backend}{self.mesh}{'-moe' if self.mixture else ''}"
 
     def overrides(self, model: str | None) -> list[str]:
         """Arguments that set mesh and model."""
-        ranks, keys = MESHES.get(self.mesh, (1, {}))
-        sections = ["policy", "teacher"] if self.algorithm == "distillation" else ["policy"]
+        ranks, axes = MESHES[self.mesh]
         given = [f"cluster.ranks_per_node={ranks}"]
-        for section in sections:
-            divided = (
-                {**keys} if section == "policy" else {k: v for k, v in keys.items() if k != "expert_parallel_size"}
-            )
-            given += [f"{section}.dtensor_cfg.{key}={value}" for key, value in divided.items()]
+        for section in ["policy", "teacher"] if self.algorithm == "distillation" else ["policy"]:
+            divided = {axis: size for axis, size in axes.items() if section == "policy" or axis != "ep"}
+            keys = {BACKENDS[self.backend].size_keys.get(axis, axis): size for axis, size in divided.items()}
+            given += [f"{section}.{self.backend}_cfg.{key}={value}" for key, value in keys.items()]
+            given += [f"{section}.dtensor_cfg.enabled=false"] if self.backend == "megatron" else []
+        if self.backend == "megatron":
+            given += megatron_overrides(self.algorithm, self.mixture)
         return given + ([f"policy.model_name={model}"] if model else [])
+
+
+def megatron_overrides(algorithm: str, mixture: bool) -> list[str]:
+    """Train with Megatron Core and the optimizer of the example's file, a constant learning rate apart."""
+    config = load_config_with_inheritance(ROOT / "examples/configs" / CASES[algorithm].config)
+    given = config.policy.optimizer.kwargs
+    optimizer = {
+        "lr": given.lr,
+        "weight_decay": given.weight_decay,
+        "adam_beta1": given.betas[0],
+        "adam_beta2": given.betas[1],
+        "adam_eps": given.eps,
+    }
+    keys = {f"optimizer.{key}": value for key, value in optimizer.items()}
+    keys |= {"scheduler.lr_warmup_iters": 0, "enabled": "true"}
+    keys |= {"freeze_moe_router": "false"} if mixture else {}
+    teacher = ["teacher.megatron_cfg.enabled=true"] if algorithm == "distillation" else []
+    return ["policy.optimizer=null", *teacher, *(f"policy.megatron_cfg.{key}={value}" for key, value in keys.items())]
 
 
 def start(run: Run, folder: Path, steps: int, extra: Sequence[str], model: str | None) -> bool:
@@ -124,10 +154,10 @@ def compare_meshes(options: argparse.Namespace, model: str) -> int:
             given = model if mixture else None
             one = Run(algorithm, "1", mixture)
             run_once(one, options, given)
-            for mesh in (mesh for mesh in options.meshes if (mesh == "ep2") == mixture):
-                run = Run(algorithm, mesh, mixture)
+            runs = [Run(algorithm, mesh, mixture, options.backend) for mesh in options.meshes]
+            for run in (run for run in runs if (run.mesh == "ep2") == mixture and run != one):
                 shutil.rmtree(options.folder / run.name, ignore_errors=True)
-                if start(run, options.folder / run.name, options.steps, _PLAIN, given):
+                if start(run, options.folder / run.name, options.steps, options.plain, given):
                     failed += not report(run, options.folder / run.name, options.folder / one.name)
                 else:
                     sys.stdout.write(f"{run.name:24} FAILED: {options.folder / run.name}/console.log\n")
@@ -140,10 +170,7 @@ def run_once(one: Run, options: argparse.Namespace, model: str | None) -> None:
     folder = options.folder / one.name
     if max(losses(read(folder)), default=0) != options.steps:
         shutil.rmtree(folder, ignore_errors=True)
-        start(one, folder, options.steps, _PLAIN, model)
-
-
-_PLAIN = ("checkpointing.enabled=false",)
+        start(one, folder, options.steps, options.plain, model)
 
 
 def resume_elsewhere(options: argparse.Namespace, model: str) -> int:
@@ -155,12 +182,13 @@ def resume_elsewhere(options: argparse.Namespace, model: str) -> int:
             given = model if (mixture := "ep2" in (mesh, other)) else None
             one = Run(algorithm, "1", mixture)
             run_once(one, options, given)
-            run = Run(algorithm, f"{mesh}-then-{other}", mixture)
+            run = Run(algorithm, f"{mesh}-then-{other}", mixture, options.backend)
             folder = options.folder / run.name
             shutil.rmtree(folder, ignore_errors=True)
-            keys = [f"checkpointing.checkpoint_dir={folder}/checkpoints", f"checkpointing.save_period={half}"]
-            done = start(Run(algorithm, mesh, mixture), folder, half, keys, given)
-            done = done and start(Run(algorithm, other, mixture), folder, options.steps, keys, given)
+            keys = [*options.flat, f"checkpointing.checkpoint_dir={folder}/checkpoints"]
+            keys += [f"checkpointing.save_period={half}"]
+            done = start(Run(algorithm, mesh, mixture, options.backend), folder, half, keys, given)
+            done = done and start(Run(algorithm, other, mixture, options.backend), folder, options.steps, keys, given)
             if done and went_on(folder, half):
                 failed += not report(run, folder, options.folder / one.name)
             else:
@@ -179,14 +207,19 @@ def main() -> int:
     """Run what is asked for; returns 1 where a run failed or differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
+    parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), help="all that the backend has when left out")
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--resume", nargs="*", help="change the mesh in the middle of each run, as FIRST:SECOND")
+    parser.add_argument("--backend", default="dtensor", choices=list(BACKENDS))
     options = parser.parse_args()
-    options.folder = options.folder.absolute()
+    options.only = options.only or [name for name in ALGORITHMS if options.backend == "dtensor" or "lora" not in name]
+    options.flat = ["policy.scheduler=null"] if options.backend == "megatron" else []
+    options.plain = [*options.flat, "checkpointing.enabled=false"]
+    options.folder = options.folder.absolute() / ("megatron" if options.flat else "")
     options.folder.mkdir(parents=True, exist_ok=True)
-    model = save_mixture(ROOT / "examples/assets/tiny-chat", options.folder / "tiny-moe")
+    family = "qwen3_moe" if options.backend == "megatron" else "qwen2_moe"
+    model = save_mixture(ROOT / "examples/assets/tiny-chat", options.folder / "tiny-moe", family=family)
     if options.resume is None:
         return int(bool(compare_meshes(options, model)))
     options.resume = options.resume or CHANGES

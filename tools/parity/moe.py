@@ -4,13 +4,24 @@ With weights of the chosen experts that add up to 1 the mixture gives about what
 from the dense model's answers; its router and its experts then learn apart (Komatsuzaki et al. 2022, arXiv:2212.05055).
 Invariant: the experts of a layer differ. Between equal ones the router's gradient would be rounding alone, which Adam
 makes as large as any other, and no two runs on different meshes would agree.
+
+Qwen3-MoE normalises queries and keys and has no biases: it starts with the dense model's way of speaking, and few right
+answers.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 _COPIED = (
     "vocab_size",
@@ -29,26 +40,30 @@ _COPIED = (
     "hidden_act",
 )
 
+_CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {
+    "qwen2_moe": partial(Qwen2MoeConfig, shared_expert_intermediate_size=32),
+    "qwen3_moe": Qwen3MoeConfig,
+}
 _APART = 0.05
 """How far experts are from the copied MLP, in its standard deviations."""
 
 
 @torch.no_grad()
-def save_mixture(dense: Path, folder: Path, num_experts: int = 4) -> str:
-    """Write a Qwen2-MoE with `num_experts` copies of each MLP of a Qwen2 model; returns the folder's name."""
+def save_mixture(dense: Path, folder: Path, num_experts: int = 4, family: str = "qwen2_moe") -> str:
+    """Write a mixture with `num_experts` copies of each MLP of a Qwen2 model; returns the folder's name."""
     source = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     fields = {name: getattr(source.config, name) for name in _COPIED}
-    config = Qwen2MoeConfig(
+    config = _CONFIGS[family](
         **fields,
+        head_dim=source.config.hidden_size // source.config.num_attention_heads,
         num_experts=num_experts,
         num_experts_per_tok=2,
         norm_topk_prob=True,
         moe_intermediate_size=source.config.intermediate_size,
-        shared_expert_intermediate_size=32,
         decoder_sparse_step=1,
     )
     torch.manual_seed(0)
-    mixture = Qwen2MoeForCausalLM(config)
+    mixture = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights: dict[str, Tensor] = source.state_dict()
     own = mixture.state_dict()
     for name, tensor in own.items():

@@ -35,7 +35,7 @@ class CheckpointingConfig(Section):
         "ft_keep_latest_k": "extra crash-recovery saves",
         "is_peft": "adapter checkpoints",
         "peft_config": "adapter checkpoints",
-        "pretrained_checkpoint": "the Megatron backend",
+        "pretrained_checkpoint": "starting from a Megatron checkpoint (policy.model_name names a Hugging Face model)",
     }
     ignored: ClassVar[dict[str, str]] = {
         "model_cache_dir": "models are cached where Hugging Face caches them",

@@ -72,7 +72,7 @@ class MegatronBackend(PolicyBackend):
         self._optim, self._lora, self._groups, self._division = optim, lora, groups, division_of(groups)
         self._has_gradients = False
         self._memory_level = section.empty_unused_memory_level
-        self.hf_config = _model_config(config)
+        self.hf_config, self._scores = _model_config(config), config.reward_model_cfg.enabled
         precision = torch_dtype(config.precision)
         self.chunks: list[Any] = _loaded_chunks(self.hf_config, config, precision, device, seed)
         self._model_name, self._peft = config.model_name, section.peft
@@ -166,7 +166,14 @@ class MegatronBackend(PolicyBackend):
 
         self._optim.complete_weights(self.chunks)
         merged = self._lora.MergedWeights(self.chunks, dtype)
-        yield from iterate_hf_weights(self.chunks, self.hf_config, device=self.device, dtype=dtype, value=merged)
+        yield from iterate_hf_weights(
+            self.chunks,
+            self.hf_config,
+            device=self.device,
+            dtype=dtype,
+            has_scalar_head=self._scores,
+            value=merged,
+        )
         if self._peft.enabled and not self._adapters_unproven:
             require_on_some_rank(merged.differ, self.device, self._lora.SECTION)
 
@@ -321,9 +328,10 @@ def _loaded_chunks(
     section = config.megatron_cfg
     chunks = build_chunks(hf_config, section, precision=precision, device=device, seed=seed)
     prepare(chunks, bias_update_rate=section.moe_router_bias_update_rate)
-    if config.reward_model_cfg.enabled:
+    scores = config.reward_model_cfg.enabled
+    if scores:
         give_scalar_head(chunks, std=getattr(hf_config, "initializer_range", 0.02))
-    load_huggingface(chunks, hf_config, _folder(config.model_name))
+    load_huggingface(chunks, hf_config, _folder(config.model_name), has_scalar_head=scores)
     return list(chunks)
 
 

@@ -105,13 +105,14 @@ def verify_export(weights: Path, target: Path) -> "ExportCheck":
     Raises:
         CheckpointError: the weights do not fit the model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     from nemo_rl.models.huggingface.checkpoint_names import in_memory
     from nemo_rl.models.huggingface.comparison import compare_models
 
     config = AutoConfig.from_pretrained(weights)
-    trained = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    kind: Any = AutoModelForSequenceClassification if _scores(config) else AutoModelForCausalLM
+    trained = kind.from_config(config, dtype=torch.float32).eval()
     hub = {name: tensor for name, tensor, _ in _hub_tensors(weights, config)}
     own = trained.state_dict()
     missing = set(own) - {name for name in own if name.endswith("lm_head.weight") and config.tie_word_embeddings}
@@ -120,7 +121,7 @@ def verify_export(weights: Path, target: Path) -> "ExportCheck":
         missing.discard(name)
     if missing:
         raise CheckpointError(f"{weights} does not fit {type(trained).__name__}: it lacks {sorted(missing)[:5]}.")
-    exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    exported = kind.from_pretrained(target, dtype=torch.float32).eval()
     return compare_models(trained, exported, AutoTokenizer.from_pretrained(target))
 
 
@@ -139,6 +140,13 @@ def _export(weights: Path, target: Path, dtype: str | None) -> None:
         shutil.copyfile(file, target / file.name)
     config.dtype = wanted or next(like.dtype for like in likes.values() if like.is_floating_point())
     config.save_pretrained(target)
+
+
+def _scores(config: "PretrainedConfig") -> bool:
+    """Whether it is a reward model's."""
+    from nemo_rl.models.huggingface.comparison import SCORING_SUFFIX
+
+    return any(name.endswith(SCORING_SUFFIX) for name in config.architectures or ())
 
 
 def _beside(weights: Path, names: tuple[str, ...] | None = None) -> list[Path]:
@@ -167,9 +175,10 @@ def _hub_tensors(
     Raises:
         CheckpointError: the folder is damaged, or its tensors are not those of the configuration.
     """
-    from nemo_rl.models.megatron.conversion.rules import rules_for
+    from nemo_rl.models.megatron.conversion.rules import hub_tensors, rules_for
 
-    saved, rules = SavedTensors(weights / ITERATION), rules_for(config)
+    rules = rules_for(config, has_scalar_head=_scores(config))
+    saved = SavedTensors(weights / ITERATION)
     kept = by_parameter(saved.names)
     adapters = {name: kept.pop(name) for name in list(kept) if name.endswith(ADAPTER_PARAMETERS)}
     scaling = adapter_scaling(weights / ADAPTER_FOLDER) if adapters else 0.0
@@ -191,36 +200,4 @@ def _hub_tensors(
         likes = [saved.like(name) for name in kept[parameter]]
         return likes[0] if len(likes) == 1 else torch.cat(likes)
 
-    for bundle in rules.bundles():
-        yield from _of_bundle(bundle, read)
-
-
-def _of_bundle(bundle: list[Any], read: Any) -> Iterator[tuple[str, Tensor, bool]]:
-    """The hub tensors of one parameter, or the one that the same parameter of all experts makes up."""
-    if len(bundle) == 1:
-        (rule,) = bundle
-        whole = read(rule.parameter)
-        for index, part in enumerate(rule.parts):
-            yield part.name, _part(rule, index, whole), rule.full_precision
-        return
-    stack: Tensor | None = None
-    for rule in bundle:
-        whole = read(rule.parameter)
-        for index, part in enumerate(rule.parts):
-            values = _part(rule, index, whole)
-            if stack is None:
-                stack = values.new_empty(part.tensor_shape(values.shape, len(bundle)))
-            part.of(stack).copy_(values)
-    assert stack is not None
-    yield bundle[0].parts[0].name, stack, bundle[0].full_precision
-
-
-def _part(rule: Any, index: int, whole: Tensor) -> Tensor:
-    """A part of a parameter, from the rows that it has of it."""
-    rows, at = [], 0
-    for segment in rule.layout.segments(len(whole), 0, 1):
-        if segment.part == index:
-            rows.append((segment.start, whole[at : at + segment.num_rows]))
-        at += segment.num_rows
-    found = [values for _, values in sorted(rows, key=lambda row: row[0])]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    yield from hub_tensors(rules, read)

@@ -7,7 +7,6 @@ are those of one version; any other is refused by name, because a place that was
 
 import contextlib
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -18,10 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nemo_rl.utils.errors import ConfigError
-
-TESTED_VERSION = "0.19.2"
-"""The release of megatron-core whose assumptions are known."""
+from nemo_rl.models.megatron.release import require_megatron_core
 
 _CPU = torch.device("cpu")
 _NAMES_CUDA = ("pipeline_parallel.schedules", "models.common.embeddings.rope_utils")
@@ -38,7 +34,7 @@ def install() -> None:
     global _installed
     if _installed or torch.cuda.is_available():
         return
-    check_version()
+    require_megatron_core()
     _answer_for_cuda()
     # Fused kernels are compiled by torch.compile, for seconds each; on CPUs they run as they are written.
     torch.compiler.set_stance("force_eager")
@@ -49,20 +45,6 @@ def install() -> None:
         module: Any = importlib.import_module(f"megatron.core.{name}")
         module.torch = _TorchOnCpu()
     _installed = True
-
-
-def check_version() -> None:
-    """Refuse a release whose assumptions about CUDA are not known.
-
-    Raises:
-        ConfigError: names both releases.
-    """
-    found = importlib.metadata.version("megatron-core")
-    if found != TESTED_VERSION:
-        raise ConfigError(
-            f"megatron-core {found} is installed, and this process sees no CUDA device. Without CUDA only "
-            f"{TESTED_VERSION} is known to compute correctly: install megatron-core=={TESTED_VERSION}, or run on GPUs."
-        )
 
 
 def cuda_names() -> AbstractContextManager[None]:

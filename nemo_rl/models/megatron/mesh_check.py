@@ -11,10 +11,8 @@ from transformers import PretrainedConfig
 from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.config.rules.findings import Findings
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.megatron.families import MODEL_TYPES
 from nemo_rl.models.mesh import Mesh, check_context, check_experts, divided_layers, vocabulary
-
-FAMILIES = ("deepseek_v3", "gemma3_text", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Model types of language models (`config.json`) that have a converter and a layer specification."""
 
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
@@ -32,10 +30,10 @@ def check_mesh(
     """
     mesh = Mesh(f"{section}.megatron_cfg", policy, layout, model.get_text_config())
     asked = policy.megatron_cfg
-    if mesh.model.model_type not in FAMILIES:
+    if mesh.model.model_type not in MODEL_TYPES:
         yield (
             f"{section}.model_name={policy.model_name} is a {mesh.model.model_type}, which {mesh.keys} cannot train: "
-            f"there are {', '.join(FAMILIES)}. Train it with {section}.dtensor_cfg.enabled=true and "
+            f"there are {', '.join(MODEL_TYPES)}. Train it with {section}.dtensor_cfg.enabled=true and "
             f"{mesh.keys}.enabled=false."
         )
         return

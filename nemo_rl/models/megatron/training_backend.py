@@ -4,22 +4,19 @@ Imports nothing of megatron: that changes a process (streams, compiled kernels, 
 ranks are there for it.
 """
 
-import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import TrainingBackend
+from nemo_rl.models.megatron.release import require_megatron_core
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # see `models.backends`
     from transformers import PreTrainedTokenizerBase
 
     from nemo_rl.models.huggingface.comparison import ExportCheck
-
-TESTED_VERSION = "0.19.2"
-"""Release of megatron-core that the ranks' code was written for and is tested with; `pyproject.toml` pins it."""
 
 
 class MegatronTraining(TrainingBackend):
@@ -81,25 +78,3 @@ class MegatronTraining(TrainingBackend):
         from nemo_rl.models.megatron.checkpoint_folder import verify_export
 
         return verify_export(weights, target)
-
-
-def require_megatron_core(section: str = "policy") -> None:
-    """Refuse a machine without megatron-core, or with another release than the tested one.
-
-    Args:
-        section: name of the model's section, for the message.
-
-    Raises:
-        ConfigError: names what is installed, and the command that installs what is needed.
-    """
-    try:
-        found = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        found = None
-    if found == TESTED_VERSION:
-        return
-    what = "megatron-core is not installed" if found is None else f"megatron-core {found} is installed"
-    raise ConfigError(
-        f"{section}.megatron_cfg.enabled=true needs megatron-core {TESTED_VERSION}, and {what}. Install it beside the "
-        "extra that you use, for example: uv sync --extra vllm --extra mcore (on CPUs: --extra cpu --extra mcore)."
-    )

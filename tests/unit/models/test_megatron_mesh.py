@@ -21,7 +21,8 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import backend_of_checkpoint, training_backend
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.megatron.mesh_check import check_mesh
-from nemo_rl.models.megatron.training_backend import TESTED_VERSION, MegatronTraining
+from nemo_rl.models.megatron.release import TESTED_VERSION
+from nemo_rl.models.megatron.training_backend import MegatronTraining
 from nemo_rl.utils.errors import ConfigError
 
 TINY = str(REPOSITORY_ROOT / "examples/assets/tiny-chat")

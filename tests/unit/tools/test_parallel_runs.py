@@ -7,6 +7,23 @@ from types import ModuleType
 import pytest
 from tool_loading import TOOLS, load_tool
 
+from nemo_rl.config import (
+    DistillationMasterConfig,
+    DPOMasterConfig,
+    GRPOMasterConfig,
+    RMMasterConfig,
+    SFTMasterConfig,
+    load_config,
+)
+
+SCHEMAS = {
+    "grpo": GRPOMasterConfig,
+    "sft": SFTMasterConfig,
+    "dpo": DPOMasterConfig,
+    "rm": RMMasterConfig,
+    "distillation": DistillationMasterConfig,
+}
+
 
 @pytest.fixture
 def parallel_runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -44,3 +61,21 @@ def test_a_run_that_began_again(parallel_runs, tmp_path):
     assert parallel_runs.went_on(write(tmp_path / "a", {3: 0.5, 4: 0.3}, start=2), half=2)
     write(tmp_path / "b", {1: 2.0, 2: 1.0})
     assert not parallel_runs.went_on(write(tmp_path / "b", {1: 2.0, 2: 1.0, 3: 0.5, 4: 0.3}, start=2), half=2)
+
+
+@pytest.mark.parametrize(("algorithm", "schema"), SCHEMAS.items())
+def test_megatron_core_has_the_optimizer_and_mesh_of_the_native_run(parallel_runs, algorithm, schema):
+    example = TOOLS.parent / "examples/configs" / parallel_runs.CASES[algorithm].config
+    native = load_config(example, schema=schema).policy.optimizer.kwargs
+    run = parallel_runs.Run(algorithm, "tp2", backend="megatron")
+    policy = load_config(example, [*run.overrides(None), "policy.scheduler=null"], schema).policy
+    ours, schedule = policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler
+    assert policy.megatron_cfg.enabled
+    assert not policy.dtensor_cfg.enabled
+    assert (policy.megatron_cfg.tensor_model_parallel_size, policy.megatron_cfg.sequence_parallel) == (2, True)
+    assert (ours.lr, ours.adam_eps, (ours.adam_beta1, ours.adam_beta2)) == (
+        *(native["lr"], native["eps"]),
+        tuple(native["betas"]),
+    )
+    assert {schedule.start_weight_decay, schedule.end_weight_decay} == {native["weight_decay"]}
+    assert (schedule.lr_decay_style, schedule.lr_warmup_iters) == ("constant", 0)

@@ -10,9 +10,11 @@ from nemo_rl.models.megatron.families.gpt_oss import GptOss
 from nemo_rl.models.megatron.families.qwen3_moe import Qwen3Moe
 from nemo_rl.utils.errors import ConfigError
 
-__all__ = ["FAMILIES", "Family", "LayerTraits", "Rotary", "family_of"]
+__all__ = ["FAMILIES", "MODEL_TYPES", "Family", "LayerTraits", "Rotary", "family_of"]
 
 FAMILIES: tuple[Family, ...] = (Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3Moe(), DeepseekV3(), Gemma3(), GptOss())
+MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_types))
+"""Of `config.json`; each has a converter too (`conversion.layer_rules`)."""
 
 
 def family_of(hf_config: PretrainedConfig) -> Family:
@@ -28,7 +30,7 @@ def family_of(hf_config: PretrainedConfig) -> Family:
     if hf_config.model_type not in known:
         raise ConfigError(
             f"the Megatron backend does not know model_type={hf_config.model_type}; it knows "
-            f"{', '.join(sorted(known))}. Train this model with policy.dtensor_cfg.enabled=true and "
+            f"{', '.join(MODEL_TYPES)}. Train this model with policy.dtensor_cfg.enabled=true and "
             "policy.megatron_cfg.enabled=false."
         )
     return known[hf_config.model_type]

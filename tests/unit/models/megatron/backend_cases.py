@@ -1,16 +1,16 @@
 """What `MegatronBackend` answers on two ranks, beside Hugging Face; run in forked ranks."""
 
-import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import parity
+import mesh_parity
 import torch
 import torch.distributed as dist
-from section import megatron_section
+from rank_backend import CPU, backend_of, shared_files
+from safetensors.torch import load_file
+from tiny_models import hf_model
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PretrainedConfig
+from witness import difference, global_tensors, largest_gradient_difference
 
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.models.huggingface.layers import recorded_outputs
@@ -24,40 +24,7 @@ from nemo_rl.models.inputs import (
     build_training_inputs,
 )
 
-CPU = torch.device("cpu")
-
-
-def stand_in(hf: Any) -> None:
-    """Give the backend this model where it would build one and load files."""
-    import sketch_model
-
-    from nemo_rl.models.megatron import backend
-
-    build: Any = ModuleType("build")
-    build.build_chunks = sketch_model.build_chunks
-    importer: Any = ModuleType("importer")
-    importer.load_huggingface = lambda chunks, hf_config, folder: sketch_model.load_weights(chunks, hf)
-    sys.modules["nemo_rl.models.megatron.build"] = build
-    sys.modules["nemo_rl.models.megatron.conversion.importer"] = importer
-    backend.load_model_config = lambda name, overrides: hf.config  # type: ignore[attr-defined]
-
-
-def make_backend(hf: Any, values: dict[str, Any], **policy: Any) -> Any:
-    from nemo_rl.models.megatron.backend import MegatronBackend
-
-    stand_in(hf)
-    section = megatron_section(**values)
-    reward = SimpleNamespace(enabled=policy.pop("reward", False))
-    config: Any = SimpleNamespace(
-        megatron_cfg=section,
-        model_name=".",
-        hf_config_overrides={},
-        precision="float32",
-        generation=SimpleNamespace(temperature=0.7, top_k=None, top_p=1.0),
-        logprob_chunk_size=None,
-        reward_model_cfg=reward,
-    )
-    return MegatronBackend(config, CPU, parity.layout_of(section), **policy)
+TEMPERATURE = {"temperature": 0.7}
 
 
 def scored(backend: Any, inputs: ModelInputs) -> tuple[Tensor, Tensor] | None:
@@ -69,11 +36,13 @@ def scored(backend: Any, inputs: ModelInputs) -> tuple[Tensor, Tensor] | None:
 
 def answers(hf: Any, values: dict[str, Any], packed: bool) -> dict[str, Any]:
     """Differences from Hugging Face in everything that scores, and facts about weights and layers."""
-    from nemo_rl.models.megatron.parallel import stop_model_parallel
-
-    backend = make_backend(hf, values)
-    data, layout = parity.batch(0), InputLayout(packed)
+    backend = backend_of(hf, **values, generation=TEMPERATURE, init_reference_model=True)
+    data, layout = mesh_parity.batch(0), InputLayout(packed)
     found: dict[str, Any] = {}
+    with shared_files(hf) as folder:
+        files = load_file(folder / "model.safetensors")
+    sent = {name: tensor.clone() for name, tensor in backend.iterate_weights()}
+    found["sent"] = float(sent.keys() != files.keys() or any(not torch.equal(sent[n], files[n]) for n in files))
     inputs = build_model_inputs(data, all_targets(data), layout, CPU)
     with torch.no_grad():
         logits = torch.stack([hf(input_ids=ids[None], use_cache=False).logits[0] for ids in data["input_ids"]])
@@ -91,13 +60,12 @@ def answers(hf: Any, values: dict[str, Any], packed: bool) -> dict[str, Any]:
         found["top ids"] = float((got[1] != ids_Kk).sum())
     found["layers"] = layer_error(backend, hf)
     found["reference"] = reference_error(backend, data, layout)
-    stop_model_parallel()
     return found
 
 
 def layer_error(backend: Any, hf: Any) -> float:
-    """Largest difference of the layers' outputs for one row."""
-    data = parity.batch(0).slice(0, 1)
+    """Largest difference of the layers' outputs for one row, relative to the largest of them."""
+    data = mesh_parity.batch(0).slice(0, 1)
     layers = backend.decoder_layers()
     with recorded_outputs(list(layers.values())) as outputs:
         scored(backend, build_model_inputs(data, all_targets(data), InputLayout(True), CPU))
@@ -106,7 +74,7 @@ def layer_error(backend: Any, hf: Any) -> float:
     with recorded_outputs([theirs[name] for name in layers]) as expected, torch.no_grad():
         hf(input_ids=ids, use_cache=False)
     joined = [backend.join_tokens(output)[: ids.shape[1]] for output in outputs]
-    return max((a - b).abs().max().item() for a, b in zip(joined, expected, strict=True))
+    return max(difference(ours, theirs) for ours, theirs in zip(joined, expected, strict=True))
 
 
 def reference_error(backend: Any, data: Any, layout: InputLayout) -> dict[str, bool]:
@@ -141,16 +109,9 @@ def weights(backend: Any) -> dict[str, Tensor]:
 
 def reward_error(values: dict[str, Any], packed: bool) -> dict[str, float]:
     """Scores of a reward model and its gradients, beside Hugging Face's sequence classifier."""
-    from sketch_model import largest_gradient_difference
-
-    from nemo_rl.models.megatron.parallel import stop_model_parallel
-
-    config: PretrainedConfig = parity.model("llama").config
-    config.num_labels, config.tie_word_embeddings = 1, False
-    torch.manual_seed(3)
-    hf = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
-    backend = make_backend(hf, values, reward=True)
-    data = parity.batch(0)
+    hf = hf_model("llama", scores=True, num_hidden_layers=4)
+    backend = backend_of(hf, **values, reward_model_cfg={"enabled": True})
+    data = mesh_parity.batch(0)
     last = data["input_lengths"] - 1
     body = [
         hf.model(ids[None, : end + 1], use_cache=False).last_hidden_state[0, -1]
@@ -169,36 +130,32 @@ def reward_error(values: dict[str, Any], packed: bool) -> dict[str, float]:
         return scores.square().sum() / 8
 
     backend.run([build_score_inputs(data.slice(mine.start, mine.stop), InputLayout(packed), CPU)], step, backward=True)
-    found["gradients"] = largest_gradient_difference(backend.chunks, hf)
-    stop_model_parallel()
+    gradients = {name: parameter.grad for name, parameter in hf.named_parameters()}
+    found["gradients"], _ = largest_gradient_difference(backend.chunks, global_tensors(hf.config, gradients))
     return found
 
 
 def load_of_experts(hf: Any, values: dict[str, Any], packed: bool) -> tuple[dict[str, float], dict[str, float]]:
     """The backend's metrics of an update, and those of the choices that Hugging Face's routers make."""
     from nemo_rl.models.expert_load import load_metrics
-    from nemo_rl.models.megatron.parallel import stop_model_parallel
 
     counts = [torch.zeros(4, dtype=torch.int64) for _ in hf.model.layers]
-    data = parity.batch(0)
+    data = mesh_parity.batch(0)
     with torch.no_grad():
         for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
             logits = hf(input_ids=ids[None, :length], output_router_logits=True, use_cache=False).router_logits
             for count, layer in zip(counts, logits, strict=True):
                 count += torch.bincount(layer.topk(2, dim=-1).indices.flatten(), minlength=4)
-    trainer = parity.Trainer(hf, values)
+    trainer = mesh_parity.Trainer(hf, values)
     trainer.train(data, packed)
-    metrics = trainer.load.end_update()
-    stop_model_parallel()
+    metrics = trainer.backend.update_metrics()
     return metrics, load_metrics(counts)
 
 
 def skipped_update(hf: Any, values: dict[str, Any]) -> dict[str, Any]:
     """An update whose loss is infinite on one rank, and a sound one after it."""
-    from nemo_rl.models.megatron.parallel import stop_model_parallel
-
-    backend = make_backend(hf, values, init_reference_model=False)
-    data = parity.batch(0)
+    backend = backend_of(hf, **values)
+    data = mesh_parity.batch(0)
     inputs = build_training_inputs(data, InputLayout(False), CPU)
     before = weights(backend)
     factor = torch.inf if dist.get_rank() == 0 else 1.0
@@ -210,7 +167,6 @@ def skipped_update(hf: Any, values: dict[str, Any]) -> dict[str, Any]:
     backend.run([inputs], lambda index, logprobs, entropy: -logprobs.sum() / 100, backward=True)
     sound, moved = backend.clip_and_step()
     then = weights(backend)
-    stop_model_parallel()
     return {
         "norm": norm,
         "stepped": stepped,
@@ -222,36 +178,30 @@ def skipped_update(hf: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 def nothing_scored(hf: Any) -> float:
     """The gradient norm of a mesh on which one rank has a microbatch with nothing to score, and of one process."""
-    trainer = parity.Trainer(hf, {})
-    data = parity.batch(0)
+    trainer = mesh_parity.Trainer(hf, {})
+    data = mesh_parity.batch(0)
     data["sample_mask"][:4] = 0.0  # all rows of the first rank
     trainer.train(data, True)
-    return float(trainer.optim.clip_and_step(trainer.optimizer, trainer.chunks)[0])
+    return float(trainer.backend.clip_and_step()[0])
 
 
 def biases_after_an_update(rate: float) -> float:
     """By how much the experts' biases move."""
-    from nemo_rl.models.megatron.parallel import stop_model_parallel
-
-    values = {"moe_router_enable_expert_bias": True}
-    trainer = parity.Trainer(parity.model("moe"), values, bias_update_rate=rate)
-    named = [*trainer.chunks[0].named_buffers()]
+    model = hf_model("deepseek_v3")
+    trainer = mesh_parity.Trainer(model, {"moe_router_bias_update_rate": rate})
+    named = [*trainer.backend.chunks[0].named_buffers()]
     before = {name: tensor.clone() for name, tensor in named if name.endswith("expert_bias")}
-    trainer.train(parity.batch(0), False)
+    trainer.train(mesh_parity.batch(0), False)
     moved = [(tensor - before[name]).abs().max().item() for name, tensor in named if name in before]
-    stop_model_parallel()
     assert moved, "the model has such biases"
     return max(moved)
 
 
 def auxiliary_norm(values: dict[str, Any]) -> float:
     """The gradient norm of one pass with Megatron Core's auxiliary loss, over microbatches of four rows."""
-    from nemo_rl.models.megatron.parallel import stop_model_parallel
-
     chosen = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0, **values}
-    trainer = parity.Trainer(parity.model("moe"), chosen)
-    trainer.bounds = [4 * number for number in range(parity.ROWS // trainer.layout.data_parallel_size // 4 + 1)]
-    trainer.train(parity.batch(0), False)
-    norm = float(trainer.optim.clip_and_step(trainer.optimizer, trainer.chunks)[0])
-    stop_model_parallel()
+    trainer = mesh_parity.Trainer(mesh_parity.model("moe"), chosen)
+    trainer.bounds = [4 * number for number in range(mesh_parity.ROWS // trainer.layout.data_parallel_size // 4 + 1)]
+    trainer.train(mesh_parity.batch(0), False)
+    norm = float(trainer.backend.clip_and_step()[0])
     return norm

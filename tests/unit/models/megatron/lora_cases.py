@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import parity
+import mesh_parity as parity
 import reference
 import torch
 from torch import Tensor

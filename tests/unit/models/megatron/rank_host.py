@@ -1,39 +1,71 @@
-"""Runs tests of Megatron Core in ranks: one process imports it and is prepared for the CPU, and ranks are its forks.
+"""Runs tests of Megatron Core in ranks: forks of one process that has imported it and is prepared for the CPU.
 
 The import takes seconds, and what `cpu_shim` patches must not reach the process of the tests.
 """
 
-import tempfile
+import multiprocessing
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from policy_helpers import run_ranks
+from transformers.utils.logging import disable_progress_bar
+
+needs_megatron = pytest.mark.skipif(
+    find_spec("megatron") is None, reason="megatron-core is not installed (extra mcore)"
+)
 
 
-def in_host(fn: Callable[..., Any], *args: Any) -> Any:
-    """What `fn(*args)` returns in a process that has imported Megatron Core; it may call `run_ranks`."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result.pt"
-        mp.start_processes(_host, (fn, args, file), nprocs=1, start_method="fork")
-        return torch.load(file, weights_only=False)
+class Host:
+    """The process that has imported Megatron Core; one serves all tests of a session."""
+
+    def __init__(self) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._here, there = fork.Pipe()
+        self._process = fork.Process(target=_serve, args=(there, self._here), daemon=False)
+        self._process.start()
+        there.close()
+
+    def run(self, fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+        """What `fn(rank, num_ranks, *args)` returns, by rank."""
+        self._here.send((fn, num_ranks, args))
+        worked, result = self._here.recv()
+        assert worked, result
+        return result
+
+    def stop(self) -> None:
+        self._here.send(None)
+        self._process.join(timeout=5)
+        self._process.kill()  # a rank that failed may keep it waiting
 
 
-def _host(index: int, fn: Callable[..., Any], args: tuple[Any, ...], file: Path) -> None:
+def _serve(pipe: Any, other_end: Any) -> None:
     from nemo_rl.models.megatron import cpu_shim
 
+    other_end.close()  # so that the end of the tests' process is seen here
     torch.set_num_threads(1)
+    disable_progress_bar()
     cpu_shim.install()
-    torch.save(fn(*args), file)
+    while asked := _asked(pipe):
+        fn, num_ranks, args = asked
+        try:
+            pipe.send((True, run_ranks(fn, num_ranks, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _asked(pipe: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
 
 
 def limit_waits(seconds: float) -> None:
     """Ranks that wait for each other in vain raise after this time, in groups that are made from now on too."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
-
-
-__all__ = ["in_host", "limit_waits", "run_ranks"]

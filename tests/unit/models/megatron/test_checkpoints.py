@@ -1,42 +1,38 @@
 """Checkpoints of Megatron Core: bit for bit on the same mesh, exact on others, errors by name, exports by streaming."""
 
-import importlib.util
 import json
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import backend_cases
+import mesh_parity
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_models import Host, Mesh, Run, differing, hf_config, paths_in, whole_weights
+from checkpoint_models import Mesh, Run, differing, paths_in
+from rank_backend import CPU
+from rank_host import needs_megatron
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from tiny_models import hf_config, saved
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from nemo_rl.models.inputs import InputLayout, build_score_inputs
+from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.models.megatron import checkpoint_folder
 from nemo_rl.models.megatron.saved_tensors import SavedTensors
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import CheckpointError
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-needs_conversion = pytest.mark.skipif(
-    importlib.util.find_spec("nemo_rl.models.megatron.conversion") is None, reason="the conversion rules are not here"
-)
+pytestmark = needs_megatron
 
-BF16 = torch.bfloat16
+BF16 = "bfloat16"
 TP2, DP2, EP2 = Mesh(tp=2), Mesh(distributed=True), Mesh("qwen3_moe", ep=2)
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    started = Host()
-    yield started
-    started.stop()
+REWARD = Mesh(tp=2, sp=True, scores=True)
 
 
 def _resume(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> dict[str, Any]:
@@ -61,10 +57,10 @@ def _resume(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> dict[str, An
     ("num_ranks", "mesh"),
     [
         pytest.param(2, TP2, id="tp2"),
-        pytest.param(2, DP2, id="dp2-distributed"),
-        pytest.param(2, replace(DP2, dtype=BF16), id="dp2-distributed-bf16"),
-        pytest.param(2, Mesh("qwen2", pp=2, dtype=BF16), id="pp2-tied-bf16"),
-        pytest.param(2, EP2, id="ep2"),
+        pytest.param(2, DP2, id="dp2-distributed", marks=pytest.mark.long),
+        pytest.param(2, replace(DP2, precision=BF16), id="dp2-distributed-bf16"),
+        pytest.param(2, Mesh("qwen2", pp=2, precision=BF16), id="pp2-tied-bf16"),
+        pytest.param(2, EP2, id="ep2", marks=pytest.mark.long),
         pytest.param(2, replace(EP2, distributed=True), id="ep2-distributed"),
         pytest.param(1, Mesh(optimizer="sgd"), id="sgd"),
     ],
@@ -99,22 +95,27 @@ def _reshard(rank: int, num_ranks: int, mesh: Mesh, folder: Path, copy: Path) ->
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param((2, TP2), (1, Mesh()), id="tp2-1"),
+        pytest.param((2, TP2), (1, Mesh()), id="tp2-1", marks=pytest.mark.long),
         pytest.param((2, TP2), (2, Mesh(pp=2)), id="tp2-pp2"),
         pytest.param((1, Mesh()), (2, Mesh(tp=2, sp=True)), id="1-tp2sp"),
-        pytest.param((2, DP2), (1, Mesh(distributed=True)), id="dp2-dp1"),
-        pytest.param((2, replace(DP2, dtype=BF16)), (1, Mesh(dtype=BF16)), id="dp2distributed-plain-bf16"),
-        pytest.param((1, Mesh()), (2, DP2), id="plain-dp2distributed"),
+        pytest.param((2, DP2), (1, Mesh(distributed=True)), id="dp2-dp1", marks=pytest.mark.long),
+        pytest.param((2, replace(DP2, precision=BF16)), (1, Mesh(precision=BF16)), id="dp2distributed-plain-bf16"),
+        pytest.param((1, Mesh()), (2, DP2), id="plain-dp2distributed", marks=pytest.mark.long),
         pytest.param((2, EP2), (2, Mesh("qwen3_moe", tp=2, sp=True, etp=2)), id="ep2-tp2ep1"),
-        pytest.param((2, replace(EP2, distributed=True)), (1, Mesh("qwen3_moe", distributed=True)), id="ep2-ep1"),
-        pytest.param((1, Mesh("qwen3_moe")), (2, EP2), id="ep1-ep2"),
+        pytest.param(
+            (2, replace(EP2, distributed=True)),
+            (1, Mesh("qwen3_moe", distributed=True)),
+            id="ep2-ep1",
+            marks=pytest.mark.long,
+        ),
+        pytest.param((1, Mesh("qwen3_moe")), (2, EP2), id="ep1-ep2", marks=pytest.mark.long),
         pytest.param((2, Mesh("qwen2", pp=2)), (2, Mesh("qwen2", tp=2)), id="pp2-tp2-tied"),
     ],
 )
 def test_another_mesh_reads_every_bit_and_goes_on_with_the_same_loss(host, tmp_path, before, after):
     expected = host.run(_write, *before, tmp_path / "written")[0]
     found = host.run(_reshard, *after, tmp_path / "written", tmp_path / "copy")[0]
-    assert found == pytest.approx(expected, abs=5e-3 if after[1].dtype is BF16 else 2e-6)
+    assert found == pytest.approx(expected, abs=5e-3 if after[1].precision == BF16 else 2e-6)
     for kind in ("weights/iter_0000000", "optimizer/optim"):
         assert_same_tensors(tmp_path / "written" / "policy" / kind, tmp_path / "copy" / "policy" / kind)
     trainers = [torch.load(tmp_path / name / "policy/optimizer/trainer.pt") for name in ("written", "copy")]
@@ -134,15 +135,9 @@ def _shared_step(rank: int, num_ranks: int, folder: Path) -> list[int]:
     run.save(folder)
     run = Run(DP2)
     run.load(folder)
-    states = [state for each in _inner(run) for state in each.state.values()]
+    states = [state for each in run.optimizers() for state in each.state.values()]
     assert [float(state["step"]) for state in states] == [1.0] * len(states)
     return [len(states), len({state["step"].data_ptr() for state in states})]
-
-
-def _inner(run: Run) -> list[Any]:
-    from nemo_rl.models.megatron.optimizer_state import members
-
-    return [member.optimizer for member in members(run.optimizer)]
 
 
 def test_each_parameter_has_a_step_of_its_own_behind_a_load(host, tmp_path):
@@ -151,7 +146,7 @@ def test_each_parameter_has_a_step_of_its_own_behind_a_load(host, tmp_path):
 
 
 def _before_updates(rank: int, num_ranks: int, folder: Path) -> list[str]:
-    mesh = replace(DP2, dtype=BF16)
+    mesh = replace(DP2, precision=BF16)
     run = Run(mesh)
     run.save(folder)
     saved = run.state()
@@ -166,19 +161,15 @@ def test_a_checkpoint_of_before_the_first_update_comes_back(host, tmp_path):
 
 
 def _weights_alone(rank: int, num_ranks: int, folder: Path) -> tuple[bool, int]:
-    from nemo_rl.models.interfaces import CheckpointPaths
-    from nemo_rl.models.megatron import checkpoint_io
-
-    mesh = replace(DP2, dtype=BF16)
+    mesh = replace(DP2, precision=BF16)
     run = Run(mesh)
     run.save(folder)
     expected = run.state()
     run = Run(mesh, seed=5)
     run.update(0)
-    only = CheckpointPaths(paths_in(folder).weights)
-    checkpoint_io.load(only, run.chunks, run.optimizer, run.scheduler)
+    run.backend.load(CheckpointPaths(paths_in(folder).weights))
     masters = [name for name in differing(expected, run.state()) if name.endswith("main")]
-    return masters == [], sum(len(state) for each in _inner(run) for state in each.state.values())
+    return masters == [], sum(len(state) for each in run.optimizers() for state in each.state.values())
 
 
 def test_weights_alone_reach_the_optimizers_float32_weights(host, tmp_path):
@@ -208,14 +199,10 @@ def test_formats_that_go_wrong_are_refused_by_name(host, tmp_path, format_name):
 def _staged(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> bool:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from nemo_rl.models.megatron import checkpoint_io
-
-    group = dist.new_group(backend="gloo")
     run = Run(mesh)
     run.update(0)
     run.save(folder / "at_once")
-    parts = (paths_in(folder / "staged"), run.chunks, run.optimizer, run.scheduler)
-    write = checkpoint_io.stage_save(*parts, hf_config=run.hf_config, group=group)
+    write = run.backend.stage_save(paths_in(folder / "staged"))
     thread = threading.Thread(target=write)
     run.update(1)
     thread.start()
@@ -327,7 +314,7 @@ def _manager(folder: Path) -> CheckpointManager:
 def _after_the_kill(rank: int, num_ranks: int, folder: Path) -> int:
     run = Run(TP2, seed=5)
     run.load(folder)
-    return run.scheduler.num_steps
+    return run.backend.scheduler.num_steps
 
 
 def test_a_sigkill_while_saving_leaves_the_previous_checkpoint(host, tmp_path):
@@ -352,13 +339,13 @@ def _save_at_first(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> None:
     Run(mesh).save(folder)
 
 
-@needs_conversion
 @pytest.mark.parametrize(
     ("num_ranks", "mesh"),
     [
         pytest.param(2, TP2, id="tp2"),
-        pytest.param(2, Mesh("qwen2", pp=2, dtype=BF16), id="pp2-tied-bf16"),
+        pytest.param(2, Mesh("qwen2", pp=2, precision=BF16), id="pp2-tied-bf16"),
         pytest.param(2, EP2, id="ep2"),
+        pytest.param(2, REWARD, id="reward"),
     ],
 )
 def test_an_export_is_the_model_of_the_hub_bit_for_bit(host, tmp_path, monkeypatch, num_ranks, mesh):
@@ -369,38 +356,64 @@ def test_an_export_is_the_model_of_the_hub_bit_for_bit(host, tmp_path, monkeypat
     checkpoint_folder.export(weights, tmp_path / "hf")
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     found = {name: value for file in files for name, value in load_file(file).items()}
-    expected = whole_weights(mesh)
+    with saved(mesh.model()) as folder:
+        given = load_file(folder / "model.safetensors")
+    dtype = getattr(torch, mesh.precision)
+    expected = {name: value.to(dtype) for name, value in given.items()}
     assert len(files) > 1
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == expected.keys()
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert loaded.dtype is mesh.dtype
-    assert loaded.config.architectures == hf_config(mesh).architectures
+    kind = AutoModelForSequenceClassification if mesh.scores else AutoModelForCausalLM
+    loaded = kind.from_pretrained(tmp_path / "hf")
+    assert loaded.dtype is dtype
+    assert loaded.config.architectures == [type(mesh.model()).__name__]
     if mesh.kind != "qwen2":  # whose tokenizer class keeps no vocabulary but its own
         check = checkpoint_folder.verify_export(weights, tmp_path / "hf")
         assert check.max_difference == 0.0
-        assert check.num_values > 10
-    handed_on = AutoModelForCausalLM.from_pretrained(weights / "model" / "consolidated")
-    assert handed_on.dtype is BF16
-    assert torch.equal(handed_on.get_input_embeddings().weight, expected["model.embed_tokens.weight"].to(BF16))
+        assert check.num_values == 3 if mesh.scores else check.num_values > 10
+    handed_on = kind.from_pretrained(weights / "model" / "consolidated")
+    assert handed_on.dtype is torch.bfloat16
+    assert torch.equal(handed_on.get_input_embeddings().weight, expected["model.embed_tokens.weight"].bfloat16())
 
 
-@needs_conversion
+def _rewards(rank: int, num_ranks: int, folder: Path) -> torch.Tensor:
+    run = Run(REWARD)
+    run.update(0)
+    run.save(folder)
+    assert "score.weight" in dict(run.backend.iterate_weights())
+    rows = build_score_inputs(mesh_parity.batch(0), InputLayout(packed=True), CPU)
+    return backend_cases.scored(run.backend, rows)[0]
+
+
+def test_a_reward_models_export_scores_as_the_trained_model(host, tmp_path):
+    scores, _ = host.run(_rewards, 2, tmp_path / "step_1")
+    weights = checkpoint_folder.find_weights(tmp_path / "step_1")
+    _tokenizer().save_pretrained(weights)
+    checkpoint_folder.export(weights, tmp_path / "hf")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", num_labels=1).eval()
+    data = mesh_parity.batch(0)
+    with torch.no_grad():
+        rows = zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
+        expected = torch.cat([model(input_ids=ids[None, :length]).logits[0] for ids, length in rows])
+    assert (scores - expected).abs().max() < 1e-5
+    assert expected.std() > 0.1
+
+
 def test_an_export_says_what_is_missing(host, tmp_path):
     host.run(_save_at_first, 1, Mesh(), tmp_path / "step_1")
     weights = checkpoint_folder.find_weights(tmp_path / "step_1" / "policy")
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         checkpoint_folder.export(weights, tmp_path / "hf")
     _tokenizer().save_pretrained(weights)
-    hf_config(Mesh("qwen2")).save_pretrained(weights)
+    hf_config("qwen2", num_hidden_layers=2).save_pretrained(weights)
     with pytest.raises(CheckpointError, match="is no qwen2 of its config.json: it lacks .*linear_qkv.bias"):
         checkpoint_folder.export(weights, tmp_path / "hf")
     with pytest.raises(CheckpointError, match="is no policy checkpoint of Megatron Core"):
         checkpoint_folder.find_weights(tmp_path)
     os.truncate(weights / "iter_0000000" / "__0_0.distcp", 2000)
-    hf_config(Mesh()).save_pretrained(weights)
+    hf_config("llama", num_hidden_layers=2).save_pretrained(weights)
     with pytest.raises(CheckpointError, match="iter_0000000 (cannot be read|is damaged)"):
         checkpoint_folder.export(weights, tmp_path / "hf2")

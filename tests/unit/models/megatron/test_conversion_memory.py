@@ -1,6 +1,5 @@
 """No rank holds more than its part of the model and a few tensors while weights come and go."""
 
-import importlib.util
 import json
 import logging
 import os
@@ -8,18 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import conversion_models as models
 import pytest
 import torch
 from memory_helpers import MIB, anonymous_mib, measured, return_freed_memory, write_random_llama
 from policy_helpers import run_ranks
+from rank_backend import CPU, start_groups
+from rank_host import needs_megatron
 from transformers import AutoConfig
 
+from nemo_rl.config import MegatronConfig
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (extra mcore)"
-)
+pytestmark = needs_megatron
 SMALL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 4096}
 LARGE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18, "vocab_size": 8192}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
@@ -33,23 +32,24 @@ logger = logging.getLogger(__name__)
 def _peaks(rank: int, world_size: int, folder: str, warm_up: str) -> dict[str, float]:
     """MiB above what the process held before, and in all; a tiny model goes first, for what is made once."""
     return_freed_memory()
-    with models.parallel_state(rank, tp=world_size):
-        _convert(Path(warm_up))
-        start = anonymous_mib()
-        return _convert(Path(folder)) | {"start": start}
+    section = start_groups(tp=world_size)
+    _convert(Path(warm_up), section)
+    start = anonymous_mib()
+    return _convert(Path(folder), section) | {"start": start}
 
 
-def _convert(folder: Path) -> dict[str, float]:
+def _convert(folder: Path, section: MegatronConfig) -> dict[str, float]:
+    from nemo_rl.models.megatron.build import build_chunks
     from nemo_rl.models.megatron.conversion.exporter import iterate_hf_weights
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
 
     config, start = AutoConfig.from_pretrained(folder), anonymous_mib()
     with measured(start) as load:
-        chunks = models.chunks_of(config)
+        chunks = build_chunks(config, section, precision=torch.float32, device=CPU)
         load_huggingface(chunks, config, folder)
     files = TensorFiles(weight_files(folder))
     with measured(start) as export:
-        for name, tensor in iterate_hf_weights(chunks, config, device=torch.device("cpu")):
+        for name, tensor in iterate_hf_weights(chunks, config, device=CPU):
             assert torch.equal(tensor[:2].bfloat16(), files.read(name)[:2])
     return {"load": load.mib, "export": export.mib}
 
@@ -61,8 +61,7 @@ def test_a_conversion_holds_a_ranks_part_and_few_tensors(sizes, num_ranks, tmp_p
     write_random_llama(tmp_path / "tiny", **{**sizes, "hidden_size": 64, "num_hidden_layers": 2}, **HEADS)
     # A process of their own to fork from: this one's heap holds free memory that would hide what they ask for.
     command = [sys.executable, __file__, str(num_ranks), str(tmp_path / "model"), str(tmp_path / "tiny")]
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, capture_output=True)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     ranks = json.loads(done.stdout.splitlines()[-1])
     largest = sizes["vocab_size"] * sizes["hidden_size"] * 4 / MIB

@@ -8,10 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import conversion_models as models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import hf_config, hf_model
 from transformers import GPT2Config, PretrainedConfig
 
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, weight_files
@@ -33,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders with random models, by family."""
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
-        models.save(models.random_huggingface(models.config_of(family)), folder / family)
+        hf_model(family).save_pretrained(folder / family)
     return folder
 
 
@@ -56,20 +56,20 @@ def test_rules_need_no_megatron(module) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_hub_names_are_those_that_hugging_face_saves(saved, family) -> None:
-    config = models.config_of(family)
+    config = hf_config(family)
     assert set(rules_for(config).hub_names()) == set(load_file(saved / family / "model.safetensors"))
     assert len(_sources(config, saved / family)) == len(rules_for(config).by_parameter)
 
 
 def test_biases_follow_the_configuration() -> None:
-    names = rules_for(models.config_of("llama", attention_bias=True, mlp_bias=True)).hub_names()
-    biases = {name.removeprefix("model.layers.3.") for name in names if "layers.3" in name and name.endswith(".bias")}
+    names = rules_for(hf_config("llama", attention_bias=True, mlp_bias=True)).hub_names()
+    biases = {name.removeprefix("model.layers.2.") for name in names if "layers.2" in name and name.endswith(".bias")}
     attention = {f"self_attn.{name}_proj.bias" for name in "qkvo"}
     assert biases == attention | {f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
 
 
 def test_latent_attention_without_a_query_bottleneck() -> None:
-    by_parameter = rules_for(models.config_of("deepseek_v3", q_lora_rank=None)).by_parameter
+    by_parameter = rules_for(hf_config("deepseek_v3", q_lora_rank=None)).by_parameter
     rule = by_parameter["decoder.layers.0.self_attention.linear_q_proj.weight"]
     assert [part.name for part in rule.parts] == ["model.layers.0.self_attn.q_proj.weight"]
     assert not [name for name in by_parameter if "q_down" in name or "q_layernorm" in name]
@@ -160,33 +160,33 @@ def test_missing_and_unknown_tensors_are_named(saved, tmp_path) -> None:
     lacking = "model.layers.2.mlp.experts.3.up_proj.weight"
     folder = _with(saved / "qwen3_moe", tmp_path / "model", without=(lacking,), more=torch.zeros(1))
     with pytest.raises(CheckpointError, match=rf"lack: {lacking}\. .*no parameter: more\."):
-        _sources(models.config_of("qwen3_moe"), folder)
+        _sources(hf_config("qwen3_moe"), folder)
 
 
 def test_heads_for_further_tokens_are_left_out_aloud(saved, tmp_path, caplog) -> None:
     extra = {f"model.layers.4.{name}": torch.zeros(1) for name in ("eh_proj.weight", "enorm.weight")}
     folder = _with(saved / "deepseek_v3", tmp_path / "model", **extra)
     with caplog.at_level(logging.WARNING):
-        _sources(models.config_of("deepseek_v3"), folder)
+        _sources(hf_config("deepseek_v3"), folder)
     assert "2 tensors of layers that predict further tokens" in caplog.text
     assert "model.layers.4.eh_proj.weight" in caplog.text
 
 
 def test_what_old_files_derive_from_the_configuration_is_passed_over(saved, tmp_path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
-    assert _sources(models.config_of("llama"), _with(saved / "llama", tmp_path / "model", **extra))
+    assert _sources(hf_config("llama"), _with(saved / "llama", tmp_path / "model", **extra))
 
 
 def test_a_tied_head_in_the_files_has_to_be_the_embedding(saved, tmp_path) -> None:
-    config = models.config_of("qwen3")
-    embedding = load_file(saved / "qwen3/model.safetensors")["model.embed_tokens.weight"]
-    assert _sources(config, _with(saved / "qwen3", tmp_path / "equal", **{"lm_head.weight": embedding}))
+    config = hf_config("qwen2")
+    embedding = load_file(saved / "qwen2/model.safetensors")["model.embed_tokens.weight"]
+    assert _sources(config, _with(saved / "qwen2", tmp_path / "equal", **{"lm_head.weight": embedding}))
     with pytest.raises(CheckpointError, match="tie_word_embeddings=false"):
-        _sources(config, _with(saved / "qwen3", tmp_path / "other", **{"lm_head.weight": embedding + 1}))
+        _sources(config, _with(saved / "qwen2", tmp_path / "other", **{"lm_head.weight": embedding + 1}))
 
 
 def test_a_scalar_head_is_read_where_there_is_one(saved, tmp_path) -> None:
-    config, score = models.config_of("llama"), {"score.weight": torch.ones(1, 64)}
+    config, score = hf_config("llama"), {"score.weight": torch.ones(1, 64)}
     assert "output_layer.weight" not in _sources(config, saved / "llama", has_scalar_head=True)
     folder = _with(saved / "llama", tmp_path / "model", without=("lm_head.weight",), **score)
     parts = _sources(config, folder, has_scalar_head=True)["output_layer.weight"]
@@ -210,7 +210,7 @@ def test_files_are_those_of_the_index(saved, tmp_path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_parameters_give_the_hub_tensors(saved, family) -> None:
     """Parameters are put together row by row as the rules say, then taken apart again."""
-    config, stored = models.config_of(family), load_file(saved / family / "model.safetensors")
+    config, stored = hf_config(family), load_file(saved / family / "model.safetensors")
     rules = rules_for(config)
 
     def whole(parameter: str) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import conversion_models as models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import hf_config, hf_model
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
@@ -32,7 +32,7 @@ def test_float8_with_factors_of_blocks(box, generator, tmp_path) -> None:
     values = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
     factors = torch.rand(2, 3, generator=generator)
     save_file({"w.weight": values, "w.weight_scale_inv": factors}, tmp_path / "model.safetensors")
-    files = DequantizedFiles(weight_files(tmp_path), models.config_of("deepseek_v3"))
+    files = DequantizedFiles(weight_files(tmp_path), hf_config("deepseek_v3"))
     assert list(files) == ["w.weight"]
     padded = torch.zeros(256, 384, dtype=torch.float8_e4m3fn)
     padded[:200, :300] = values
@@ -46,7 +46,7 @@ def test_experts_in_mxfp4(box, generator, tmp_path) -> None:
     blocks = torch.randint(0, 256, (2, 10, 3, 16), generator=generator, dtype=torch.uint8)
     exponents = torch.randint(120, 134, (2, 10, 3), generator=generator, dtype=torch.uint8)
     save_file({"w_blocks": blocks, "w_scales": exponents}, tmp_path / "model.safetensors")
-    files = DequantizedFiles(weight_files(tmp_path), models.config_of("gpt_oss"))
+    files = DequantizedFiles(weight_files(tmp_path), hf_config("gpt_oss"))
     want = _convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
     assert list(files) == ["w"]
     assert files.like("w").shape == want.shape == (2, 96, 10)
@@ -54,7 +54,7 @@ def test_experts_in_mxfp4(box, generator, tmp_path) -> None:
 
 
 def _quantized(folder: Path, family: str) -> Path:
-    models.save(models.random_huggingface(models.config_of(family)), folder)
+    hf_model(family).save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
     for name, tensor in list(stored.items()):
         if family == "deepseek_v3" and "_proj" in name:
@@ -70,10 +70,10 @@ def _quantized(folder: Path, family: str) -> Path:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_every_tensor_of_quantized_files_is_accounted_for(family, tmp_path) -> None:
-    config, folder = models.config_of(family), _quantized(tmp_path, family)
+    config, folder = hf_config(family), _quantized(tmp_path, family)
     files, rules = DequantizedFiles(weight_files(folder), config), rules_for(config)
     found = sources(rules, files, folder)
     assert found.keys() == rules.by_parameter.keys()
     shapes = {part.name: tuple(files.like(part.name).shape) for parts in found.values() for part in parts}
-    want = {name: tuple(tensor.shape) for name, tensor in models.random_huggingface(config).state_dict().items()}
+    want = {name: tuple(tensor.shape) for name, tensor in hf_model(family).state_dict().items()}
     assert all(shapes[name] == want[name] for name in shapes.keys() & want.keys())

@@ -4,14 +4,13 @@ The reference is a Hugging Face model in float64 with torch's AdamW and clipping
 number of rows, and one row counts for nothing.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
-import parity
+import mesh_parity
 import pytest
-from rank_host import in_host, limit_waits, run_ranks
+from rank_host import Host, limit_waits, needs_megatron
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed (extra mcore)")
+pytestmark = needs_megatron
 
 TP = {"tensor_model_parallel_size": 2}
 SP = {**TP, "sequence_parallel": True}
@@ -45,27 +44,27 @@ CASES: dict[str, tuple[int, str, bool, dict[str, Any]]] = {
 }
 
 
-def on_rank(rank: int, world: int, references: dict[str, parity.Reference]) -> dict[str, dict[str, float]]:
+def on_rank(rank: int, world: int, references: dict[str, mesh_parity.Reference]) -> dict[str, dict[str, float]]:
     limit_waits(60.0)
     return {
-        name: parity.run_case(kind, packed, values, references[kind])
+        name: mesh_parity.run_case(kind, packed, values, references[kind])
         for name, (ranks, kind, packed, values) in CASES.items()
         if ranks == world
     }
 
 
-def every_mesh() -> dict[str, dict[str, float]]:
-    references = {kind: parity.reference(kind) for kind in parity.MODELS}
-    found: dict[str, dict[str, float]] = {}
-    for world in (1, 2, 4):
-        ranks = run_ranks(on_rank, world, references)
-        found |= {name: parity.worst([rank[name] for rank in ranks]) for name in ranks[0]}
-    return found
+@pytest.fixture(scope="module")
+def references() -> dict[str, mesh_parity.Reference]:
+    return {kind: mesh_parity.reference(kind) for kind in mesh_parity.MODELS}
 
 
 @pytest.fixture(scope="module")
-def differences() -> dict[str, dict[str, float]]:
-    return in_host(every_mesh)
+def differences(host: Host, references: dict[str, mesh_parity.Reference]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for world in (1, 2, 4):
+        ranks = host.run(on_rank, world, references)
+        found |= {name: mesh_parity.worst([rank[name] for rank in ranks]) for name in ranks[0]}
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)

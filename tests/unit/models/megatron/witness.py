@@ -1,4 +1,4 @@
-"""Tiny models, their weights and gradients in Megatron Core's names, and how a rank's share of them is compared.
+"""A model's tensors in Megatron Core's names and a rank's share of them, written apart from the library's conversion.
 
 Imports megatron inside functions only: the pytest process stays free of it, and of the patches of a CPU run.
 """
@@ -8,124 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from rank_backend import CPU, shared_files, start_groups
+from tiny_models import VOCAB, hf_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-
-from nemo_rl.config import PolicyConfig
-from nemo_rl.config.schema.megatron import MegatronConfig
+from transformers import PreTrainedModel
 
 LENGTHS = (8, 12, 4)
 """Of the sequences of a batch; multiples of twice the ranks that divide them."""
-VOCAB = 64
-_COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
-_HYBRID = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 3}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
-_LATENT = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-}
-_DEEPSEEK = _LATENT | {
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 48,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama3_rope": ("llama", {"rope_parameters": _LLAMA3, "attention_bias": True, "mlp_bias": True}),
-    "mistral": ("mistral", {"sliding_window": 3}),
-    "qwen2": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "tie_word_embeddings": True},
-    ),
-    "qwen3": ("qwen3", {"head_dim": 32, "rope_parameters": _YARN}),
-    "qwen3_moe": ("qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [0]}),
-    "qwen3_moe_sparse": ("qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": False, "decoder_sparse_step": 2}),
-    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
-    "deepseek_v3_yarn": (
-        "deepseek_v3",
-        _DEEPSEEK | {"rope_parameters": _YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}},
-    ),
-    "gemma3": (
-        "gemma3_text",
-        _HYBRID | {"head_dim": 32, "query_pre_attn_scalar": 20, "tie_word_embeddings": True, "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
-            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
-        }},
-    ),
-    "gpt_oss": (
-        "gpt_oss",
-        _HYBRID | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.05,
-                   "rope_parameters": _YARN | {"truncate": False}},
-    ),
-}  # fmt: skip
-"""Name to model type and what differs from `_COMMON`; what is special to a family is on and large enough to show."""
-
-
-def hf_config(name: str, **values: Any) -> PretrainedConfig:
-    """The configuration of one of `MODELS`, with other values."""
-    model_type, own = MODELS[name]
-    return AutoConfig.for_model(model_type, **_COMMON | own | values)
-
-
-def hf_model(name: str, **values: Any) -> PreTrainedModel:
-    """A random model in float32 with eager attention; norms, biases, sinks and buffers are random as well."""
-    config = hf_config(name, **values)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    gen = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=gen)
-            parameter.copy_(0.1 * noise + 1.0 if parameter.dim() == 1 else 0.1 * noise)
-        for key, buffer in model.named_buffers():
-            if "e_score_correction_bias" in key:
-                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=gen))
-    return model.eval()
-
-
-def megatron_options(**values: Any) -> MegatronConfig:
-    """A section `policy.megatron_cfg` for float32 on the CPU."""
-    section = {"freeze_moe_router": False, "moe_router_dtype": "fp32", **values}
-    return PolicyConfig.build(model_name="m", dtensor_cfg={"enabled": False}, megatron_cfg=section).megatron_cfg
-
-
-def start_groups(**sizes: int) -> None:
-    """Start Megatron Core's parallel state anew, with sizes as its function names them."""
-    from nemo_rl.models.megatron.cpu_shim import install
-
-    install()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(**sizes)
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
 
 
 class Sequences:
@@ -174,13 +63,16 @@ def reference(model: PreTrainedModel, sequences: Sequences) -> tuple[list[Tensor
     return [one.detach() for one in logits], global_tensors(model.config, gradients)
 
 
+_HEADS = ("score.weight", "lm_head.weight", "model.embed_tokens.weight")
+
+
 def global_tensors(config: Any, tensors: dict[str, Tensor | None]) -> dict[str, Any]:
     """Tensors of a Hugging Face model in global names; the two halves of a gated layer as a pair."""
     tensors = {key: torch.zeros(0) if value is None else value for key, value in tensors.items()}
     out: dict[str, Any] = {
         "embedding.word_embeddings.weight": tensors["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": tensors["model.norm.weight"],
-        "output_layer.weight": tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]),
+        "output_layer.weight": next(tensors[name] for name in _HEADS if name in tensors),
     }
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
@@ -290,39 +182,38 @@ def difference(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3)).item()
 
 
-def build(model: PreTrainedModel, **options: Any) -> Any:
-    """The bare GPTModel of this rank's mesh, with the weights of a Hugging Face model."""
+def chunks_of(model: PreTrainedModel, **megatron: Any) -> list[Any]:
+    """The bare GPTModels of this rank, on groups made anew, with the weights that the importer reads from files."""
     from nemo_rl.models.megatron.build import build_chunks
+    from nemo_rl.models.megatron.conversion.importer import load_huggingface
 
-    section = megatron_options(**options)
-    (chunk,) = build_chunks(model.config, section, precision=torch.float32, device=torch.device("cpu"))
-    weights = global_tensors(model.config, dict(model.named_parameters()) | dict(model.named_buffers()))
-    with torch.no_grad():
-        tensors = chunk.state_dict(keep_vars=True)
-        for key, tensor in own_tensors(chunk, weights).items():
-            tensors[key].copy_(tensor)
-    return chunk
+    section = start_groups(**megatron)
+    chunks = build_chunks(model.config, section, precision=torch.float32, device=CPU)
+    with shared_files(model) as folder:
+        load_huggingface(chunks, model.config, folder)
+    return list(chunks)
 
 
 def compare(
-    name: str, *, packed: bool, values: dict[str, Any] | None = None, **options: Any
+    name: str, *, packed: bool, values: dict[str, Any] | None = None, **megatron: Any
 ) -> tuple[float, float, str]:
     """Largest difference of the logits from Hugging Face, that of a gradient, and whose; of this rank's part.
 
     Args:
-        name: one of `MODELS`.
+        name: one of `tiny_models.MODELS`.
         packed: rather than padded.
         values: of the Hugging Face configuration.
-        **options: of the section `policy.megatron_cfg`.
+        **megatron: of the section, see `rank_backend.policy_of`.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     from nemo_rl.models.megatron.build import unwrap
 
-    model, sequences = hf_model(name, **values or {}), Sequences(packed)
+    model = hf_model(name, **values or {})
+    (chunk,) = chunks_of(model, **megatron)
+    sequences = Sequences(packed)
     wanted_logits, wanted_gradients = reference(model, sequences)
-    chunk = build(model, **options)
     wrapped = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
     assert unwrap(wrapped) is chunk
     logits = wrapped(**sequences.arguments())
@@ -332,11 +223,31 @@ def compare(
     (logits * cotangent).sum().div(parallel_state.get_data_parallel_world_size()).backward()
     finalize_model_grads([wrapped], None)
     real = sequences.lay_out([torch.ones_like(ids) for ids in sequences.ids]).bool()
-    wanted = own_tensors(chunk, wanted_gradients | _no_gradients(chunk))
-    differences = {key: difference(parameter.main_grad, wanted[key]) for key, parameter in chunk.named_parameters()}
-    worst = max(differences, key=lambda key: differences[key])
+    gradients, worst = largest_gradient_difference([chunk], wanted_gradients)
     wanted_own = sequences.lay_out(wanted_logits).chunk(tp, -1)[rank]
-    return difference(logits[real], wanted_own[real]), differences[worst], worst
+    return difference(logits[real], wanted_own[real]), gradients, worst
+
+
+def largest_gradient_difference(chunks: Sequence[Any], wanted: dict[str, Any]) -> tuple[float, str]:
+    """Between this rank's summed gradients and those of the whole model in global names, and whose."""
+    differences = {}
+    for chunk in chunks:
+        model = getattr(chunk, "module", chunk)
+        own = own_tensors(model, wanted | _no_gradients(model))
+        differences |= {key: difference(p.main_grad, own[key]) for key, p in model.named_parameters()}
+    worst = max(differences, key=lambda key: differences[key])
+    return differences[worst], worst
+
+
+@torch.no_grad()
+def largest_difference(chunks: Sequence[Any], hf: PreTrainedModel) -> float:
+    """Between this rank's weights and a Hugging Face model's, in its precision."""
+    whole, found = global_tensors(hf.config, dict(hf.state_dict())), []
+    for chunk in chunks:
+        model = getattr(chunk, "module", chunk)
+        own = own_tensors(model, whole)
+        found += [(p.double() - own[key].double()).abs().max().item() for key, p in model.named_parameters()]
+    return max(found)
 
 
 def _no_gradients(chunk: Any) -> dict[str, Tensor]:

@@ -7,39 +7,39 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from architectures import random_model
 from policy_helpers import random_batch
-from section import megatron_section
+from rank_backend import CPU, backend_of, policy_of
+from tiny_models import VOCAB, hf_model
 from torch import Tensor
+from witness import global_tensors, largest_difference, largest_gradient_difference
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 from nemo_rl.models.inputs import InputLayout, build_training_inputs
 
-VOCAB, ROWS, STEPS, LR, DECAY, CLIP, EPS = 96, 8, 4, 1e-3, 0.1, 1.0, 1e-5
+ROWS, STEPS, LR, DECAY, CLIP, EPS = 8, 4, 1e-3, 0.1, 1.0, 1e-5
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "tied": ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": False}),
-    "moe": ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1}),
+    "tied": ("qwen2", {}),
+    "moe": ("qwen3_moe", {"mlp_only_layers": []}),
 }
 
 
 @dataclass
 class Reference:
-    """What Hugging Face and torch give: models before, with gradients of the first step, and after all steps."""
+    """What Hugging Face and torch give: models before and after all steps, and gradients of the first."""
 
     before: Any
     after: Any
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
     logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 def model(kind: str) -> Any:
     name, fields = MODELS[kind]
-    made = random_model(name, **{"vocab_size": VOCAB, "num_hidden_layers": 4, "initializer_range": 0.1, **fields})
-    made.set_attn_implementation("eager")
+    made = hf_model(name, num_hidden_layers=4, **fields)
     made.set_experts_implementation("eager")
     return made
 
@@ -74,8 +74,7 @@ def reference(kind: str, dtype: torch.dtype = torch.float64) -> Reference:
         loss.backward()
         if step == 0:
             kept.logprobs = logprobs.detach()
-            for ours, theirs in zip(kept.before.parameters(), hf.parameters(), strict=True):
-                ours.grad = None if theirs.grad is None else theirs.grad.to(ours.dtype)
+            kept.gradients = {name: p.grad.clone() for name, p in hf.named_parameters() if p.grad is not None}
         kept.losses.append(loss.item())
         kept.norms.append(float(torch.nn.utils.clip_grad_norm_(hf.parameters(), CLIP)))
         adam.step()
@@ -97,46 +96,17 @@ def _scores(hf: Any, data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
     return logprobs, entropy
 
 
-def layout_of(section: Any) -> ParallelLayout:
-    sizes = {
-        "pp": section.pipeline_model_parallel_size,
-        "cp": section.context_parallel_size,
-        "tp": section.tensor_model_parallel_size,
-    }
-    dp = dist.get_world_size() // (sizes["pp"] * sizes["cp"] * sizes["tp"])
-    return ParallelLayout(dp_shard=dp, ep=section.expert_model_parallel_size, **sizes)
-
-
 class Trainer:
-    """This backend's parts on one mesh, with the weights of a Hugging Face model.
+    """The backend on one mesh, with the weights of a Hugging Face model, and this rank's rows of a batch.
 
     Args:
         hf: the model.
-        values: keys of `policy.megatron_cfg`.
-        bias_update_rate: see `schedule.prepare`.
+        values: of the section, see `rank_backend.policy_of`.
     """
 
-    def __init__(self, hf: Any, values: dict[str, Any], bias_update_rate: float = 0.0) -> None:
-        from sketch_model import build_chunks, load_weights
-
-        from nemo_rl.models.megatron import optimizer as optim
-        from nemo_rl.models.megatron.expert_load import ExpertLoad
-        from nemo_rl.models.megatron.parallel import division_of, start_model_parallel
-        from nemo_rl.models.megatron.schedule import Schedule, prepare
-        from nemo_rl.models.megatron.scoring import Scoring
-
-        section, device = megatron_section(**values), torch.device("cpu")
-        self.layout, self.optim = layout_of(section), optim
-        groups = start_model_parallel(self.layout, section, device)
-        bare = build_chunks(hf.config, section, precision=torch.float32, device=device)
-        load_weights(bare, hf)
-        prepare(bare, bias_update_rate=bias_update_rate)
-        self.chunks = list(optim.with_gradients(bare, section))
-        self.optimizer = optim.build_optimizer(self.chunks, section, precision=torch.float32)
-        optim.build_scheduler(self.optimizer, section)
-        self.division = division_of(groups)
-        self.load = ExpertLoad(self.chunks, self.division, device)
-        self.schedule = Schedule(self.chunks, Scoring(groups, SamplingDensity()), self.division, self.load.watching)
+    def __init__(self, hf: Any, values: dict[str, Any]) -> None:
+        self.backend = backend_of(hf, **values)
+        self.layout = ParallelLayout.of(policy_of(**values), dist.get_world_size())
         share = ROWS // self.layout.data_parallel_size
         self.first = self.layout.data_parallel_rank(dist.get_rank()) * share
         sizes = [1, share - 1] if share < ROWS else [3, 1, 4]
@@ -144,11 +114,9 @@ class Trainer:
 
     def train(self, data: BatchedDataDict[Any], packed: bool) -> tuple[float, list[Tensor]]:
         """One training pass: the loss of all ranks, and log-probs `[b, T - 1]` of this rank's microbatches."""
-        from nemo_rl.models.megatron.inputs import rank_inputs
-
         places = [slice(self.first + a, self.first + b) for a, b in pairwise(self.bounds)]
         rows = [data.slice(place.start, place.stop) for place in places]
-        inputs = [build_training_inputs(part, InputLayout(packed), torch.device("cpu")) for part in rows]
+        inputs = [build_training_inputs(part, InputLayout(packed), CPU) for part in rows]
         count, losses, scored = count_of(data), [], []
 
         def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> Tensor:
@@ -158,7 +126,7 @@ class Trainer:
             scored.append(logprobs.detach())
             return loss
 
-        self.schedule.run([rank_inputs(one, self.division) for one in inputs], forward_step, backward=True)
+        self.backend.run(inputs, forward_step, backward=True)
         is_result = dist.get_rank() in self.layout.result_ranks
         total = torch.tensor(sum(losses) if is_result else 0.0, dtype=torch.float64)
         dist.all_reduce(total)
@@ -175,26 +143,22 @@ class Trainer:
 
 def run_case(kind: str, packed: bool, values: dict[str, Any], expected: Reference) -> dict[str, float]:
     """Largest differences of one mesh from the reference, on this rank."""
-    from sketch_model import largest_difference, largest_gradient_difference
-
-    from nemo_rl.models.megatron.parallel import stop_model_parallel
-
     trainer = Trainer(expected.before, values)
-    found = {"loss": 0.0, "norm": 0.0}
+    backend, found = trainer.backend, {"loss": 0.0, "norm": 0.0}
+    gradients = global_tensors(expected.before.config, dict(expected.gradients))
     for step in range(STEPS):
         loss, scored = trainer.train(batch(step), packed)
         found["loss"] = max(found["loss"], abs(loss - expected.losses[step]))
         if step == 0:
             found["logprobs"] = trainer.logprob_error(batch(step), scored, expected.logprobs)
-            if not trainer.chunks[0].ddp_config.use_distributed_optimizer:  # there each rank sums a part only
-                found["gradients"] = largest_gradient_difference(trainer.chunks, expected.before)
-        trainer.load.end_update()
-        norm, stepped = trainer.optim.clip_and_step(trainer.optimizer, trainer.chunks)
+            if not backend.chunks[0].ddp_config.use_distributed_optimizer:  # there each rank sums a part only
+                found["gradients"], _ = largest_gradient_difference(backend.chunks, gradients)
+        backend.update_metrics()
+        norm, stepped = backend.clip_and_step()
         assert stepped
         found["norm"] = max(found["norm"], abs(norm / expected.norms[step] - 1))
-    trainer.optim.complete_weights(trainer.chunks)
-    found["weights"] = largest_difference(trainer.chunks, expected.after)
-    stop_model_parallel()
+    assert sum(1 for _ in backend.iterate_weights()) > 10  # which completes the weights
+    found["weights"] = largest_difference(backend.chunks, expected.after)
     return found
 
 

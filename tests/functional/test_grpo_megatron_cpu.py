@@ -1,0 +1,80 @@
+"""GRPO with Megatron Core, end to end on the CPU: two ranks that share each layer, then two stages."""
+
+import importlib.util
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from example_runs import GRPOExample, StartExample, of_training, read_metrics, run_script
+from transformers import AutoModelForCausalLM
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.ray,
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
+]
+
+CONFIG = "grpo_math_cpu_megatron.yaml"
+COMMON = (
+    "grpo.max_num_steps=3",
+    "grpo.val_at_start=false",
+    "grpo.val_period=0",
+    "checkpointing.save_period=1",
+    "cluster.ranks_per_node=2",
+)
+TENSOR_PARALLEL = ("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.sequence_parallel=true")
+STAGES = ("policy.megatron_cfg.pipeline_model_parallel_size=2",)
+
+
+def test_a_killed_run_goes_on_as_two_stages_and_is_exported(
+    start_example: StartExample, grpo_example: GRPOExample, tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    overrides = (*COMMON, f"checkpointing.checkpoint_dir={checkpoints}")
+    killed = start_example("run_grpo.py", CONFIG, *overrides, *TENSOR_PARALLEL, logs="killed")
+    killed.wait_for("step 2/3")
+    killed.processes()
+    killed.process.kill()
+    killed.finish()
+    assert killed.survivors() == []
+    shutil.rmtree(checkpoints / "step_2", ignore_errors=True)  # written by then, or not
+
+    resumed = start_example("run_grpo.py", CONFIG, *overrides, *STAGES, "checkpointing.save_consolidated=true")
+    assert resumed.finish() == 0, resumed.log()[-3000:]
+    assert "Resuming from" in resumed.log()
+    before, after = (of_training(read_metrics(run.log_dir)) for run in (killed, resumed))
+    losses = {step: value for (_, step, name), value in (before | after).items() if name == "loss"}
+    assert {step for _, step, _ in after} == {2, 3}
+    native = {step: grpo_example.metrics["train", step, "loss"] for step in (1, 2, 3)}
+    assert losses == pytest.approx(native, rel=1e-4)
+    assert before["train", 2, "loss"] == pytest.approx(after["train", 2, "loss"], rel=1e-4)
+    errors = [value for (_, _, name), value in (before | after).items() if name == "token_mult_prob_error"]
+    assert len(errors) == 3
+    assert max(errors) < 1.01
+    _check_export(checkpoints / "step_3", tmp_path)
+
+
+def _check_export(step: Path, folder: Path) -> None:
+    """The converter's folder and the one that the run handed on hold one model."""
+    status, output = run_script(
+        folder,
+        "converters/convert_megatron_to_hf.py",
+        f"--config={step}/config.yaml",
+        f"--megatron-ckpt-path={step}/policy/weights",
+        "--hf-ckpt-path=hf",
+        "--verify",
+    )
+    assert status == 0, output[-3000:]
+    found = re.search(r"log-probabilities: (\S+)", output)
+    assert found is not None, output[-3000:]
+    assert float(found.group(1)) <= 1e-6
+    exported, handed_on = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        for path in (folder / "hf", step / "policy/weights/model/consolidated")
+    )
+    assert exported.keys() == handed_on.keys()
+    assert all(torch.equal(tensor, handed_on[name]) for name, tensor in exported.items())

@@ -1,0 +1,106 @@
+"""The Megatron backend of one rank, and the sections that it is made from."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny_models import saved
+
+from nemo_rl.config import MegatronConfig, PolicyConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+
+CPU = torch.device("cpu")
+_started: list[Any] = []
+"""The mesh that `start_groups` has made in this process."""
+_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "sp": "sequence_parallel",
+}
+_PARTS: dict[str, dict[str, Any]] = {
+    "optimizer": {
+        "lr": 1e-3,
+        "min_lr": 0.0,
+        "weight_decay": 0.1,
+        "adam_eps": 1e-5,
+        "clip_grad": 1.0,
+        "use_distributed_optimizer": False,
+    },
+    "scheduler": {"lr_decay_style": "constant", "lr_decay_iters": None, "lr_warmup_iters": 0, "lr_warmup_init": 0.0},
+    "distributed_data_parallel_config": {"overlap_grad_reduce": False, "overlap_param_gather": False},
+}
+_FLAT = {"enabled": True, "freeze_moe_router": False, "moe_router_dtype": "fp64"}
+
+
+def policy_of(model_name: str = "m", precision: str = "float32", **megatron: Any) -> PolicyConfig:
+    """The section `policy` for a small run on CPUs.
+
+    Args:
+        model_name: folder of the model.
+        precision: of its weights.
+        **megatron: keys of `megatron_cfg`, sizes as `tp`, `pp`, `vpp`, `cp`, `ep`, `etp` and `sp`; `optimizer`,
+            `scheduler` and `distributed_data_parallel_config` in part. Of `policy`: `generation`, `reward_model_cfg`.
+    """
+    own = {key: megatron.pop(key) for key in ("generation", "reward_model_cfg") if key in megatron}
+    parts = {name: part | megatron.pop(name, {}) for name, part in _PARTS.items()}
+    section = _FLAT | {_SIZES.get(key, key): value for key, value in megatron.items()} | parts
+    return PolicyConfig.build(
+        model_name=model_name,
+        precision=precision,
+        max_grad_norm=None,
+        dtensor_cfg={"enabled": False},
+        megatron_cfg=section,
+        **{"generation": None} | own,
+    )
+
+
+def section_of(**megatron: Any) -> MegatronConfig:
+    """`policy.megatron_cfg`, see `policy_of`."""
+    return policy_of(**megatron).megatron_cfg
+
+
+def start_groups(**megatron: Any) -> MegatronConfig:
+    """Start Megatron Core's parallel state where it has other sizes; the section that has them."""
+    from nemo_rl.models.megatron.parallel import start_model_parallel, stop_model_parallel
+
+    policy = policy_of(**megatron)
+    section, layout = policy.megatron_cfg, ParallelLayout.of(policy, dist.get_world_size())
+    mesh = (layout, section.virtual_pipeline_model_parallel_size, section.expert_tensor_parallel_size)
+    if _started != [mesh]:  # dozens of groups
+        stop_model_parallel()
+        start_model_parallel(layout, section, CPU)
+        _started[:] = [mesh]
+    return policy.megatron_cfg
+
+
+@contextmanager
+def shared_files(model: Any) -> Iterator[Path]:
+    """A folder with the model's files, by rank 0: `save_pretrained` writes no weights on other ranks."""
+    with ExitStack() as stack:
+        folder = [stack.enter_context(saved(model)) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        assert folder[0] is not None
+        yield folder[0]
+        dist.barrier()
+
+
+def backend_of(model: Any, *, init_optimizer: bool = True, init_reference_model: bool = False, **policy: Any) -> Any:
+    """`MegatronBackend` with the files of a Hugging Face model; its groups are made anew."""
+    from nemo_rl.models.megatron.backend import MegatronBackend
+    from nemo_rl.models.megatron.parallel import stop_model_parallel
+
+    stop_model_parallel()
+    _started.clear()
+    with shared_files(model) as folder:
+        config = policy_of(str(folder), **policy)
+        layout = ParallelLayout.of(config, dist.get_world_size())
+        parts = {"init_optimizer": init_optimizer, "init_reference_model": init_reference_model}
+        backend = MegatronBackend(config, CPU, layout, **parts)
+    return backend

@@ -1,0 +1,128 @@
+"""Tiny Hugging Face models of every family, random in each value; what is special to a family is on and shows."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+
+VOCAB = 64
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+_DEEPSEEK = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3_rope": ("llama", {"rope_parameters": _LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 3}),
+    "qwen2": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 32, "rope_parameters": _YARN}),
+    "qwen3_moe": ("qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen3_moe_sparse": ("qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": False, "decoder_sparse_step": 2}),
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    "deepseek_v3_yarn": (
+        "deepseek_v3",
+        _DEEPSEEK | {"rope_parameters": _YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}},
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        {"sliding_window": 3, "head_dim": 32, "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
+         "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+        }},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {"sliding_window": 3, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.05,
+         "rope_parameters": _YARN | {"truncate": False}},
+    ),
+}  # fmt: skip
+"""Name to model type and what differs from `_COMMON`; the first of a type has the type's name."""
+_HYBRID = ("gemma3_text", "gpt_oss")
+
+
+def hf_config(name: str, **values: Any) -> PretrainedConfig:
+    """The configuration of one of `MODELS`, with other values."""
+    model_type, own = MODELS[name]
+    fields = _COMMON | own | values
+    if name in _HYBRID:
+        kinds = ["sliding_attention", "full_attention"] * fields["num_hidden_layers"]
+        fields = {"layer_types": kinds[: fields["num_hidden_layers"]]} | fields
+    return AutoConfig.for_model(model_type, **fields)
+
+
+def hf_model(
+    name: str, seed: int = 1, *, scores: bool = False, dtype: torch.dtype = torch.float32, **values: Any
+) -> Any:
+    """A random model with eager attention; norms, biases, sinks and buffers are random as well.
+
+    Args:
+        name: one of `MODELS`.
+        seed: of its values.
+        scores: a sequence classifier with one label.
+        dtype: of its parameters.
+        **values: of the configuration.
+    """
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    values |= {"num_labels": 1, "tie_word_embeddings": False} if scores else {}
+    made = kind.from_config(hf_config(name, **values), dtype=dtype, attn_implementation="eager")
+    gen = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            noise = torch.randn(parameter.shape, generator=gen)
+            parameter.copy_(0.1 * noise + 1.0 if parameter.dim() == 1 else 0.1 * noise)
+        for key, buffer in made.named_buffers():
+            if "e_score_correction_bias" in key:
+                # Float32 as in the hub's files, whatever the format of the weights.
+                buffer.data = 0.1 * torch.randn(buffer.shape, generator=gen)
+    return made.eval()
+
+
+@contextmanager
+def saved(model: Any) -> Iterator[Path]:
+    """A folder with the model's files, for as long as this lasts."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        yield Path(folder)
