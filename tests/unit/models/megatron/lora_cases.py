@@ -5,35 +5,30 @@ from pathlib import Path
 from typing import Any
 
 import mesh_parity as parity
-import reference
 import torch
+import torch.distributed as dist
+from rank_backend import CPU, policy_of
+from tiny_models import hf_model
 from torch import Tensor
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from transformers import AutoModelForCausalLM
+from witness import _share, difference, global_tensors
 
-from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.inputs import InputLayout, build_training_inputs
 from nemo_rl.models.interfaces import CheckpointPaths
 
-CPU = torch.device("cpu")
 DIM, ALPHA, STEPS = 4, 8, 3
 LAYERS = {
     "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "qwen2": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    "gemma3": ("o_proj", "down_proj"),
+    "gemma3_text": ("o_proj", "down_proj"),
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
                     "down_proj"),
 }  # fmt: skip
-TARGETS: dict[str, list[str]] = {"gemma3": ["linear_proj", "linear_fc2"]}
+TARGETS: dict[str, list[str]] = {"gemma3_text": ["linear_proj", "linear_fc2"]}
+_PARAMETERS = ("lora_A", "lora_B")
 _SHARING = (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
-_OPTIMIZER = {
-    "lr": parity.LR,
-    "min_lr": 0.0,
-    "weight_decay": parity.DECAY,
-    "adam_eps": parity.EPS,
-    "clip_grad": 1.0,
-    "use_distributed_optimizer": False,
-}
-_NO_OVERLAP = {"overlap_grad_reduce": False, "overlap_param_gather": False}
 
 
 @dataclass
@@ -49,34 +44,63 @@ class Trained:
 
 
 def model(kind: str) -> Any:
-    layers = 2 if kind == "deepseek_v3" else 4
-    return reference.hf_model(kind, vocab_size=parity.VOCAB, num_hidden_layers=layers, **_more(kind, layers))
+    made = hf_model(kind, num_hidden_layers=2 if kind == "deepseek_v3" else 4)
+    made.set_experts_implementation("eager")
+    return made
 
 
-def _more(kind: str, layers: int) -> dict[str, Any]:
-    return {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if kind == "gemma3" else {}
+class _LowRank(torch.nn.Module):
+    """A weight with what an adapter adds to it, by the formula."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.lora_A = torch.nn.Parameter(torch.empty(DIM, inputs, dtype=torch.float64))
+        self.lora_B = torch.nn.Parameter(torch.empty(outputs, DIM, dtype=torch.float64))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + ALPHA / DIM * self.lora_B @ self.lora_A
 
 
-def train_with_peft(kind: str, hf: Any) -> Trained:
-    """Three steps of AdamW on adapters that share A where Megatron Core has one layer of several."""
+def _with_adapters(kind: str, hf: Any) -> tuple[Any, dict[str, Any]]:
+    """The model with adapters, and what holds A and B by layer: PEFT's, or by the formula beside fused experts, whose
+    layers PEFT takes for those of all MLPs of that name.
+    """
     import peft
 
-    hf = hf.double()
+    hf.requires_grad_(False)
     names = [n for n, m in hf.named_modules() if type(m) is torch.nn.Linear and n.rpartition(".")[2] in LAYERS[kind]]
+    if kind == "deepseek_v3":
+        for name in names:
+            layer = hf.get_submodule(name)
+            register_parametrization(layer, "weight", _LowRank(*layer.weight.shape))
+        return hf, {name: hf.get_submodule(name).parametrizations.weight[0] for name in names}
     adapted = peft.get_peft_model(hf, peft.LoraConfig(r=DIM, lora_alpha=ALPHA, target_modules=names))
-    found = {name: adapted.base_model.model.get_submodule(name) for name in names}
+    layers = {name: adapted.base_model.model.get_submodule(name) for name in names}
+    for layer in layers.values():  # under the names of the formula
+        layer.own = {part: getattr(layer, part)["default"] for part in _PARAMETERS}
+    return adapted, layers
+
+
+def _holder(layer: Any, part: str) -> tuple[Any, str]:
+    """The module that has a parameter, and its name there."""
+    return (layer, part) if isinstance(layer, _LowRank) else (layer.own[part], "weight")
+
+
+def train_reference(kind: str) -> Trained:
+    """Three steps of AdamW on adapters that share A where Megatron Core has one layer of several."""
+    adapted, layers = _with_adapters(kind, model(kind).double())
     made = torch.Generator().manual_seed(5)
-    for module in found.values():
-        for part in (module.lora_A["default"], module.lora_B["default"]):
-            part.weight.data = torch.randn(part.weight.shape, generator=made).double() * 0.1
-    for name, module in found.items():
+    for layer in layers.values():
+        for part in _PARAMETERS:
+            parameter = getattr(*_holder(layer, part))
+            parameter.data = torch.randn(parameter.shape, generator=made).double() * 0.1
+    for name, layer in layers.items():
         for sharing, owner in _SHARING:
             if name.endswith(f".{sharing}"):
-                module.lora_A["default"].weight = found[name.replace(sharing, owner)].lora_A["default"].weight
+                shared = getattr(*_holder(layers[name.replace(sharing, owner)], "lora_A"))
+                setattr(*_holder(layer, "lora_A"), shared)
     values = {
-        f"{name}.{part}": getattr(module, part)["default"].weight
-        for name, module in found.items()
-        for part in ("lora_A", "lora_B")
+        f"{name}.{part}": getattr(*_holder(layer, part)) for name, layer in layers.items() for part in _PARAMETERS
     }
     trained = Trained({name: value.detach().clone() for name, value in values.items()})
     parameters = [p for p in adapted.parameters() if p.requires_grad]
@@ -91,7 +115,11 @@ def train_with_peft(kind: str, hf: Any) -> Trained:
         adam.zero_grad()
     trained.last = {name: value.detach().clone() for name, value in values.items()}
     trained.logits = logits_of(adapted)
-    trained.merged = {name: tensor.detach() for name, tensor in adapted.merge_and_unload().state_dict().items()}
+    if kind == "deepseek_v3":
+        for name in layers:
+            remove_parametrizations(adapted.get_submodule(name), "weight")
+    merged = adapted if kind == "deepseek_v3" else adapted.merge_and_unload()
+    trained.merged = {name: tensor.detach() for name, tensor in merged.state_dict().items()}
     return trained
 
 
@@ -112,22 +140,13 @@ class Policy:
 
     def __init__(self, kind: str, folder: Path, values: dict[str, Any] | None = None, precision: str = "float32"):
         from nemo_rl.models.megatron.backend import MegatronBackend
+        from nemo_rl.models.megatron.parallel import stop_model_parallel
 
-        values = dict(values or {})
+        stop_model_parallel()
         peft = {"enabled": True, "dim": DIM, "alpha": ALPHA, "target_modules": TARGETS.get(kind, [])}
-        section = {
-            "enabled": True,
-            "peft": {**peft, **values.pop("peft", {})},
-            "optimizer": {**_OPTIMIZER, **values.pop("optimizer", {})},
-            "distributed_data_parallel_config": values.pop("distributed_data_parallel_config", _NO_OVERLAP),
-            "scheduler": {"lr_decay_style": "constant", "lr_warmup_iters": 0, "start_weight_decay": parity.DECAY,
-                          "end_weight_decay": parity.DECAY},
-            **values,
-        }  # fmt: skip
-        config = PolicyConfig.build(
-            model_name=str(folder), precision=precision, dtensor_cfg={"enabled": False}, megatron_cfg=section
-        )
-        self.layout = parity.layout_of(config.megatron_cfg)
+        values = dict(values or {})
+        config = policy_of(str(folder), precision, peft=peft | values.pop("peft", {}), **values)
+        self.layout = ParallelLayout.of(config, dist.get_world_size())
         self.backend = MegatronBackend(config, CPU, self.layout, seed=3)
         self.hf_config = self.backend.hf_config
 
@@ -137,15 +156,15 @@ class Policy:
             name.replace(part, "weight"): value.float() for name, value in values.items() if name.endswith(f".{part}")
         }
         empty = {name: torch.zeros(0) for name in ("model.embed_tokens.weight", "model.norm.weight")}
-        return _shared_a(hub) if part == "lora_A" else reference.global_tensors(self.hf_config, empty | hub)
+        return _shared_a(hub) if part == "lora_A" else global_tensors(self.hf_config, empty | hub)
 
     def shares(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """What this rank holds of some values, by `<layer>.lora_A` and `<layer>.lora_B`."""
         from nemo_rl.models.megatron.lora import adapted_modules
 
-        wholes = {part: self.whole(values, part) for part in ("lora_A", "lora_B")}
+        wholes = {part: self.whole(values, part) for part in _PARAMETERS}
         return {
-            f"{name}.{part}": reference._share(getattr(module, part), wholes[part][f"{name}.weight"], expert=False)
+            f"{name}.{part}": _share(getattr(module, part), wholes[part][f"{name}.weight"], expert=False)
             for name, module in adapted_modules(self.backend.chunks).items()
             for part in wholes
         }
@@ -156,7 +175,7 @@ class Policy:
         return {
             f"{name}.{part}": getattr(module, part)
             for name, module in adapted_modules(self.backend.chunks).items()
-            for part in ("lora_A", "lora_B")
+            for part in _PARAMETERS
         }
 
     @torch.no_grad()
@@ -168,12 +187,10 @@ class Policy:
     def difference(self, found: dict[str, Tensor], values: dict[str, Tensor]) -> float:
         wanted = self.shares(values)
         assert wanted.keys() == found.keys()
-        return max((reference.difference(found[name], wanted[name]) for name in wanted), default=0.0)
+        return max((difference(found[name], wanted[name]) for name in wanted), default=0.0)
 
     def accumulate(self, step: int, packed: bool = False) -> None:
         """One training pass over this rank's rows, in two microbatches."""
-        import torch.distributed as dist
-
         data = parity.batch(step)
         share = parity.ROWS // self.layout.data_parallel_size
         first = self.layout.data_parallel_rank(dist.get_rank()) * share
@@ -207,11 +224,6 @@ class Policy:
         inputs = build_training_inputs(parity.batch(7), InputLayout(True), CPU)
         self.backend.run([inputs], lambda index, first, second: given.append(first.clone()), backward=False)
         return given[0] if given else None
-
-    def stop(self) -> None:
-        from nemo_rl.models.megatron.parallel import stop_model_parallel
-
-        stop_model_parallel()
 
 
 def paths_in(folder: Path) -> CheckpointPaths:
@@ -266,7 +278,6 @@ def run_case(
     found["merged"] = max(_apart(exported[name], tensor) for name, tensor in hub.items())
     if saved is not None:
         policy.backend.save(paths_in(saved))
-    policy.stop()
     return found
 
 
@@ -276,7 +287,7 @@ def _fused(kind: str, exported: dict[str, Tensor]) -> int:
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:
-    return reference.difference(found.double(), wanted.double())
+    return difference(found.double(), wanted.double())
 
 
 def _base_scores(kind: str) -> Tensor:

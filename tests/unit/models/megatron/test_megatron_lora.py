@@ -6,22 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from lora_cases import STEPS, Policy, logits_in_peft, model, paths_in, run_case, train_with_peft
-from rank_host import in_host, run_ranks
+from lora_cases import STEPS, Policy, logits_in_peft, model, paths_in, run_case, train_reference
+from rank_host import needs_megatron
 from torch import Tensor
 
 from nemo_rl.models.megatron import checkpoint_folder
 from nemo_rl.models.megatron.saved_tensors import SavedTensors
 from nemo_rl.utils.errors import CheckpointError, ConfigError, WeightSyncError
 
-pytestmark = pytest.mark.skipif(
-    find_spec("megatron") is None or find_spec("peft") is None, reason="megatron-core or peft is not installed"
-)
+pytestmark = [needs_megatron, pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")]
 
-TP = {"tensor_model_parallel_size": 2}
-SP = {**TP, "sequence_parallel": True}
-PP = {"pipeline_model_parallel_size": 2}
-DISTRIBUTED = {
+TP: dict[str, Any] = {"tp": 2}
+SP: dict[str, Any] = {**TP, "sp": True}
+PP: dict[str, Any] = {"pp": 2}
+DISTRIBUTED: dict[str, Any] = {
     "optimizer": {"use_distributed_optimizer": True},
     "distributed_data_parallel_config": {"overlap_grad_reduce": True, "overlap_param_gather": True},
 }
@@ -30,14 +28,14 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp sp": ("llama", SP),
     "pp": ("llama", PP),
     "pp tied": ("qwen2", PP),
-    "pp vpp": ("llama", {**PP, "virtual_pipeline_model_parallel_size": 2}),
-    "cp": ("llama", {"context_parallel_size": 2}),
+    "pp vpp": ("llama", {**PP, "vpp": 2}),
+    "cp": ("llama", {"cp": 2}),
     "dp overlap": ("qwen2", DISTRIBUTED),
     "latent tp sp": ("deepseek_v3", SP),
-    "norm behind tp sp": ("gemma3", SP),
+    "norm behind tp sp": ("gemma3_text", SP),
     "recomputed tp sp": ("llama", {**SP, "activation_checkpointing": True}),
 }
-KINDS = ("llama", "qwen2", "gemma3", "deepseek_v3")
+KINDS = ("llama", "qwen2", "gemma3_text", "deepseek_v3")
 
 
 def on_one_rank(rank: int, world: int, folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +62,6 @@ def initial(folder: Path, values: dict[str, Any]) -> dict[str, Tensor]:
 
     policy = Policy("llama", folder / "llama", values)
     found = _hub_adapters(policy.backend.chunks, rules_for(policy.hf_config), policy.backend._adapted)
-    policy.stop()
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
@@ -79,14 +76,12 @@ def unsummed(folder: Path, trained: Any) -> dict[str, float]:
         parameter.sequence_parallel = False  # type: ignore[attr-defined]
     policy.accumulate(0)
     found["sequence_parallel"] = policy.difference(policy.gradients(), trained.gradients)
-    policy.stop()
     kept = lora.copy_to_tensor_model_parallel_region
     lora.copy_to_tensor_model_parallel_region = lambda thin, group: thin  # type: ignore[assignment]
     policy = Policy("llama", folder / "llama", TP)
     policy.fill(trained.first)
     policy.accumulate(0)
     found["copy_to_tensor_model_parallel_region"] = policy.difference(policy.gradients(), trained.gradients)
-    policy.stop()
     lora.copy_to_tensor_model_parallel_region = kept
     return found
 
@@ -99,17 +94,14 @@ def resumed(folder: Path) -> dict[str, Any]:
         policy.update(step)
     policy.backend.stage_save(paths_in(folder / "resumed"))()
     norm, ended = policy.update(2), policy.weights()
-    policy.stop()
     again = Policy("llama", folder / "llama", values)
     again.update(5)
     again.backend.load(paths_in(folder / "resumed"))
     norms, weights = [norm, again.update(2)], again.weights()
-    again.stop()
     other = Policy("llama", folder / "llama", PP)
     other.backend.load(paths_in(folder / "resumed"))
     other.backend.save(paths_in(folder / "copy"))
     norms.append(other.update(2))
-    other.stop()
     return {
         "norms": norms,
         "differ": [name for name in ended if not torch.equal(ended[name], weights[name])],
@@ -121,7 +113,6 @@ def some_stages(folder: Path, pattern: str) -> list[float]:
     """Norms of two updates where only one stage has adapters."""
     policy = Policy("llama", folder / "llama", {**PP, "peft": {"target_modules": [pattern]}})
     norms = [policy.update(step) for step in range(2)]
-    policy.stop()
     return norms
 
 
@@ -133,7 +124,6 @@ def dropout(folder: Path, values: dict[str, Any], position: str) -> dict[str, An
     first, second = policy.scores(), policy.scores()
     assert first is not None and second is not None
     kept = {name: t.detach().clone() for name, t in policy.parameters().items() if not t.tensor_model_parallel}
-    policy.stop()
     return {"whole": kept, "scores agree": torch.equal(first, second)}
 
 
@@ -179,7 +169,6 @@ def refusals(folder: Path) -> dict[str, str]:
     said["alpha"] = _said(CheckpointError, lambda: check_adapter(saved, other))
     said["off"] = _said(CheckpointError, lambda: check_adapter(saved, off))
     said["without"] = _said(CheckpointError, lambda: policy.backend.load(CheckpointPaths(folder / "deepseek_v3")))
-    policy.stop()
     return said
 
 
@@ -189,11 +178,6 @@ def _said(kind: type[Exception], act: Any) -> str:
     except kind as error:
         return str(error)
     return "nothing"
-
-
-def everything(folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
-    one = run_ranks(on_one_rank, 1, folder, trained)[0]
-    return {"one": one, "two": run_ranks(on_two_ranks, 2, folder, trained)}
 
 
 @pytest.fixture(scope="module")
@@ -206,12 +190,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, Any]:
-    return {kind: train_with_peft(kind, model(kind)) for kind in KINDS}
+    return {kind: train_reference(kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
-    return in_host(everything, folder, trained)
+def found(host: Any, folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
+    one = host.run(on_one_rank, 1, folder, trained)[0]
+    return {"one": one, "two": host.run(on_two_ranks, 2, folder, trained)}
 
 
 def _exact(differences: dict[str, float]) -> dict[str, float]:
