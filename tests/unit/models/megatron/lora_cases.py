@@ -271,7 +271,8 @@ def run_case(
     with policy.backend.reference_weights():
         within = policy.scores()
     found["reference"] = _apart(within, _base_scores(kind)) if within is not None else 0.0
-    found["unmoved"] = float(before is not None and torch.equal(before, policy.scores()))
+    after = policy.scores()
+    found["unmoved"] = float(before is not None and after is not None and torch.equal(before, after))
     exported = policy.weights()
     hub = {name: tensor for name, tensor in trained.merged.items() if name in exported}
     found["unnamed"] = float(len(exported.keys() ^ hub.keys()) - _fused(kind, exported))
