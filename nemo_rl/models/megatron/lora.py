@@ -131,7 +131,8 @@ class Adapter:
 def _adapted(linear: Any) -> type[nn.Module]:
     """A class of linear layers with an adapter; its instances are made by `_adapt`."""
     if (behind := getattr(linear, "norm_behind", None)) is not None:
-        return with_norm_behind(_adapted(behind[0]), behind[1])
+        inner: Any = _adapted(behind[0])
+        return with_norm_behind(inner, behind[1])
 
     class Adapted(linear):
         adapter: Adapter

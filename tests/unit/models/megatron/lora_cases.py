@@ -1,6 +1,7 @@
 """Adapters on tiny models: what PEFT and torch train on the Hugging Face model, and the same by `MegatronBackend`."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +191,12 @@ class Policy:
         return max((difference(found[name], wanted[name]) for name in wanted), default=0.0)
 
     def accumulate(self, step: int, packed: bool = False) -> None:
-        """One training pass over this rank's rows, in two microbatches."""
+        """One training pass over this rank's rows, in four microbatches."""
         data = parity.batch(step)
         share = parity.ROWS // self.layout.data_parallel_size
         first = self.layout.data_parallel_rank(dist.get_rank()) * share
-        rows = [data.slice(first, first + 1), data.slice(first + 1, first + share)]
+        bounds = [first, first + 1, first + 2, first + 3, first + share]
+        rows = [data.slice(start, stop) for start, stop in pairwise(bounds)]
         inputs = [build_training_inputs(part, InputLayout(packed), CPU) for part in rows]
 
         def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> Tensor:
@@ -300,7 +302,7 @@ def _base_scores(kind: str) -> Tensor:
     return log_p.gather(-1, inputs.targets_K[:, None])[:, 0]
 
 
-def logits_in_peft(kind: str, folder: Path, adapter: Path) -> Tensor:
+def logits_in_peft(folder: Path, adapter: Path) -> Tensor:
     import peft
 
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

@@ -38,6 +38,15 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
 KINDS = ("llama", "qwen2", "gemma3_text", "deepseek_v3")
 
 
+def references(rank: int, world: int) -> dict[str, Any]:
+    return {kind: train_reference(kind) for kind in KINDS}
+
+
+def in_peft(rank: int, world: int, folder: Path) -> dict[str, Tensor]:
+    """Logits of the saved adapters, loaded by PEFT."""
+    return {kind: logits_in_peft(folder / kind, folder / f"saved {kind}" / "policy/weights/adapter") for kind in KINDS}
+
+
 def on_one_rank(rank: int, world: int, folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
     found = {kind: run_case(kind, folder / kind, {}, trained[kind], folder / f"saved {kind}") for kind in KINDS}
     return {**found, "initial": initial(folder, {}), "refusals": refusals(folder), "half": half_precision(folder)}
@@ -189,14 +198,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained() -> dict[str, Any]:
-    return {kind: train_reference(kind) for kind in KINDS}
+def trained(host: Any) -> dict[str, Any]:
+    found: dict[str, Any] = host.run(references, 1)[0]
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(host: Any, folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
     one = host.run(on_one_rank, 1, folder, trained)[0]
-    return {"one": one, "two": host.run(on_two_ranks, 2, folder, trained)}
+    two = host.run(on_two_ranks, 2, folder, trained)
+    return {"one": one, "two": two, "peft": host.run(in_peft, 1, folder)[0]}
 
 
 def _exact(differences: dict[str, float]) -> dict[str, float]:
@@ -229,10 +240,9 @@ def test_first_values_do_not_depend_on_the_mesh(found: dict[str, Any], mesh: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_saved_adapter_is_the_trained_model_in_peft(found: Any, folder: Path, trained: Any, kind: str) -> None:
-    adapter = folder / f"saved {kind}" / "policy/weights/adapter"
-    logits = logits_in_peft(kind, folder / kind, adapter)
-    assert (logits - trained[kind].logits).abs().max() / trained[kind].logits.abs().max() < 1e-5
+def test_the_saved_adapter_is_the_trained_model_in_peft(found: Any, trained: Any, kind: str) -> None:
+    wanted = trained[kind].logits
+    assert (found["peft"][kind] - wanted).abs().max() / wanted.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
