@@ -211,7 +211,8 @@ def found(host: Any, folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exact(differences: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in differences.items() if not value < 1e-5}
+    """What is further off than float32's rounding; gradients pass through every layer twice."""
+    return {name: value for name, value in differences.items() if not value < (2e-5 if name == "gradients" else 1e-5)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -250,7 +251,7 @@ def test_an_export_without_a_model_is_merged(found: Any, folder: Path, trained: 
     from safetensors.torch import load_file
 
     checkpoint_folder._export(folder / f"saved {kind}" / "policy/weights", tmp_path / "out", None)
-    exported = load_file(tmp_path / "out/model.safetensors")
+    exported = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
     merged = {name: tensor for name, tensor in trained[kind].merged.items() if name in exported}
     assert len(merged) > 20
     assert max((exported[name] - tensor).abs().max() / tensor.abs().max() for name, tensor in merged.items()) < 1e-5
