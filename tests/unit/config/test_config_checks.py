@@ -29,7 +29,7 @@ from nemo_rl.utils.errors import ConfigError
 NO_PACKING = "policy.sequence_packing.enabled=false"
 SEPARATE = "policy.generation.colocated.enabled=false"
 MEGATRON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
-MEGATRON_LORA = [*MEGATRON, "policy.megatron_cfg.peft.enabled=true"]
+MEGATRON_LORA = (*MEGATRON, "policy.megatron_cfg.peft.enabled=true")
 DECAYS = (*MEGATRON, "policy.megatron_cfg.scheduler.lr_decay_style=cosine")
 IS = "loss_fn.use_importance_sampling_correction=true"
 GSPO = "loss_fn.sequence_level_importance_ratios=true"
