@@ -209,6 +209,7 @@ _BELOW_BACKENDS = {
     "expert_load",
     "attention",
     "staging",
+    "low_rank",
     "mesh",
     "backends",
 }
