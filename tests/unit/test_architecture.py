@@ -209,6 +209,7 @@ _BELOW_BACKENDS = {
     "expert_load",
     "attention",
     "staging",
+    "low_rank",
     "mesh",
     "backends",
 }
@@ -222,6 +223,7 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "expert_load": set(),
     "attention": set(),
     "staging": set(),
+    "low_rank": set(),
     "mesh": set(),
     "backends": {"memory"},
     "dtensor": _BELOW_BACKENDS,
@@ -257,11 +259,11 @@ def test_arrows_inside_models_run_one_way():
 
 RANK_READERS = {
     "distributed/collectives.py": "each rank's place in the group of a collective",
-    "models/dtensor/adapter_io.py": "one rank writes for all",
     "models/dtensor/checkpoint_io.py": "one rank writes for all",
     "models/dtensor/training_state.py": "one rank writes for all, and each its random numbers",
     "models/dtensor/verdict.py": "one rank finds out for all",
     "models/dtensor/weight_files.py": "ranks that hold the same take turns",
+    "models/huggingface/peft_folder.py": "one rank writes for all",
     "models/megatron/checkpoint_io.py": "one rank writes for all, and each its random numbers",
     "models/megatron/torch_dist.py": "one rank writes for all",
     "models/policy/workers/rank.py": "asks the layout what this rank is there for",

@@ -15,8 +15,8 @@ def check_teacher(policy: PolicyConfig, teacher: TeacherConfig, cluster: Cluster
     """The teacher is a language model that can read the student's answers, on devices that exist."""
     yield from _check_placement(teacher, cluster)
     yield from check_backend("teacher", teacher)
-    if teacher.dtensor_cfg.lora_cfg.enabled:
-        yield "teacher.dtensor_cfg.lora_cfg.enabled=true adds untrained adapters. Set it to false."
+    for key in teacher.adapter_keys:
+        yield f"teacher.{key}.enabled=true adds untrained adapters. Set it to false."
     if teacher.reward_model_cfg.enabled:
         yield "teacher.reward_model_cfg.enabled=true makes a model that scores answers as wholes. Set it to false."
     longest = policy.max_total_sequence_length

@@ -1,7 +1,15 @@
 """Rules on `policy.megatron_cfg`, for any model: options that belong together, and the schedule."""
 
 from nemo_rl.config.rules.findings import Findings
-from nemo_rl.config.schema.megatron import MegatronConfig
+from nemo_rl.config.schema.megatron import MEGATRON_LINEAR_LAYERS, MegatronConfig
+
+_HOLDS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""What the linear layers of Megatron Core are in a Hugging Face model."""
 
 
 def check_megatron(section: str, config: MegatronConfig) -> Findings:
@@ -22,12 +30,39 @@ def check_megatron(section: str, config: MegatronConfig) -> Findings:
             f"{keys}.moe_router_bias_update_rate={config.moe_router_bias_update_rate:g} moves a bias that {keys}."
             "moe_router_enable_expert_bias=false leaves out. Set the rate to 0, or the other to null."
         )
+    if config.peft.enabled:
+        yield from _check_adapters(keys, config)
     optimizer = config.optimizer
     if optimizer.optimizer == "sgd" and optimizer.sgd_momentum > 0 and optimizer.use_distributed_optimizer:
         yield (
             f"{keys}.optimizer.sgd_momentum={optimizer.sgd_momentum:g} with use_distributed_optimizer=true cannot be "
             "saved: Megatron Core's distributed optimizer knows Adam's state only. Set "
             f"{keys}.optimizer.use_distributed_optimizer=false, or the momentum to 0."
+        )
+
+
+def _check_adapters(keys: str, config: MegatronConfig) -> Findings:
+    """Adapters are on layers that Megatron Core has, and nothing else moves."""
+    for key in ("target_modules", "exclude_modules"):
+        for pattern in getattr(config.peft, key):
+            last = pattern.rpartition(".")[2]
+            if last in MEGATRON_LINEAR_LAYERS or not last.isidentifier():
+                continue
+            holder = next((ours for ours, theirs in _HOLDS.items() if last in theirs), None)
+            meant = "" if holder is None else f" {last} is a part of {holder} there."
+            yield (
+                f"{keys}.peft.{key}: {pattern!r} is no linear layer of Megatron Core: there are "
+                f"{', '.join(MEGATRON_LINEAR_LAYERS)}.{meant}"
+            )
+    if config.moe_shared_expert_overlap:
+        yield (
+            f"{keys}.moe_shared_expert_overlap=true gives layers of shared experts inputs that adapters do not know. "
+            f"Set it to false with {keys}.peft.enabled=true."
+        )
+    if config.moe_router_bias_update_rate > 0:
+        yield (
+            f"{keys}.peft.enabled=true freezes everything but adapters, and {keys}.moe_router_bias_update_rate="
+            f"{config.moe_router_bias_update_rate:g} moves biases of routers. Set the rate to 0."
         )
 
 

@@ -31,8 +31,8 @@ def check_backend(section: str, policy: PolicyConfig) -> Findings:
         yield from check_megatron(section, policy.megatron_cfg)
     if policy.megatron_cfg.enabled and policy.dtensor_cfg.lora_cfg.enabled:
         yield (
-            f"{section}.dtensor_cfg.lora_cfg.enabled=true belongs to {section}.dtensor_cfg, and LoRA with Megatron is "
-            "not built yet. Set it to false, or train with dtensor_cfg."
+            f"{section}.dtensor_cfg.lora_cfg.enabled=true belongs to {section}.dtensor_cfg. Set it to false; adapters "
+            f"of Megatron Core are asked for by {section}.megatron_cfg.peft.enabled=true."
         )
 
 

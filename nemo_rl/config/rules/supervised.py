@@ -90,9 +90,9 @@ def check_reward_model(policy: PolicyConfig) -> Findings:
     """The policy scores sequences."""
     if not policy.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg.enabled=false, but run_rm.py trains a scalar head. Set it to true."
-    if policy.dtensor_cfg.lora_cfg.enabled:
+    for key in policy.adapter_keys:
         yield (
-            "policy.dtensor_cfg.lora_cfg.enabled=true freezes everything but adapters, also the new scalar head. "
+            f"policy.{key}.enabled=true freezes everything but adapters, also the new scalar head. "
             "Set it to false: reward models are trained in full."
         )
 

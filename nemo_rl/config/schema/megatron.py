@@ -98,6 +98,54 @@ class MegatronDDPConfig(Section):
     )
 
 
+MEGATRON_LINEAR_LAYERS = (
+    "linear_qkv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+)
+"""Last parts of the names of Megatron Core's linear layers; those behind `linear_fc2` are of latent attention."""
+
+
+class MegatronPeftConfig(Section):
+    """Train low-rank adapters instead of the model's weights."""
+
+    ignored: ClassVar[dict[str, str]] = {
+        "a2a_experimental": "adapters exchange products of their rank's width, never whole activations"
+    }
+
+    enabled: bool = Field(default=False, description="Freeze the model and train adapters on its linear layers.")
+    dim: PositiveInt = Field(default=8, description="Rank of the adapters.")
+    alpha: PositiveInt = Field(default=32, description="The adapters' product is scaled by alpha / dim.")
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability in the adapters.")
+    dropout_position: Literal["pre", "post"] = Field(
+        default="post", description="Dropout on the adapter's input (pre) or on its output (post)."
+    )
+    target_modules: list[str] = Field(
+        default_factory=list,
+        description="Layers to adapt: last parts of Megatron Core's names (linear_qkv, linear_proj, linear_fc1, "
+        "linear_fc2, those of latent attention), longer names or wildcards; none: all but exclude_modules. Routed "
+        "experts and the output head have no adapters.",
+    )
+    exclude_modules: list[str] = Field(
+        default_factory=list, description="Layers to leave as they are, named like target_modules."
+    )
+    lora_A_init_method: Literal["xavier", "uniform"] = Field(
+        default="xavier", description="First values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."
+    )
+    lora_B_init_method: Annotated[
+        Literal["zero", "xavier", "uniform"], Only(("zero",), "adapters that change the model before it is trained")
+    ] = Field(default="zero", description="First values of B; zero: a new adapter changes nothing.")
+    lora_dtype: Literal["bfloat16", "float32"] | None = Field(
+        default=None, description="Number format of adapters and of their products; null: policy.precision."
+    )
+
+
 class MegatronConfig(BackendSection):
     """The Megatron Core training backend."""
 
@@ -129,7 +177,6 @@ class MegatronConfig(BackendSection):
         "mtp_num_layers": _MTP,
         "mtp_use_repeated_layer": _MTP,
         "offload_modules": _OFFLOADING,
-        "peft": "LoRA with Megatron",
         "use_fused_weighted_squared_relu": "fused squared ReLU",
     }
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"cuda_graph_impl": ("none",)}
@@ -248,6 +295,7 @@ class MegatronConfig(BackendSection):
     model_overrides: dict[str, Any] = Field(
         default_factory=dict, description="Fields of Megatron Core's TransformerConfig to change; they win."
     )
+    peft: MegatronPeftConfig = Field(default_factory=MegatronPeftConfig, description="Low-rank adapters.")
     distributed_data_parallel_config: MegatronDDPConfig = Field(
         default_factory=MegatronDDPConfig, description="Exchange between data-parallel ranks."
     )

@@ -196,3 +196,12 @@ class PolicyConfig(Section):
         """Name of that section."""
         own = "training_backend" if self.training_backend else None
         return own or ("megatron_cfg" if self.megatron_cfg.enabled else "dtensor_cfg")
+
+    @property
+    def adapter_keys(self) -> list[str]:
+        """Sections that put adapters on the model."""
+        asked = {
+            "dtensor_cfg.lora_cfg": self.dtensor_cfg.lora_cfg.enabled,
+            "megatron_cfg.peft": self.megatron_cfg.enabled and self.megatron_cfg.peft.enabled,
+        }
+        return [key for key, enabled in asked.items() if enabled]

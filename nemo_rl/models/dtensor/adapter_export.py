@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import find_path
-from nemo_rl.models.dtensor.adapter_io import ADAPTER_FOLDER, CONFIG_FILE, attach_adapter, read_adapter_config
+from nemo_rl.models.dtensor.adapter_io import attach_adapter, read_adapter_config
 from nemo_rl.models.dtensor.lora import merge_adapters
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.comparison import ExportCheck, compare_models
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER, require_empty
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
+from nemo_rl.models.huggingface.peft_folder import ADAPTER_FOLDER, CONFIG_FILE
 from nemo_rl.utils.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -16,28 +16,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
-from nemo_rl.distributed.failing_together import failing_together
 from nemo_rl.distributed.placements import held_here, whole
 from nemo_rl.models.dtensor.checkpoint_io import saved_weights
-from nemo_rl.models.dtensor.lora import ADAPTER_PARAMETERS, adapted_modules, apply_lora
+from nemo_rl.models.dtensor.lora import adapted_modules, apply_lora
 from nemo_rl.models.dtensor.pipeline.weights import joined, of_all_stages
 from nemo_rl.models.dtensor.weight_files import local_box
 from nemo_rl.models.huggingface.checkpoint_names import Group, converts, groups_in_memory
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER
+from nemo_rl.models.huggingface.peft_folder import (
+    ADAPTER_FOLDER,
+    CONFIG_FILE,
+    PEFT_PREFIX,
+    WEIGHTS_FILE,
+    peft_config,
+    peft_key,
+    write_adapter,
+)
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
+from nemo_rl.models.low_rank import ADAPTER_PARAMETERS
 from nemo_rl.models.staging import Keep, Write, as_it_is
 from nemo_rl.utils.errors import CheckpointError
 
-ADAPTER_FOLDER = "adapter"
-CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_PEFT_PREFIX = "base_model.model."
 _NOT_MERGED = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
-_EXPERT_LAYERS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _MERGE_TOLERANCE = 1e-5
 
 
@@ -55,19 +59,10 @@ def save_adapter(
     """
     mine = ((name, whole(parameter.detach())) for name, parameter in _adapter_parameters(hf).items())
     named = of_all_stages(hf, mine)
-    tensors = {_peft_key(name): keep(f"adapter.{name}", tensor.cpu().contiguous()) for name, tensor in named}
-    described = json.dumps(_peft_config(config, base_name, hf), indent=2) + "\n"
-    return partial(_write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
-
-
-def _write_adapter(
-    folder: Path, tensors: dict[str, Tensor], described: str, group: dist.ProcessGroup | None = None
-) -> None:
-    with failing_together(group):
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / _WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
-            (folder / CONFIG_FILE).write_text(described, encoding="utf-8")
+    tensors = {peft_key(name): keep(f"adapter.{name}", tensor.cpu().contiguous()) for name, tensor in named}
+    names = list(joined(hf, dict.fromkeys(adapted_modules(hf))))
+    described = peft_config(config, base_name, names, fused_experts=converts(hf))
+    return partial(write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
 
 
 def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) -> None:
@@ -82,9 +77,9 @@ def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) 
         CheckpointError: there is no adapter, it has other layers or shapes, or it belongs to another base.
     """
     folder = weights_path / ADAPTER_FOLDER
-    if not (folder / _WEIGHTS_FILE).exists():
+    if not (folder / WEIGHTS_FILE).exists():
         raise CheckpointError(
-            f"{folder} holds no {_WEIGHTS_FILE}: the checkpoint was written without LoRA. Set "
+            f"{folder} holds no {WEIGHTS_FILE}: the checkpoint was written without LoRA. Set "
             f"policy.dtensor_cfg.lora_cfg.enabled=false, or start a new run from policy.model_name="
             f"{weights_path / MODEL_FOLDER}."
         )
@@ -104,8 +99,8 @@ def attach_adapter(hf: PreTrainedModel, folder: Path) -> None:
             `W + (alpha / r) B A`, or one for other layers.
     """
     described = read_adapter_config(folder)
-    tensors = TensorFiles([folder / _WEIGHTS_FILE])
-    names = sorted({key.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors})
+    tensors = TensorFiles([folder / WEIGHTS_FILE])
+    names = sorted({key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors})
     have = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
     missing = [name for name in names if name not in have]
     if missing:
@@ -130,7 +125,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: a file is missing, or the adapter is not `W + (alpha / r) B A`.
     """
-    for name in (CONFIG_FILE, _WEIGHTS_FILE):
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).exists():
             raise CheckpointError(f"{folder} holds no {name}, so it is no LoRA adapter.")
     described: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -148,8 +143,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 @torch.no_grad()
 def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
     """Copy saved values into the adapters, each rank its own part."""
-    saved = TensorFiles([folder / _WEIGHTS_FILE])
-    parameters = {_peft_key(name): tensor for name, tensor in _adapter_parameters(hf).items()}
+    saved = TensorFiles([folder / WEIGHTS_FILE])
+    parameters = {peft_key(name): tensor for name, tensor in _adapter_parameters(hf).items()}
     shapes = joined(hf, {key: tuple(tensor.shape) for key, tensor in parameters.items()})
     _require_same_shapes(folder, {key: saved.like(key) for key in saved}, shapes)
     for key, parameter in parameters.items():
@@ -210,37 +205,6 @@ def _adapter_parameters(hf: PreTrainedModel) -> dict[str, Tensor]:
         f"{name}.{last}": getattr(module, last)
         for name, module in adapted_modules(hf).items()
         for last in ADAPTER_PARAMETERS
-    }
-
-
-def _peft_key(name: str) -> str:
-    return f"{_PEFT_PREFIX}{name}.weight"
-
-
-def _peft_config(config: LoraConfig, base_name: str, hf: PreTrainedModel) -> dict[str, object]:
-    """What PEFT reads of an adapter.
-
-    In a model with fused experts PEFT takes the names of an expert's layers for the experts, wherever they are: the
-    adapters of dense and shared layers would be lost. Named by their weights they are found; without dropout, which
-    PEFT allows for none of those and which is off when an adapter is used.
-    """
-    names = list(joined(hf, dict.fromkeys(adapted_modules(hf))))
-    taken = [name for name in names if name.rpartition(".")[2] in _EXPERT_LAYERS] if converts(hf) else []
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
-        "inference_mode": True,
-        "r": config.dim,
-        "lora_alpha": config.alpha,
-        "lora_dropout": 0.0 if taken else config.dropout,
-        "target_modules": [name for name in names if name not in taken],
-        "target_parameters": [f"{name}.weight" for name in taken] or None,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "use_rslora": False,
-        "modules_to_save": None,
     }
 
 

@@ -33,11 +33,11 @@ from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
 from nemo_rl.models.dtensor.expert_balance import ExpertBalance, watch_experts
 from nemo_rl.models.dtensor.lora import (
+    SECTION,
     adapted_weights,
     adapters_off,
     check_adapters_moved,
     merged_by_name,
-    require_on_some_rank,
 )
 from nemo_rl.models.dtensor.materialize import materialize
 from nemo_rl.models.dtensor.mesh import Meshes
@@ -63,6 +63,7 @@ from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.inputs import ModelInputs, with_positions
 from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
+from nemo_rl.models.low_rank import require_on_some_rank
 from nemo_rl.models.sampling import sampling_density
 from nemo_rl.models.staging import Keep, Write, as_it_is
 from nemo_rl.utils.device import device_for
@@ -259,7 +260,7 @@ class DTensorBackend(PolicyBackend):
         mine = in_checkpoint(self.model.hf, without_copies(self.model.hf, outgoing()))
         yield from of_all_stages(self.model.hf, ((name, whole(tensor)) for name, tensor in mine))
         if proves:
-            require_on_some_rank(arrives, self.device)
+            require_on_some_rank(arrives, self.device, SECTION)
 
     def _outgoing(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """A weight on this rank's device in the receiver's dtype."""

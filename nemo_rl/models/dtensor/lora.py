@@ -8,9 +8,7 @@ FSDP2 and tensor parallelism divide an adapted layer's weight `[out, in]` and it
 `[dim, in]` by the weight's columns: so a rank merges its own part, and only the small A is gathered.
 """
 
-import fnmatch
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +25,12 @@ from nemo_rl.config import LoraConfig
 from nemo_rl.distributed.placements import held_here, whole
 from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
 from nemo_rl.models.dtensor.pipeline.weights import joined
-from nemo_rl.utils.errors import ConfigError, WeightSyncError
-from nemo_rl.utils.seed import derive_seed
+from nemo_rl.models.low_rank import ADAPTER_PARAMETERS, generator_of, initial_a, require_moved, select_layers
+from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_PARAMETERS = ("lora_A", "lora_B")
+SECTION = "policy.dtensor_cfg.lora_cfg"
 
 
 class LoraLinear(nn.Module):
@@ -59,7 +57,8 @@ class LoraLinear(nn.Module):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight = base.weight.requires_grad_(False)
         self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
-        self.lora_A = nn.Parameter(_initial_a(config, base, generator))
+        a = initial_a(config.dim, base.in_features, config.lora_A_init, base.weight.dtype, generator)
+        self.lora_A = nn.Parameter(a if base.weight.is_meta else a.to(base.weight.device))
         self.lora_B = nn.Parameter(self.lora_A.new_zeros(base.out_features, config.dim))
         self.scaling = config.alpha / config.dim
         self.dropout, self.dropout_position = config.dropout, config.dropout_position
@@ -116,8 +115,7 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
         parent_name, _, child = name.rpartition(".")
         base = hf.get_submodule(name)
         assert isinstance(base, nn.Linear)
-        generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
-        adapted = LoraLinear(base, config, generator).train(base.training)
+        adapted = LoraLinear(base, config, generator_of(seed, name)).train(base.training)
         setattr(hf.get_submodule(parent_name), child, adapted)
     trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
     total = sum(p.numel() for p in hf.parameters())
@@ -132,35 +130,9 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
 
 
 def select_modules(available: Sequence[str], config: LoraConfig) -> list[str]:
-    """The layers that `lora_cfg` names, in model order.
-
-    A pattern is a full name, the last parts of one (`q_proj`, `self_attn.q_proj`), or has wildcards
-    (`*.layers.0.*`).
-
-    Args:
-        available: names of the model's linear layers.
-        config: `match_all_linear`, `target_modules` and `exclude_modules`.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or nothing is left.
-    """
-    for key in ("target_modules", "exclude_modules"):
-        for pattern in getattr(config, key):
-            if not any(_matches(name, pattern) for name in available):
-                raise ConfigError(
-                    f"policy.dtensor_cfg.lora_cfg.{key}: {pattern!r} matches no layer. {_listed(available)}"
-                )
-    wanted = ["*"] if config.match_all_linear else config.target_modules or ["*"]
-    chosen = [
-        name
-        for name in available
-        if any(_matches(name, p) for p in wanted) and not any(_matches(name, p) for p in config.exclude_modules)
-    ]
-    if not chosen:
-        raise ConfigError(
-            f"policy.dtensor_cfg.lora_cfg adapts no layer, so nothing would be trained. {_listed(available)}"
-        )
-    return chosen
+    """The layers that `lora_cfg` names, in model order; see `low_rank.select_layers`."""
+    targets = [] if config.match_all_linear else config.target_modules
+    return select_layers(available, targets, config.exclude_modules, SECTION)
 
 
 def adapted_modules(hf: nn.Module) -> dict[str, LoraLinear]:
@@ -218,40 +190,14 @@ def merge_adapters(hf: nn.Module) -> None:
 def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
     """Check after an update that every adapter changes its layer; collective.
 
-    B starts at zero and the first update with a gradient moves it. Where it stays zero, the model's code
-    goes around the layer, and the run would train less than it was asked to without a sign of it.
-
     Raises:
-        ConfigError: adapters whose B is still zero, by name.
+        ConfigError: see `low_rank.require_moved`.
     """
     mine = {name: int(held_here(module.lora_B).count_nonzero()) for name, module in adapted_modules(hf).items()}
     modules = joined(hf, mine)
     moved = torch.tensor(list(modules.values()), device=device)
     dist.all_reduce(moved)
-    still = [name for name, count in zip(modules, moved.tolist(), strict=True) if count == 0]
-    if still:
-        raise ConfigError(
-            f"{len(still)} of {len(modules)} LoRA adapters received no gradient in the first update, so they "
-            f"would never reach the generated text: {', '.join(still[:8])}{', ...' if len(still) > 8 else ''}. "
-            "The model does not call these layers, or calls them only for some tokens: name them in "
-            "policy.dtensor_cfg.lora_cfg.exclude_modules."
-        )
-
-
-def require_on_some_rank(arrives: bool, device: torch.device) -> None:
-    """Check that an exported weight differed from the base on at least one rank; collective.
-
-    Raises:
-        WeightSyncError: on no rank.
-    """
-    seen = torch.tensor([int(arrives)], device=device)
-    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
-    if not seen.item():
-        raise WeightSyncError(
-            "LoRA adapters were trained, but all weights sent are those of the base model: generation would "
-            "never see the training. If the learning rate is so small that adding the adapters changes no "
-            "weight in policy.precision, raise it or policy.dtensor_cfg.lora_cfg.alpha."
-        )
+    require_moved(dict(zip(modules, moved.tolist(), strict=True)), SECTION)
 
 
 def _refuse_shared(hf: PreTrainedModel, names: Sequence[str]) -> None:
@@ -269,31 +215,3 @@ def _linear_names(hf: PreTrainedModel) -> list[str]:
     """Names of plain linear layers, without the output head: it is applied in chunks, as a bare weight."""
     head = hf.get_output_embeddings()
     return [name for name, module in hf.named_modules() if type(module) is nn.Linear and module is not head]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
-
-
-def _listed(available: Sequence[str]) -> str:
-    """What can be named: last parts once, with an example of a full name."""
-    kinds = sorted({name.rpartition(".")[2] for name in available})
-    if not kinds:
-        return "The model has no linear layers besides its output head."
-    return (
-        f"Linear layers of the model: {', '.join(kinds)} (in full, for example {available[0]}); never the output head."
-    )
-
-
-def _initial_a(config: LoraConfig, base: nn.Linear, generator: torch.Generator) -> Tensor:
-    """A `[dim, in]`: `xavier` is Glorot's normal, `uniform` is U(-1/sqrt(in), 1/sqrt(in)).
-
-    It lies where the layer's weight does; on the CPU while that has no memory yet.
-    """
-    a = torch.empty(config.dim, base.in_features, dtype=base.weight.dtype)
-    if config.lora_A_init == "xavier":
-        nn.init.xavier_normal_(a, generator=generator)
-    else:
-        bound = 1 / math.sqrt(base.in_features)
-        nn.init.uniform_(a, -bound, bound, generator=generator)
-    return a if base.weight.is_meta else a.to(base.weight.device)

@@ -4,7 +4,8 @@ A `models.interfaces.PolicyBackend`; `policy.workers.rank` builds it inside a Ra
 processes. The process group is up before it is made, and there is one in a process.
 
 Invariant: the weights are complete on this rank, for its share of the model, whenever anyone but a forward pass reads
-them. Below float32 the optimizer keeps float32 weights.
+them. Below float32 the optimizer keeps float32 weights. With LoRA (`policy.megatron_cfg.peft`) the reference is the
+frozen base, and weights leave merged (`lora`).
 """
 
 from collections import defaultdict
@@ -26,9 +27,11 @@ from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.inputs import ModelInputs
 from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
+from nemo_rl.models.low_rank import require_on_some_rank
 from nemo_rl.models.megatron.inputs import rank_inputs, row_order
 from nemo_rl.models.megatron.parallel import division_of, start_model_parallel
 from nemo_rl.models.sampling import sampling_density
+from nemo_rl.models.staging import Keep, Write, as_it_is
 from nemo_rl.utils.device import device_for
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
@@ -59,23 +62,29 @@ class MegatronBackend(PolicyBackend):
         self.device = device
         groups = start_model_parallel(layout, section, device, seed)
         # Only now: on a machine without CUDA they need what has just been prepared.
+        from nemo_rl.models.megatron import lora
         from nemo_rl.models.megatron import optimizer as optim
         from nemo_rl.models.megatron.expert_load import ExpertLoad
         from nemo_rl.models.megatron.schedule import Schedule
         from nemo_rl.models.megatron.scoring import Scoring, logit_transform
 
-        self._optim, self._groups, self._division = optim, groups, division_of(groups)
+        self._optim, self._lora, self._groups, self._division = optim, lora, groups, division_of(groups)
         self._has_gradients = False
         self._memory_level = section.empty_unused_memory_level
         self.hf_config, self._scores = _model_config(config), config.reward_model_cfg.enabled
         precision = torch_dtype(config.precision)
         self.chunks: list[Any] = _loaded_chunks(self.hf_config, config, precision, device, seed)
+        self._model_name, self._peft = config.model_name, section.peft
+        self._adapted = lora.apply_lora(self.chunks, self.hf_config, self._peft, seed) if self._peft.enabled else []
+        self._adapters_unproven = self._peft.enabled
         on_gpu = device.type != "cpu"
         self._takes_turns, self._weights_rest, self._state_rests = on_gpu, False, False
         self._resting = defaultdict[int, HostMemory](partial(HostMemory, pinned=on_gpu))
         self._replaced, initial = (HostMemory(pinned=on_gpu) for _ in range(2))
         self._writers: dist.ProcessGroup | None = None
-        self._reference = self._copies(initial) if init_reference_model else None
+        self._has_reference = init_reference_model
+        copies_initial = init_reference_model and not self._peft.enabled
+        self._reference = self._copies(initial) if copies_initial else None
         self.optimizer: Any = None
         self.scheduler: Any = None
         if init_optimizer:
@@ -109,6 +118,10 @@ class MegatronBackend(PolicyBackend):
         if self._memory_level > 1:
             self._free_cache()
         norm, stepped = self._optim.clip_and_step(self.optimizer, self.chunks)
+        if stepped and self._adapters_unproven and norm > 0 and self.learning_rate() > 0:
+            self._optim.complete_weights(self.chunks)
+            self._lora.check_adapters_moved(self.chunks)
+            self._adapters_unproven = False
         if self._memory_level > 0:
             self._free_cache()
         return norm, stepped
@@ -129,8 +142,12 @@ class MegatronBackend(PolicyBackend):
         Raises:
             ConfigError: the policy was made with `init_reference_model=False`.
         """
-        if self._reference is None:
+        if not self._has_reference:
             raise ConfigError("Reference log-probabilities need Policy(init_reference_model=True).")
+        if self._reference is None:
+            with self._lora.adapters_off(self.chunks):
+                yield
+            return
         current = self._copies(self._replaced)
         self._put(self._reference)
         try:
@@ -139,13 +156,25 @@ class MegatronBackend(PolicyBackend):
             self._put(current)
 
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyBackend.iterate_weights`."""
+        """See `PolicyBackend.iterate_weights`.
+
+        Raises:
+            WeightSyncError: adapters were trained, but every weight that leaves is the base model's.
+        """
         from nemo_rl.models.megatron.conversion.exporter import iterate_hf_weights
 
         self._optim.complete_weights(self.chunks)
+        merged = self._lora.MergedWeights(self.chunks, dtype)
         yield from iterate_hf_weights(
-            self.chunks, self.hf_config, device=self.device, dtype=dtype, has_scalar_head=self._scores
+            self.chunks,
+            self.hf_config,
+            device=self.device,
+            dtype=dtype,
+            has_scalar_head=self._scores,
+            value=merged,
         )
+        if self._peft.enabled and not self._adapters_unproven:
+            require_on_some_rank(merged.differ, self.device, self._lora.SECTION)
 
     def save(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.save`."""
@@ -153,22 +182,44 @@ class MegatronBackend(PolicyBackend):
 
         self._ready_to_save(paths)
         save(paths, self.chunks, self.optimizer, self.scheduler, hf_config=self.hf_config)
+        for write in self._adapter_writes(paths, as_it_is):
+            write(None)
 
     def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
         """See `PolicyBackend.stage_save`."""
-        from nemo_rl.models.megatron.checkpoint_io import stage_save
+        from nemo_rl.models.megatron.checkpoint_io import on_host, stage_save
 
         self._ready_to_save(paths)
         if self._writers is None:
             self._writers = dist.new_group(backend="gloo")
-        return stage_save(
-            paths, self.chunks, self.optimizer, self.scheduler, hf_config=self.hf_config, group=self._writers
+        group, adapter = self._writers, self._adapter_writes(paths, on_host)
+        write_model = stage_save(
+            paths, self.chunks, self.optimizer, self.scheduler, hf_config=self.hf_config, group=group
         )
+
+        def write_all() -> None:
+            write_model()
+            for write in adapter:
+                write(group)
+
+        return write_all
+
+    def _adapter_writes(self, paths: CheckpointPaths, keep: Keep) -> list[Write]:
+        """What writes the adapters for other libraries, if there are any."""
+        if not self._adapted:
+            return []
+        from nemo_rl.models.megatron.adapter_io import save_adapter
+
+        return [
+            save_adapter(self.chunks, self.hf_config, self._peft, self._model_name, self._adapted, paths.weights, keep)
+        ]
 
     def load(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.load`."""
+        from nemo_rl.models.megatron.adapter_io import check_adapter
         from nemo_rl.models.megatron.checkpoint_io import load
 
+        check_adapter(paths.weights, self._peft)
         self._optim.complete_weights(self.chunks)
         load(paths, self.chunks, self.optimizer, self.scheduler)
 

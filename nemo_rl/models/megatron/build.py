@@ -51,7 +51,9 @@ def build_chunks(
     stages = [None] if virtual is None else range(virtual)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        chunks = [_build(family, hf_config, config, stage).to(device) for stage in stages]
+        chunks = [
+            _build(family, hf_config, config, stage, separate_norms=options.peft.enabled).to(device) for stage in stages
+        ]
     if options.freeze_moe_router:
         for router in routers(chunks):
             router.requires_grad_(False)
@@ -195,11 +197,18 @@ def _refuse_wrong_gradients(fields: dict[str, Any]) -> None:
         )
 
 
-def _build(family: Family, hf_config: PretrainedConfig, config: TransformerConfig, stage: int | None) -> GPTModel:
+def _build(
+    family: Family,
+    hf_config: PretrainedConfig,
+    config: TransformerConfig,
+    stage: int | None,
+    *,
+    separate_norms: bool,
+) -> GPTModel:
     """One stage's model."""
     model = GPTModel(
         config,
-        choose_spec(config, family.traits, stage),
+        choose_spec(config, family.traits, stage, separate_norms=separate_norms),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,

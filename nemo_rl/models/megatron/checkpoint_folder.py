@@ -1,8 +1,8 @@
 """Checkpoints of the Megatron Core backend without a model, a GPU or megatron.
 
 A weights folder holds `iter_0000000`, the tensors of the whole model in the format `torch_dist`, and beside it the
-Hugging Face configuration and tokenizer. Invariant: an export has every tensor of the checkpoint, once, and is written
-one tensor at a time, from front to back.
+Hugging Face configuration and tokenizer; with LoRA, `adapter` too. Invariant: an export has every tensor of the
+checkpoint, once, with its adapter merged, and is written one tensor at a time, from front to back.
 """
 
 import logging
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig
 from nemo_rl.models.huggingface.folders import CONSOLIDATED_FOLDER, MODEL_FOLDER, TOKENIZER_FILES, require_empty
+from nemo_rl.models.huggingface.peft_folder import ADAPTER_FOLDER, adapter_scaling
 from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.models.huggingface.tensor_files import MAX_FILE_BYTES, write_model_files
+from nemo_rl.models.low_rank import ADAPTER_PARAMETERS, merged
 from nemo_rl.models.megatron.saved_tensors import SavedTensors, by_parameter
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.manifest import find_damage
@@ -67,7 +69,8 @@ def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -
     weights = (_FLOAT32_BYTES if full else _HALF_BYTES) * parameters
     settings: Any = policy.megatron_cfg
     has_moments = settings.optimizer.optimizer == "adam"
-    state = (2 * has_moments + (not full)) * _FLOAT32_BYTES * parameters
+    trained = 0 if policy.adapter_keys else parameters
+    state = (2 * has_moments + (not full)) * _FLOAT32_BYTES * trained
     return weights * (1 + checkpointing.save_consolidated) + (state if checkpointing.save_optimizer else 0)
 
 
@@ -177,6 +180,8 @@ def _hub_tensors(
     rules = rules_for(config, has_scalar_head=_scores(config))
     saved = SavedTensors(weights / ITERATION)
     kept = by_parameter(saved.names)
+    adapters = {name: kept.pop(name) for name in list(kept) if name.endswith(ADAPTER_PARAMETERS)}
+    scaling = adapter_scaling(weights / ADAPTER_FOLDER) if adapters else 0.0
     wanted = {rule.parameter for bundle in rules.bundles() for rule in bundle}
     copies = {rule.parameter for rule in rules.by_parameter.values() if rule.copy_of_tied}
     for names, problem in ((wanted - kept.keys(), "it lacks"), (kept.keys() - wanted - copies, "it also has")):
@@ -187,7 +192,11 @@ def _hub_tensors(
 
     def read(parameter: str) -> Tensor:
         if not meta:
-            return saved.read(kept[parameter])
+            whole, layer = saved.read(kept[parameter]), parameter.removesuffix(".weight")
+            if layer == parameter or f"{layer}.lora_A" not in adapters:
+                return whole
+            a, b = (saved.read(adapters[f"{layer}.{each}"]) for each in ADAPTER_PARAMETERS)
+            return merged(whole, a, b, scaling)
         likes = [saved.like(name) for name in kept[parameter]]
         return likes[0] if len(likes) == 1 else torch.cat(likes)
 

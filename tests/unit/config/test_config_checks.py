@@ -29,6 +29,7 @@ from nemo_rl.utils.errors import ConfigError
 NO_PACKING = "policy.sequence_packing.enabled=false"
 SEPARATE = "policy.generation.colocated.enabled=false"
 MEGATRON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
+MEGATRON_LORA = (*MEGATRON, "policy.megatron_cfg.peft.enabled=true")
 DECAYS = (*MEGATRON, "policy.megatron_cfg.scheduler.lr_decay_style=cosine")
 IS = "loss_fn.use_importance_sampling_correction=true"
 GSPO = "loss_fn.sequence_level_importance_ratios=true"
@@ -87,7 +88,26 @@ REFUSED: list[tuple[list[str], str]] = [
         ["policy.megatron_cfg.enabled=true", "policy.training_backend.name=my.Backend"],
         r"name three training backends\. Keep one: .* or leave policy\.training_backend out",
     ),
-    ([*MEGATRON, "policy.dtensor_cfg.lora_cfg.enabled=true"], r"LoRA with Megatron is not built yet"),
+    (
+        [*MEGATRON, "policy.dtensor_cfg.lora_cfg.enabled=true"],
+        r"lora_cfg\.enabled=true belongs to policy\.dtensor_cfg\. .* by policy\.megatron_cfg\.peft\.enabled=true",
+    ),
+    (
+        [*MEGATRON_LORA, "policy.megatron_cfg.peft.target_modules=[linear_qkv, k_proj]"],
+        r"peft\.target_modules: 'k_proj' is no linear layer .* k_proj is a part of linear_qkv there",
+    ),
+    (
+        [*MEGATRON_LORA, "policy.megatron_cfg.peft.exclude_modules=['*.layers.0.*', '*.mlp.gate']"],
+        r"peft\.exclude_modules: '\*\.mlp\.gate' is no linear layer",
+    ),
+    (
+        [*MEGATRON_LORA, "policy.megatron_cfg.moe_router_bias_update_rate=0.1"],
+        r"moe_router_bias_update_rate=0\.1 moves biases of routers",
+    ),
+    (
+        [*MEGATRON_LORA, "policy.megatron_cfg.moe_shared_expert_overlap=true"],
+        r"moe_shared_expert_overlap=true gives layers of shared experts",
+    ),
     (
         [*MEGATRON, "policy.megatron_cfg.optimizer.lr=1e-7"],
         r"megatron_cfg\.scheduler\.lr_warmup_init=5e-07 is above policy\.megatron_cfg\.optimizer\.lr=1e-07",

@@ -76,7 +76,11 @@ def test_a_teacher_section_as_long_as_a_policy_section_is_accepted() -> None:
         (["teacher.dynamic_batching.enabled=true"], r"teacher\.dynamic_batching\.enabled=true exclude each other"),
         (["teacher.megatron_cfg.enabled=true"], r"teacher\.megatron_cfg\.enabled=true name two training backends"),
         (["teacher.dtensor_cfg.enabled=false"], r"teacher\.dtensor_cfg\.enabled=false leaves no training backend"),
-        (["teacher.dtensor_cfg.lora_cfg.enabled=true"], "untrained adapters"),
+        (["teacher.dtensor_cfg.lora_cfg.enabled=true"], r"teacher\.dtensor_cfg\.lora_cfg\.enabled=true adds untrained"),
+        (
+            ["teacher.megatron_cfg.enabled=true", "teacher.megatron_cfg.peft.enabled=true"],
+            r"teacher\.megatron_cfg\.peft\.enabled=true adds untrained",
+        ),
         (["teacher.reward_model_cfg.enabled=true"], "scores answers as wholes"),
         ([*CUDA, APART], r"needs teacher\.colocated\.resources\.gpus_per_node"),
         ([*CUDA, APART, "teacher.colocated.resources.gpus_per_node=8"], "leaves no device for the policy"),

@@ -82,7 +82,7 @@ def test_flat_data_keys_show_their_new_place(write_yaml, key: str, place: str) -
 @pytest.mark.parametrize(
     "override",
     [
-        "policy.megatron_cfg.peft.enabled=true",
+        "policy.megatron_cfg.peft.lora_B_init_method=xavier",
         "policy.megatron_cfg.fp8_cfg.enabled=true",
         "policy.megatron_cfg.mtp_num_layers=1",
         "policy.megatron_cfg.moe_token_dispatcher_type=flex",

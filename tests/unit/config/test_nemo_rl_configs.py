@@ -144,7 +144,6 @@ WITHOUT_EFFECT = {
 
 NOT_BUILT = {
     "grpo": (
-        "policy.megatron_cfg.peft={enabled: true, dim: 8}",
         "policy.megatron_cfg.fp8_cfg={enabled: true, fp8: hybrid}",
         "policy.megatron_cfg.cuda_graph_impl=transformer_engine",
         "policy.megatron_cfg.mtp_num_layers=1",
@@ -352,7 +351,7 @@ def test_obstacles_of_every_stage_come_together(tmp_path: Path) -> None:
         tmp_path,
         "grpo",
         "grpo.num_promts_per_step=3",
-        "policy.megatron_cfg.peft.enabled=true",
+        "policy.megatron_cfg.mtp_num_layers=1",
         "policy.quant_cfg=x",
         "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
         "policy.train_micro_batch_size=none",
@@ -362,7 +361,7 @@ def test_obstacles_of_every_stage_come_together(tmp_path: Path) -> None:
     assert [text.split("=")[0].split(": ")[-1].split("'")[0] for text in found] == [
         "unknown key ",
         "policy.quant_cfg",
-        "policy.megatron_cfg.peft",
+        "policy.megatron_cfg.mtp_num_layers",
         "policy.train_micro_batch_size",
         "policy.generation.engine.kv_cache_dtype",
     ]

@@ -7,7 +7,7 @@ Invariant: all ranks yield the same names and values in the same order, and hold
 at a time beside their own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from nemo_rl.models.low_rank import ADAPTER_PARAMETERS
 from nemo_rl.models.megatron.conversion.holdings import Groups, Holder, held_here, holders
 from nemo_rl.models.megatron.conversion.parts import Rule
-from nemo_rl.models.megatron.conversion.rules import rules_for
+from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
 
 
 def iterate_hf_weights(
@@ -27,8 +28,11 @@ def iterate_hf_weights(
     device: torch.device,
     dtype: torch.dtype | None = None,
     has_scalar_head: bool = False,
+    value: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight and persistent buffer, tied ones once; collective over all ranks of a model.
+
+    Parameters of adapters are no weights of the hub's.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
@@ -37,6 +41,7 @@ def iterate_hf_weights(
         dtype: number format of what is yielded; None keeps that of the parameters. Correction biases of routers stay
             in float32, as engines hold them.
         has_scalar_head: the output layer is a reward model's.
+        value: what leaves in the place of this rank's shard of a parameter.
 
     Yields:
         Name and tensor; a tensor may be a view of a parameter.
@@ -46,7 +51,30 @@ def iterate_hf_weights(
     """
     rules, groups = rules_for(hf_config, has_scalar_head=has_scalar_head), Groups.current()
     held = held_here(chunks, rules, groups)
-    walk = _Walk(held, holders(held, rules, groups), groups, device, dtype)
+    weights = {name: tensor for name, tensor in held.items() if not name.endswith(ADAPTER_PARAMETERS)}
+    yield from gathered(weights, rules, groups, device=device, dtype=dtype, value=value)
+
+
+def gathered(
+    held: Mapping[str, Tensor],
+    rules: Rules,
+    groups: Groups,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    value: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of all parameters that rules are about; see `iterate_hf_weights`.
+
+    Args:
+        held: this rank's shards, by their names in the whole model.
+        rules: of these parameters.
+        groups: the ranks.
+        device: see `iterate_hf_weights`, like the further arguments.
+        dtype: see there.
+        value: see there.
+    """
+    walk = _Walk(held, holders(held, rules, groups), groups, device, dtype, value)
     for bundle in rules.bundles():
         yield from walk.stack(bundle) if len(bundle) > 1 else walk.parts(bundle[0])
 
@@ -61,13 +89,15 @@ class _Walk:
         groups: the ranks.
         device: of the results.
         dtype: of the results, see `iterate_hf_weights`.
+        value: of a shard.
     """
 
-    held: dict[str, Tensor]
+    held: Mapping[str, Tensor]
     holders: dict[str, Holder]
     groups: Groups
     device: torch.device
     dtype: torch.dtype | None
+    value: Callable[[Tensor], Tensor]
 
     def parts(self, rule: Rule) -> Iterator[tuple[str, Tensor]]:
         """The hub tensors that a parameter is made of."""
@@ -107,7 +137,7 @@ class _Walk:
         """All shards of a parameter that this rank of its stage holds a shard of; joined where they are one part."""
         if rule.parameter not in self.held:
             return []
-        mine = self.held[rule.parameter].detach().to(self.device, self._dtype(rule))
+        mine = self.value(self.held[rule.parameter]).to(self.device, self._dtype(rule))
         num_shards, group = self.groups.num_shards(rule), self.groups.dividing(rule)
         if num_shards == 1:
             return [mine]

@@ -3,7 +3,7 @@
 Invariant: every parameter of the rules is held by somebody and nothing else is, or all ranks raise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ def held_here(chunks: Sequence[nn.Module], rules: Rules, groups: Groups) -> dict
     return held
 
 
-def holders(held: dict[str, Tensor], rules: Rules, groups: Groups) -> dict[str, Holder]:
+def holders(held: Mapping[str, Tensor], rules: Rules, groups: Groups) -> dict[str, Holder]:
     """Where each parameter of the model is; collective over pipeline and experts.
 
     Raises:

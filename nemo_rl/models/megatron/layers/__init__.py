@@ -6,7 +6,12 @@ norm into the linear layer behind it, the norm's weight has another name (`conve
 
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -23,13 +28,16 @@ from nemo_rl.models.megatron.layers.norm import RMSNorm
 __all__ = ["HAVE_TE", "choose_spec"]
 
 
-def choose_spec(config: TransformerConfig, traits: LayerTraits, vp_stage: int | None) -> TransformerBlockSubmodules:
+def choose_spec(
+    config: TransformerConfig, traits: LayerTraits, vp_stage: int | None, *, separate_norms: bool = False
+) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage.
 
     Args:
         config: of the model; `transformer_impl` says which spec.
         traits: of the family.
         vp_stage: number of the virtual stage; None without virtual stages.
+        separate_norms: no norm is fused into the linear layer behind it, whose input adapters need.
     """
     engine = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(
@@ -39,6 +47,8 @@ def choose_spec(config: TransformerConfig, traits: LayerTraits, vp_stage: int | 
     for layer in layers:
         if not engine:
             _make_portable(layer)
+        elif separate_norms:
+            _separate_norms(layer, TENorm, TELayerNormColumnParallelLinear, TEColumnParallelLinear)
         _give(layer, traits, TENorm if engine else RMSNorm)
     if not engine:
         block.layer_norm = RMSNorm
@@ -58,6 +68,31 @@ def _make_portable(layer: Any) -> None:
     experts = getattr(layer.mlp.keywords["submodules"], "experts", None)
     if experts is not None:
         experts.keywords["submodules"].linear_fc2 = ExpertRowParallelLinear
+
+
+_NORMS_OF = {"linear_q_up_proj": "q_layernorm", "linear_kv_up_proj": "kv_layernorm"}
+"""Norms within attention, by the layer behind them."""
+
+
+def _separate_norms(layer: Any, norm: Any, fused: Any, linear: Any) -> None:
+    """Replace layers that have a norm in them by the norm and the layer.
+
+    Args:
+        layer: submodules of a layer's spec.
+        norm: class of the norms.
+        fused: class of the layers that are replaced.
+        linear: class of the layers that take their places.
+    """
+    attention = layer.self_attention.submodules
+    if getattr(attention, "linear_qkv", None) is fused:
+        attention.linear_qkv, layer.input_layernorm = linear, norm
+    for name, norm_name in _NORMS_OF.items():
+        if getattr(attention, name, None) is fused:
+            setattr(attention, name, linear)
+            setattr(attention, norm_name, norm)
+    mlp = layer.mlp.keywords["submodules"]
+    if getattr(mlp, "linear_fc1", None) is fused:
+        mlp.linear_fc1, layer.pre_mlp_layernorm = linear, norm
 
 
 def _give(layer: Any, traits: LayerTraits, norm: Any) -> None:

@@ -59,6 +59,8 @@ def with_norm_behind(linear: type[nn.Module], norm: Any) -> type[nn.Module]:
     """
 
     class NormBehind(linear):  # type: ignore[valid-type,misc]
+        norm_behind = (linear, norm)
+
         def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.post_layernorm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)

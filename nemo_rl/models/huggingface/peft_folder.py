@@ -1,0 +1,95 @@
+"""A folder that `PeftModel.from_pretrained(base, folder)` loads: adapter_config.json and adapter_model.safetensors."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from safetensors.torch import save
+from torch import Tensor
+
+from nemo_rl.distributed.failing_together import failing_together
+from nemo_rl.utils.errors import CheckpointError
+
+ADAPTER_FOLDER = "adapter"
+"""Subfolder of a weights folder that is such a one."""
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+_EXPERT_LAYERS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+class AdapterShape(Protocol):
+    """What the sections on adapters have in common."""
+
+    dim: int
+    alpha: int
+    dropout: float
+
+
+def peft_key(name: str) -> str:
+    """Where PEFT looks for a parameter, from its name in the Hugging Face model: `<layer>.lora_A`, `<layer>.lora_B`."""
+    return f"{PEFT_PREFIX}{name}.weight"
+
+
+def peft_config(config: AdapterShape, base_name: str, names: Sequence[str], *, fused_experts: bool) -> dict[str, Any]:
+    """What PEFT reads of an adapter.
+
+    In a model with fused experts PEFT takes the names of an expert's layers for the experts, wherever they are: the
+    adapters of dense and shared layers would be lost. Named by their weights they are found; without dropout, which
+    PEFT allows for none of those and which is off when an adapter is used.
+
+    Args:
+        config: the adapter's shape and dropout.
+        base_name: `policy.model_name`.
+        names: of the adapted layers, in the Hugging Face model.
+        fused_experts: whether that model keeps the experts of a layer in one tensor.
+    """
+    taken = [name for name in names if name.rpartition(".")[2] in _EXPERT_LAYERS] if fused_experts else []
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "inference_mode": True,
+        "r": config.dim,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0 if taken else config.dropout,
+        "target_modules": [name for name in names if name not in taken],
+        "target_parameters": [f"{name}.weight" for name in taken] or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "modules_to_save": None,
+    }
+
+
+def adapter_scaling(folder: Path) -> float:
+    """What B A is multiplied by when it is added to a weight.
+
+    Raises:
+        CheckpointError: the folder has no description of its adapter.
+    """
+    file = folder / CONFIG_FILE
+    if not file.exists():
+        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}, so it is no LoRA adapter.")
+    described = json.loads(file.read_text(encoding="utf-8"))
+    return float(described["lora_alpha"] / described["r"])
+
+
+def write_adapter(
+    folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any], group: dist.ProcessGroup | None = None
+) -> None:
+    """Write a folder; called by all ranks, rank 0 writes.
+
+    Args:
+        folder: made if it does not exist.
+        tensors: by `peft_key`.
+        described: from `peft_config`.
+        group: of all ranks; None is the default one.
+    """
+    with failing_together(group):
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / WEIGHTS_FILE).write_bytes(save(dict(tensors), metadata={"format": "pt"}))
+            (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,135 @@
+"""What low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) are in every training backend.
+
+Which layers a section names, the first values of A, and what shows that adapters train and arrive. Invariant: all of it
+depends on the names of the whole model and the run's seed, never on how ranks divide it.
+"""
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nemo_rl.utils.errors import ConfigError, WeightSyncError
+from nemo_rl.utils.seed import derive_seed
+
+ADAPTER_PARAMETERS = ("lora_A", "lora_B")
+
+
+def select_layers(available: Sequence[str], targets: Sequence[str], excluded: Sequence[str], section: str) -> list[str]:
+    """The layers that a section names, in model order.
+
+    A pattern is a full name, the last parts of one (`q_proj`, `self_attn.q_proj`), or has wildcards
+    (`*.layers.0.*`).
+
+    Args:
+        available: names of the layers that can be adapted.
+        targets: patterns; none stands for all layers.
+        excluded: patterns of layers that stay as they are.
+        section: dotted name of the section, for messages.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing is left.
+    """
+    for key, patterns in (("target_modules", targets), ("exclude_modules", excluded)):
+        for pattern in patterns:
+            if not any(_matches(name, pattern) for name in available):
+                raise ConfigError(f"{section}.{key}: {pattern!r} matches no layer. {_listed(available)}")
+    chosen = [
+        name
+        for name in available
+        if any(_matches(name, pattern) for pattern in targets or ["*"])
+        and not any(_matches(name, pattern) for pattern in excluded)
+    ]
+    if not chosen:
+        raise ConfigError(f"{section} adapts no layer, so nothing would be trained. {_listed(available)}")
+    return chosen
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Draws the first values of one layer's adapter: on all ranks and at every start the same.
+
+    Args:
+        seed: run seed.
+        name: of the layer in the whole model.
+    """
+    return torch.Generator().manual_seed(derive_seed(seed, "lora", name))
+
+
+def initial_a(dim: int, inputs: int, method: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """First values of a whole A `[dim, inputs]`, on the CPU.
+
+    Args:
+        dim: rank of the adapter.
+        inputs: of the layer.
+        method: `xavier`, Glorot's normal; `uniform`, U(-1/sqrt(inputs), 1/sqrt(inputs)).
+        dtype: of the adapter.
+        generator: draws them.
+    """
+    a = torch.empty(dim, inputs, dtype=dtype)
+    if method == "xavier":
+        return nn.init.xavier_normal_(a, generator=generator)
+    bound = 1 / math.sqrt(inputs)
+    return nn.init.uniform_(a, -bound, bound, generator=generator)
+
+
+@torch.no_grad()
+def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """`W + scaling B A` in the dtype of W `[out, in]`, computed in at least float32; a new tensor."""
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(exact), b.to(exact), a.to(exact), alpha=scaling).to(weight.dtype)
+
+
+def require_moved(changed: Mapping[str, int], section: str) -> None:
+    """Check after the first update with a gradient that every adapter changes its layer.
+
+    B starts at zero. Where it stays zero, the model's code goes around the layer, and the run would train less than it
+    was asked to without a sign of it.
+
+    Args:
+        changed: how many numbers of B are not zero, by layer of the whole model.
+        section: dotted name of the section, for the message.
+
+    Raises:
+        ConfigError: adapters whose B is still zero, by name.
+    """
+    still = [name for name, count in changed.items() if count == 0]
+    if still:
+        raise ConfigError(
+            f"{len(still)} of {len(changed)} LoRA adapters received no gradient in the first update, so they "
+            f"would never reach the generated text: {', '.join(still[:8])}{', ...' if len(still) > 8 else ''}. "
+            "The model does not call these layers, or calls them only for some tokens: name them in "
+            f"{section}.exclude_modules."
+        )
+
+
+def require_on_some_rank(arrives: bool, device: torch.device, section: str) -> None:
+    """Check that an exported weight differed from the base on at least one rank; collective.
+
+    Raises:
+        WeightSyncError: on no rank.
+    """
+    seen = torch.tensor([int(arrives)], device=device)
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+    if not seen.item():
+        raise WeightSyncError(
+            "LoRA adapters were trained, but all weights sent are those of the base model: generation would "
+            "never see the training. If the learning rate is so small that adding the adapters changes no "
+            f"weight in policy.precision, raise it or {section}.alpha."
+        )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
+
+
+def _listed(available: Sequence[str]) -> str:
+    """What can be named: last parts once, with an example of a full name."""
+    kinds = sorted({name.rpartition(".")[2] for name in available})
+    if not kinds:
+        return "The model has no linear layers besides its output head."
+    return (
+        f"Linear layers of the model: {', '.join(kinds)} (in full, for example {available[0]}); never the output head."
+    )
