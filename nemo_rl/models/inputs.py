@@ -225,7 +225,7 @@ def _on(device: torch.device, model_inputs: dict[str, Any]) -> dict[str, Any]:
 
 def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:
     """Rows trimmed to the longest one, rounded up; columns beyond the data hold token 0."""
-    longest = _round_up(max(lengths), round_to)
+    longest = round_up(max(lengths), round_to)
     trimmed = input_ids[:, :longest]
     missing = longest - trimmed.shape[1]
     return {"input_ids": torch.nn.functional.pad(trimmed, (0, missing))}
@@ -234,11 +234,12 @@ def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[st
 def _packed(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:
     """Rows laid end to end; the rounding is a segment of its own, which nothing attends to."""
     segments = [row[:length] for row, length in zip(input_ids, lengths, strict=True)]
-    filler = _round_up(sum(lengths), round_to) - sum(lengths)
+    filler = round_up(sum(lengths), round_to) - sum(lengths)
     if filler:
         segments.append(torch.zeros(filler, dtype=input_ids.dtype))
     return packed_model_inputs(segments)
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
+    """The first multiple that is not below a number."""
     return -(-number // multiple) * multiple

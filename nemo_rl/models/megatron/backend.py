@@ -239,7 +239,9 @@ class MegatronBackend(PolicyBackend):
                 "The outputs of layers are not recorded with interleaved stages. Set "
                 "policy.megatron_cfg.virtual_pipeline_model_parallel_size=null for this."
             )
-        layers = _model(self.chunks[0]).decoder.layers
+        from nemo_rl.models.megatron.build import unwrap
+
+        layers: Any = unwrap(self.chunks[0]).decoder.layers
         return {f"model.layers.{layer.layer_number - 1}": layer for layer in layers}
 
     def join_tokens(self, hidden_tD: Tensor) -> Tensor:
@@ -282,10 +284,12 @@ class MegatronBackend(PolicyBackend):
 
     def _weights(self) -> dict[str, Tensor]:
         """Every parameter and buffer of this rank, by chunk and name."""
+        from nemo_rl.models.megatron.build import unwrap
+
         return {
             f"{number}.{name}": tensor
             for number, chunk in enumerate(self.chunks)
-            for name, tensor in [*_model(chunk).named_parameters(), *_model(chunk).named_buffers()]
+            for name, tensor in [*unwrap(chunk).named_parameters(), *unwrap(chunk).named_buffers()]
         }
 
     @torch.no_grad()
@@ -298,11 +302,6 @@ class MegatronBackend(PolicyBackend):
     def _put(self, copies: dict[str, Tensor]) -> None:
         for name, tensor in self._weights().items():
             tensor.copy_(copies[name], non_blocking=True)
-
-
-def _model(chunk: Any) -> Any:
-    """The GPTModel, with or without buffers for gradients."""
-    return chunk.module if hasattr(chunk, "ddp_config") else chunk
 
 
 def _model_config(config: PolicyConfig) -> PretrainedConfig:

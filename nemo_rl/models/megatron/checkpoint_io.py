@@ -29,6 +29,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from nemo_rl.distributed.failing_together import failing_together
 from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.models.megatron import optimizer_state, torch_dist
+from nemo_rl.models.megatron.build import unwrap
 from nemo_rl.models.megatron.checkpoint_folder import ITERATION
 from nemo_rl.models.megatron.torch_dist import CONTENT, Sharded
 from nemo_rl.models.staging import Keep, Write, as_it_is
@@ -119,7 +120,7 @@ def load(paths: CheckpointPaths, chunks: Sequence[Any], optimizer: Any, schedule
     Raises:
         CheckpointError: on all ranks: the checkpoint is damaged, incomplete, or of another model.
     """
-    bare = [_bare(chunk) for chunk in chunks]
+    bare = [unwrap(chunk) for chunk in chunks]
     loaded = torch_dist.read(paths.weights / ITERATION, _model_state(chunks))
     for index, chunk in enumerate(bare):
         chunk.load_state_dict(loaded[f"model{index}"])
@@ -209,17 +210,10 @@ def _load_training_state(folder: Path, chunks: Sequence[Any], optimizer: Any, sc
     _restore_generators(folder)
 
 
-def _bare(chunk: Any) -> Any:
-    """The model within Megatron Core's wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 def _model_state(chunks: Sequence[Any]) -> Sharded:
     """Parts of whole parameters that this rank holds; what uses it up takes a fresh one."""
     return {
-        f"model{index}": _bare(chunk).sharded_state_dict(metadata=dict(CONTENT)) for index, chunk in enumerate(chunks)
+        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=dict(CONTENT)) for index, chunk in enumerate(chunks)
     }
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.distributed.parallel_logprobs import TopK
-from nemo_rl.models.inputs import ModelInputs
+from nemo_rl.models.inputs import ModelInputs, round_up
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ def _padded_bounds(bounds: Sequence[int], division: Division) -> list[int]:
     """Bounds of the sequences once each is padded, and a last one that fills the row up."""
     padded = [0]
     for start, stop in pairwise(bounds):
-        padded.append(padded[-1] + _round_up(stop - start, division.of_sequence))
-    total = _round_up(padded[-1], division.of_row)
+        padded.append(padded[-1] + round_up(stop - start, division.of_sequence))
+    total = round_up(padded[-1], division.of_row)
     if total > padded[-1]:
         # A row that is not packed is one sequence, and a packed one gets another.
         padded = [*padded, total] if len(bounds) > 2 else [0, total]
@@ -204,7 +204,3 @@ def _packed_parameters(bounds: Sequence[int], device: torch.device) -> Any:
         max_seqlen_kv=longest,
         pad_between_seqs=False,
     )
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -5,13 +5,13 @@ Invariant: every parameter of the rules is held by somebody and nothing else is,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from nemo_rl.models.megatron.build import unwrap
 from nemo_rl.models.megatron.conversion.names import global_name
 from nemo_rl.models.megatron.conversion.parts import Rule
 from nemo_rl.models.megatron.conversion.rules import Rules
@@ -77,7 +77,7 @@ def held_here(chunks: Sequence[nn.Module], rules: Rules, groups: Groups) -> dict
     first_expert = groups.expert.rank() * (len(experts) // groups.expert.size())
     held: dict[str, Tensor] = {}
     for chunk in chunks:
-        model = _unwrapped(chunk)
+        model = unwrap(chunk)
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         for name, parameter in model.named_parameters():
             held[global_name(name, layers, first_expert)] = parameter
@@ -108,9 +108,3 @@ def holders(held: Mapping[str, Tensor], rules: Rules, groups: Groups) -> dict[st
             + listed(" Parameters that it lacks: ", absent)
         )
     return found
-
-
-def _unwrapped(chunk: Any) -> Any:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
