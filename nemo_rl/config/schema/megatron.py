@@ -7,7 +7,7 @@ that is installed; without it the same numbers are computed by plain PyTorch.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.section import Section, derived
@@ -141,9 +141,10 @@ class MegatronPeftConfig(Section):
     lora_B_init_method: Annotated[
         Literal["zero", "xavier", "uniform"], Only(("zero",), "adapters that change the model before it is trained")
     ] = Field(default="zero", description="First values of B; zero: a new adapter changes nothing.")
-    lora_dtype: Literal["bfloat16", "float32"] | None = Field(
-        default=None, description="Number format of adapters and of their products; null: policy.precision."
-    )
+    lora_dtype: Annotated[
+        Literal["bfloat16", "float32"] | None,
+        BeforeValidator(lambda name: None if name == "None" else name),  # as NeMo RL's own files write null
+    ] = Field(default=None, description="Number format of adapters and of their products; null: policy.precision.")
 
 
 class MegatronConfig(BackendSection):
