@@ -57,9 +57,9 @@ async def _post_process(name: str, environment: PostProcessor, own: list[Traject
             list(before.shape),
         )
         return to_scalars(metrics)
-    for trajectory, old, new in zip(own, before, after, strict=True):
-        if not old.equal(new.to(old)):
-            _correct(trajectory, components, new)
+    changed = (after.to(before) != before).reshape(len(own), -1).any(dim=1)
+    for row in changed.nonzero().flatten().tolist():
+        _correct(own[row], components, after[row])
     return to_scalars(metrics)
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -329,12 +330,14 @@ class RolloutRunner:
         started = time.perf_counter()
         result = await self._generation.generate(GenerationRequest(prefix, sampling, seed))
         sample.generation_s += time.perf_counter() - started
+        token_ids = torch.from_numpy(np.asarray(result.token_ids, dtype=np.int64))
         sample.message_log.append(
             {
                 "role": "assistant",
-                "content": self._tokenizer.decode(result.token_ids, skip_special_tokens=True),
-                "token_ids": torch.tensor(result.token_ids, dtype=torch.int64),
-                "generation_logprobs": torch.tensor(result.logprobs, dtype=torch.float32),
+                # Of a list, the tokenizer would look at each element's type: half of the time.
+                "content": self._tokenizer.decode(token_ids, skip_special_tokens=True),
+                "token_ids": token_ids,
+                "generation_logprobs": torch.from_numpy(np.asarray(result.logprobs, dtype=np.float32)),
             }
         )
         sample.weight_versions += [

@@ -7,6 +7,7 @@ only if it has a reward, where the algorithm learns from rewards.
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,36 +41,28 @@ def build_training_batch(
         mask_truncated: take samples that hit a length limit out of the loss (overlong filtering).
         needs_reward: take samples without a reward out of the loss.
     """
-    rows = [_flatten(trajectory) for trajectory in trajectories]
-    lengths = [len(ids) for ids, _, _ in rows]
-    shape = (len(rows), max(lengths))
-    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
-    token_mask = torch.zeros(shape)
-    generation_logprobs = torch.zeros(shape)
-    for row, (ids, mask, logprobs) in enumerate(rows):
-        input_ids[row, : len(ids)] = ids
-        token_mask[row, : len(ids)] = mask
-        generation_logprobs[row, : len(ids)] = logprobs
+    lengths = [trajectory.length for trajectory in trajectories]
+    shape = (len(lengths), max(lengths))
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    token_mask = np.zeros(shape, dtype=np.float32)
+    generation_logprobs = np.zeros(shape, dtype=np.float32)
+    for row, trajectory in enumerate(trajectories):
+        start = 0
+        for message in trajectory.message_log:
+            stop = start + len(message["token_ids"])
+            input_ids[row, start:stop] = message["token_ids"].numpy()
+            if (written := message.get("generation_logprobs")) is not None:
+                token_mask[row, start:stop] = 1.0
+                generation_logprobs[row, start:stop] = written.numpy()
+            start = stop
     batch: dict[str, Any] = {
-        "input_ids": input_ids,
+        "input_ids": torch.from_numpy(input_ids),
         "input_lengths": torch.tensor(lengths, dtype=torch.int64),
-        "token_mask": token_mask,
+        "token_mask": torch.from_numpy(token_mask),
         "sample_mask": torch.tensor([_weight(t, mask_truncated, needs_reward) for t in trajectories]),
-        "generation_logprobs": generation_logprobs,
+        "generation_logprobs": torch.from_numpy(generation_logprobs),
     }
     return BatchedDataDict(batch)
-
-
-def _flatten(trajectory: Trajectory) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, loss mask and log-probabilities of one message log, each `[t]`."""
-    ids, masks, logprobs = [], [], []
-    for message in trajectory.message_log:
-        tokens = message["token_ids"]
-        written = message.get("generation_logprobs")
-        ids.append(tokens)
-        masks.append(torch.full((len(tokens),), float(written is not None)))
-        logprobs.append(torch.zeros(len(tokens)) if written is None else written)
-    return torch.cat(ids), torch.cat(masks), torch.cat(logprobs)
 
 
 def _weight(trajectory: Trajectory, mask_truncated: bool, needs_reward: bool) -> float:

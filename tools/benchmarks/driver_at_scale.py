@@ -1,0 +1,159 @@
+"""What a step costs the driver, with engines and environments that cost nothing.
+
+    python tools/benchmarks/driver_at_scale.py                              # 10,240 samples of 1,024 tokens
+    python tools/benchmarks/driver_at_scale.py --samples 10240 40960 102400 --tokens 256
+
+Runs the driver's own parts, one after the other as a step does: rollouts on the event loop, the batch's tensors, its
+metrics. An engine that answers at once and an environment that pays at once stand for the workers; results cross a
+pickle as they would cross Ray. Each line gives processor seconds of the parts, and how far the process has grown at its
+peak.
+"""
+
+import argparse
+import multiprocessing
+import pickle
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from nemo_rl.algorithms.rollout.training_batch import build_training_batch
+from nemo_rl.data.interfaces import Message
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.interfaces import EpisodeStart, StepResult
+from nemo_rl.experience.event_loop import EventLoopThread
+from nemo_rl.experience.metrics import rollout_metrics
+from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
+from nemo_rl.models.generation.interfaces import (
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    VersionSpan,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT_TOKENS = 64
+NUM_GENERATIONS = 16
+
+
+class InstantEngine:
+    """Answers every request with tokens drawn beforehand, through a pickle as from another process."""
+
+    def __init__(self, tokens: int, vocab_size: int):
+        drawn = random.Random(0)
+        self._answers = [
+            pickle.dumps(
+                GenerationResult(
+                    [drawn.randrange(vocab_size) for _ in range(tokens)],
+                    [-drawn.random() for _ in range(tokens)],
+                    "stop",
+                    [VersionSpan(0, 1)],
+                )
+            )
+            for _ in range(64)
+        ]
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """See `GenerationInterface.generate`."""
+        result: GenerationResult = pickle.loads(self._answers[request.seed % len(self._answers)])
+        return result
+
+
+class InstantEnvironment:
+    """Pays by the length of what was said."""
+
+    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+        """See `EnvironmentPort.open_episode`."""
+        return EpisodeStart(metadata)
+
+    async def step(self, message_log: list[Message], metadata: Any) -> StepResult:
+        """See `EnvironmentPort.step`."""
+        said = message_log[-1]["content"]
+        return StepResult(
+            observation={"role": "environment", "content": ""},
+            metadata=metadata,
+            next_stop_strings=None,
+            reward=float(len(said) % 2),
+            terminated=True,
+            answer=None,
+        )
+
+    async def close_episode(self, metadata: Any) -> None:
+        """See `EnvironmentPort.close_episode`."""
+
+    async def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """See `PostProcessor.global_post_process_and_metrics`."""
+        return batch, {}
+
+
+def prompts(count: int, vocab_size: int) -> BatchedDataDict[Any]:
+    """Collated rows of `PROMPT_TOKENS` tokens each."""
+    ids = torch.randint(0, vocab_size, (count, PROMPT_TOKENS))
+    return BatchedDataDict(
+        {
+            "message_log": [[{"role": "user", "content": "a question", "token_ids": row}] for row in ids],
+            "idx": list(range(count)),
+            "task_name": ["task"] * count,
+            "loss_multiplier": torch.ones(count),
+            "extra_env_info": [{} for _ in range(count)],
+        }
+    )
+
+
+def measure(samples: int, tokens: int) -> dict[str, float]:
+    """Processor seconds of a step's parts and MiB that the process grew by."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/assets/tiny-chat")
+    engine = InstantEngine(tokens, tokenizer.vocab_size)
+    loop = EventLoopThread()
+    limits = RolloutLimits(max_sequence_length=PROMPT_TOKENS + tokens + 1, max_turns=1, timeout_s=3600)
+    runner = RolloutRunner(engine, {"task": InstantEnvironment()}, tokenizer, limits, loop)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_new_tokens=tokens)
+    collect = partial(runner.collect, num_generations=NUM_GENERATIONS, sampling=sampling)
+    collect(prompts(1, tokenizer.vocab_size), key=RolloutKey(0, "train", 0))
+    rows = prompts(samples // NUM_GENERATIONS, tokenizer.vocab_size)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    parts: dict[str, float] = {}
+
+    def timed[T](name: str, work: Callable[[], T]) -> T:
+        start = time.process_time()
+        value = work()
+        parts[name] = time.process_time() - start
+        return value
+
+    found = timed("rollouts", lambda: collect(rows, key=RolloutKey(0, "train", 1)))
+    if failed := [t.error for t in found.trajectories if not t.has_reward]:
+        raise RuntimeError(f"{len(failed)} rollouts failed, such as: {failed[0]}")
+    batch = partial(build_training_batch, found.trajectories, tokenizer.pad_token_id or 0, mask_truncated=False)
+    timed("tensors", batch)
+    timed("metrics", lambda: rollout_metrics(found.trajectories))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    loop.close()
+    return parts | {"all": sum(parts.values()), "MiB": grown / 1024}
+
+
+def main() -> None:
+    """Print a line for each number of samples, each in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, nargs="+", default=[10_240])
+    parser.add_argument("--tokens", type=int, default=1_024)
+    options = parser.parse_args()
+    processes = multiprocessing.get_context("spawn")
+    for samples in options.samples:
+        with processes.Pool(1) as pool:
+            figures = pool.apply(measure, (samples, options.tokens))
+        shown = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
+        sys.stdout.write(f"{samples:8,} samples of {options.tokens:,} tokens: {shown}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
