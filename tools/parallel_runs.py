@@ -8,8 +8,8 @@
 
 Each line gives the largest relative difference of the loss in the first step and over all steps, and the metric that
 says whether the model learns, at the start and at the end. Samples part when a rounding error changes a token, so in
-runs that generate only the first step is held to the limit. Megatron Core's runs, the one rank beside them included,
-have a constant learning rate.
+runs that generate only the first step is held to the limit. Megatron Core's runs and those that are resumed, the one
+rank beside them included, have a constant learning rate: a schedule ends with the run, and half a run ends sooner.
 """
 
 import argparse
@@ -214,9 +214,11 @@ def main() -> int:
     parser.add_argument("--backend", default="dtensor", choices=list(BACKENDS))
     options = parser.parse_args()
     options.only = options.only or [name for name in ALGORITHMS if options.backend == "dtensor" or "lora" not in name]
-    options.flat = ["policy.scheduler=null"] if options.backend == "megatron" else []
+    constant = options.backend == "megatron" or options.resume is not None
+    options.flat = ["policy.scheduler=null"] if constant else []
     options.plain = [*options.flat, "checkpointing.enabled=false"]
-    options.folder = options.folder.absolute() / ("megatron" if options.flat else "")
+    folder = options.backend if options.backend != "dtensor" else "resumed" if constant else ""
+    options.folder = options.folder.absolute() / folder
     options.folder.mkdir(parents=True, exist_ok=True)
     family = "qwen3_moe" if options.backend == "megatron" else "qwen2_moe"
     model = save_mixture(ROOT / "examples/assets/tiny-chat", options.folder / "tiny-moe", family=family)
