@@ -299,6 +299,18 @@ def test_a_model_that_megatron_core_cannot_express_is_refused_before_ray(tmp_pat
         MegatronTraining().check(policy, 1)
 
 
+def test_a_folder_for_converted_models_is_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = PolicyConfig.build(model_name=TINY, dtensor_cfg={"enabled": False}, megatron_cfg={"enabled": True})
+    with caplog.at_level("INFO"):
+        MegatronTraining().check(policy, 1)
+        assert "NRL_MEGATRON_CHECKPOINT_DIR" not in caplog.text
+        monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", "/converted")
+        MegatronTraining().check(policy, 1)
+    assert "NRL_MEGATRON_CHECKPOINT_DIR has no effect" in caplog.text
+
+
 def test_state_that_cannot_be_saved_is_refused() -> None:
     def found(**optimizer: Any) -> list[str]:
         section = {"enabled": True, "optimizer": {"optimizer": "sgd", **optimizer}}
