@@ -99,7 +99,7 @@ def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is, late: Keep = as
         folder: made if it is missing.
         state: what this rank holds.
         keep: applied to every tensor that this rank will write.
-        late: applied to each of them when it is written; what it returns is held for no longer.
+        late: applied to each of them when it is written, into a file of its own: what it returns is held no longer.
 
     Returns:
         Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
@@ -111,17 +111,19 @@ def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is, late: Keep = as
         dist_checkpointing.save(
             state, str(folder), prepared, async_sharded_save=True, content_metadata=dict(CONTENT), async_strategy=None
         )
-    return partial(_write, folder, prepared.parts, _Planner(late))
+    return partial(_write, folder, prepared.parts, late)
 
 
 def _write(
-    folder: Path, parts: dict[str, list[ShardedBase]], planner: _Planner, group: dist.ProcessGroup | None = None
+    folder: Path, parts: dict[str, list[ShardedBase]], late: Keep, group: dist.ProcessGroup | None = None
 ) -> None:
+    # Torch's writer holds what it has written until it closes the file.
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=late is as_it_is)
     with failing_together(group), _named(folder, "cannot be written"):
         dcp.save(
             mcore_to_pyt_state_dict(parts),
-            storage_writer=dcp.FileSystemWriter(folder),
-            planner=planner,
+            storage_writer=writer,
+            planner=_Planner(late),
             process_group=group,
         )
     with failing_together(group):
