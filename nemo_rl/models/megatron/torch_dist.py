@@ -119,7 +119,7 @@ def _write(
 ) -> None:
     # Torch's writer holds what it has written until it closes the file.
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=late is as_it_is)
-    with failing_together(group), _named(folder, "cannot be written"):
+    with _named(folder, "cannot be written"):  # where one rank fails, torch's writer raises on all
         dcp.save(
             mcore_to_pyt_state_dict(parts),
             storage_writer=writer,

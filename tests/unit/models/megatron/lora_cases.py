@@ -9,7 +9,7 @@ import mesh_parity as parity
 import torch
 import torch.distributed as dist
 from rank_backend import CPU, policy_of
-from tiny_models import hf_model
+from small_models import hf_model
 from torch import Tensor
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from transformers import AutoModelForCausalLM
