@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from parity.page import Table, drawn, read_table
 from transformers.utils.logging import disable_progress_bar
 
@@ -120,6 +121,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="Markdown page to write the table to.")
     options = parser.parse_args()
     disable_progress_bar()
+    torch.set_num_threads(1)  # the models are tiny
     warnings.simplefilter("ignore")  # of the libraries, once for each rank
     host, shown = Host(), dict[str, dict[Cell, str]]()
     try:
@@ -159,15 +161,15 @@ python tools/megatron_parity_table.py --write docs/reference/parity-megatron.md
 
 made this table; `--only`, `--meshes` and `--layouts` measure a part of it, and the other cells stay. Each cell is the
 largest relative difference between the [Megatron Core backend](../design-docs/megatron-backend.md) in float32 and
-transformers' own model in float64, in one process and row by row without padding, over four updates with AdamW
-and clipping on the CPU: of losses, gradient norms and log-probabilities, of every gradient of the first update (not
-with the distributed optimizer, where a rank sums a part of it) and of every weight after the last one, both relative to
-the largest entry of their tensor. Models have four layers and random weights, with what is special to a family (windows,
-sinks, YaRN, dense layers among sparse ones, shared experts, ...) switched on.
+transformers' own model in float64, in one process and row by row without padding, over four updates with AdamW and
+clipping on the CPU: of losses, gradient norms and log-probabilities, of every gradient of the first update (not with
+the distributed optimizer, where a rank sums a part of it), and of every weight after the last one; both relative to
+the largest entry of their tensor. Models have four layers and random weights, with what is special to a family
+(windows, sinks, YaRN, dense layers among sparse ones, shared experts, ...) switched on.
 
-The limit is 1e-5. The first row is transformers' model in float32 beside itself in float64: what rounding alone makes.
-`sp` is sequence parallelism, `vpp` interleaved stages; `–`: the model has no experts to divide. What is refused is
-named below, as a run answers it before it starts.
+The limit is 1e-5. The first row is transformers' model in float32 beside itself in float64: what rounding alone
+makes. `sp` is sequence parallelism, `vpp` interleaved stages; `–`: the model has no experts to divide. What is
+refused is named below, as a run answers it before it starts.
 """
 
 if __name__ == "__main__":
