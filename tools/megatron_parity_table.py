@@ -63,7 +63,7 @@ def refusals(family: str, mesh: str) -> list[str]:
     """Why a run with this mesh is refused before it starts."""
     ranks, sizes = MESHES[mesh]
     policy = policy_of(**sizes)
-    return list(check_mesh(policy, ParallelLayout.of(policy, ranks or 1), hf_config(family)))
+    return list(check_mesh(policy, ParallelLayout.of(policy, ranks or 1), hf_config(family, num_hidden_layers=4)))
 
 
 def applies(family: str, mesh: str) -> bool:
