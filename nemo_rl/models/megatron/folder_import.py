@@ -39,6 +39,7 @@ from nemo_rl.utils.manifest import write_manifest
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
+_SECTIONS: dict[str, Any] = {"dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True}}
 _GENERATION_CONFIG = "generation_config.json"
 _HALVES = {"_w": 0, "_v": 1}
 """Ends of the names that gate and up are kept under, and which parts these are."""
@@ -61,7 +62,7 @@ def import_huggingface(model_name: str, target: Path, dtype: str | None = None) 
     """
     require_empty(target)
     config, folder = load_model_config(model_name), model_folder(model_name)
-    described = {"model_name": model_name, "dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True}}
+    described = {"model_name": model_name} | _SECTIONS
     policy = PolicyConfig.build(**described, generation=None)
     rules = rules_for(config, has_scalar_head=has_scalar_head(config))
     files = DequantizedFiles(weight_files(folder), config)
@@ -69,7 +70,7 @@ def import_huggingface(model_name: str, target: Path, dtype: str | None = None) 
     with _one_rank(policy.megatron_cfg, ParallelLayout.of(policy, 1)):
         from nemo_rl.models.megatron.torch_dist import prepare
 
-        precision = torch_dtype(dtype) if dtype else config.dtype or torch.float32
+        precision = torch_dtype(dtype or str(config.dtype or "float32").removeprefix("torch."))
         state = _state(config, policy.megatron_cfg, precision)
         prepare(weights / ITERATION, state, late=values.of)(None)
     values.require_all()
