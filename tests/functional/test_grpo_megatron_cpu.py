@@ -61,9 +61,7 @@ def test_a_killed_run_goes_on_as_two_stages_and_is_exported(
 def test_the_trained_models_own_layers_sample(start_example: StartExample) -> None:
     """No vLLM: Megatron Core's layers sample, another rank of them trains, and both give the same log-probabilities."""
     overrides = ("grpo.val_at_start=false", "grpo.val_period=0", "checkpointing.enabled=false")
-    run = start_example(
-        "run_grpo.py", CONFIG, "grpo.max_num_steps=3", *overrides, "policy.generation.backend=megatron"
-    )
+    run = start_example("run_grpo.py", CONFIG, "grpo.max_num_steps=3", *overrides, "policy.generation.backend=megatron")
     assert run.finish() == 0, run.log()[-3000:]
     metrics = of_training(read_metrics(run.log_dir))
     found = {name: [metrics["train", step, name] for step in (1, 2, 3)] for name in ("token_mult_prob_error", "reward")}
