@@ -21,6 +21,7 @@ from typing import Any
 
 from parity.compare import Difference, difference
 from parity.models import ARCHITECTURES, save_model
+from parity.page import drawn, read_table
 from parity.ranks import mesh_numbers
 from parity.reference import Numbers, one_process
 from transformers.utils.logging import disable_progress_bar
@@ -156,41 +157,16 @@ def main() -> int:
     return int(bool(broken))
 
 
-type Table = dict[tuple[str, str], dict[str, str]]
-"""What cells show: by mesh and rows, then by architecture."""
-
-
 def page(cells: list[Cell], before: str) -> str:
     """The page, a table for each precision: what it showed before, and these cells."""
     tables = {precision: read_table(before, precision) for precision in SHOWN}
     for cell in cells:
         row = tables[cell.precision].setdefault((cell.mesh, "packed" if cell.packed else "padded"), {})
         row[cell.architecture] = "failed" if cell.found is None else format(cell.found.largest, SHOWN[cell.precision])
-    return _HEAD + "\n".join(f"\n## {name}\n\n{drawn(table)}" for name, table in tables.items() if table)
+    shown = {name: drawn(table, ARCHITECTURES, MESHES) for name, table in tables.items() if table}
+    return _HEAD + "\n".join(f"\n## {name}\n\n{table}" for name, table in shown.items())
 
 
-def read_table(text: str, precision: str) -> Table:
-    """The table of a precision on a page."""
-    _, _, section = text.partition(f"## {precision}\n")
-    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
-    cut = [[value.strip() for value in line.strip("|").split("|")] for line in lines]
-    return {
-        (mesh, rows): {name: value for name, value in zip(cut[0][2:], values, strict=True) if value != _NONE}
-        for mesh, rows, *values in cut[2:]
-    }
-
-
-def drawn(table: Table) -> str:
-    """One row for each mesh, one column for each architecture."""
-    columns = [name for name in ARCHITECTURES if any(name in row for row in table.values())]
-    lines = [f"| mesh | rows | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
-    for mesh, rows in sorted(table, key=lambda row: (list(MESHES).index(row[0]), row[1])):
-        values = [table[mesh, rows].get(name, _NONE) for name in columns]
-        lines.append(f"| {mesh} | {rows} | {' | '.join(values)} |")
-    return "\n".join(lines) + "\n"
-
-
-_NONE = "–"
 _HEAD = """# Parity of parallel training
 
 ```text

@@ -58,6 +58,18 @@ def test_a_killed_run_goes_on_as_two_stages_and_is_exported(
     _check_export(checkpoints / "step_3", tmp_path)
 
 
+def test_the_trained_models_own_layers_sample(start_example: StartExample) -> None:
+    """No vLLM: Megatron Core's layers sample, another rank of them trains, and both give the same log-probabilities."""
+    overrides = ("grpo.val_at_start=false", "grpo.val_period=0", "checkpointing.enabled=false")
+    run = start_example("run_grpo.py", CONFIG, "grpo.max_num_steps=3", *overrides, "policy.generation.backend=megatron")
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = of_training(read_metrics(run.log_dir))
+    found = {name: [metrics["train", step, name] for step in (1, 2, 3)] for name in ("token_mult_prob_error", "reward")}
+    assert max(found["token_mult_prob_error"]) < 1.0001
+    assert 0.2 < min(found["reward"]) <= max(found["reward"]) < 0.7, "the tiny model solves a third of the sums"
+    assert len({metrics["train", step, "loss"] for step in (1, 2, 3)}) == 3
+
+
 def _check_export(step: Path, folder: Path) -> None:
     """The converter's folder and the one that the run handed on hold one model."""
     status, output = run_script(

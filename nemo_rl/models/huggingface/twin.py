@@ -18,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ContextManagers
 
 from nemo_rl.models.huggingface.layers import decoder_layers
+from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ def small_twin(hf: PreTrainedModel) -> PreTrainedModel:
 
     Args:
         hf: the model, on any device.
+
+    Raises:
+        ConfigError: its layers are in no list: it is no decoder.
     """
     try:
         twin = _unfilled(hf, _smaller(deepcopy(hf.config)))
@@ -101,7 +105,13 @@ def _few_experts(text: Any) -> int:
 def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
     """Leave the first layer of each kind, in order, and say so in the configuration."""
     layers = decoder_layers(model)
-    holder = next(module for module in model.modules() if isinstance(module, nn.ModuleList) and layers[0] in [*module])
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    holder = next((module for module in lists if layers[0] in [*module]), None)
+    if holder is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no list of decoder layers: {type(layers[0]).__name__} stands alone. Models "
+            "that read from left to right can be trained here; choose one of these, also as a reward model."
+        )
     kept = [*{repr(_kind(layer)): index for index, layer in reversed([*enumerate(layers)])}.values()][::-1]
     if len(holder) != len(layers) or len(kept) == len(layers):
         return

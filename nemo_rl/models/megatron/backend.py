@@ -325,7 +325,7 @@ def _loaded_chunks(
 
     section = config.megatron_cfg
     chunks = build_chunks(hf_config, section, precision=precision, device=device, seed=seed)
-    prepare(chunks, bias_update_rate=section.moe_router_bias_update_rate)
+    prepare(chunks)
     scores = config.reward_model_cfg.enabled
     if scores:
         give_scalar_head(chunks, std=getattr(hf_config, "initializer_range", 0.02))

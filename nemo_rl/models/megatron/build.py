@@ -26,6 +26,9 @@ from nemo_rl.models.megatron.families import Family, Rotary, family_of
 from nemo_rl.models.megatron.layers import HAVE_TE, choose_spec
 from nemo_rl.utils.errors import ConfigError
 
+_FIXED = ("calculate_per_token_loss", "variable_seq_lengths", "batch_p2p_comm")
+"""Fields on which `schedule` relies."""
+
 
 def build_chunks(
     hf_config: PretrainedConfig, options: MegatronConfig, *, precision: torch.dtype, device: torch.device, seed: int = 0
@@ -101,11 +104,12 @@ def _sharding(options: MegatronConfig) -> dict[str, Any]:
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-        "variable_seq_lengths": pp > 1,
+        "variable_seq_lengths": pp > 1,  # with one stage nothing is sent, and gathering dispatchers refuse it
         # Of models without experts too: the default dispatcher refuses variable lengths even there.
         "moe_token_dispatcher_type": "alltoall",
-        # Batched messages of interleaved stages cross where both neighbours are one rank, and nothing says so.
-        "batch_p2p_comm": virtual is None,
+        # Batched messages match by order: of two interleaved stages, each of which is both neighbours of the other,
+        # hidden states and gradients would be taken for each other, and nothing says so.
+        "batch_p2p_comm": False,
     }
 
 
@@ -116,7 +120,7 @@ def _precision(precision: torch.dtype) -> dict[str, Any]:
         "bf16": precision is torch.bfloat16,
         "fp16": precision is torch.float16,
         "attention_softmax_in_fp32": True,
-        "calculate_per_token_loss": True,
+        "calculate_per_token_loss": True,  # losses come divided by the counts of the whole batch
     }
 
 
@@ -178,6 +182,11 @@ def _routing(hf_config: PretrainedConfig, options: MegatronConfig) -> dict[str, 
 def _checked_overrides(overrides: dict[str, Any], kind: type[TransformerConfig]) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(kind)]
     for name in overrides:
+        if name in _FIXED:
+            raise ConfigError(
+                f"policy.megatron_cfg.model_overrides.{name} cannot be set: the losses and the messages between stages "
+                "rely on its value, and would be wrong without a word. Leave it out."
+            )
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=3)
             raise ConfigError(

@@ -111,9 +111,9 @@ def verify_export(weights: Path, target: Path) -> "ExportCheck":
     from nemo_rl.models.huggingface.comparison import compare_models
 
     config = AutoConfig.from_pretrained(weights)
-    kind: Any = AutoModelForSequenceClassification if _scores(config) else AutoModelForCausalLM
+    kind: Any = AutoModelForSequenceClassification if has_scalar_head(config) else AutoModelForCausalLM
     trained = kind.from_config(config, dtype=torch.float32).eval()
-    hub = {name: tensor for name, tensor, _ in _hub_tensors(weights, config)}
+    hub = {name: tensor for name, tensor, _ in hub_tensors_of(weights, config)}
     own = trained.state_dict()
     missing = set(own) - {name for name in own if name.endswith("lm_head.weight") and config.tie_word_embeddings}
     for name, value in in_memory(trained, hub, hub.__getitem__):
@@ -132,9 +132,9 @@ def _export(weights: Path, target: Path, dtype: str | None) -> None:
 
     config = AutoConfig.from_pretrained(weights)
     wanted = None if dtype is None else torch_dtype(dtype)
-    likes = {name: _as(like, wanted, kept) for name, like, kept in _hub_tensors(weights, config, meta=True)}
+    likes = {name: _as(like, wanted, kept) for name, like, kept in hub_tensors_of(weights, config, meta=True)}
     target.mkdir(parents=True, exist_ok=True)
-    values = ((name, _as(value, wanted, kept)) for name, value, kept in _hub_tensors(weights, config))
+    values = ((name, _as(value, wanted, kept)) for name, value, kept in hub_tensors_of(weights, config))
     write_model_files(target, likes, values, MAX_FILE_BYTES)
     for file in _beside(weights):
         shutil.copyfile(file, target / file.name)
@@ -142,7 +142,7 @@ def _export(weights: Path, target: Path, dtype: str | None) -> None:
     config.save_pretrained(target)
 
 
-def _scores(config: "PretrainedConfig") -> bool:
+def has_scalar_head(config: "PretrainedConfig") -> bool:
     """Whether it is a reward model's."""
     from nemo_rl.models.huggingface.comparison import SCORING_SUFFIX
 
@@ -159,7 +159,7 @@ def _as(tensor: Tensor, dtype: torch.dtype | None, kept: bool) -> Tensor:
     return tensor if dtype is None or kept or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def _hub_tensors(
+def hub_tensors_of(
     weights: Path, config: "PretrainedConfig", *, meta: bool = False
 ) -> Iterator[tuple[str, Tensor, bool]]:
     """The tensors of the hub's folder of a model, one after another.
@@ -177,7 +177,7 @@ def _hub_tensors(
     """
     from nemo_rl.models.megatron.conversion.rules import hub_tensors, rules_for
 
-    rules = rules_for(config, has_scalar_head=_scores(config))
+    rules = rules_for(config, has_scalar_head=has_scalar_head(config))
     saved = SavedTensors(weights / ITERATION)
     kept = by_parameter(saved.names)
     adapters = {name: kept.pop(name) for name in list(kept) if name.endswith(ADAPTER_PARAMETERS)}

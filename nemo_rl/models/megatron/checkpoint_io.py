@@ -121,7 +121,7 @@ def load(paths: CheckpointPaths, chunks: Sequence[Any], optimizer: Any, schedule
         CheckpointError: on all ranks: the checkpoint is damaged, incomplete, or of another model.
     """
     bare = [unwrap(chunk) for chunk in chunks]
-    loaded = torch_dist.read(paths.weights / ITERATION, _model_state(chunks))
+    loaded = torch_dist.read(paths.weights / ITERATION, model_state(chunks))
     for index, chunk in enumerate(bare):
         chunk.load_state_dict(loaded[f"model{index}"])
     if optimizer is None:
@@ -141,7 +141,7 @@ def _prepared(
     keep: Keep,
 ) -> Iterator[Write]:
     """The parts of a checkpoint, each prepared when it is asked for."""
-    yield torch_dist.prepare(paths.weights / ITERATION, _model_state(chunks), keep)
+    yield torch_dist.prepare(paths.weights / ITERATION, model_state(chunks), keep)
     yield partial(_write_configs, paths.weights, [config for config in configs if config is not None])
     if paths.optimizer is None:
         return
@@ -156,7 +156,7 @@ def _prepared(
         "loss_scale": optimizer_state.loss_scale(optimizer),
     }
     if has_state:
-        state = optimizer_state.state_to_save(optimizer, _model_state(chunks))
+        state = optimizer_state.state_to_save(optimizer, model_state(chunks))
         are_copies = optimizer_state.is_distributed(optimizer)
         yield torch_dist.prepare(paths.optimizer / _MOMENTS, state, as_it_is if are_copies else keep)
     yield partial(_write_trainer, paths.optimizer, trainer, _generators())
@@ -200,7 +200,7 @@ def _load_training_state(folder: Path, chunks: Sequence[Any], optimizer: Any, sc
     if trainer["optimizer"] != name:
         logger.warning("The optimizer was %s and is %s: it starts without moments.", trainer["optimizer"], name)
     if trainer["has_state"] and trainer["optimizer"] == name:
-        wanted = optimizer_state.state_to_load(optimizer, _model_state(chunks))
+        wanted = optimizer_state.state_to_load(optimizer, model_state(chunks))
         loaded = torch_dist.read(folder / _MOMENTS, wanted)
         optimizer_state.put_back(optimizer, loaded, trainer["step"], trainer["loss_scale"])
     else:
@@ -210,7 +210,7 @@ def _load_training_state(folder: Path, chunks: Sequence[Any], optimizer: Any, sc
     _restore_generators(folder)
 
 
-def _model_state(chunks: Sequence[Any]) -> Sharded:
+def model_state(chunks: Sequence[Any]) -> Sharded:
     """Parts of whole parameters that this rank holds; what uses it up takes a fresh one."""
     return {
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata=dict(CONTENT)) for index, chunk in enumerate(chunks)

@@ -42,6 +42,7 @@ def check_mesh(
     yield from _check_sequence_parallel(mesh, asked, trains=section == "policy")
     yield from check_experts(mesh)
     yield from _check_expert_parts(mesh)
+    yield from _check_dispatcher(mesh, asked)
     yield from check_context(mesh)
     yield from _check_pipeline(mesh, asked)
 
@@ -70,6 +71,21 @@ def _check_expert_parts(mesh: Mesh) -> Findings:
     yield from mesh.indivisible(
         "etp", mesh.divided("columns of an expert", "moe_intermediate_size", "intermediate_size")
     )
+
+
+def _check_dispatcher(mesh: Mesh, asked: MegatronConfig) -> Findings:
+    """Tokens are gathered only from ranks that have equally many of them, and only where all microbatches have."""
+    if mesh.experts is None or asked.moe_token_dispatcher_type != "allgather":
+        return
+    given, with_same_rows = f"{mesh.keys}.moe_token_dispatcher_type=allgather", mesh.layout.tp * mesh.layout.cp
+    if mesh.layout.ep > 1 and (experts := mesh.layout.ep * mesh.asked.size("etp")) > with_same_rows:
+        yield (
+            f"{given} needs equally many tokens on all ranks that share experts. {mesh.name('ep')} with "
+            f"{mesh.name('etp')} takes {experts} ranks, and only the {with_same_rows} of tensor and context "
+            "parallelism have the same rows. Use alltoall."
+        )
+    if mesh.layout.pp > 1:
+        yield f"{given} knows no stages whose microbatches differ in length: {mesh.name('pp')}. Use alltoall."
 
 
 def _check_pipeline(mesh: Mesh, asked: MegatronConfig) -> Findings:

@@ -45,10 +45,8 @@ def start_model_parallel(
         seed: of the random states that Megatron Core keeps for dropout.
 
     Raises:
-        ConfigError: the process group has another number of ranks than the layout, or experts are shared in a way that
-            rows of different lengths do not allow.
+        ConfigError: the process group has another number of ranks than the layout.
     """
-    check_dispatcher(layout, section)
     if layout.num_ranks != dist.get_world_size():
         raise ConfigError(f"the parallel layout has {layout.num_ranks} ranks, the group {dist.get_world_size()}.")
     if device.type == "cpu":
@@ -73,23 +71,6 @@ def start_model_parallel(
         cp=parallel_state.get_context_parallel_group() if layout.cp > 1 else None,
         sequence_parallel=bool(section.sequence_parallel) and layout.tp > 1,
     )
-
-
-def check_dispatcher(layout: ParallelLayout, section: MegatronConfig) -> None:
-    """Refuse to gather tokens from ranks that have different numbers of them, as data-parallel ranks do.
-
-    Raises:
-        ConfigError: names the keys.
-    """
-    with_same_rows = layout.tp * layout.cp
-    experts = layout.ep * section.expert_tensor_parallel_size
-    if section.moe_token_dispatcher_type == "allgather" and layout.ep > 1 and experts > with_same_rows:
-        raise ConfigError(
-            "policy.megatron_cfg.moe_token_dispatcher_type=allgather needs equally many tokens on all ranks that share "
-            f"experts. expert_model_parallel_size={layout.ep} with expert_tensor_parallel_size="
-            f"{section.expert_tensor_parallel_size} takes {experts} ranks, and only the {with_same_rows} of tensor and "
-            "context parallelism have the same rows. Use alltoall."
-        )
 
 
 def division_of(groups: Groups) -> Division:

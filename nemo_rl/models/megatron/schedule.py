@@ -3,12 +3,8 @@
 Losses come divided by global counts, so gradients are sums over microbatches, data-parallel and context-parallel ranks:
 `calculate_per_token_loss` keeps Megatron Core from averaging, and gradients are finalized without a token count.
 
-Invariant: any number of microbatches of any lengths runs on any stages. `prepare` sets what the schedules read in the
-model's configuration, and what has been found to be silently wrong there is not left to its default:
-
-- interleaved stages exchange messages one by one, not in batches: with two stages both neighbours are the same rank,
-  and batches match by order, so hidden states and gradients would be taken for each other;
-- an expert's bias moves with every finished gradient, by `moe_router_bias_update_rate`, unless that is 0.
+Invariant: any number of microbatches of any lengths runs on any stages. The fields of the model's configuration that
+the schedules read are set where it is made (`build.transformer_config`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,22 +30,10 @@ type Watch = Callable[[RankInputs], AbstractContextManager[None]]
 """Context manager around the forward pass of a microbatch in a chunk of this stage."""
 
 
-def prepare(chunks: Sequence[Any], *, bias_update_rate: float = 0.0) -> None:
-    """Set what Megatron Core's schedules read from the chunks' configuration.
-
-    Before gradients get buffers, which is where gradients would be scaled.
-
-    Args:
-        chunks: GPTModels of this rank.
-        bias_update_rate: `policy.megatron_cfg.moe_router_bias_update_rate`.
-    """
+def prepare(chunks: Sequence[Any]) -> None:
+    """Say to the GPTModels of this rank what becomes of their gradients at the end of a pass."""
     for chunk in chunks:
-        config = chunk.config
-        config.calculate_per_token_loss = True
-        config.variable_seq_lengths = True
-        config.batch_p2p_comm = False
-        config.moe_router_bias_update_rate = bias_update_rate
-        config.finalize_model_grads_func = _finalize
+        chunk.config.finalize_model_grads_func = _finalize
 
 
 def _finalize(chunks: list[Any], num_tokens: Tensor | None = None, **how: Any) -> None:

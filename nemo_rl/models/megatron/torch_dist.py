@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch import Tensor
 
 from nemo_rl.distributed.failing_together import failing_together, reasons_of
 from nemo_rl.models.staging import Keep, Write, as_it_is
@@ -75,13 +76,30 @@ class _Prepared(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
-def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is) -> Write:
+class _Planner(MCoreSavePlanner):
+    """Says what is written in a tensor's place, when it is its turn.
+
+    Args:
+        late: applied to the tensor.
+    """
+
+    def __init__(self, late: Keep) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._late = late
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        """Called by torch's writer with what it is about to write."""
+        return self._late(write_item.index.fqn, object) if isinstance(object, Tensor) else object
+
+
+def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is, late: Keep = as_it_is) -> Write:
     """Prepare a folder; collective.
 
     Args:
         folder: made if it is missing.
         state: what this rank holds.
         keep: applied to every tensor that this rank will write.
+        late: applied to each of them when it is written, into a file of its own: what it returns is held no longer.
 
     Returns:
         Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
@@ -93,15 +111,19 @@ def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is) -> Write:
         dist_checkpointing.save(
             state, str(folder), prepared, async_sharded_save=True, content_metadata=dict(CONTENT), async_strategy=None
         )
-    return partial(_write, folder, prepared.parts)
+    return partial(_write, folder, prepared.parts, late)
 
 
-def _write(folder: Path, parts: dict[str, list[ShardedBase]], group: dist.ProcessGroup | None = None) -> None:
-    with failing_together(group), _named(folder, "cannot be written"):
+def _write(
+    folder: Path, parts: dict[str, list[ShardedBase]], late: Keep, group: dist.ProcessGroup | None = None
+) -> None:
+    # Torch's writer holds what it has written until it closes the file.
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=late is as_it_is)
+    with _named(folder, "cannot be written"):  # where one rank fails, torch's writer raises on all
         dcp.save(
             mcore_to_pyt_state_dict(parts),
-            storage_writer=dcp.FileSystemWriter(folder),
-            planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            storage_writer=writer,
+            planner=_Planner(late),
             process_group=group,
         )
     with failing_together(group):

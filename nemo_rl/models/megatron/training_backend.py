@@ -4,6 +4,8 @@ Imports nothing of megatron: that changes a process (streams, compiled kernels, 
 ranks are there for it.
 """
 
+import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,12 @@ if TYPE_CHECKING:  # see `models.backends`
     from transformers import PreTrainedTokenizerBase
 
     from nemo_rl.models.huggingface.comparison import ExportCheck
+
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "NRL_MEGATRON_CHECKPOINT_DIR"
+"""Where NeMo RL keeps converted models."""
 
 
 class MegatronTraining(TrainingBackend):
@@ -40,6 +48,8 @@ class MegatronTraining(TrainingBackend):
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
         report_findings(check_mesh(policy, layout, model, section))
         family_of(model).transformer_fields(model)
+        if section == "policy" and CACHE_VARIABLE in os.environ:
+            logger.info("%s has no effect: every rank reads its part of the Hugging Face files.", CACHE_VARIABLE)
 
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
         """One queue to each GPU where layers are divided: Megatron Core starts a transfer before the product that hides

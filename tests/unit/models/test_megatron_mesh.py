@@ -37,6 +37,7 @@ SHORT = {
     "first": "num_layers_in_first_pipeline_stage",
     "last": "num_layers_in_last_pipeline_stage",
     "sp": "sequence_parallel",
+    "dispatcher": "moe_token_dispatcher_type",
 }
 
 
@@ -132,6 +133,17 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             "smaller size.",
         ],
     ),
+    "tokens gathered from ranks with other rows, and by stages": (
+        MOE,
+        {"ranks": 4, "ep": 2, "pp": 2, "dispatcher": "allgather"},
+        [
+            "M.moe_token_dispatcher_type=allgather needs equally many tokens on all ranks that share experts. "
+            "expert_model_parallel_size=2 with expert_tensor_parallel_size=1 takes 2 ranks, and only the 1 of tensor "
+            "and context parallelism have the same rows. Use alltoall.",
+            "M.moe_token_dispatcher_type=allgather knows no stages whose microbatches differ in length: "
+            "pipeline_model_parallel_size=2. Use alltoall.",
+        ],
+    ),
     "layers by stages": (
         QWEN | {"num_hidden_layers": 61},
         {"ranks": 32, "pp": 16},
@@ -206,6 +218,8 @@ def test_wrong_meshes(name: str) -> None:
         (QWEN | {"num_hidden_layers": 10}, {"ranks": 3, "pp": 3, "virtual": 2, "last": 2}),
         (MOE, {"ranks": 8, "tp": 2, "sp": True, "cp": 2, "ep": 4, "etp": 2}),
         (MOE, {"ranks": 2, "tp": 2, "section": "teacher"}),
+        (MOE, {"ranks": 4, "tp": 2, "sp": True, "ep": 2, "dispatcher": "allgather"}),
+        (QWEN, {"ranks": 4, "pp": 2, "dispatcher": "allgather"}),
         ({"model_type": "gemma3_text"}, {"ranks": 2, "cp": 2}),
         ({"model_type": "gpt_oss"}, {"ranks": 4, "tp": 2, "sp": True, "ep": 4}),
         ({"model_type": "deepseek_v3"}, {"ranks": 4, "tp": 2, "sp": True, "ep": 2}),
@@ -283,6 +297,18 @@ def test_a_model_that_megatron_core_cannot_express_is_refused_before_ray(tmp_pat
     policy = policy_of().model_copy(update={"model_name": str(tmp_path)})
     with pytest.raises(ConfigError, match="hidden_act"):
         MegatronTraining().check(policy, 1)
+
+
+def test_a_folder_for_converted_models_is_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = PolicyConfig.build(model_name=TINY, dtensor_cfg={"enabled": False}, megatron_cfg={"enabled": True})
+    with caplog.at_level("INFO"):
+        MegatronTraining().check(policy, 1)
+        assert "NRL_MEGATRON_CHECKPOINT_DIR" not in caplog.text
+        monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", "/converted")
+        MegatronTraining().check(policy, 1)
+    assert "NRL_MEGATRON_CHECKPOINT_DIR has no effect" in caplog.text
 
 
 def test_state_that_cannot_be_saved_is_refused() -> None:

@@ -207,6 +207,14 @@ def test_a_twin_is_small_and_has_every_kind_of_layer() -> None:
     assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), small_twin(large).parameters(), strict=True))
 
 
+def test_an_encoder_is_refused_by_name() -> None:
+    config = AutoConfig.for_model(
+        "bert", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    with pytest.raises(ConfigError, match="BertForSequenceClassification has no list of decoder layers: BertEmbedd"):
+        small_twin(AutoModelForSequenceClassification.from_config(config))
+
+
 def random_model_on_meta(model_type: str, **overrides):
     config = AutoConfig.for_model(model_type, **_COMMON | SPECIAL[model_type] | overrides)
     return AutoModelForCausalLM.from_config(config)

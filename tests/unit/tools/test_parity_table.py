@@ -1,5 +1,6 @@
 """The page of the comparisons keeps what is not measured again."""
 
+import sys
 from types import ModuleType
 
 import pytest
@@ -38,3 +39,18 @@ def test_every_committed_cell_is_below_its_limit(parity_table):
     for (_, rows), row in rounded.items():
         for name, value in row.items():
             assert float(value) <= parity_table.BESIDE_ONE_RANK * float(rounded["1", rows][name])
+
+
+def test_the_page_of_megatron_core_is_whole_and_below_its_limit(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(TOOLS), *sys.path])
+    tool = load_tool("megatron_parity_table")
+    page = (REPOSITORY_ROOT / "docs/reference/parity-megatron.md").read_text(encoding="utf-8")
+    assert tool.page({}, page) == page
+    table = tool.read_table(page, tool.TITLE)
+    for mesh in tool.MESHES:
+        for rows in ("unpadded",) if mesh == tool.ROUNDING else tool.LAYOUTS:
+            found = table[mesh, rows]
+            assert found.keys() == {family for family in tool.FAMILIES if tool.applies(family, mesh)}
+            for family, value in found.items():
+                refused = bool(tool.refusals(family, mesh))
+                assert (value == tool.REFUSED) == refused and (refused or float(value) < tool.LIMIT)

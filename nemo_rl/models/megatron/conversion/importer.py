@@ -59,7 +59,7 @@ def load_huggingface(
 def _load(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: TensorFiles, groups: Groups) -> None:
     """Read this rank's shard of a parameter."""
     keep_precision(tensor, rule)
-    _require_shapes(tensor, rule, parts, files, groups.num_shards(rule))
+    require_shapes(tensor, rule, parts, files, groups.num_shards(rule))
     fill(tensor, rule, dict(enumerate(parts)), files, groups)
 
 
@@ -96,7 +96,7 @@ def fill(tensor: Tensor, rule: Rule, parts: Mapping[int, Part], source: TensorSo
         start += segment.num_rows
 
 
-def _require_shapes(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: TensorFiles, num_shards: int) -> None:
+def require_shapes(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: TensorFiles, num_shards: int) -> None:
     """Refuse a file whose tensors have other shapes than the model.
 
     Raises:

@@ -11,7 +11,7 @@ from policy_helpers import random_batch
 from rank_backend import CPU, backend_of, policy_of
 from small_models import VOCAB, hf_model
 from torch import Tensor
-from witness import global_tensors, largest_difference, largest_gradient_difference
+from witness import difference, global_tensors, largest_difference, largest_gradient_difference
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
@@ -38,7 +38,8 @@ class Reference:
 
 
 def model(kind: str) -> Any:
-    name, fields = MODELS[kind]
+    """Of four layers: one of `MODELS`, or of the families that `small_models` knows."""
+    name, fields = MODELS.get(kind, (kind, {}))
     made = hf_model(name, num_hidden_layers=4, **fields)
     made.set_experts_implementation("eager")
     return made
@@ -64,8 +65,9 @@ def reference(kind: str, dtype: torch.dtype = torch.float64) -> Reference:
     """Four steps in float64."""
     hf = model(kind).to(dtype)
     kept = Reference(before=model(kind), after=hf)
-    vectors = [p for p in hf.parameters() if p.dim() == 1]
-    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": [p for p in hf.parameters() if p.dim() > 1]}]
+    named = {name: p.dim() == 1 or name.endswith("_bias") for name, p in hf.named_parameters()}  # stacks of experts'
+    vectors, matrices = ([p for name, p in hf.named_parameters() if named[name] is kind] for kind in (True, False))
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
     adam = torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY, eps=EPS)
     for step in range(STEPS):
         data = batch(step)
@@ -80,6 +82,20 @@ def reference(kind: str, dtype: torch.dtype = torch.float64) -> Reference:
         adam.step()
         adam.zero_grad()
     return kept
+
+
+def rounding(kind: str, expected: Reference) -> dict[str, float]:
+    """Largest relative differences of Hugging Face's own model in float32, without a mesh; see `run_case`."""
+    found = reference(kind, torch.float32)
+    after = dict(expected.after.state_dict())
+    pairs = {
+        "loss": [(torch.tensor(a), torch.tensor(b)) for a, b in zip(found.losses, expected.losses, strict=True)],
+        "norm": [(torch.tensor(a), torch.tensor(b)) for a, b in zip(found.norms, expected.norms, strict=True)],
+        "logprobs": [(found.logprobs, expected.logprobs)],
+        "gradients": [(found.gradients[name], gradient) for name, gradient in expected.gradients.items()],
+        "weights": [(tensor, after[name]) for name, tensor in found.after.state_dict().items()],
+    }
+    return {what: max(difference(a.double(), b.double()) for a, b in both) for what, both in pairs.items()}
 
 
 def _scores(hf: Any, data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
@@ -133,22 +149,22 @@ class Trainer:
         return total.item(), scored
 
     def logprob_error(self, data: BatchedDataDict[Any], scored: list[Tensor], expected: Tensor) -> float:
-        """Largest difference of log-probs that the loss counts; 0 where this stage has none."""
+        """Largest difference of log-probs that count, relative to the largest; 0 where this stage has none."""
         if not scored:
             return 0.0
         mine = slice(self.first, self.first + self.bounds[-1])
         mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None])[mine]
-        return ((torch.cat(scored) - expected[mine]) * mask).abs().max().item()
+        return (((torch.cat(scored) - expected[mine]) * mask).abs().max() / expected.abs().max()).item()
 
 
 def run_case(kind: str, packed: bool, values: dict[str, Any], expected: Reference) -> dict[str, float]:
-    """Largest differences of one mesh from the reference, on this rank."""
+    """Largest relative differences of one mesh from the reference, on this rank; see `difference` for tensors."""
     trainer = Trainer(expected.before, values)
     backend, found = trainer.backend, {"loss": 0.0, "norm": 0.0}
     gradients = global_tensors(expected.before.config, dict(expected.gradients))
     for step in range(STEPS):
         loss, scored = trainer.train(batch(step), packed)
-        found["loss"] = max(found["loss"], abs(loss - expected.losses[step]))
+        found["loss"] = max(found["loss"], abs(loss / expected.losses[step] - 1))
         if step == 0:
             found["logprobs"] = trainer.logprob_error(batch(step), scored, expected.logprobs)
             if not backend.chunks[0].ddp_config.use_distributed_optimizer:  # there each rank sums a part only

@@ -1,5 +1,6 @@
 """The Megatron backend of one rank, and the sections that it is made from."""
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -78,6 +79,19 @@ def start_groups(**megatron: Any) -> MegatronConfig:
         start_model_parallel(layout, section, CPU)
         _started[:] = [mesh]
     return policy.megatron_cfg
+
+
+@contextmanager
+def without_groups() -> Iterator[None]:
+    """This one rank as a process that belongs to no group, for code that makes its own."""
+    from nemo_rl.models.megatron.parallel import stop_model_parallel
+
+    stop_model_parallel()
+    _started.clear()
+    dist.destroy_process_group()
+    yield
+    with tempfile.TemporaryDirectory() as folder:  # which `run_ranks` ends
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
 
 
 @contextmanager

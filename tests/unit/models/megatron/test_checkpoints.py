@@ -5,9 +5,11 @@ import os
 import shutil
 import signal
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import backend_cases
 import mesh_parity
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_models import Mesh, Run, differing, paths_in
 from rank_backend import CPU
-from rank_host import needs_megatron
+from rank_host import limit_waits, needs_megatron
 from safetensors.torch import load_file
 from small_models import hf_config, saved
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
@@ -250,6 +252,40 @@ def test_a_full_disk_is_an_error_of_all_ranks_and_training_goes_on(host, tmp_pat
         assert str(tmp_path / "full") in message
         assert "No space left on device" in message
         assert changed == []
+
+
+PLANTS = {
+    "folder": (1, "pathlib.Path.mkdir"),
+    "format": (0, "nemo_rl.models.megatron.torch_dist.save_config"),
+    "configuration": (0, "transformers.PretrainedConfig.save_pretrained"),
+    "generators": (1, "torch.save"),
+    "trainer": (0, "torch.save"),
+}
+"""Each write of a checkpoint beside the tensors' own: the rank on which it fails, and what fails there."""
+
+
+def _planted(rank: int, num_ranks: int, folder: Path) -> dict[str, str]:
+    limit_waits(10.0)  # of ranks that nobody tells
+    run, found = Run(TP2), {}
+    run.update(0)
+    real = torch.save
+    for name, (failing, target) in PLANTS.items():
+
+        def fail(*args: Any, of_file: bool = target == "torch.save", **how: Any) -> Any:
+            if of_file and not isinstance(args[1], Path):  # torch's writer puts tensors into streams with it
+                return real(*args, **how)
+            raise OSError(28, "No space left on device")
+
+        with patch(target, fail) if rank == failing else nullcontext(), pytest.raises(CheckpointError) as caught:
+            run.save(folder / name)
+        found[name] = str(caught.value)
+    return found
+
+
+def test_whichever_write_fails_all_ranks_raise_and_none_waits(host, tmp_path):
+    for found in host.run(_planted, 2, tmp_path):
+        assert {name: said for name, said in found.items() if "No space left on device" not in said} == {}
+        assert found.keys() == PLANTS.keys()
 
 
 def _unreadable(rank: int, num_ranks: int, folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from memory_helpers import MIB, anonymous_mib, measured, return_freed_memory, write_random_llama
 from policy_helpers import run_ranks
-from rank_backend import CPU, start_groups
+from rank_backend import CPU, start_groups, without_groups
 from rank_host import needs_megatron
 from transformers import AutoConfig
 
@@ -35,7 +35,20 @@ def _peaks(rank: int, world_size: int, folder: str, warm_up: str) -> dict[str, f
     section = start_groups(tp=world_size)
     _convert(Path(warm_up), section)
     start = anonymous_mib()
-    return _convert(Path(folder), section) | {"start": start}
+    found = _convert(Path(folder), section) | {"start": start}
+    if world_size == 1:
+        _import(Path(warm_up))
+        found["import"] = _import(Path(folder))
+    return found
+
+
+def _import(folder: Path) -> float:
+    """MiB that a checkpoint on disk takes to be written, above what the process held before."""
+    from nemo_rl.models.megatron.folder_import import import_huggingface
+
+    with without_groups(), measured(anonymous_mib()) as peak:
+        import_huggingface(str(folder), folder / "megatron", "float32")
+    return peak.mib
 
 
 def _convert(folder: Path, section: MegatronConfig) -> dict[str, float]:
@@ -70,6 +83,7 @@ def test_a_conversion_holds_a_ranks_part_and_few_tensors(sizes, num_ranks, tmp_p
         assert rank["load"] < model / num_ranks + SLACK_MIB
         assert rank["export"] < model / num_ranks + 2 * largest + SLACK_MIB  # gloo gathers into a buffer of its own
         assert max(rank["load"], rank["export"]) < LIMIT_MIB
+        assert rank.get("import", 0.0) < 2 * largest + SLACK_MIB
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def check_stages_have_their_layers() -> None:
     (chunk,) = chunks_of("qwen2", pp=2, num_layers_in_first_pipeline_stage=1)
     assert [layer.layer_number for layer in chunk.decoder.layers] == ([1], [2, 3])[rank]
     assert (chunk.pre_process, chunk.post_process) == (rank == 0, rank == 1)
-    assert chunk.config.variable_seq_lengths and chunk.config.batch_p2p_comm
+    assert chunk.config.variable_seq_lengths
     assert hasattr(chunk, "embedding") == (rank == 0) and hasattr(chunk, "output_layer") == (rank == 1)
 
 
@@ -222,6 +222,7 @@ def check_options_reach_the_configuration() -> None:
 def check_wrong_options_are_refused() -> None:
     message = refusal("llama", model_overrides={"layernorm_epsilo": 1.0})
     assert "model_overrides.layernorm_epsilo is no field" in message and "layernorm_epsilon" in message
+    assert "batch_p2p_comm cannot be set" in refusal("llama", model_overrides={"batch_p2p_comm": True})
     assert "transformer-engine" in refusal("llama", transformer_impl="transformer_engine")
     assert "Megatron Core refuses" in refusal(
         "llama", model_overrides={"num_attention_heads": 3, "bf16": True, "fp16": True}

@@ -16,8 +16,6 @@ from rank_backend import section_of
 from rank_host import Host, needs_megatron
 from small_models import hf_model
 
-from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.megatron.parallel import check_dispatcher
 from nemo_rl.utils.errors import ConfigError
 
 pytestmark = needs_megatron
@@ -208,14 +206,6 @@ def test_rates_and_decays_follow_their_formulas(found: dict[str, Any]) -> None:
 def test_a_schedule_that_contradicts_itself_is_refused(found: dict[str, Any]) -> None:
     missing, contradicting = found["one"]["contradiction"]
     assert "set lr_decay_iters" in missing and "lr_warmup_iters < lr_decay_iters" in contradicting
-
-
-def test_tokens_are_gathered_only_from_ranks_with_the_same_rows() -> None:
-    section = section_of(moe_token_dispatcher_type="allgather")
-    check_dispatcher(ParallelLayout(dp_shard=2, tp=2, ep=2), section)
-    check_dispatcher(ParallelLayout(dp_shard=2, ep=2), section_of())
-    with pytest.raises(ConfigError, match="expert_model_parallel_size=2.*Use alltoall"):
-        check_dispatcher(ParallelLayout(dp_shard=2, ep=2), section)
 
 
 def test_the_process_of_the_tests_is_not_patched(found: dict[str, Any]) -> None:

@@ -241,12 +241,12 @@ def largest_gradient_difference(chunks: Sequence[Any], wanted: dict[str, Any]) -
 
 @torch.no_grad()
 def largest_difference(chunks: Sequence[Any], hf: PreTrainedModel) -> float:
-    """Between this rank's weights and a Hugging Face model's, in its precision."""
+    """Between this rank's weights and a Hugging Face model's, relative as in `difference`; in the model's precision."""
     whole, found = global_tensors(hf.config, dict(hf.state_dict())), []
     for chunk in chunks:
         model = getattr(chunk, "module", chunk)
         own = own_tensors(model, whole)
-        found += [(p.double() - own[key].double()).abs().max().item() for key, p in model.named_parameters()]
+        found += [difference(p.double(), own[key].double()) for key, p in model.named_parameters()]
     return max(found)
 
 
