@@ -52,7 +52,7 @@ class SlurmJob:
 
     def kill_task(self, node: str) -> None:
         """SIGKILL to what srun started on a node."""
-        os.kill(int((self.folder / f"slurm/job1/{node}.task.pid").read_text()), signal.SIGKILL)
+        os.kill(int((self.folder / f"slurm/job1/{node}.pid").read_text()), signal.SIGKILL)
 
     def sruns(self) -> list[list]:
         """The arguments of each srun; its command is the last of them, a list."""

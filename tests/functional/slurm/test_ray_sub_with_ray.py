@@ -1,6 +1,7 @@
 """`ray.sub` with real Ray nodes on loopback addresses: they join, a run trains, is preempted and goes on."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -16,10 +17,8 @@ from slurm_jobs import REPOSITORY, SlurmJob, submit
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
-PORTS = (
-    "PORT RAY_CLIENT_SERVER_PORT DASHBOARD_PORT NODE_MANAGER_PORT OBJECT_MANAGER_PORT RUNTIME_ENV_AGENT_PORT "
-    "DASHBOARD_AGENT_GRPC_PORT METRICS_EXPORT_PORT DASHBOARD_AGENT_LISTEN_PORT"
-).split()
+PORTS = ["PORT", "RAY_CLIENT_SERVER_PORT", "DASHBOARD_PORT", "NODE_MANAGER_PORT", "OBJECT_MANAGER_PORT"]
+PORTS += ["RUNTIME_ENV_AGENT_PORT", "DASHBOARD_AGENT_GRPC_PORT", "METRICS_EXPORT_PORT", "DASHBOARD_AGENT_LISTEN_PORT"]
 """Of head and worker, which share this machine: the script gives the head the next port of each kind."""
 
 
@@ -60,7 +59,7 @@ def test_two_nodes_join_and_the_loss_of_one_is_named(tmp_path, real_ray):
             "node1": 1, "node2": 1,
         }  # fmt: skip
         kill_raylet(job, "node2")
-        assert job.finish(120) == 1, job.output()
+        assert job.finish(120) != 0, job.output()
         assert "Node node2 has ended (node2: task 0: Exited with exit code 1)" in job.output()
         assert "raylet [exit code=-9]" in job.output()
         assert any(job.log_dir().glob("ray/node1/session_*/logs/gcs_server.out"))
@@ -77,16 +76,9 @@ def kill_raylet(job: SlurmJob, node: str) -> None:
             continue
         mine = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_STAND_IN={job.folder}/slurm".encode()} <= set(environment)
         if mine and words[0].endswith(b"/raylet"):
-            (job.folder / "killed").write_text(process.name)
-            signal.pidfd_send_signal(pidfd_of(process), signal.SIGKILL)
+            os.kill(int(process.name), signal.SIGKILL)
             return
     raise AssertionError(f"{node} has no raylet")
-
-
-def pidfd_of(process: Path) -> int:
-    import os
-
-    return os.pidfd_open(int(process.name))
 
 
 def test_the_cpu_example_is_preempted_and_goes_on_from_its_checkpoint(tmp_path, real_ray):
@@ -105,7 +97,7 @@ def test_the_cpu_example_is_preempted_and_goes_on_from_its_checkpoint(tmp_path, 
     first, second = job.log("ray-driver.log"), job.log("ray-driver.log", restarts=1)
     saved = re.search(r"The checkpoint of step (\d) is", first)
     assert saved is not None, first[-2000:]
-    assert f"Resuming from" in second and f"step_{saved[1]}" in second
+    assert "Resuming from" in second and f"step_{saved[1]}" in second
     assert "COMMAND has ended with status 75" in job.output()
     assert (tmp_path / "checkpoints/step_6").is_dir()
     for restarts in (0, 1):

@@ -1,8 +1,9 @@
 """Slurm on one machine, as far as `ray.sub` uses it: what `sbatch`, `srun` and `scontrol` of this folder do.
 
-The environment variable SLURM_STAND_IN names a folder with `nodes.json`: {node: {field: value}}, as `scontrol show node`
-prints them. There each job gets a folder `job<id>` with the pid of its batch shell and of its nodes' tasks, the arguments
-of each `srun`, and a mark when it goes back to the queue. A node is whatever processes inherit its SLURMD_NODENAME.
+The environment variable SLURM_STAND_IN names a folder with `nodes.json`: {node: {field: value}}, as `scontrol show
+node` prints them. There each job gets a folder `job<id>` with the pid of its batch shell and of its nodes' tasks, the
+arguments of each `srun`, and a mark when it goes back to the queue. A node is whatever processes inherit its
+SLURMD_NODENAME.
 """
 
 import json
@@ -81,9 +82,8 @@ def srun(arguments: list[str]) -> int:
             arguments[split:], env=os.environ | given, stdin=subprocess.DEVNULL, start_new_session=True,
             **_output(options.get("output"), task),
         )  # fmt: skip
-        (STATE / f"job{job}" / f"{node}.{'driver' if 'node_driver' in arguments else 'task'}.pid").write_text(
-            str(process.pid)
-        )
+        if "node_driver" not in arguments:
+            (STATE / f"job{job}" / f"{node}.pid").write_text(str(process.pid))
         tasks[task] = node, process
     return _await(tasks)
 
@@ -136,11 +136,8 @@ def scontrol(arguments: list[str]) -> int:
             print("\n".join(names.split(",")))
         case ["show", "node", names]:
             for name in names.split(","):
-                print(
-                    f"NodeName={name}",
-                    *(f"{field}={value}" for field, value in _nodes()[name].items()),
-                    "State=ALLOCATED",
-                )
+                fields = {"NodeName": name, **_nodes()[name], "State": "ALLOCATED"}
+                print(*(f"{field}={value}" for field, value in fields.items()))
         case ["requeue", job]:
             (STATE / f"job{job}" / "requeue").touch()
         case _:
