@@ -68,7 +68,7 @@ def srun(arguments: list[str]) -> int:
     options = dict(re.findall(r"^--([\w-]+)=(.*)$", "\n".join(arguments[:split]), flags=re.MULTILINE))
     job = options.get("jobid") or os.environ["SLURM_JOB_ID"]
     nodes = (options.get("nodelist") or os.environ["SLURM_JOB_NODELIST"]).split(",")
-    assert len(nodes) == int(options["nodes"]), arguments
+    assert len(nodes) == int(options["nodes"]) == int(options["ntasks"]), arguments
     step = f"{os.getpid()}.{time.monotonic_ns()}"
     with (STATE / f"job{job}" / "sruns.jsonl").open("a") as record:
         record.write(json.dumps([*arguments[:split], arguments[split:]]) + "\n")
