@@ -6,6 +6,7 @@ The jobs run side by side, because most of their time is waiting.
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -21,6 +22,14 @@ if [[ -n ${SLURM_RESTART_COUNT:-} ]]; then echo "goes on"; exit 0; fi
 # As under `uv run`: what is below the process that handles the signal must not get it.
 bash -c 'sleep 300 & trap "kill -0 $! && kill $! && echo saved; exit 75" TERM; echo trains; wait'
 """
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 JOBS = {
     "passes": {
         "nodes": "3",
@@ -39,8 +48,12 @@ JOBS = {
                  "RAY_SUB_STOP_TIMEOUT_S": "1"},
     "node_dies": {"COMMAND": 'until grep -s error "$BASE_LOG_DIR/1-logs/srun.log"; do sleep 0.1; done; exit 9'},
     "idle": {},
-    "container": {"COMMAND": "true", "CONTAINER": "image.sqsh", "MOUNTS": "/data:/data", "STAND_IN_PYXIS": "1",
+    "container": {"COMMAND": ": < /dev/tcp/127.0.0.1/$NEMO_SKILLS_SANDBOX_PORT && echo reached",
+                  "CONTAINER": "image.sqsh", "MOUNTS": "/data:/data", "STAND_IN_PYXIS": "1",
                   "UV_CACHE_DIR_OVERRIDE": "/cache", "RAY_DEBUG": "legacy",
+                  "SANDBOX_CONTAINER": "sandbox.sqsh", "SANDBOX_ENV_VARS": "GREETING=hello", "SOME_API_KEY": "sesame",
+                  "SANDBOX_COMMAND": "env; exec python3 -m http.server --bind 127.0.0.1 $NEMO_SKILLS_SANDBOX_PORT",
+                  "NEMO_SKILLS_SANDBOX_PORT": str(free_port()),
                   "PATH": f"{STAND_IN_RAY}/bin{os.pathsep}{slurm_environment(Path('/tmp'))['PATH']}"},
 }  # fmt: skip
 
@@ -132,13 +145,17 @@ def test_a_container_is_started_on_each_node_and_joined_by_the_command(jobs):
     job = jobs["container"]
     assert job.finish() == 0, job.output()
     canary, *nodes, driver = job.sruns()
-    head, worker = sorted(nodes, key=lambda call: "node_worker" in call[-1])
+    sandbox, head, worker = sorted(nodes, key=lambda call: ("node_run" in call[-1]) + 2 * ("node_worker" in call[-1]))
     assert not any("--container" in str(option) for option in canary)
     for call, name in ((head, "ray-head"), (worker, "ray-worker")):
         assert {f"--container-name={name}", "--container-image=image.sqsh"} <= set(call[:-1])
         assert f"--container-mounts={job.log_dir()}:{job.log_dir()},/data:/data,/cache:/cache" in call
     assert "--container-name=ray-head" in driver and "--container-image=image.sqsh" not in driver
     assert "--ray-debugger-external" in job.ray_arguments("node2")
+    assert "--container-image=sandbox.sqsh" in sandbox and "--container-mounts" not in str(sandbox)
+    assert job.log("ray-driver.log") == "reached\n"
+    assert "GREETING=hello" in job.log("sandbox-000.log") and "sesame" not in job.log("sandbox-000.log")
+    assert {"SANDBOX_READY_node1", "SANDBOX_READY_node2"} <= {path.name for path in job.log_dir().iterdir()}
 
 
 @pytest.mark.parametrize(

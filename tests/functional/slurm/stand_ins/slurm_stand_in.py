@@ -79,13 +79,25 @@ def srun(arguments: list[str]) -> int:
     for task, node in enumerate(nodes):
         given = {"SLURM_JOB_ID": job, "SLURMD_NODENAME": node, "SLURM_PROCID": str(task), "STAND_IN_STEP": step}
         process = subprocess.Popen(
-            arguments[split:], env=os.environ | given, stdin=subprocess.DEVNULL, start_new_session=True,
+            arguments[split:],
+            env=_environment(options.get("export")) | given,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
             **_output(options.get("output"), task),
-        )  # fmt: skip
-        if "node_driver" not in arguments:
+        )
+        if "node_run" in arguments or "node_worker" in arguments:
             (STATE / f"job{job}" / f"{node}.pid").write_text(str(process.pid))
         tasks[task] = node, process
     return _await(tasks)
+
+
+def _environment(export: str | None) -> dict[str, str]:
+    """All of srun's own, or with --export what it lists (and what an image and Slurm would set)."""
+    if export is None:
+        return dict(os.environ)
+    named = (entry.partition("=") for entry in export.split(","))
+    listed = {name: value if given else os.environ.get(name, "") for name, given, value in named}
+    return {name: os.environ[name] for name in ("PATH", "SLURM_STAND_IN")} | listed
 
 
 def _output(pattern: str | None, task: int) -> dict[str, IO[bytes] | int]:
