@@ -20,7 +20,11 @@ set -e
 echo "with restart ${SLURM_RESTART_COUNT:-0}"
 if [[ -n ${SLURM_RESTART_COUNT:-} ]]; then echo "goes on"; exit 0; fi
 # As under `uv run`: what is below the process that handles the signal must not get it.
-bash -c 'sleep 300 & trap "kill -0 $! && kill $! && echo saved; exit 75" TERM; echo trains; wait'
+bash -c '
+  bash -c "trap \\"echo a loader got it\\" TERM; while :; do sleep 0.1; done" &
+  trap "sleep 0.5; echo saved; kill -KILL $!; exit 75" TERM
+  echo trains
+  wait'
 """
 
 
@@ -46,7 +50,8 @@ JOBS = {
     "preempted": {"COMMAND": SAVES_AT_SIGTERM},
     "stubborn": {"COMMAND": "trap : TERM; echo trains; for i in {1..300}; do sleep 1; done",
                  "RAY_SUB_STOP_TIMEOUT_S": "1"},
-    "node_dies": {"COMMAND": 'until grep -s error "$BASE_LOG_DIR/1-logs/srun.log"; do sleep 0.1; done; exit 9'},
+    "node_dies": {"nodes": "3",
+                  "COMMAND": 'until grep -s error "$BASE_LOG_DIR/1-logs/srun.log"; do sleep 0.1; done; exit 9'},
     "idle": {},
     "container": {"COMMAND": ": < /dev/tcp/127.0.0.1/$NEMO_SKILLS_SANDBOX_PORT && echo reached",
                   "CONTAINER": "image.sqsh", "MOUNTS": "/data:/data", "STAND_IN_PYXIS": "1",

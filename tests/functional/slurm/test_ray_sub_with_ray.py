@@ -30,6 +30,8 @@ def real_ray() -> Iterator[dict[str, str]]:
     with ExitStack() as taken:
         free = [pair_of_free_ports(taken) for _ in PORTS]
     ports = {name: str(port) for name, port in zip(PORTS, free, strict=True)}
+    # Other tests may fill this machine's memory, and Ray would end workers of this one.
+    ports["RAY_memory_monitor_refresh_ms"] = "0"
     yield ports | {"VIRTUAL_ENV": sys.prefix, "RAY_TMPDIR": folder, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     shutil.rmtree(folder, ignore_errors=True)
 
