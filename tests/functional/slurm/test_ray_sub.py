@@ -38,7 +38,7 @@ JOBS = {
     "passes": {
         "nodes": "3",
         "COMMAND": 'echo "head $SLURMD_NODENAME, Ray $RAY_ADDRESS, token $RAY_AUTH_TOKEN_PATH, $SETUP_DONE"\nexit 7',
-        "SETUP_COMMAND": 'export SETUP_DONE=yes; echo "set up on $SLURMD_NODENAME"',
+        "SETUP_COMMAND": 'export SETUP_DONE=yes$UNSET; echo "set up on $SLURMD_NODENAME"',
         "GPUS_PER_NODE": "4",
         "GRES_node1": "gpu:h100:4(S:0-1,3),nic:2",
         "DEDICATED_RAY_HEAD": "1",

@@ -50,8 +50,10 @@ def pair_of_free_ports(taken: ExitStack) -> int:
 
 def test_two_nodes_join_and_the_loss_of_one_is_named(tmp_path, real_ray):
     look = (
-        "import json, ray, time; ray.init(logging_level='ERROR');"
-        "print('seen', json.dumps({n['NodeName']: n['Resources'] for n in ray.nodes()}), flush=True); time.sleep(300)"
+        "import json, ray, sys, time; ray.init(logging_level='ERROR');"
+        "print('seen', json.dumps({n['NodeName']: n['Resources'] for n in ray.nodes()}), flush=True)\n"
+        "while sum(n['Alive'] for n in ray.nodes()) == 2: time.sleep(0.5)\n"
+        "sys.exit(3)"
     )
     job = submit(tmp_path, COMMAND=f'python -c "{look}"', RAY_LOG_SYNC_FREQUENCY="1", **real_ray)
     try:
@@ -61,7 +63,7 @@ def test_two_nodes_join_and_the_loss_of_one_is_named(tmp_path, real_ray):
             "node1": 1, "node2": 1,
         }  # fmt: skip
         kill_raylet(job, "node2")
-        assert job.finish(120) != 0, job.output()
+        assert job.finish(120) == 3, job.output()
         assert "Node node2 has ended (node2: task 0: Exited with exit code 1)" in job.output()
         assert "raylet [exit code=-9]" in job.output()
         assert any(job.log_dir().glob("ray/node1/session_*/logs/gcs_server.out"))
