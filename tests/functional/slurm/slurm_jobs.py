@@ -75,6 +75,11 @@ class SlurmJob:
             self.process.wait(30)
 
 
+def search_path(*first: Path) -> str:
+    """PATH with the stand-ins and this Python, behind the folders of `first`."""
+    return os.pathsep.join(map(str, [*first, HERE / "stand_ins", Path(sys.executable).parent, os.environ["PATH"]]))
+
+
 def slurm_environment(folder: Path, **variables: str) -> dict[str, str]:
     """The environment of a user of the stand-ins, with the "cluster" in `folder`."""
     state = folder / "slurm"
@@ -87,7 +92,7 @@ def slurm_environment(folder: Path, **variables: str) -> dict[str, str]:
     hidden = ("RAY_", "SLURM", "PYTEST_", "VIRTUAL_ENV", "COMMAND", "CONTAINER")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     return kept | {
-        "PATH": os.pathsep.join([str(HERE / "stand_ins"), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": search_path(),
         "SLURM_STAND_IN": str(state),
         "VIRTUAL_ENV": str(STAND_IN_RAY),
         "GPUS_PER_NODE": "0",

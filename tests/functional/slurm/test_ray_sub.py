@@ -3,17 +3,15 @@
 The jobs run side by side, because most of their time is waiting.
 """
 
-import os
 import re
 import signal
 import socket
 import stat
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from slurm_jobs import REPOSITORY, SCRIPT, STAND_IN_RAY, SlurmJob, slurm_environment, submit
+from slurm_jobs import REPOSITORY, SCRIPT, STAND_IN_RAY, SlurmJob, search_path, slurm_environment, submit
 
 SAVES_AT_SIGTERM = """
 set -e
@@ -59,7 +57,7 @@ JOBS = {
                   "SANDBOX_CONTAINER": "sandbox.sqsh", "SANDBOX_ENV_VARS": "GREETING=hello", "SOME_API_KEY": "sesame",
                   "SANDBOX_COMMAND": "env; exec python3 -m http.server --bind 127.0.0.1 $NEMO_SKILLS_SANDBOX_PORT",
                   "NEMO_SKILLS_SANDBOX_PORT": str(free_port()),
-                  "PATH": f"{STAND_IN_RAY}/bin{os.pathsep}{slurm_environment(Path('/tmp'))['PATH']}"},
+                  "PATH": search_path(STAND_IN_RAY / "bin")},
 }  # fmt: skip
 
 
@@ -190,8 +188,7 @@ def test_a_folder_that_a_node_does_not_see_is_named(tmp_path):
     (tmp_path / "bin/cat").write_text('#!/bin/sh\n[ "$SLURMD_NODENAME" = node2 ] && exit 1\nexec /bin/cat "$@"\n')
     (tmp_path / "bin/cat").chmod(0o755)
     (tmp_path / "bin/sleep").symlink_to("/bin/true")
-    path = f"{tmp_path}/bin{os.pathsep}{slurm_environment(tmp_path)['PATH']}"
-    job = submit(tmp_path, COMMAND="echo started", PATH=path)
+    job = submit(tmp_path, COMMAND="echo started", PATH=search_path(tmp_path / "bin"))
     assert job.finish() == 1
     assert re.search(r"node node2 does not see \S*/1-logs as this node does\. BASE_LOG_DIR=", job.output())
 
