@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from slurm_jobs import REPOSITORY, SlurmJob, submit
 
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
 PORTS = ["PORT", "RAY_CLIENT_SERVER_PORT", "DASHBOARD_PORT", "NODE_MANAGER_PORT", "OBJECT_MANAGER_PORT"]
 PORTS += ["RUNTIME_ENV_AGENT_PORT", "DASHBOARD_AGENT_GRPC_PORT", "METRICS_EXPORT_PORT", "DASHBOARD_AGENT_LISTEN_PORT"]
@@ -63,7 +63,7 @@ def test_two_nodes_join_and_the_loss_of_one_is_named(tmp_path, real_ray):
             "node1": 1, "node2": 1,
         }  # fmt: skip
         kill_raylet(job, "node2")
-        assert job.finish(120) == 3, job.output()
+        assert job.finish(200) == 3, job.output()
         assert "Node node2 has ended (node2: task 0: Exited with exit code 1)" in job.output()
         assert "raylet [exit code=-9]" in job.output()
         assert any(job.log_dir().glob("ray/node1/session_*/logs/gcs_server.out"))
@@ -95,7 +95,7 @@ def test_the_cpu_example_is_preempted_and_goes_on_from_its_checkpoint(tmp_path, 
     try:
         job.wait_for(lambda: "step 2/6" in job.log("ray-driver.log"), timeout_s=300)
         job.signal_batch_shell(signal.SIGUSR1)
-        assert job.finish(300) == 0, job.output() + job.log("ray-driver.log")[-2000:]
+        assert job.finish(500) == 0, job.output() + job.log("ray-driver.log")[-2000:]
     finally:
         job.close()
     first, second = job.log("ray-driver.log"), job.log("ray-driver.log", restarts=1)
