@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,12 @@ def search_path(*first: Path) -> str:
     return os.pathsep.join(map(str, [*first, HERE / "stand_ins", Path(sys.executable).parent, os.environ["PATH"]]))
 
 
+def script_defaults() -> dict[str, str]:
+    """The variables that `ray.sub` reads, and their defaults as they are written there."""
+    block = SCRIPT.read_text().partition("DEFAULTS=(")[2].partition("\n)")[0]
+    return {name: value.strip('"') for name, value in re.findall(r'^  (\w+)=("[^"]*"|\S*)', block, flags=re.MULTILINE)}
+
+
 def slurm_environment(folder: Path, **variables: str) -> dict[str, str]:
     """The environment of a user of the stand-ins, with the "cluster" in `folder`."""
     state = folder / "slurm"
@@ -89,7 +96,7 @@ def slurm_environment(folder: Path, **variables: str) -> dict[str, str]:
         for number, name in enumerate(NODES, start=2)
     }
     (state / "nodes.json").write_text(json.dumps(nodes))
-    hidden = ("RAY_", "SLURM", "PYTEST_", "VIRTUAL_ENV", "COMMAND", "CONTAINER")
+    hidden = ("RAY_", "SLURM", "PYTEST_", "VIRTUAL_ENV", *script_defaults())
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     return kept | {
         "PATH": search_path(),

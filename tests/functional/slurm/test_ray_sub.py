@@ -11,7 +11,16 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from slurm_jobs import REPOSITORY, SCRIPT, STAND_IN_RAY, SlurmJob, search_path, slurm_environment, submit
+from slurm_jobs import (
+    REPOSITORY,
+    SCRIPT,
+    STAND_IN_RAY,
+    SlurmJob,
+    script_defaults,
+    search_path,
+    slurm_environment,
+    submit,
+)
 
 SAVES_AT_SIGTERM = """
 set -e
@@ -204,10 +213,7 @@ def test_a_worker_that_never_joins_is_named_with_the_end_of_its_log(jobs):
 def test_the_guide_lists_the_variables_of_the_script():
     table = (REPOSITORY / "docs/guides/slurm.md").read_text().partition("\n## Variables\n")[2].partition("\n## ")[0]
     documented = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", table, flags=re.MULTILINE))
-    block = SCRIPT.read_text().partition("DEFAULTS=(")[2].partition("\n)")[0]
-    defaults = {
-        name: value.strip('"') for name, value in re.findall(r'^  (\w+)=("[^"]*"|\S*)', block, flags=re.MULTILINE)
-    }
+    defaults = script_defaults()
     assert documented.keys() == defaults.keys()
     assert len(defaults) > 25
     assert defaults.pop("BASE_LOG_DIR") == "${SLURM_SUBMIT_DIR:-$PWD}"
