@@ -1,0 +1,103 @@
+"""`tools/launch` and `tools/code_snapshot.sh`, in a checkout of their own."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from slurm_jobs import REPOSITORY
+
+RUN = """\
+# ===== BEGIN CONFIG =====
+NUM_NODES=2
+STEPS_PER_RUN=30
+MAX_STEPS=50
+NUM_RUNS=$(((MAX_STEPS + STEPS_PER_RUN - 1) / STEPS_PER_RUN))
+NUM_MINUTES=240
+# ===== END CONFIG =====
+python train.py
+"""
+SBATCH = """\
+#!/bin/bash
+printf "%s|" "$PWD" "$COMMAND" "$GPUS_PER_NODE" "$PYTHONPATH" "$MOUNTS" "$@" >> $RECORD
+echo >> $RECORD
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    root = tmp_path / "checkout"
+    for name in ("tools/launch", "tools/code_snapshot.sh", "ray.sub"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, root / name)
+    (root / "runs").mkdir()
+    (root / "runs/my run.sh").write_text("")
+    (root / "runs/small.sh").write_text(RUN)
+    (root / "train.py").write_text("print(1)")
+    (root / "gone.py").write_text("")
+    for command in (
+        ["init", "-q"],
+        ["add", "-A"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"],
+    ):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    (root / "gone.py").unlink()
+    (root / "untracked.sh").write_text(RUN)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text(SBATCH)
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    return root
+
+
+def run(checkout: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = f"{checkout.parent}/bin{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "RECORD": f"{checkout.parent}/record"} | variables
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=30)
+
+
+def test_a_script_is_submitted_as_often_as_it_says_from_a_snapshot(checkout):
+    where = {"ACCOUNT": "us", "PARTITION": "big", "CONTAINER": "image", "MOUNTS": "/data:/data"}
+    done = run(checkout, "tools/launch", "runs/small.sh", **where)
+    assert done.returncode == 0, done.stderr
+    snapshot = checkout / "code_snapshots/small"
+    job = f"{snapshot}|bash runs/small.sh|8|{snapshot}|{snapshot}:{snapshot},/data:/data|"
+    job += "--nodes=2|--account=us|--partition=big|--time=240|--job-name=small|ray.sub|"
+    record = checkout.parent / "record"
+    assert record.read_text().splitlines() == [job] * 2
+    subprocess.run(
+        ["bash", snapshot / "continue.sh"],
+        env=os.environ | {"PATH": f"{checkout.parent}/bin:/usr/bin:/bin", "RECORD": str(record)},
+        check=True,
+    )
+    assert record.read_text().splitlines() == [job] * 3
+
+
+def test_a_snapshot_keeps_the_code_of_its_first_start(checkout):
+    first = run(checkout, "tools/code_snapshot.sh", "one")
+    assert first.returncode == 0, first.stderr
+    (checkout / "train.py").write_text("print(2)")
+    assert run(checkout, "tools/code_snapshot.sh", "one").stdout == first.stdout
+    snapshot = Path(first.stdout.strip())
+    assert snapshot == checkout / "code_snapshots/one"
+    assert (snapshot / "train.py").read_text() == "print(1)"
+    assert not (snapshot / "untracked.sh").exists() and not (snapshot / "gone.py").exists()
+    other = run(checkout, "tools/code_snapshot.sh", "two").stdout.strip()
+    assert (Path(other) / "train.py").read_text() == "print(2)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "answer"),
+    [
+        (["runs/my run.sh"], {}, "has no lines between"),
+        (["untracked.sh"], {}, "is no file that git tracks"),
+        (["runs/small.sh"], {"ACCOUNT": ""}, "ACCOUNT and PARTITION of Slurm have to be set"),
+        ([], {}, "no script is given"),
+    ],
+    ids=["no config", "untracked", "no account", "nothing"],
+)
+def test_what_cannot_be_submitted_is_answered(checkout, arguments, variables, answer):
+    done = run(checkout, "tools/launch", *arguments, **({"ACCOUNT": "us", "PARTITION": "big"} | variables))
+    assert done.returncode == 2
+    assert answer in done.stderr
+    assert not (checkout.parent / "record").exists()

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Copy the checkout's tracked files, as they are now, to code_snapshots/NAME and print that folder:
+#
+#   cd "$(tools/code_snapshot.sh NAME)"
+#
+# A snapshot that exists is left as it is, so that all jobs of one experiment run the same code.
+set -euo pipefail
+if (($# != 1)) || [[ ! $1 =~ ^[A-Za-z0-9._-]+$ ]]; then
+  echo "usage: tools/code_snapshot.sh NAME   (letters, digits, dots, dashes, underscores)" >&2
+  exit 2
+fi
+cd "$(dirname "$0")/.."
+snapshot=$PWD/code_snapshots/$1
+if [[ ! -d $snapshot ]]; then
+  partial=$(mktemp -d "$(mkdir -p code_snapshots && echo code_snapshots)/.partial.XXXXXX")
+  trap 'rm -rf "$partial"' EXIT
+  # Files that are removed but still tracked are not there to copy.
+  git ls-files -z | while IFS= read -r -d '' file; do
+    [[ ! -e $file && ! -L $file ]] || printf '%s\0' "$file"
+  done | tar --create --null --files-from=- | tar --extract --directory="$partial"
+  git rev-parse HEAD > "$partial/COMMIT"
+  chmod 755 "$partial"
+  mv "$partial" "$snapshot"
+fi
+echo "$snapshot"
