@@ -10,7 +10,7 @@ from manifests import FOLDER
 
 DRIVER = """
 import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), open("checkpoint", "a").write("saved "), sys.exit(75)))
+signal.signal(signal.SIGTERM, lambda *_: (open("signals", "a").write("TERM "), time.sleep(0.5), sys.exit(75)))
 open("started", "w").close()
 time.sleep(60)
 """
@@ -49,7 +49,7 @@ def test_the_driver_gets_one_signal_and_the_time_for_its_checkpoint(pod):
     stop = subprocess.Popen([FOLDER / "stop_run.sh"])
     # A zombie still takes signals, so the driver is waited for as Ray's supervisor does.
     assert driver.wait(timeout=20) == STATUS_OF_A_STOP
-    assert (pod / "checkpoint").read_text() == "saved "
+    assert (pod / "signals").read_text() == "TERM "
     assert stop.wait(timeout=20) == 0
 
 
