@@ -46,7 +46,7 @@ def as_installed(command: str) -> str:
 def test_all_of_them_in_page_order(tmp_path: Path) -> None:
     commands = list(dict.fromkeys(map(as_installed, documented_commands())))
     assert len(commands) > 20
-    for part in ("examples", "tools"):
+    for part in ("examples", "infra", "tools"):
         shutil.copytree(REPOSITORY / part, tmp_path / part)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = run_environment() | {"PATH": path}

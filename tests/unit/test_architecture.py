@@ -389,9 +389,9 @@ def test_no_registry_hosts_are_named():
     hosts = re.compile("|".join(["py" + r"pi\.org", "python" + "hosted", r"anaconda" + r"\.org", "index" + "-url"]))
     texts = [
         path
-        for folder in ("nemo_rl", "examples", "tests", "tools", "docs")
+        for folder in ("nemo_rl", "examples", "tests", "tools", "docs", "docker", "infra")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".md", ".yaml", ".toml", ".sh", ".txt")
+        if path.name == "Dockerfile" or path.suffix in (".py", ".md", ".yaml", ".toml", ".sh", ".txt")
     ]
     texts += [*ROOT.glob("*.md"), ROOT / "pyproject.toml", ROOT / ".pre-commit-config.yaml"]
     assert len(texts) > 100

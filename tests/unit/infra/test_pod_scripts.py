@@ -1,0 +1,82 @@
+"""The preStop hook lets a run end behind its step and waits for the last of its actors, on processes that stand in."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from manifests import FOLDER
+
+DRIVER = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (open("signals", "a").write("TERM "), time.sleep(0.5), sys.exit(75)))
+open("started", "w").close()
+time.sleep(60)
+"""
+STATUS_OF_A_STOP = 75
+
+
+@pytest.fixture
+def pod(tmp_path, monkeypatch):
+    """A folder for a pod of its own: its process id file, and a pgrep that sees this test's children only."""
+    pgrep = tmp_path / "bin/pgrep"
+    pgrep.parent.mkdir()
+    pgrep.write_text(f'#!/bin/sh\nexec /usr/bin/pgrep --parent {os.getpid()} "$@"\n')
+    pgrep.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{pgrep.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("NRL_DRIVER_PID_FILE", str(tmp_path / "driver.pid"))
+    return tmp_path
+
+
+def titled(title: str, seconds: float) -> subprocess.Popen:
+    return subprocess.Popen(["bash", "-c", f"exec -a '{title}' sleep {seconds}"])
+
+
+def seconds_to_stop() -> float:
+    started = time.monotonic()
+    subprocess.run([FOLDER / "stop_run.sh"], check=True, timeout=20, capture_output=True)
+    return time.monotonic() - started
+
+
+def test_the_driver_gets_one_signal_and_the_time_for_its_checkpoint(pod):
+    driver = subprocess.Popen([FOLDER / "run_driver.sh", sys.executable, "-c", DRIVER], cwd=pod)
+    deadline = time.monotonic() + 20
+    while not (pod / "started").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (pod / "driver.pid").read_text().strip() == str(driver.pid)
+    stop = subprocess.Popen([FOLDER / "stop_run.sh"])
+    # A zombie still takes signals, so the driver is waited for as Ray's supervisor does.
+    assert driver.wait(timeout=20) == STATUS_OF_A_STOP
+    assert (pod / "signals").read_text() == "TERM "
+    assert stop.wait(timeout=20) == 0
+
+
+def test_a_pod_stays_until_its_actors_have_ended(pod):
+    agents = [titled("ray::DashboardAgent", 30), titled("ray::RuntimeEnvAgent", 30), titled("ray::IDLE", 30)]
+    try:
+        assert seconds_to_stop() < 10
+        actor = titled("ray::PolicyWorker.train", 2)
+        assert seconds_to_stop() > 0.5
+        assert actor.poll() is not None
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+
+
+def test_a_driver_that_has_ended_is_not_waited_for(pod):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (pod / "driver.pid").write_text(str(ended.pid))
+    assert seconds_to_stop() < 10
+
+
+def test_the_titles_are_ray_s():
+    """Of what Ray keeps on every node, and of a worker without a task."""
+    from ray._private import ray_constants
+
+    script = (FOLDER / "stop_run.sh").read_text()
+    titles = [*ray_constants.AGENT_PROCESS_LIST, ray_constants.WORKER_PROCESS_TYPE_IDLE_WORKER]
+    assert titles and [title for title in titles if title.removeprefix("ray::") not in script] == []

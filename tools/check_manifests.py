@@ -1,0 +1,121 @@
+"""Check Kubernetes manifests field by field, without a cluster: `python tools/check_manifests.py [FILE_OR_FOLDER...]`.
+
+Kubernetes' own kinds and all pod templates are checked by the strict schemas of its API in `kubernetes-validate`, kinds
+of KubeRay, Kueue and Kustomize by `manifest_schemas.yaml`. A field that none of them knows is an error, as is one that
+is given twice. What a cluster's own schemas say, `kubectl apply --dry-run=server` tells.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import relevance
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT202012
+
+KUBERNETES = "1.34"
+"""The release whose fields are known; the manifests use none that is younger than 1.27."""
+MANIFESTS = Path(__file__).parents[1] / "infra/kubernetes"
+CUSTOM_KINDS = Path(__file__).with_name("manifest_schemas.yaml")
+_TYPES = {
+    "pod_template": "io.k8s.api.core.v1.PodTemplateSpec",
+    "metadata": "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta",
+}
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML in which a repeated key is an error, as it is for the API server."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key.value} is given twice", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def documents(file: Path) -> list[dict[str, Any]]:
+    """The manifests in a file.
+
+    Raises:
+        yaml.YAMLError: not YAML, or a key is given twice.
+    """
+    return [item for item in yaml.load_all(file.read_text(encoding="utf-8"), _EachKeyOnce) if item]  # noqa: S506
+
+
+@cache
+def _kubernetes_types() -> dict[str, Any]:
+    folder = files("kubernetes_validate") / f"kubernetes-json-schema/v{KUBERNETES}.0-local-strict"
+    return json.loads((folder / "_definitions.json").read_text())
+
+
+class ManifestChecker:
+    """Finds what is wrong with a manifest of any kind."""
+
+    def __init__(self) -> None:
+        types = _kubernetes_types()
+        self._types: dict[str, Any] = types["$defs"]
+        self._types_uri = types["$id"]
+        self._custom = yaml.safe_load(CUSTOM_KINDS.read_text(encoding="utf-8"))
+        aliases = {name: {"$ref": f"{self._types_uri}#/$defs/{full}"} for name, full in _TYPES.items()}
+        resources = {self._types_uri: types, "custom": self._custom, **aliases}
+        self._registry: Registry = Registry().with_resources(
+            (uri, Resource.from_contents(contents, default_specification=DRAFT202012))
+            for uri, contents in resources.items()
+        )
+
+    def errors(self, manifest: dict[str, Any]) -> list[str]:
+        """What is wrong with a manifest, each as `path.to.field: reason`."""
+        api_version, kind = str(manifest.get("apiVersion")), str(manifest.get("kind"))
+        where = self._schema_of(api_version, kind)
+        if where is None:
+            return [f"apiVersion {api_version!r} has no kind {kind!r} that is known here"]
+        validator = Draft202012Validator({"$ref": where}, registry=self._registry)
+        return sorted(map(_told, validator.iter_errors(manifest)))
+
+    def _schema_of(self, api_version: str, kind: str) -> str | None:
+        if f"{api_version}/{kind}" in self._custom["kinds"]:
+            return "custom#/kinds/" + f"{api_version}/{kind}".replace("/", "~1")
+        group, _, version = api_version.rpartition("/")
+        of_kind = {"group": group, "version": version, "kind": kind}
+        for name, schema in self._types.items():
+            if of_kind in schema.get("x-kubernetes-group-version-kind", ()):
+                return f"{self._types_uri}#/$defs/{name}"
+        return None
+
+
+def _told(error: Any) -> str:
+    """The most telling part of an error; of alternatives that all fail, the one that failed deepest."""
+    while error.context:
+        error = max(error.context, key=relevance)
+    return f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
+
+
+def problems(paths: list[Path]) -> Iterator[str]:
+    """What is wrong with the manifests in files and folders, as `file: Kind name: path: reason`."""
+    checker = ManifestChecker()
+    for path in paths:
+        for file in sorted(path.rglob("*.yaml")) if path.is_dir() else [path]:
+            try:
+                manifests = documents(file)
+            except yaml.YAMLError as error:
+                yield f"{file}: {error}"
+                continue
+            for manifest in manifests:
+                name = manifest.get("metadata", {}).get("name", "")
+                yield from (f"{file}: {manifest.get('kind')} {name}: {error}" for error in checker.errors(manifest))
+
+
+if __name__ == "__main__":
+    found = list(problems([Path(argument) for argument in sys.argv[1:]] or [MANIFESTS]))
+    print("\n".join(found) or "All manifests are valid.")
+    sys.exit(bool(found))
