@@ -1,0 +1,90 @@
+"""All checks in their order: configuration, cluster, machines, run."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config
+from nemo_rl.doctor.algorithms import SCHEMAS, algorithm_of
+from nemo_rl.doctor.findings import Check, Finding, Status
+from nemo_rl.doctor.nodes import NODE_CHECKS
+from nemo_rl.doctor.requests import RunRequest, node_request
+from nemo_rl.doctor.run import run_checks
+from nemo_rl.doctor.runner import as_the_run_says, perform, smallest
+
+CONFIGURATION, CLUSTER = "configuration", "cluster"
+_CLUSTER_DEADLINE_S = 120.0
+
+
+def examine(arguments: argparse.Namespace) -> list[Finding]:
+    """Make all checks that a command line asks for."""
+    address = os.environ.get("RAY_ADDRESS")
+    with _progress() as tell:
+        config, findings = _configuration(arguments)
+        joined = False
+        if address:
+            findings += perform([Check(CLUSTER, _join, _CLUSTER_DEADLINE_S)], address, tell=tell)
+            joined = findings[-1].status is Status.OK
+        request = node_request(config, starts_ray=not address)
+        if joined:
+            from nemo_rl.doctor.cluster import check_nodes
+
+            tell("all nodes")
+            machines = check_nodes(request)
+        else:
+            machines = perform(NODE_CHECKS, request, tell=tell)
+        findings += machines
+        if config is not None:
+            run = _run_request(config, machines if joined or not address else (), arguments.dummy_step)
+            findings += perform(run_checks(config), run, findings, tell)
+    return findings
+
+
+def _configuration(arguments: argparse.Namespace) -> tuple[MasterConfig | EvalMasterConfig | None, list[Finding]]:
+    """The configuration that is asked for, if it is accepted, and what there is to say about it."""
+    file: Path | None = arguments.config
+    if file is None:
+        return None, []
+    accepted: list[MasterConfig | EvalMasterConfig] = []
+
+    def look() -> str:
+        algorithm = arguments.algorithm or algorithm_of(file)
+        accepted.append(load_config(file, arguments.overrides, schema=SCHEMAS[algorithm]))
+        return f"{file}, read as one of {algorithm}"
+
+    check: Check[None] = Check(CONFIGURATION, lambda _: as_the_run_says(look, "Correct the file or the override."))
+    findings = perform([check], None)
+    return (accepted[0] if accepted else None), findings
+
+
+def _join(address: str) -> Finding:
+    # Imports Ray, which a machine alone is checked without.
+    from nemo_rl.doctor.cluster import check_cluster
+
+    return check_cluster(address)
+
+
+def _run_request(config: MasterConfig | EvalMasterConfig, machines: Sequence[Finding], dummy_step: bool) -> RunRequest:
+    return RunRequest(
+        config,
+        joins_cluster=bool(os.environ.get("RAY_ADDRESS")),
+        gpu_bytes=smallest(machines, "gpu_bytes"),
+        host_bytes=smallest(machines, "host_bytes"),
+        dummy_step=dummy_step,
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], object]]:
+    """Shows on a terminal which check runs."""
+    console = Console(stderr=True)
+    if not sys.stderr.isatty():
+        yield lambda name: None
+        return
+    with console.status("") as status:
+        yield lambda name: status.update(f"checking: {name}")
