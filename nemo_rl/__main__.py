@@ -1,7 +1,7 @@
 """`nemo_rl` as a command: `nemo_rl doctor`, or `python -m nemo_rl doctor`.
 
-A subcommand is a module with `NAME`, `SUMMARY`, `DESCRIPTION`, `add_arguments(parser)` and `main(arguments)`; it imports
-what is heavy in `main`.
+A subcommand is a module with `NAME`, `SUMMARY`, `DESCRIPTION`, `add_arguments(parser)` and `main(arguments)`, which is
+where it imports what is heavy.
 """
 
 import argparse

@@ -27,8 +27,8 @@ _HEALTH_S = 20.0
 _TASK_START_S = 60.0
 NODES = "nodes"
 _START_ONE = (
-    "Start it (ray start --head there, ray start --address=... on the other nodes), correct RAY_ADDRESS, or unset it to "
-    "run on this machine alone."
+    "Start it (ray start --head there, ray start --address=... on the other nodes), correct RAY_ADDRESS, or unset it "
+    "to run on this machine alone."
 )
 
 

@@ -52,7 +52,7 @@ def make_step(config: MasterConfig) -> str:
 
 
 def rows_of_microbatch(policy: PolicyConfig) -> int:
-    """Rows of the greatest length that one rank has in one microbatch, or in two where that is odd: pairs stay together."""
+    """Rows of the greatest length in one microbatch of a rank; in two where that is odd: pairs stay together."""
     rows = policy.train_micro_batch_size
     for way in (policy.sequence_packing, policy.dynamic_batching):
         if way.enabled:

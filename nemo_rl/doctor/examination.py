@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config
+from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config, report_findings
 from nemo_rl.doctor.algorithms import SCHEMAS, algorithm_of
 from nemo_rl.doctor.findings import Check, Finding, Status
 from nemo_rl.doctor.nodes import NODE_CHECKS
@@ -41,12 +41,15 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
         findings += machines
         if config is not None:
             run = _run_request(config, machines if joined or not address else (), arguments.dummy_step)
-            findings += perform(run_checks(config), run, findings, tell)
+            findings += perform(run_checks(run), run, findings, tell)
     return findings
 
 
 def _configuration(arguments: argparse.Namespace) -> tuple[MasterConfig | EvalMasterConfig | None, list[Finding]]:
-    """The configuration that is asked for, if it is accepted, and what there is to say about it."""
+    """The configuration that is asked for, and what there is to say about it.
+
+    None without one, or where keys are wrong; files that it names may be missing.
+    """
     file: Path | None = arguments.config
     if file is None:
         return None, []
@@ -54,7 +57,10 @@ def _configuration(arguments: argparse.Namespace) -> tuple[MasterConfig | EvalMa
 
     def look() -> str:
         algorithm = arguments.algorithm or algorithm_of(file)
-        accepted.append(load_config(file, arguments.overrides, schema=SCHEMAS[algorithm]))
+        config = load_config(file, arguments.overrides, schema=SCHEMAS[algorithm], check=False)
+        report_findings(config.findings())
+        accepted.append(config)
+        report_findings(config.missing_files())
         return f"{file}, read as one of {algorithm}"
 
     check: Check[None] = Check(CONFIGURATION, lambda _: as_the_run_says(look, "Correct the file or the override."))

@@ -20,8 +20,8 @@ _ELEMENTS = 1 << 22
 """Float32 numbers that the ranks add up: 16 MB."""
 _GPU_VARIABLE = "NRL_DOCTOR_RANK_ON_GPU"
 _ADVICE = (
-    "Look at the first error: NCCL_DEBUG=INFO shows what NCCL tries; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME must name "
-    "interfaces that exist (ip -brief address); GPUs need /dev/shm."
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME must name interfaces that exist (ip -brief address); NCCL needs shared "
+    "memory, and says with NCCL_DEBUG=INFO what it tries."
 )
 
 

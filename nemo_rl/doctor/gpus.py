@@ -47,7 +47,7 @@ def check_gpus(request: NodeRequest) -> Finding:
             "Start Ray with the GPUs that nvidia-smi shows there, or mend the driver.",
         )
     if not gpus:
-        return skipped("no GPU here; configurations with cluster.device=cpu run")
+        return skipped("no GPU here" if request.uses_gpu else "no GPU here; configurations with cluster.device=cpu run")
     numbers = {"gpus": float(len(gpus)), "gpu_bytes": float(min(gpu.total_bytes for gpu in gpus))}
     names = ", ".join(f"{sum(g.name == name for g in gpus)} x {name}" for name in dict.fromkeys(g.name for g in gpus))
     found = f"{names}, {readable_bytes(int(numbers['gpu_bytes']))} each, driver {gpus[0].driver}"

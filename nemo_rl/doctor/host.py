@@ -43,8 +43,8 @@ def check_shared_memory(request: NodeRequest) -> Finding:
     store = object_store_bytes() or min(int(_RAY_SHARE * machine_bytes()), _RAY_MOST_BYTES)
     found = f"{readable_bytes(free)} free in {SHARED_MEMORY}"
     advice = (
-        f"Give the container more (docker run --shm-size={readable_bytes(2 * store).replace(' ', '')} or --ipc=host; in "
-        f"Kubernetes an emptyDir with medium: Memory at {SHARED_MEMORY}), or delete files of ended runs there."
+        f"Give the container more (docker run --shm-size={-(-2 * store // 2**30)}g or --ipc=host; in Kubernetes an "
+        f"emptyDir with medium: Memory at {SHARED_MEMORY}), or delete files of ended runs there."
     )
     if free < _LEAST_SHARED_BYTES:
         need = f"less than the {readable_bytes(_LEAST_SHARED_BYTES)} that NCCL and data loaders may take"

@@ -12,7 +12,7 @@ from nemo_rl.config import EvalMasterConfig, MasterConfig, RolloutMasterConfig, 
 from nemo_rl.config.rules.trackers import check_trackers
 from nemo_rl.doctor import dummy_step
 from nemo_rl.doctor.algorithms import recipe_of, roles_of
-from nemo_rl.doctor.findings import Check, Finding, Status, ok, skipped
+from nemo_rl.doctor.findings import Check, Finding, skipped
 from nemo_rl.doctor.requests import RunRequest
 from nemo_rl.doctor.runner import as_the_run_says
 from nemo_rl.utils.disk_space import free_bytes, readable_bytes
@@ -199,9 +199,10 @@ def check_dummy_step(request: RunRequest) -> Finding:
     )
 
 
-def run_checks(config: MasterConfig | EvalMasterConfig) -> Sequence[Check[RunRequest]]:
+def run_checks(request: RunRequest) -> Sequence[Check[RunRequest]]:
     """The checks of a configuration, cheapest first."""
-    timeouts = config.cluster.timeouts
+    timeouts = request.config.cluster.timeouts
+    before_a_step = ("cluster", "devices", "model", "mesh", "memory", "ports")
     return [
         Check("devices", check_devices),
         Check("nodes for the run", check_size, needs=("cluster",)),
@@ -216,6 +217,6 @@ def run_checks(config: MasterConfig | EvalMasterConfig) -> Sequence[Check[RunReq
             "dummy step",
             check_dummy_step,
             timeouts.setup_s + timeouts.train_s + timeouts.shutdown_s,
-            needs=("cluster", "devices", "model", "mesh", "memory", "ports"),
+            needs=before_a_step if request.dummy_step else (),
         ),
     ]

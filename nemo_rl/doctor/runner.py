@@ -36,7 +36,7 @@ def perform[Given](
     for check in checks:
         missing = [name for name in check.needs if name in failed]
         if missing:
-            finding = skipped(f"cannot be checked while {' and '.join(map(repr, missing))} fails")
+            finding = skipped(f"cannot be checked before {' and '.join(map(repr, missing))} succeed")
         else:
             tell(check.name)
             finding = _answer(partial(check.look, given), check)

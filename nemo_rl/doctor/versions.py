@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 
-from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -44,8 +43,8 @@ def check_versions(request: NodeRequest) -> Finding:
     return Finding(
         status,
         "; ".join(text for _, text in problems),
-        "Install what the lock file says: uv sync --extra cpu, or --extra vllm on GPUs, with --extra mcore for Megatron "
-        "Core; on a cluster on every node.",
+        "Install what the lock file says: uv sync --extra cpu, or --extra vllm on GPUs, --extra mcore for Megatron, on "
+        "every node of a cluster.",
         details=f"Installed: {shown}",
     )
 
@@ -53,7 +52,7 @@ def check_versions(request: NodeRequest) -> Finding:
 def installed_versions() -> dict[str, str]:
     """Versions of the packages that matter, by name; the first on Python's path, as an import takes it."""
     pinned = [requirement.name for requirement in _requirements()]
-    found = {}
+    found: dict[str, str] = {}
     for name in dict.fromkeys((*SHOWN, *pinned)):
         try:
             found[canonicalize_name(name)] = importlib.metadata.version(name)
@@ -110,7 +109,7 @@ def _of_pairs(installed: Mapping[str, str]) -> Iterator[Problem]:
         for text in (importlib.metadata.requires(name) or ()) if name in installed else ():
             requirement = Requirement(text)
             other = canonicalize_name(requirement.name)
-            applies = requirement.marker is None or requirement.marker.evaluate({**default_environment(), "extra": ""})
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             if other in SHOWN and other in installed and applies and not _fits(requirement.specifier, installed[other]):
                 wanted = _LOCAL.sub("", str(requirement.specifier))
                 yield Status.FAILED, f"{name} {installed[name]} needs {other}{wanted}, installed is {installed[other]}"
