@@ -36,7 +36,7 @@ def perform[Given](
     for check in checks:
         missing = [name for name in check.needs if name in failed]
         if missing:
-            finding = skipped(f"cannot be checked before {' and '.join(map(repr, missing))} succeed")
+            finding = skipped(f"needs {', '.join(map(repr, missing))} to pass first")
         else:
             tell(check.name)
             finding = _answer(partial(check.look, given), check)

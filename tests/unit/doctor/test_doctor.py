@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,28 @@ def test_the_algorithm_of_a_file_is_known_by_its_sections(file: Path) -> None:
 
 def test_the_algorithms_of_the_command_line_have_schemas() -> None:
     assert tuple(SCHEMAS) == command.ALGORITHMS
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "distillation_math_cpu.yaml",
+        "evals/eval_cpu.yaml",
+        *(pytest.param(f"{name}_cpu.yaml", marks=pytest.mark.long) for name in ("sft", "dpo", "rm")),
+        pytest.param("grpo_math_cpu_megatron.yaml", marks=pytest.mark.long),
+    ],
+)
+def test_every_algorithm_is_examined(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--config", str(QUICK_START.parent / config), "--json"])
+    lines = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert (status, failed(lines)) == (0, [])
+    assert lines["data"]["status"] == lines["model"]["status"] == "ok"
+    assert lines["memory"]["status"] == ("skipped" if "eval" in config else "ok")
+
+
+def test_the_installed_command_is_this_one() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"nemo_rl": f"{main.__module__}:{main.__name__}"}
 
 
 def test_help_comes_without_the_libraries() -> None:
