@@ -17,15 +17,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from nemo_rl.config import EvalMasterConfig, MasterConfig
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.doctor.findings import Finding, Status, ok
-from nemo_rl.doctor.nodes import NODE_CHECKS
+from nemo_rl.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
 from nemo_rl.doctor.requests import NodeRequest
-from nemo_rl.doctor.runner import perform, refusal
+from nemo_rl.doctor.runner import perform
 from nemo_rl.doctor.versions import installed_versions
 
 _CONNECT_S = 5.0
 _HEALTH_S = 20.0
-_TASK_START_S = 60.0
-NODES = "nodes"
 _START_ONE = (
     "Start it (ray start --head there, ray start --address=... on the other nodes), correct RAY_ADDRESS, or unset it "
     "to run on this machine alone."
@@ -64,9 +62,9 @@ def _unreachable(address: str) -> str | None:
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_HEALTH_S, check=False)
     except subprocess.TimeoutExpired:
-        return f"whoever listens there is no Ray that answers within {_HEALTH_S:g} s"
-    lines = asked.stderr.strip().splitlines() or ["it is no healthy Ray"]
-    return None if asked.returncode == 0 else lines[-1]
+        return f"what listens there is no Ray that answers within {_HEALTH_S:g} s"
+    said = asked.stderr.strip().splitlines()
+    return None if asked.returncode == 0 else f"what listens there is no Ray to join ({said[-1] if said else 'silent'})"
 
 
 def check_size(config: MasterConfig | EvalMasterConfig) -> Finding:
@@ -84,16 +82,15 @@ def check_size(config: MasterConfig | EvalMasterConfig) -> Finding:
 
 def check_nodes(request: NodeRequest) -> list[Finding]:
     """Perform the checks of a machine on each node of the joined cluster, on all of them at once."""
-    deadline_s = _TASK_START_S + sum(check.deadline_s for check in NODE_CHECKS)
     request = replace(request, starts_ray=False, versions=installed_versions())
     look = ray.remote(num_cpus=0, max_retries=0)(_look)
     nodes = _alive()
     answers = [look.options(scheduling_strategy=_on(node)).remote(_of_node(request, node)) for node in nodes]
-    done, _ = ray.wait(answers, num_returns=len(answers), timeout=deadline_s)
+    done, _ = ray.wait(answers, num_returns=len(answers), timeout=NODES_DEADLINE_S)
     return [
         replace(finding, node=node["NodeManagerAddress"])
         for node, answer in zip(nodes, answers, strict=True)
-        for finding in _findings(answer, answer in done, deadline_s)
+        for finding in _findings(answer, answer in done)
     ]
 
 
@@ -101,15 +98,15 @@ def _look(request: NodeRequest) -> list[Finding]:
     return perform(NODE_CHECKS, request)
 
 
-def _findings(answer: ray.ObjectRef, is_there: bool, deadline_s: float) -> Sequence[Finding]:
+def _findings(answer: ray.ObjectRef, is_there: bool) -> Sequence[Finding]:
     if not is_there:
-        found = f"the node did not answer in {deadline_s:g} s"
+        found = f"the node did not answer in {NODES_DEADLINE_S:g} s"
         return [Finding(Status.FAILED, found, "Look at ray status and at the node's /tmp/ray.", check=NODES)]
     try:
         findings: list[Finding] = ray.get(answer)
     except ray.exceptions.RayError as error:
         advice = "The node needs the same environment as this machine, with nemo_rl in it, and Ray must be alive there."
-        return [replace(refusal(error, advice), check=NODES)]
+        return [Finding(Status.FAILED, str(error).strip().splitlines()[-1], advice, str(error), check=NODES)]
     return findings
 
 

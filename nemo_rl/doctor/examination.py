@@ -11,14 +11,15 @@ from rich.console import Console
 
 from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config, report_findings
 from nemo_rl.doctor.algorithms import SCHEMAS, algorithm_of
-from nemo_rl.doctor.findings import Check, Finding, Status
-from nemo_rl.doctor.nodes import NODE_CHECKS
-from nemo_rl.doctor.requests import RunRequest, node_request
+from nemo_rl.doctor.findings import Check, Finding, Status, ok
+from nemo_rl.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
+from nemo_rl.doctor.requests import NodeRequest, RunRequest, node_request
 from nemo_rl.doctor.run import run_checks
 from nemo_rl.doctor.runner import as_the_run_says, perform, smallest
 
 CONFIGURATION, CLUSTER = "configuration", "cluster"
 _CLUSTER_DEADLINE_S = 120.0
+_GRACE_S = 30.0
 
 
 def examine(arguments: argparse.Namespace) -> list[Finding]:
@@ -31,13 +32,7 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
             findings += perform([Check(CLUSTER, _join, _CLUSTER_DEADLINE_S)], address, tell=tell)
             joined = findings[-1].status is Status.OK
         request = node_request(config, starts_ray=not address)
-        if joined:
-            from nemo_rl.doctor.cluster import check_nodes
-
-            tell("all nodes")
-            machines = check_nodes(request)
-        else:
-            machines = perform(NODE_CHECKS, request, tell=tell)
+        machines = _on_all_nodes(request, tell) if joined else perform(NODE_CHECKS, request, tell=tell)
         findings += machines
         if config is not None:
             run = _run_request(config, machines if joined or not address else (), arguments.dummy_step)
@@ -73,6 +68,19 @@ def _join(address: str) -> Finding:
     from nemo_rl.doctor.cluster import check_cluster
 
     return check_cluster(address)
+
+
+def _on_all_nodes(request: NodeRequest, tell: Callable[[str], object]) -> list[Finding]:
+    """What each node of the joined cluster finds, behind whether they could be asked."""
+    of_nodes: list[Finding] = []
+
+    def look(asked: NodeRequest) -> Finding:
+        from nemo_rl.doctor.cluster import check_nodes
+
+        of_nodes.extend(check_nodes(asked))
+        return ok(f"asked: {', '.join(dict.fromkeys(finding.node for finding in of_nodes))}")
+
+    return [*perform([Check(NODES, look, NODES_DEADLINE_S + _GRACE_S)], request, tell=tell), *of_nodes]
 
 
 def _run_request(config: MasterConfig | EvalMasterConfig, machines: Sequence[Finding], dummy_step: bool) -> RunRequest:

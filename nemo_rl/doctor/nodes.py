@@ -29,3 +29,9 @@ NODE_CHECKS: list[Check[NodeRequest]] = [
     Check("ports", check_ports),
     Check("exchange", _exchange, DEADLINE_S),
 ]
+
+NODES = "nodes"
+"""Name of what is found where a node cannot be asked at all."""
+_START_S = 60.0
+NODES_DEADLINE_S = _START_S + sum(check.deadline_s for check in NODE_CHECKS)
+"""Until a node's task must have started and made all checks."""

