@@ -53,9 +53,7 @@ def make_step(config: MasterConfig) -> str:
 
 def rows_of_microbatch(policy: PolicyConfig) -> int:
     """Rows of the greatest length in one microbatch of a rank; in two where that is odd: pairs stay together."""
-    rows = policy.train_micro_batch_size
-    for way in (policy.sequence_packing, policy.dynamic_batching):
-        if way.enabled:
-            rows = way.train_mb_tokens // policy.max_total_sequence_length
-            break
-    return max(rows, 1) * (1 + rows % 2)
+    from nemo_rl.models.dtensor.memory_plan import microbatch_tokens
+
+    rows = max(microbatch_tokens(policy, trains=True) // policy.max_total_sequence_length, 1)
+    return rows * (1 + rows % 2)

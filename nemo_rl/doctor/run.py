@@ -110,7 +110,7 @@ def check_logging(request: RunRequest) -> Finding:
 
 def check_memory(request: RunRequest) -> Finding:
     """Predict the memory of each model's ranks and compare it with the GPUs, or the machines, that there are."""
-    from nemo_rl.algorithms.runtime.memory_check import compare_memory, predict_memory
+    from nemo_rl.algorithms.runtime.memory_check import compare_memory, memory_plans
 
     config = request.config
     if isinstance(config, EvalMasterConfig):
@@ -121,7 +121,7 @@ def check_memory(request: RunRequest) -> Finding:
     lines, tables = [], []
 
     def look() -> str:
-        for name, num_ranks, plan in predict_memory(config.cluster, roles_of(config)):
+        for name, num_ranks, plan in memory_plans(config.cluster, roles_of(config)):
             if plan is None:
                 lines.append(f"{name}: its backend predicts nothing")
                 continue

@@ -116,8 +116,8 @@ def test_a_cluster_with_too_few_nodes_is_named(two_nodes: Cluster, tmp_path: Pat
 
 
 def test_a_port_where_no_ray_listens_is_named_within_the_deadline(tmp_path: Path) -> None:
-    """Whoever listens there takes the connection and says nothing."""
-    listen = "s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(300)"
+    """Whoever listens there takes the connection and says nothing; on all addresses, because Ray replaces 127.0.0.1."""
+    listen = "s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True); time.sleep(300)"
     code = f"import socket, time; {listen}"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as listening:
         assert listening.stdout is not None

@@ -35,13 +35,13 @@ def tell_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> None:
         ConfigError: weights and optimizer state of one model do not fit.
     """
     available = _memory_of_a_rank(cluster)
-    for name, num_ranks, plan in predict_memory(cluster, roles):
+    for name, num_ranks, plan in memory_plans(cluster, roles):
         if plan is not None:
             logger.info("%s", plan.table(f"Predicted memory of {name} ({num_ranks} ranks)"))
             compare_memory(name, plan, available)
 
 
-def predict_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> Iterator[tuple[str, int, MemoryPlan | None]]:
+def memory_plans(cluster: ClusterConfig, roles: Mapping[str, Role]) -> Iterator[tuple[str, int, MemoryPlan | None]]:
     """Name, number of ranks and predicted memory of each model, the policy first; arguments as `tell_memory`."""
     names = sorted(roles, key=lambda name: name != "policy")
     ranks = model_ranks(cluster, [roles[name].section for name in names])
