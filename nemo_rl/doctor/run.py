@@ -36,10 +36,10 @@ def check_devices(request: RunRequest) -> Finding:
 
 def check_model(request: RunRequest) -> Finding:
     """Look for models and tokenizers: a folder, the hub's cache, or the hub."""
-    from nemo_rl.algorithms.runtime.preflight import check_models
+    from nemo_rl.algorithms.runtime.preflight import check_reachable_models
 
     def look() -> str:
-        check_models(request.config)
+        check_reachable_models(request.config)
         models = [request.config.policy] if isinstance(request.config, EvalMasterConfig) else request.config.models
         return ", ".join(dict.fromkeys(model.model_name for model in models))
 

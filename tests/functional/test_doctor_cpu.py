@@ -108,11 +108,11 @@ def test_every_node_of_a_cluster_is_checked_and_named(two_nodes: Cluster, tmp_pa
 
 def test_a_cluster_with_too_few_nodes_is_named(two_nodes: Cluster, tmp_path: Path) -> None:
     status, lines = doctor(
-        "grpo_math_cpu.yaml", "cluster.num_nodes=3", folder=tmp_path, RAY_ADDRESS=str(two_nodes.address)
+        "grpo_math_cpu.yaml", "cluster.num_nodes=4", folder=tmp_path, RAY_ADDRESS=str(two_nodes.address)
     )
     assert status == 1
     assert "2 of 2 nodes" in lines["nodes for the run", ""]["found"]
-    assert "ask for 3" in lines["nodes for the run", ""]["found"]
+    assert "ask for 4" in lines["nodes for the run", ""]["found"]
 
 
 def test_a_port_where_no_ray_listens_is_named_within_the_deadline(tmp_path: Path) -> None:

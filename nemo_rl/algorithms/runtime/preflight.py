@@ -33,7 +33,7 @@ def check_machine(config: MasterConfig | EvalMasterConfig) -> None:
     if isinstance(config, MasterConfig):
         check_trackers(config.logger)
         make_log_dir(config.logger.log_dir)
-    check_models(config)
+    check_reachable_models(config)
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         check_environments(config)
     if isinstance(config, MasterConfig):
@@ -49,7 +49,7 @@ def check_backends(config: MasterConfig) -> None:
         training_backend(model).check(model, num_ranks, section)
 
 
-def check_models(config: MasterConfig | EvalMasterConfig) -> None:
+def check_reachable_models(config: MasterConfig | EvalMasterConfig) -> None:
     """Look whether models and tokenizers can be had from here."""
     from nemo_rl.models.huggingface.reachable import TOKENIZER_FILE, check_reachable
 
