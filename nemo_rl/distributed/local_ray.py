@@ -84,7 +84,7 @@ def start_local_ray(
             address="local",
             num_cpus=num_cpus,
             include_dashboard=include_dashboard,
-            object_store_memory=_object_store_bytes(),
+            object_store_memory=object_store_bytes(),
             log_to_driver=log_to_driver,
             logging_level=logging.WARNING,
             _node_ip_address=LOOPBACK,
@@ -219,8 +219,10 @@ def _environment(env_vars: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _object_store_bytes() -> int | None:
-    """1 GiB, or 30 % of a small machine's memory; None (Ray's own rule) where there are GPUs."""
+def object_store_bytes() -> int | None:
+    """Size of a local Ray's object store: 1 GiB, or 30 % of a small machine's memory; None (Ray's own rule) where there
+    are GPUs.
+    """
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return None
     return min(_CPU_OBJECT_STORE_BYTES, int(0.3 * machine_bytes()))

@@ -222,3 +222,31 @@ def test_the_shown_run_trains(tmp_path, shown_class, line, steps):
         trained = [row["metrics"] for row in logged if row["prefix"] == "train"]
         assert len(trained) == steps
         assert all(-20 < metrics["fluency"] < 0 for metrics in trained)
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_library():
+    """A quoted message, whose `...` stand for what varies, is part of one text in the source."""
+    page = ROOT / "docs/guides/troubleshooting.md"
+    tables = re.findall(r"^\| message contains .*\n\|[-|]+\n((?:\|.*\n)+)", text_of(page), flags=re.MULTILINE)
+    rows = [row for table in tables for row in table.splitlines()]
+    quoted = [message for row in rows for message in re.findall(r"`([^`]+)`", row.split("|")[1]) if " " in message]
+    assert len(tables) == 8 and len(quoted) >= len(rows)
+    assert [message for message in quoted if len(message.replace("...", "").strip()) < 9] == []
+    texts = set(library_texts())
+    assert [message for message in quoted if not is_in_one_of(texts, message)] == []
+
+
+def is_in_one_of(texts: set[str], message: str) -> bool:
+    pieces = [re.escape(piece.strip()) for piece in message.split("...") if piece.strip()]
+    pattern = re.compile(".*".join(pieces), flags=re.DOTALL)
+    return any(pattern.search(text) for text in texts)
+
+
+def library_texts():
+    """Strings of the library's source; a formatted one with `{}` for each value in it."""
+    for file in (ROOT / "nemo_rl").rglob("*.py"):
+        for node in ast.walk(ast.parse(text_of(file))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value

@@ -28,19 +28,29 @@ def check_space(config: MasterConfig, checkpoints: CheckpointManager, resume_pat
     if one is None:
         return
     checkpoints.expected_bytes = one
-    free = free_bytes(checkpoints.checkpoint_dir)
+    require_space(config.checkpointing, one, len(checkpoints.steps()))
+
+
+def require_space(checkpointing: CheckpointingConfig, one: int, present: int) -> None:
+    """Refuse a disk without room for a checkpoint of `one` bytes; warn where `present` and those to come do not fit.
+
+    Raises:
+        CheckpointError: not even the next checkpoint fits.
+    """
+    folder = Path(checkpointing.checkpoint_dir).absolute()
+    free = free_bytes(folder)
     sizes = f"a checkpoint takes about {readable_bytes(one)}, {readable_bytes(free)} are free"
     if free < one:
         raise CheckpointError(
-            f"no space for a checkpoint in {checkpoints.checkpoint_dir}: {sizes}. Free some, choose another "
+            f"no space for a checkpoint in {folder}: {sizes}. Free some, choose another "
             "checkpointing.checkpoint_dir, or set checkpointing.save_optimizer=false (a third of the size, but a "
             "resumed run starts the optimizer anew)."
         )
-    to_come = _at_once(config.checkpointing) - len(checkpoints.steps())
+    to_come = _at_once(checkpointing) - present
     if free < to_come * one:
         logger.warning(
             "Space in %s may run out: %s, and up to %d more are kept at a time (checkpointing.keep_top_k).",
-            *(checkpoints.checkpoint_dir, sizes, to_come),
+            *(folder, sizes, to_come),
         )
 
 

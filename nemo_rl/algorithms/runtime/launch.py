@@ -19,6 +19,9 @@ from nemo_rl.utils.errors import NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
 from nemo_rl.utils.stop_signals import leave_at_once
 
+TROUBLESHOOTING = "docs/guides/troubleshooting.md"
+"""Named under the error that ends a run; a mistake of the user says what to do by itself."""
+
 
 def launch[ConfigT: MasterConfig | EvalMasterConfig](
     description: str,
@@ -66,6 +69,8 @@ def exit_status(work: Callable[[], int]) -> int:
     except NemoRLError as error:
         # The terminal may be gone, which is why the run ended.
         with suppress(OSError):
-            notes = getattr(error, "__notes__", [])
+            notes = [*getattr(error, "__notes__", [])]
+            if error.exit_status == NemoRLError.exit_status:
+                notes.append(f"Causes of such errors, and what to do: {TROUBLESHOOTING}")
             sys.stderr.write("\n".join([f"\n{type(error).__name__}: {error}", *notes, ""]))
         return error.exit_status

@@ -7,7 +7,7 @@ that are larger than the memory.
 import logging
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.config import ClusterConfig, model_ranks
@@ -34,20 +34,38 @@ def tell_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> None:
     Raises:
         ConfigError: weights and optimizer state of one model do not fit.
     """
-    names = sorted(roles, key=lambda name: name != "policy")
-    ranks = model_ranks(cluster, [roles[name].section for name in names])
     available = _memory_of_a_rank(cluster)
-    for name, num_ranks in zip(names, ranks, strict=True):
-        role = roles[name]
-        plan = training_backend(role.section).predict_memory(
-            role.section, num_ranks, trains=role.trains, keeps_reference=role.keeps_reference, on_gpu=cluster.uses_gpu
-        )
+    for name, num_ranks, plan in memory_plans(cluster, roles):
         if plan is not None:
             logger.info("%s", plan.table(f"Predicted memory of {name} ({num_ranks} ranks)"))
-            _compare(name, plan, available)
+            compare_memory(name, plan, available)
 
 
-def _compare(name: str, plan: MemoryPlan, available: float | None) -> None:
+def memory_plans(cluster: ClusterConfig, roles: Mapping[str, Role]) -> Iterator[tuple[str, int, MemoryPlan | None]]:
+    """Name, number of ranks and predicted memory of each model, the policy first; arguments as `tell_memory`."""
+    names = sorted(roles, key=lambda name: name != "policy")
+    ranks = model_ranks(cluster, [roles[name].section for name in names])
+    for name, num_ranks in zip(names, ranks, strict=True):
+        role = roles[name]
+        yield (
+            name,
+            num_ranks,
+            training_backend(role.section).predict_memory(
+                role.section,
+                num_ranks,
+                trains=role.trains,
+                keeps_reference=role.keeps_reference,
+                on_gpu=cluster.uses_gpu,
+            ),
+        )
+
+
+def compare_memory(name: str, plan: MemoryPlan, available: float | None) -> None:
+    """Warn where a rank's prediction is more than the bytes it has; None means that these are unknown.
+
+    Raises:
+        ConfigError: weights and optimizer state alone are more.
+    """
     if available is None or plan.peak <= available:
         return
     ways_out = _WAYS_OUT.format(section=name)

@@ -33,14 +33,14 @@ def check_machine(config: MasterConfig | EvalMasterConfig) -> None:
     if isinstance(config, MasterConfig):
         check_trackers(config.logger)
         make_log_dir(config.logger.log_dir)
-    _check_models(config)
+    check_reachable_models(config)
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
-        _check_environments(config)
+        check_environments(config)
     if isinstance(config, MasterConfig):
-        _check_backends(config)
+        check_backends(config)
 
 
-def _check_backends(config: MasterConfig) -> None:
+def check_backends(config: MasterConfig) -> None:
     """Ask each model's backend whether it can be spread over the ranks that it will get."""
     from nemo_rl.models.backends import training_backend
 
@@ -49,7 +49,8 @@ def _check_backends(config: MasterConfig) -> None:
         training_backend(model).check(model, num_ranks, section)
 
 
-def _check_models(config: MasterConfig | EvalMasterConfig) -> None:
+def check_reachable_models(config: MasterConfig | EvalMasterConfig) -> None:
+    """Look whether models and tokenizers can be had from here."""
     from nemo_rl.models.huggingface.reachable import TOKENIZER_FILE, check_reachable
 
     seen = set()
@@ -71,7 +72,7 @@ def _models(config: MasterConfig | EvalMasterConfig) -> Iterator[tuple[str, str,
         yield f"{section}.model_name", f"{section}.tokenizer.name", model
 
 
-def _check_environments(config: RolloutMasterConfig | EvalMasterConfig) -> None:
+def check_environments(config: RolloutMasterConfig | EvalMasterConfig) -> None:
     """Import the environments that the data asks for."""
     from nemo_rl.environments.loading import load_env_class
     from nemo_rl.environments.registry import env_class_path

@@ -372,4 +372,4 @@ def test_a_wrong_mesh_is_refused_by_the_preflight(tmp_path: Path, monkeypatch: p
     overrides = ["cluster.ranks_per_node=8", "policy.megatron_cfg.tensor_model_parallel_size=8"]
     config = load_config(example, overrides)
     with pytest.raises(ConfigError, match=r"policy\.megatron_cfg\.tensor_model_parallel_size=8 does not divide the"):
-        preflight._check_backends(config)
+        preflight.check_backends(config)

@@ -285,7 +285,7 @@ def test_examples_fit_their_meshes(path: Path, tmp_path: Path, monkeypatch: pyte
     config = load_config(path, schema=schema)
     for model in config.models:
         model.model_name = TINY
-    preflight._check_backends(config)
+    preflight.check_backends(config)
 
 
 @pytest.mark.parametrize("key", ["tensor_parallel_size=8", "context_parallel_size=8"])
@@ -315,7 +315,7 @@ def test_the_teacher_is_asked_for_its_own_mesh(tmp_path: Path, monkeypatch: pyte
     assert model_ranks(config.cluster, config.models) == [policy_ranks, policy_ranks]
     config.teacher.colocated.enabled = False
     with pytest.raises(ConfigError, match=r"^teacher\.dtensor_cfg\.tensor_parallel_size=4 does not divide the 2 heads"):
-        preflight._check_backends(config)
+        preflight.check_backends(config)
 
 
 def test_a_teacher_apart_leaves_the_rest_to_the_policy() -> None:

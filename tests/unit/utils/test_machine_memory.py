@@ -16,5 +16,5 @@ def test_a_machine_has_what_its_control_group_leaves(limit, want, monkeypatch, t
     monkeypatch.setattr(machine_memory, "_CONTROL_GROUP", file)
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert machine_memory.machine_bytes() == (want or installed)
-    if want is not None and local_ray._object_store_bytes() is not None:
-        assert local_ray._object_store_bytes() == 300_000
+    if want is not None and local_ray.object_store_bytes() is not None:
+        assert local_ray.object_store_bytes() == 300_000

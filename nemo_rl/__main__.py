@@ -1,0 +1,45 @@
+"""`nemo_rl` as a command: `nemo_rl doctor`, or `python -m nemo_rl doctor`.
+
+A subcommand is a module with `NAME`, `SUMMARY`, `DESCRIPTION`, `add_arguments(parser)` and `main(arguments)`, which is
+where it imports what is heavy.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from nemo_rl.doctor import command as doctor
+
+COMMANDS = [doctor]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns its exit status.
+
+    Args:
+        arguments: command line without the program, `sys.argv` by default.
+    """
+    parser = argparse.ArgumentParser(prog="nemo_rl", description="Post-training of language models.")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        below = subparsers.add_parser(
+            command.NAME,
+            help=command.SUMMARY,
+            description=command.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(below)
+        below.set_defaults(run=command.main)
+    # Overrides may stand between and behind options, which argparse's own positionals may not.
+    known, more = parser.parse_known_args(arguments)
+    unknown = [text for text in more if text.startswith("-")]
+    if unknown or (more and not hasattr(known, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or more)}")
+    if more:
+        known.overrides = [*known.overrides, *more]
+    status: int = known.run(known)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The command line of `nemo_rl doctor`.
+
+Light, so that help comes at once. Invariant: the exit status is 0 only without a failure, 1 with one, and 2 where the
+command line itself is wrong.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+NAME = "doctor"
+SUMMARY = "check this machine or cluster before a run"
+DESCRIPTION = """Check this machine, or the cluster that RAY_ADDRESS names, before a run.
+
+Without --config the machine alone is checked; with it also what the configuration asks for: model, data, memory, disk.
+No worker is started unless --dummy-step asks for it. Exit status: 0 without a failure, 1 with one."""
+ALGORITHMS = ("grpo", "sft", "dpo", "rm", "distillation", "eval")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the configuration, as for a run")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="whose file it is, where its sections do not say")
+    parser.add_argument("--json", action="store_true", help="write one JSON object instead of a table")
+    parser.add_argument(
+        "--dummy-step",
+        action="store_true",
+        help="start the policy's workers and make one update at the longest length; takes the run's GPUs, and minutes",
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Make all checks and show what they found; returns the exit status."""
+    from nemo_rl.doctor.examination import examine
+    from nemo_rl.doctor.report import exit_status, write_json, write_table
+    from nemo_rl.utils.logging_setup import configure_logging
+
+    configure_logging()
+    # As for a run: a class of the user's own may lie in the folder that the command was started from.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    findings = examine(arguments)
+    (write_json if arguments.json else write_table)(findings)
+    return exit_status(findings)

@@ -1,0 +1,104 @@
+"""All checks in their order: configuration, cluster, machines, run."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config, report_findings
+from nemo_rl.doctor.algorithms import SCHEMAS, algorithm_of
+from nemo_rl.doctor.findings import Check, Finding, Status, ok
+from nemo_rl.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
+from nemo_rl.doctor.requests import NodeRequest, RunRequest, node_request
+from nemo_rl.doctor.run import run_checks
+from nemo_rl.doctor.runner import as_the_run_says, perform, smallest
+
+CONFIGURATION, CLUSTER = "configuration", "cluster"
+_CLUSTER_DEADLINE_S = 120.0
+_GRACE_S = 30.0
+
+
+def examine(arguments: argparse.Namespace) -> list[Finding]:
+    """Make all checks that a command line asks for."""
+    address = os.environ.get("RAY_ADDRESS")
+    with _progress() as tell:
+        config, findings = _configuration(arguments)
+        joined = False
+        if address:
+            findings += perform([Check(CLUSTER, _join, _CLUSTER_DEADLINE_S)], address, tell=tell)
+            joined = findings[-1].status is Status.OK
+        request = node_request(config, starts_ray=not address)
+        machines = _on_all_nodes(request, tell) if joined else perform(NODE_CHECKS, request, tell=tell)
+        findings += machines
+        if config is not None:
+            run = _run_request(config, machines if joined or not address else (), arguments.dummy_step)
+            findings += perform(run_checks(run), run, findings, tell)
+    return findings
+
+
+def _configuration(arguments: argparse.Namespace) -> tuple[MasterConfig | EvalMasterConfig | None, list[Finding]]:
+    """The configuration that is asked for, and what there is to say about it.
+
+    None without one, or where keys are wrong; files that it names may be missing.
+    """
+    file: Path | None = arguments.config
+    if file is None:
+        return None, []
+    accepted: list[MasterConfig | EvalMasterConfig] = []
+
+    def look() -> str:
+        algorithm = arguments.algorithm or algorithm_of(file)
+        config = load_config(file, arguments.overrides, schema=SCHEMAS[algorithm], check=False)
+        report_findings(config.findings())
+        accepted.append(config)
+        report_findings(config.missing_files())
+        return f"{file}, read as one of {algorithm}"
+
+    check: Check[None] = Check(CONFIGURATION, lambda _: as_the_run_says(look, "Correct the file or the override."))
+    findings = perform([check], None)
+    return (accepted[0] if accepted else None), findings
+
+
+def _join(address: str) -> Finding:
+    # Imports Ray, which a machine alone is checked without.
+    from nemo_rl.doctor.cluster import check_cluster
+
+    return check_cluster(address)
+
+
+def _on_all_nodes(request: NodeRequest, tell: Callable[[str], object]) -> list[Finding]:
+    """What each node of the joined cluster finds, behind whether they could be asked."""
+    of_nodes: list[Finding] = []
+
+    def look(asked: NodeRequest) -> Finding:
+        from nemo_rl.doctor.cluster import check_nodes
+
+        of_nodes.extend(check_nodes(asked))
+        return ok(f"asked: {', '.join(dict.fromkeys(finding.node for finding in of_nodes))}")
+
+    return [*perform([Check(NODES, look, NODES_DEADLINE_S + _GRACE_S)], request, tell=tell), *of_nodes]
+
+
+def _run_request(config: MasterConfig | EvalMasterConfig, machines: Sequence[Finding], dummy_step: bool) -> RunRequest:
+    return RunRequest(
+        config,
+        joins_cluster=bool(os.environ.get("RAY_ADDRESS")),
+        gpu_bytes=smallest(machines, "gpu_bytes"),
+        host_bytes=smallest(machines, "host_bytes"),
+        dummy_step=dummy_step,
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], object]]:
+    """Shows on a terminal which check runs."""
+    console = Console(stderr=True)
+    if not sys.stderr.isatty():
+        yield lambda name: None
+        return
+    with console.status("") as status:
+        yield lambda name: status.update(f"checking: {name}")

@@ -1,0 +1,92 @@
+"""Checks the GPUs of one machine by `nvidia-smi`; no CUDA context is made and torch is not imported."""
+
+import importlib.util
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl.config import count_gpus
+from nemo_rl.doctor.findings import Finding, Status, ok, skipped
+from nemo_rl.doctor.requests import NodeRequest
+from nemo_rl.utils.disk_space import readable_bytes
+
+_FIELDS = ("name", "driver_version", "memory.total", "memory.used")
+_LEAST_DRIVER = {13: 580, 12: 525, 11: 450}
+"""Oldest driver of each CUDA release, by major numbers (CUDA's release notes, minor version compatibility)."""
+_NOTICED_SHARE = 0.02
+"""Share of a GPU's memory that an idle one has in use."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its driver shows it.
+
+    Attributes:
+        name: of the product.
+        driver: version of the driver.
+        total_bytes: its memory.
+        used_bytes: memory that processes hold.
+    """
+
+    name: str
+    driver: str
+    total_bytes: int
+    used_bytes: int
+
+
+def check_gpus(request: NodeRequest) -> Finding:
+    """Look for the GPUs that the machine should have, and hold the driver against torch's build."""
+    if request.uses_gpu is False:
+        return skipped("the configuration asks for none (cluster.device=cpu)")
+    gpus = list_gpus() if count_gpus() else []
+    if request.gpus is not None and len(gpus) < request.gpus:
+        return Finding(
+            Status.FAILED,
+            f"Ray was told that this machine has {request.gpus} GPUs, its driver shows {len(gpus)}",
+            "Start Ray with the GPUs that nvidia-smi shows there, or mend the driver.",
+        )
+    if not gpus:
+        return skipped("no GPU here" if request.uses_gpu else "no GPU here; configurations with cluster.device=cpu run")
+    numbers = {"gpus": float(len(gpus)), "gpu_bytes": float(min(gpu.total_bytes for gpu in gpus))}
+    names = ", ".join(f"{sum(g.name == name for g in gpus)} x {name}" for name in dict.fromkeys(g.name for g in gpus))
+    found = f"{names}, {readable_bytes(int(numbers['gpu_bytes']))} each, driver {gpus[0].driver}"
+    failure = _build_problem(gpus[0].driver)
+    if failure is not None:
+        return Finding(Status.FAILED, f"{found}; {failure[0]}", failure[1], numbers=numbers)
+    used = [f"{readable_bytes(g.used_bytes)} of GPU {n}" for n, g in enumerate(gpus) if _is_in_use(g)]
+    if used:
+        advice = "End the processes that nvidia-smi lists, unless they are this run's own."
+        return Finding(Status.WARNING, f"{found}; in use: {', '.join(used)}", advice, numbers=numbers)
+    return ok(found, numbers=numbers)
+
+
+def list_gpus() -> list[Gpu]:
+    """The GPUs that `nvidia-smi` shows; none where it does not answer."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        rows = [[cell.strip() for cell in line.rsplit(",", len(_FIELDS) - 1)] for line in answer.splitlines() if line]
+        return [Gpu(name, driver, int(total) << 20, int(used) << 20) for name, driver, total, used in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+def _is_in_use(gpu: Gpu) -> bool:
+    return gpu.used_bytes > _NOTICED_SHARE * gpu.total_bytes
+
+
+def _build_problem(driver: str) -> tuple[str, str] | None:
+    """Why torch cannot use this driver, and what to do; None where it can, or torch is missing."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    release = re.search(r"^cuda\b[^=]*= *'(\d+)[.\d]*'", text, flags=re.MULTILINE)
+    if release is None:
+        return "torch is a build without CUDA", "Install the build for GPUs: uv sync --extra vllm."
+    major, least = int(release[1]), _LEAST_DRIVER.get(int(release[1]), 0)
+    if int(driver.split(".")[0]) >= least:
+        return None
+    advice = "Install a newer driver, or torch's build for an older CUDA (uv pip install --torch-backend=auto)."
+    return f"torch is built for CUDA {major}, which needs driver {least} or newer", advice

@@ -1,0 +1,121 @@
+"""Checks of one machine's limits: shared memory, open files, room for temporary files, memory, ports."""
+
+import os
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+
+from nemo_rl.distributed.local_ray import object_store_bytes
+from nemo_rl.distributed.rendezvous import bind_free_port
+from nemo_rl.doctor.findings import Finding, Status, ok, skipped
+from nemo_rl.doctor.requests import NodeRequest
+from nemo_rl.utils.disk_space import readable_bytes
+from nemo_rl.utils.errors import ResourceInsufficientError
+from nemo_rl.utils.machine_memory import machine_bytes
+
+SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED_BYTES = 512 << 20
+"""Containers start with 64 MB, where NCCL and the tensors of data loaders end a process by SIGBUS."""
+_RAY_REFUSES_ABOVE = 10**10
+"""Bytes of an object store that Ray does not start outside of shared memory (`ray_constants`)."""
+_RAY_SHARE, _RAY_MOST_BYTES = 0.3, 200 * 10**9
+"""Of the machine's memory, the object store of Ray's own choice (`ray_constants`)."""
+_RAY_FULL = 0.95
+"""Share of a disk in use from which on Ray spills no objects to it."""
+_LEAST_TEMPORARY_BYTES = 1 << 30
+_RAY_FILES, _FEW_FILES = 65536, 4096
+"""Open files that Ray raises its own limit to, and below which it warns."""
+_LEAST_FILES = 1024
+RAY_PORT = 6379
+"""What `ray start --head` listens on by default."""
+
+
+def check_shared_memory(request: NodeRequest) -> Finding:
+    """Hold the free part of /dev/shm against Ray's object store and what maps tensors there.
+
+    Weights do not count: their transport maps memory files without a name (`weight_sync.shared_memory`), which have no
+    limit but the machine's memory.
+    """
+    if not SHARED_MEMORY.is_dir():
+        return skipped(f"{SHARED_MEMORY} does not exist here")
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    store = object_store_bytes() or min(int(_RAY_SHARE * machine_bytes()), _RAY_MOST_BYTES)
+    found = f"{readable_bytes(free)} free in {SHARED_MEMORY}"
+    advice = (
+        f"Give the container more (docker run --shm-size={-(-2 * store // 2**30)}g or --ipc=host; in Kubernetes an "
+        f"emptyDir with medium: Memory at {SHARED_MEMORY}), or delete files of ended runs there."
+    )
+    if free < _LEAST_SHARED_BYTES:
+        need = f"less than the {readable_bytes(_LEAST_SHARED_BYTES)} that NCCL and data loaders may take"
+        return Finding(Status.FAILED, f"{found}, {need}", advice)
+    if not request.starts_ray or free >= store:
+        return ok(found)
+    wants = f"{found}; Ray's object store takes {readable_bytes(store)}"
+    if store > _RAY_REFUSES_ABOVE:
+        return Finding(Status.FAILED, f"{wants}, and Ray will refuse to start", advice)
+    return Finding(Status.WARNING, f"{wants} and will be on the disk, which is slow", advice)
+
+
+def check_open_files(request: NodeRequest) -> Finding:
+    """Hold the limit of open files, as Ray raises it, against what its sockets and workers take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reachable = max(soft, min(hard, _RAY_FILES)) if hard != resource.RLIM_INFINITY else max(soft, _RAY_FILES)
+    found = f"{soft} open files for a process (ulimit -n), up to {reachable} for Ray"
+    advice = f"ulimit -n {_RAY_FILES} before the start, or raise nofile in /etc/security/limits.conf."
+    if reachable < _LEAST_FILES:
+        return Finding(Status.FAILED, f"{found}; a run needs {_LEAST_FILES} at least", advice)
+    return Finding(Status.WARNING, found, advice) if reachable < _FEW_FILES else ok(found)
+
+
+def check_temporary_files(request: NodeRequest) -> Finding:
+    """Look for room where Ray keeps its logs, sockets and spilled objects."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    disk = shutil.disk_usage(folder)
+    found = f"{readable_bytes(disk.free)} free in {folder}"
+    advice = "Delete old folders in /tmp/ray, or set RAY_TMPDIR to a folder on a larger disk."
+    if disk.free < _LEAST_TEMPORARY_BYTES:
+        return Finding(
+            Status.FAILED, f"{found}; Ray's logs alone need {readable_bytes(_LEAST_TEMPORARY_BYTES)}", advice
+        )
+    if disk.used > _RAY_FULL * (disk.used + disk.free):
+        return Finding(Status.WARNING, f"{found}: too full for Ray to spill objects there", advice)
+    return ok(found)
+
+
+def check_host_memory(request: NodeRequest) -> Finding:
+    """Measure the machine's memory, or the control group's."""
+    size = machine_bytes()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return ok(f"{size / 2**30:.3g} GiB, {cores} cores", numbers={"host_bytes": size})
+
+
+def check_ports(request: NodeRequest) -> Finding:
+    """Try the ports where worker processes are configured to meet."""
+    low, high = request.ports
+    if low is None or high is None:
+        return ok("the operating system chooses (cluster.master_port_range_low and _high are null)")
+    free = sum(_is_free(request.address, port) for port in range(low, high + 1))
+    found = f"{free} of the ports {low}..{high} are free on {request.address}"
+    if free < request.port_count:
+        return Finding(
+            Status.FAILED,
+            f"{found}, and the run needs {request.port_count} (cluster.master_port_range_low and _high)",
+            "Widen the range, end what listens there (ss -ltnp), or set both keys to null.",
+        )
+    if request.starts_ray and not _is_free(request.address, RAY_PORT):
+        return Finding(
+            Status.WARNING,
+            f"{found}; port {RAY_PORT} is taken",
+            "If a Ray of yours runs here, join it with RAY_ADDRESS=auto; else start another's head with ray start "
+            "--head --port=... A run without RAY_ADDRESS does not need the port.",
+        )
+    return ok(found)
+
+
+def _is_free(address: str, port: int) -> bool:
+    try:
+        bind_free_port(address, port, port).close()
+    except ResourceInsufficientError:
+        return False
+    return True

@@ -1,0 +1,37 @@
+"""The checks of one machine, performed here or, in a Ray task each, on the nodes of a cluster."""
+
+from nemo_rl.config import count_gpus
+from nemo_rl.doctor.exchange import DEADLINE_S, check_exchange
+from nemo_rl.doctor.findings import Check, Finding
+from nemo_rl.doctor.gpus import check_gpus
+from nemo_rl.doctor.host import (
+    check_host_memory,
+    check_open_files,
+    check_ports,
+    check_shared_memory,
+    check_temporary_files,
+)
+from nemo_rl.doctor.requests import NodeRequest
+from nemo_rl.doctor.versions import check_versions
+
+
+def _exchange(request: NodeRequest) -> Finding:
+    return check_exchange(request, count_gpus())
+
+
+NODE_CHECKS: list[Check[NodeRequest]] = [
+    Check("versions", check_versions),
+    Check("gpus", check_gpus),
+    Check("host memory", check_host_memory),
+    Check("shared memory", check_shared_memory),
+    Check("open files", check_open_files),
+    Check("temporary files", check_temporary_files),
+    Check("ports", check_ports),
+    Check("exchange", _exchange, DEADLINE_S),
+]
+
+NODES = "nodes"
+"""Name of what is found where a node cannot be asked at all."""
+_START_S = 60.0
+NODES_DEADLINE_S = _START_S + sum(check.deadline_s for check in NODE_CHECKS)
+"""Until a node's task must have started and made all checks."""

