@@ -2,7 +2,7 @@
 
 For images, whose layers should not depend on the source nor on what an index offers on the day:
 
-    uv pip install --no-deps --require-hashes -r requirements/cpu.txt
+    uv pip install --no-config --no-deps --require-hashes -r requirements/cpu.txt
 
 Run it after every change of the requirements in pyproject.toml; `--check` says whether that was done, without uv and
 without a network. Invariant: a file holds all that nemo_rl needs but nemo_rl itself, and hatchling to build that.
@@ -22,7 +22,7 @@ EXPORTS = {"cpu": ("cpu",), "gpu": ("vllm", "mcore")}
 """File -> extras in it."""
 
 _HEAD = """# Made by tools/export_requirements.py; extras: {extras}.
-# The list is complete: install it with --no-deps --require-hashes.
+# The list is complete: install it with --no-config --no-deps --require-hashes.
 # From the requirements {digest}
 """
 
