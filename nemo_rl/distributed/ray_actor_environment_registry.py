@@ -88,13 +88,13 @@ def create_local_venv_on_each_node(
     here, end = ray.get_runtime_context().get_node_id(), time.monotonic() + timeout_s
     make = ray.remote(num_cpus=0, max_retries=0)(_made_here)
     arguments = (with_absolute_paths(wanted), venv_name, force, str(folder), timeout_s)
-    asked: dict[str, Any] = {}
+    asked: list[tuple[str, Any]] = []
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] != here:
             where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked[node["NodeManagerAddress"]] = make.options(scheduling_strategy=where).remote(*arguments)
-    answers = {ray.util.get_node_ip_address(): _made_here(*arguments)}
-    answers |= {address: _answer(ref, end + _REPLY_S - time.monotonic()) for address, ref in asked.items()}
+            asked.append((node["NodeManagerAddress"], make.options(scheduling_strategy=where).remote(*arguments)))
+    answers = [(ray.util.get_node_ip_address(), *_made_here(*arguments))]
+    answers += [(address, *_answer(ref, end + _REPLY_S - time.monotonic())) for address, ref in asked]
     return _agreed(venv_name, answers)
 
 
@@ -115,18 +115,17 @@ def _answer(ref: Any, timeout_s: float) -> tuple[str, str]:
         return "", str(error).strip().splitlines()[-1]
 
 
-def _agreed(name: str, answers: dict[str, tuple[str, str]]) -> str:
-    """The one interpreter of all nodes."""
-    failed = [f"node {address}: {reason}" for address, (_, reason) in answers.items() if reason]
+def _agreed(name: str, answers: list[tuple[str, str, str]]) -> str:
+    """The one interpreter of all nodes, of address, path and reason of each."""
+    failed = [f"node {address}: {reason}" for address, _, reason in answers if reason]
     if failed:
         raise VenvError(
             f"The environment {name!r} is missing on {len(failed)} of {len(answers)} nodes:\n" + "\n".join(failed)
         )
-    paths = {address: python for address, (python, _) in answers.items()}
-    if len(set(paths.values())) > 1:
-        described = "; ".join(f"{address}: {python}" for address, python in paths.items())
+    if len({python for _, python, _ in answers}) > 1:
+        described = "; ".join(f"{address}: {python}" for address, python, _ in answers)
         raise VenvError(
             f"The nodes made the environment {name!r} of different parts, so its path differs: {described}. The file "
             "venv.json in each folder lists the parts; give all nodes the same uv, Python and source."
         )
-    return next(iter(paths.values()))
+    return answers[0][1]

@@ -28,8 +28,8 @@ from typing import NoReturn
 from nemo_rl.config import REPOSITORY_ROOT, VenvConfig
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 from nemo_rl.utils.public_names import public_names
-from nemo_rl.utils.venvs.making import Uv, build, check_interpreter, update_lock
 from nemo_rl.utils.venvs.ingredients import digest, ingredients_of, with_absolute_paths
+from nemo_rl.utils.venvs.making import Uv, build, check_interpreter, update_lock
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -13,9 +14,8 @@ import pytest
 from wheels_for_tests import make_wheel
 
 from nemo_rl.config import ClusterConfig
-from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY, make_actor_runtime_env
 from nemo_rl.environments.handed_in import environment_of, start_environment
-from nemo_rl.environments.utils import create_env
 from nemo_rl.utils.errors import ConfigError, VenvError
 
 pytestmark = [
@@ -75,21 +75,53 @@ def test_an_actor_runs_where_its_package_is(wheel, tmp_path):
     (python,) = (tmp_path / "venvs").glob("bonus-*/bin/python")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ACTOR_ENVIRONMENT_REGISTRY, "own_bonus.Bonus", str(python))
-        client = create_env("own_bonus.Bonus", {"factor": 2.0})
-    try:
-        assert asyncio.run(client.step(log, {})).reward == 0.5
-    finally:
-        client.shutdown()
+        assert make_actor_runtime_env("own_bonus.Bonus") == {"py_executable": str(python)}
 
 
-def test_what_cannot_be_made_or_imported_is_said_before_anything_runs(wheel):
-    def start(*packages: str) -> None:
-        cluster = ClusterConfig.build(device="cpu", venvs={"bonus": {"packages": packages}})
-        with ExitStack() as resources:
-            start_environment(environment_of("bonus", "own_bonus.Bonus"), {"factor": 1.0}, cluster, resources)
+def start_with(*packages: str) -> None:
+    cluster = ClusterConfig.build(device="cpu", venvs={"bonus": {"packages": packages}})
+    with ExitStack() as resources:
+        start_environment(environment_of("bonus", "own_bonus.Bonus"), {"factor": 1.0}, cluster, resources)
 
+
+@pytest.mark.usefixtures("wheel")
+def test_the_node_where_making_fails_is_named_before_anything_runs():
     with pytest.raises(VenvError, match=r"(?s)missing on 1 of 1 nodes:\nnode 127.0.0.1: .*no-such-package-at-all"):
-        start("no-such-package-at-all")
+        start_with("no-such-package-at-all")
+
+
+@pytest.mark.long
+def test_a_class_that_its_own_python_cannot_import_is_refused(wheel):
     with pytest.raises(ConfigError, match="own_bonus.Bonus.*No module named 'tiny_bonus'"):
-        start(make_wheel(Path(wheel).parent, "other_thing", ""))
+        start_with(make_wheel(Path(wheel).parent, "other_thing", ""))
     assert sys.modules.get("tiny_bonus") is None
+
+
+TWO_NODES = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1, env_vars={"UV": "/no/such/uv"})
+import ray
+ray.init(address=cluster.address)
+from nemo_rl.config import VenvConfig
+from nemo_rl.distributed.ray_actor_environment_registry import create_local_venv_on_each_node
+from nemo_rl.utils.errors import VenvError
+try:
+    create_local_venv_on_each_node(VenvConfig.build(packages=[sys.argv[1]]), "bonus")
+except VenvError as error:
+    print("REFUSED", error)
+finally:
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.long
+def test_of_two_nodes_the_one_that_fails_is_named(wheel, tmp_path):
+    """The second node has no uv; both have one address here, so it is told by its place in the text."""
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_NODES, wheel], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert "REFUSED The environment 'bonus' is missing on 1 of 2 nodes" in done.stdout, done.stdout + done.stderr
+    assert "/no/such/uv" in done.stdout

@@ -200,12 +200,12 @@ def test_where_environments_are(monkeypatch, own_folder):
 
 
 def test_nodes_that_fail_or_differ_are_named():
-    good = ("/v/env-1/bin/python", "")
-    assert _agreed("env", {"10.0.0.1": good, "10.0.0.2": good}) == good[0]
+    good = ("10.0.0.1", "/v/env-1/bin/python", "")
+    assert _agreed("env", [good, ("10.0.0.2", *good[1:])]) == good[1]
     with pytest.raises(VenvError, match=r"(?s)missing on 1 of 2 nodes:\nnode 10.0.0.2: no disk"):
-        _agreed("env", {"10.0.0.1": good, "10.0.0.2": ("", "no disk")})
+        _agreed("env", [good, ("10.0.0.2", "", "no disk")])
     with pytest.raises(VenvError, match="10.0.0.1: /v/env-1/bin/python; 10.0.0.2: /v/env-2"):
-        _agreed("env", {"10.0.0.1": good, "10.0.0.2": ("/v/env-2/bin/python", "")})
+        _agreed("env", [good, ("10.0.0.2", "/v/env-2/bin/python", "")])
 
 
 def test_the_config_names_kinds_of_workers(tmp_path):
