@@ -61,6 +61,8 @@ def make_actor_runtime_env(
         ConfigError, VenvError, DeadlineExceededError: as `create_local_venv_on_each_node`.
     """
     wanted = venv or parse_py_executable(get_actor_python_env(actor_class_fqn))
+    if wanted is not None and USE_SYSTEM_EXECUTABLE:
+        logger.info("cluster.venvs.%s has no effect: NEMO_RL_PY_EXECUTABLES_SYSTEM=1", name)
     if wanted is None or USE_SYSTEM_EXECUTABLE:
         return {}
     python = create_local_venv_on_each_node(wanted, name or actor_class_fqn, timeout_s=timeout_s)

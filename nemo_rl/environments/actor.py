@@ -130,11 +130,11 @@ def launch_environment_actor(
 
 def _import_path(runtime_env: Mapping[str, Any]) -> list[str]:
     """Where the actor looks for modules beside its own places."""
-    own = set()
+    own: tuple[str, ...] = ()
     if "py_executable" in runtime_env:
-        own = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-        own |= {f"{place}/lib-dynload" for place in own}
-    return [entry for entry in sys.path if entry and entry not in own and not entry.endswith(".zip")]
+        own = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+        own += (f"{sys.base_prefix}/lib/python{sys.version_info.major}{sys.version_info.minor}.zip",)
+    return [entry for entry in sys.path if entry and not f"{entry}/".startswith(tuple(f"{place}/" for place in own))]
 
 
 def _extend_path(import_path: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """Make the environments of workers ahead of a run: `python -m nemo_rl.utils.prefetch_venvs --config FILE [filters...]`.
 
-For images and shared folders: a run with the same configuration, folder, uv and Python takes what is there.
+For images and shared folders: a run with the same configuration, folder, uv and Python takes what is there. With
+NRL_FORCE_REBUILD_VENVS=true each is made anew.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from omegaconf import OmegaConf
 
 from nemo_rl.config import ClusterConfig, VenvConfig
 from nemo_rl.config.loading.inheritance import merge_layers, read_layers
-from nemo_rl.utils.venvs import create_local_venv
+from nemo_rl.utils.venvs import create_local_venv, is_set
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,10 @@ def prefetch_venvs(
             "without one use the driver's interpreter.",
             len(cluster.venvs),
         )
-    return {name: create_local_venv(venv, name, timeout_s=cluster.timeouts.venv_s) for name, venv in chosen.items()}
+    return {
+        name: create_local_venv(venv, name, is_set("NRL_FORCE_REBUILD_VENVS"), timeout_s=cluster.timeouts.venv_s)
+        for name, venv in chosen.items()
+    }
 
 
 def _is_meant(

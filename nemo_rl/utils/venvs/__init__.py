@@ -114,7 +114,7 @@ def create_local_venv(
     Args:
         py_executable: what is wanted; a text as for `parse_py_executable`.
         venv_name: beginning of the folder's name.
-        force_rebuild: make it anew even if it is there, as NRL_FORCE_REBUILD_VENVS=true.
+        force_rebuild: make it anew even if it is there.
         folder: where environments are; None is `venv_folder()`.
         timeout_s: for all of it.
 
@@ -140,7 +140,7 @@ def create_local_venv(
         update_lock(uv)
     found = ingredients_of(with_absolute_paths(wanted), uv.version())
     final = folder / f"{name}-{digest(found)}"
-    newer_than = start if force_rebuild or is_set("NRL_FORCE_REBUILD_VENVS") else 0.0
+    newer_than = start if force_rebuild else 0.0
     if not _is_there(final, newer_than):
         with _locked(folder / f".{name}.lock", uv):
             if not _is_there(final, newer_than):

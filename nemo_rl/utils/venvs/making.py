@@ -106,7 +106,8 @@ def build(folder: Path, wanted: VenvConfig, uv: Uv) -> None:
         present = packages_in(driver_sites())
     else:
         _sync(folder, wanted.extras, uv)
-        present = packages_in([own])
+        library = packages_in(driver_sites()).get("nemo-rl", "0")
+        present = {**packages_in([own]), "nemo-rl": library}
     if wanted.packages:
         _add(python, own, wanted.packages, present, uv)
     check_interpreter([str(python)])

@@ -48,8 +48,8 @@ def test_older_and_missing_files_are_found(tool, tmp_path: Path):
         (f"colorama==0.4.6 ; sys_platform == 'win32' \\\n    {HASH} \\\n    {HASH}", None),
         ("numpy==2.3.5", "no hash"),
         (f"numpy>=2 {HASH}", "no version"),
-        ("--index-url https://index.example/simple", "a place"),
-        (f"numpy @ https://files.example/numpy.whl {HASH}", "a place"),
+        ("--find-links /wheels", "a place"),
+        (f"numpy @ file:///wheels/numpy.whl {HASH}", "a place"),
         ("-e .", "a place"),
     ],
 )

@@ -105,12 +105,14 @@ def test_a_killed_maker_leaves_nothing_that_passes_for_whole(tmp_path, own_folde
 
 @needs_uv
 def test_rebuilding_by_force_happens_in_place(tmp_path, monkeypatch):
+    """`prefetch_venvs` asks for it; a run does so once (`create_local_venv_on_each_node`)."""
     python = Path(create_local_venv(tiny(tmp_path), "env"))
     stray = python.parent / "stray"
     stray.touch()
     assert create_local_venv(tiny(tmp_path), "env") == str(python) and stray.exists()
     monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "true")
-    assert create_local_venv(tiny(tmp_path), "env") == str(python) and not stray.exists()
+    cluster = ClusterConfig.build(venvs={"env": tiny(tmp_path)})
+    assert prefetch_venvs.prefetch_venvs(cluster=cluster) == {"env": str(python)} and not stray.exists()
 
 
 @needs_uv
@@ -224,7 +226,9 @@ def test_the_config_names_kinds_of_workers(tmp_path):
 
 def test_prefetching_chooses_by_text(monkeypatch, tmp_path):
     made: list[tuple[str, str]] = []
-    monkeypatch.setattr(prefetch_venvs, "create_local_venv", lambda venv, name, timeout_s: made.append(name) or "/py")
+    monkeypatch.setattr(
+        prefetch_venvs, "create_local_venv", lambda venv, name, force, timeout_s: made.append(name) or "/py"
+    )
     (tmp_path / "run.yaml").write_text(
         "cluster: {venvs: {policy: {extras: [mcore]}, generation: {extras: [vllm]}, game: {packages: [six]}}}\n"
         "other: ${not.there}\n"
