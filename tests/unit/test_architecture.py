@@ -386,7 +386,7 @@ def test_no_registry_hosts_are_named():
     hosts = re.compile("|".join(["py" + r"pi\.org", "python" + "hosted", r"anaconda" + r"\.org", "index" + "-url"]))
     texts = [
         path
-        for folder in ("nemo_rl", "examples", "tests", "tools", "docs")
+        for folder in ("nemo_rl", "examples", "tests", "tools", "docs", "requirements", "3rdparty")
         for path in (ROOT / folder).rglob("*")
         if path.suffix in (".py", ".md", ".yaml", ".toml", ".sh", ".txt")
     ]
