@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not (os.environ.get("UV") or shutil.which("uv")), reason="uv is not here"),
 ]
 
+ROOT = Path(__file__).resolve().parents[3]
 SOURCE = """
 import sys
 import tiny_bonus  # only the environment's own Python has it
@@ -118,10 +119,10 @@ finally:
 
 
 @pytest.mark.long
-def test_of_two_nodes_the_one_that_fails_is_named(wheel, tmp_path):
-    """The second node has no uv; both have one address here, so it is told by its place in the text."""
+def test_of_two_nodes_the_one_that_fails_is_named(wheel):
+    """The second node has no uv; both have one address here."""
     done = subprocess.run(
-        [sys.executable, "-c", TWO_NODES, wheel], cwd=tmp_path, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", TWO_NODES, wheel], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert "REFUSED The environment 'bonus' is missing on 1 of 2 nodes" in done.stdout, done.stdout + done.stderr
     assert "/no/such/uv" in done.stdout
