@@ -120,6 +120,8 @@ def _blocks(section: type[BaseModel], path: str) -> Iterator[_Block]:
             for below in dict.fromkeys(slot.item.sections):
                 if below not in slot.sections:
                     yield from _blocks(below, f"{place}[]")
+        if slot.values is not None:
+            yield from _blocks(slot.values.sections[0], f"{place}.<name>")
         if slot.named is not None:
             for key, below in slot.named.sections.items():
                 yield from _blocks(below, f"{place}.{key}")

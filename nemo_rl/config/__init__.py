@@ -33,7 +33,7 @@ from nemo_rl.config.runs.supervised import (
     SupervisedMasterConfig,
 )
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
-from nemo_rl.config.schema.cluster import ClusterConfig, TimeoutsConfig
+from nemo_rl.config.schema.cluster import ClusterConfig, TimeoutsConfig, VenvConfig
 from nemo_rl.config.schema.data import DataConfig, DatasetConfig, DatasetDefaults
 from nemo_rl.config.schema.distillation import (
     DistillationConfig,
@@ -135,6 +135,7 @@ __all__ = [
     "TimeoutsConfig",
     "TokenizerConfig",
     "Topology",
+    "VenvConfig",
     "VllmConfig",
     "WandbConfig",
     "WeightSyncConfig",

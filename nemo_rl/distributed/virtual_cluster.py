@@ -31,7 +31,7 @@ from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.stop_signals import handlers_kept
 
 logger = logging.getLogger(__name__)
-__getattr__ = public_names(__name__)
+__getattr__ = public_names(__name__, {"PY_EXECUTABLES": "nemo_rl.utils.venvs"})
 
 _RESERVE_TIMEOUT_S = 5.0
 _RAY_SETTINGS = {

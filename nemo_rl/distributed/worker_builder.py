@@ -1,7 +1,7 @@
 """How one worker of a group is created: its placement, and the recipe for its process.
 
 `worker_groups` plans placements and creates a `WorkerSeat` in each; `worker_process` is what then runs. Invariant:
-nothing here waits; a `WorkerSeat` is returned before its process has started.
+nothing here waits for a worker; a `WorkerSeat` is returned before its process has started.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,8 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl.config import VenvConfig
+from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
 from nemo_rl.distributed.worker_process import AsyncWorkerHost, WorkerHost
 from nemo_rl.distributed.worker_results import WorkerSeat
 
@@ -33,6 +35,20 @@ class RayWorkerBuilder:
         self.args = args
         self.kwargs = kwargs
         self.max_concurrency: int | None = None
+        self._runtime_env: dict[str, Any] | None = None
+
+    def in_environment(self, venv: VenvConfig | None, name: str, timeout_s: float) -> Self:
+        """Run each worker on a Python of its own; see `ray_actor_environment_registry.make_actor_runtime_env`.
+
+        Ray must run: this waits until the environment is there on every node.
+
+        Args:
+            venv: what is wanted; None asks the registry.
+            name: of the environment.
+            timeout_s: for making it.
+        """
+        self._runtime_env = make_actor_runtime_env(self.ray_actor_class_fqn, venv, name, timeout_s)
+        return self
 
     def asynchronous(self, max_concurrency: int) -> Self:
         """Let up to `max_concurrency` coroutine methods of each worker run at the same time."""
@@ -65,8 +81,11 @@ class RayWorkerBuilder:
         """
         host = WorkerHost if self.max_concurrency is None else AsyncWorkerHost
         at_start = {key: value for key, value in environment.items() if key.startswith(_READ_AT_PROCESS_START)}
-        if at_start:
-            options["runtime_env"] = {"env_vars": at_start}
+        if self._runtime_env is None:
+            self._runtime_env = make_actor_runtime_env(self.ray_actor_class_fqn)
+        runtime_env = self._runtime_env | ({"env_vars": at_start} if at_start else {})
+        if runtime_env:
+            options["runtime_env"] = runtime_env
         # The subclass only carries the worker's name into process titles and Ray's tools.
         titled: Any = type(self.class_name, (host,), {})
         if self.max_concurrency is not None:

@@ -15,19 +15,23 @@ import logging
 import math
 import os
 import sys
+import sysconfig
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
 from ray import cloudpickle
 from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart, StepResult
 from nemo_rl.environments.loading import EnvironmentClass, class_path, is_environment, load_env_class, plain_env_class
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
 logger = logging.getLogger(__name__)
 
@@ -36,30 +40,105 @@ _COROUTINE_STEPS = 64
 """Calls of `step` in flight when it is a coroutine function of a class that states no number."""
 
 
+@dataclass(frozen=True)
+class EnvironmentTraits:
+    """What the driver must know of an environment's class.
+
+    Attributes:
+        concurrency: calls that its actor runs at the same time.
+        hooks: optional methods that it has of its own.
+        options: Ray options of its own decorator.
+    """
+
+    concurrency: int
+    hooks: frozenset[str]
+    options: Mapping[str, Any]
+
+
+def traits_of(
+    env_class: "str | EnvironmentClass | EnvironmentInterface[Any]",
+    runtime_env: Mapping[str, Any],
+    timeout_s: float = 300.0,
+) -> EnvironmentTraits:
+    """The traits of a class; one named by its path is imported on the Python of its actor.
+
+    Args:
+        env_class: As for `launch_environment_actor`.
+        runtime_env: Likewise.
+        timeout_s: To start that Python and import the class.
+
+    Raises:
+        ConfigError: There is no such class, or it cannot be imported there.
+        DeadlineExceededError: It took too long.
+    """
+    if not isinstance(env_class, str):
+        return _traits(plain_env_class(env_class))
+    if not runtime_env:
+        return _traits(load_env_class(env_class))
+    ask: Any = ray.remote(num_cpus=0, max_retries=0, runtime_env=dict(runtime_env))(_traits_there)
+    try:
+        return ray.get(ask.remote(env_class, _import_path(runtime_env)), timeout=timeout_s)
+    except GetTimeoutError as error:
+        place = f"environment class {env_class!r}: the Python {runtime_env.get('py_executable')}"
+        raise DeadlineExceededError(f"{place} did not start in {timeout_s:g} s.") from error
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        raise ConfigError(str(cause if isinstance(cause, ConfigError) else error)) from error
+
+
+def _traits_there(path: str, import_path: Sequence[str]) -> EnvironmentTraits:
+    _extend_path(import_path)
+    return _traits(load_env_class(path))
+
+
+def _traits(loaded: tuple[EnvironmentClass, dict[str, Any]]) -> EnvironmentTraits:
+    plain_class, options = loaded
+    return EnvironmentTraits(step_concurrency(plain_class), own_hooks(plain_class), options)
+
+
 def launch_environment_actor(
-    env_class: "str | EnvironmentClass | EnvironmentInterface[Any]", cfg: dict[str, Any]
+    env_class: "str | EnvironmentClass | EnvironmentInterface[Any]",
+    cfg: dict[str, Any],
+    traits: EnvironmentTraits,
+    runtime_env: Mapping[str, Any],
 ) -> ActorHandle:
     """Start an actor that hosts the environment; returns before it is ready.
+
+    The actor looks for modules where this process does, after its own places; with another Python not where this
+    process's own packages are.
 
     Args:
         env_class: A class (plain or `@ray.remote`), or its dotted path, which is then imported
             again inside the actor; or an environment, of which the actor gets a copy.
         cfg: What the class is constructed with.
-
-    The actor looks for modules where this process does, after its own places.
-
-    Raises:
-        ConfigError: There is no such class.
+        traits: Of the class.
+        runtime_env: Ray's, beside that of the class's own decorator.
     """
-    loaded = load_env_class(env_class) if isinstance(env_class, str) else plain_env_class(env_class)
-    plain_class, options = loaded
-    hosted: Any = env_class if isinstance(env_class, str) else class_path(plain_class) or plain_class
+    hosted: Any = env_class
     if is_environment(env_class):
         hosted = cloudpickle.dumps(env_class)  # read where its class can be imported
-    import_path = [entry for entry in sys.path if entry]
-    options = {"num_cpus": 0, **options, "max_concurrency": step_concurrency(plain_class), "max_restarts": 0}
+    elif not isinstance(env_class, str):
+        plain_class, _ = plain_env_class(env_class)
+        hosted = class_path(plain_class) or plain_class
+    options = {"num_cpus": 0, **traits.options, "max_concurrency": traits.concurrency, "max_restarts": 0}
+    merged = {**traits.options.get("runtime_env", {}), **runtime_env}
+    if merged:
+        options["runtime_env"] = merged
     remote_class: Any = ray.remote(EnvironmentActor)
-    return remote_class.options(**options).remote(hosted, cfg, import_path)
+    return remote_class.options(**options).remote(hosted, cfg, _import_path(merged))
+
+
+def _import_path(runtime_env: Mapping[str, Any]) -> list[str]:
+    """Where the actor looks for modules beside its own places."""
+    own: tuple[str, ...] = ()
+    if "py_executable" in runtime_env:
+        own = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+        own += (f"{sys.base_prefix}/lib/python{sys.version_info.major}{sys.version_info.minor}.zip",)
+    return [entry for entry in sys.path if entry and not f"{entry}/".startswith(tuple(f"{place}/" for place in own))]
+
+
+def _extend_path(import_path: Sequence[str]) -> None:
+    sys.path.extend(entry for entry in import_path if entry not in sys.path)
 
 
 def step_concurrency(plain_class: EnvironmentClass) -> int:
@@ -82,7 +161,7 @@ class EnvironmentActor:
     def __init__(
         self, env_class: "str | EnvironmentClass | bytes", cfg: dict[str, Any], import_path: Sequence[str] = ()
     ) -> None:
-        sys.path.extend(entry for entry in import_path if entry not in sys.path)
+        _extend_path(import_path)
         if isinstance(env_class, str):
             env_class, _ = load_env_class(env_class)
         made = cloudpickle.loads(env_class) if isinstance(env_class, bytes) else env_class(cfg)  # type: ignore[call-arg]

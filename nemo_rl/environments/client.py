@@ -22,7 +22,7 @@ the run.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from nemo_rl.environments.actor import launch_environment_actor, own_hooks, step_concurrency
+from nemo_rl.environments.actor import launch_environment_actor, traits_of
 from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult
-from nemo_rl.environments.loading import EnvironmentClass, load_env_class, plain_env_class
+from nemo_rl.environments.loading import EnvironmentClass
 from nemo_rl.utils.errors import WorkerDiedError
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class EnvironmentClient:
         start_timeout_s: Deadline of the actor's start.
         max_restarts: How often in a row the actor may be replaced without an answer in between
             (`cluster.max_actor_restarts`).
+        runtime_env: Ray's, for the Python of the actor; see `make_actor_runtime_env`.
 
     Raises:
         ConfigError: There is no such class.
@@ -102,13 +103,14 @@ class EnvironmentClient:
         step_timeout_s: float = 600.0,
         start_timeout_s: float = 300.0,
         max_restarts: int = 10,
+        runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
         self.num_restarts = 0
         self.num_calls = 0
         self._env_class = env_class
-        loaded = load_env_class(env_class) if isinstance(env_class, str) else plain_env_class(env_class)
-        self._concurrency, self._hooks = step_concurrency(loaded[0]), own_hooks(loaded[0])
+        self._runtime_env = runtime_env or {}
+        self._traits = traits_of(env_class, self._runtime_env, start_timeout_s)
         self._cfg = cfg
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
@@ -155,7 +157,7 @@ class EnvironmentClient:
         Raises:
             WorkerDiedError: The environment cannot be started or kept alive, or was shut down.
         """
-        if "open_episode" not in self._hooks:
+        if "open_episode" not in self._traits.hooks:
             return EpisodeStart(metadata)
         self._running_loop()
         call = _Call((metadata,), lambda reason: EpisodeStart(metadata, error=reason))
@@ -164,7 +166,7 @@ class EnvironmentClient:
 
     async def close_episode(self, metadata: Any) -> None:
         """Let the environment end one sample; what goes wrong is logged."""
-        if "close_episode" not in self._hooks or self._failure is not None:
+        if "close_episode" not in self._traits.hooks or self._failure is not None:
             return
         self._running_loop()
         try:
@@ -187,7 +189,7 @@ class EnvironmentClient:
             WorkerDiedError: The environment cannot be kept alive.
         """
         name = "global_post_process_and_metrics"
-        if name not in self._hooks:
+        if name not in self._traits.hooks:
             return batch, {}
         self._running_loop()
         while True:
@@ -227,7 +229,7 @@ class EnvironmentClient:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._queue, self._loop = [], loop
-            self._turns = asyncio.Semaphore(self._concurrency)
+            self._turns = asyncio.Semaphore(self._traits.concurrency)
         return loop
 
     def _flush(self) -> None:
@@ -314,7 +316,7 @@ class EnvironmentClient:
             raise
 
     def _launch(self) -> _Incarnation:
-        handle = launch_environment_actor(self._env_class, self._cfg)
+        handle = launch_environment_actor(self._env_class, self._cfg, self._traits, self._runtime_env)
         return _Incarnation(handle, handle.ready.remote())
 
     def _living(self) -> _Incarnation:

@@ -12,17 +12,18 @@ from pydantic import BaseModel
 from ray.actor import ActorHandle
 
 from nemo_rl.config import ClusterConfig
+from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
 from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
-from nemo_rl.environments.loading import plain_env_class
+from nemo_rl.environments.loading import class_path, plain_env_class
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-type Start = Callable[[dict[str, Any], float, int], EnvironmentClient]
-"""Configuration, seconds of a step, restarts -> a running environment."""
+type Start = Callable[[dict[str, Any], ClusterConfig], EnvironmentClient]
+"""Configuration, deadlines and restarts -> a running environment."""
 
 
 class ActorEnvironment(EnvironmentInterface[Any]):
@@ -83,8 +84,17 @@ def environment_of(name: str, given: Any) -> EnvironmentClient | Start:
     if not isinstance(hosted, str):
         plain_env_class(hosted)
 
-    def start(cfg: dict[str, Any], step_timeout_s: float, max_restarts: int) -> EnvironmentClient:
-        return EnvironmentClient(name, hosted, cfg, step_timeout_s=step_timeout_s, max_restarts=max_restarts)
+    def start(cfg: dict[str, Any], cluster: ClusterConfig) -> EnvironmentClient:
+        path = hosted if isinstance(hosted, str) else class_path(plain_env_class(hosted)[0]) or ""
+        timeouts = cluster.timeouts
+        return EnvironmentClient(
+            name,
+            hosted,
+            cfg,
+            step_timeout_s=timeouts.environment_s,
+            max_restarts=cluster.max_actor_restarts,
+            runtime_env=make_actor_runtime_env(path, cluster.venvs.get(name), name, timeouts.venv_s),
+        )
 
     return start
 
@@ -99,7 +109,7 @@ def start_environment(
     if isinstance(environment, EnvironmentClient):
         return environment
     cfg = section.model_dump() if isinstance(section, BaseModel) else dict(section)
-    client = environment(cfg, cluster.timeouts.environment_s, cluster.max_actor_restarts)
+    client = environment(cfg, cluster)
     resources.callback(client.shutdown)
     return client
 

@@ -9,6 +9,7 @@ from typing import Any, NotRequired, TypedDict
 
 from pydantic import BaseModel
 
+from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
 from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
@@ -95,4 +96,11 @@ def create_env(
     """
     path = env_class_path(env_name)
     cfg = env_config.model_dump() if isinstance(env_config, BaseModel) else dict(env_config)
-    return EnvironmentClient(env_name, path, cfg, step_timeout_s=step_timeout_s, max_restarts=max_restarts)
+    return EnvironmentClient(
+        env_name,
+        path,
+        cfg,
+        step_timeout_s=step_timeout_s,
+        max_restarts=max_restarts,
+        runtime_env=make_actor_runtime_env(path),
+    )

@@ -218,7 +218,12 @@ def _record(trajectory: Trajectory, start: int, batch: BatchedDataDict[Any], top
 
 
 def _check_environment(config: EvalMasterConfig) -> None:
-    """A majority needs an environment that says which answer it found."""
+    """A majority needs an environment that says which answer it found.
+
+    The class of an environment with a Python of its own may need packages that are not here.
+    """
+    if config.data.env_name in config.cluster.venvs:
+        return
     env_class, _ = load_env_class(env_class_path(config.data.env_name))
     if config.eval.metric == "cons@k" and not env_class.gives_answers:
         raise ConfigError(

@@ -41,6 +41,10 @@ class ResourceInsufficientError(NemoRLError, RuntimeError):
     """The Ray cluster does not have what the configuration asks for."""
 
 
+class VenvError(NemoRLError, RuntimeError):
+    """The Python environment of a kind of worker cannot be made or used on a node."""
+
+
 class DeadlineExceededError(NemoRLError, TimeoutError):
     """A wait ran past its deadline; the message names phase, worker, rank and node."""
 

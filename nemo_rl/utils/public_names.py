@@ -14,7 +14,6 @@ from nemo_rl.utils.errors import NotBuiltError
 
 _GYM = ("NeMo-Gym", ())
 _SINGLE_CONTROLLER = ("the single controller (async)", ())
-_VENVS = ("virtual environments for each worker (uv venvs)", ())
 
 NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.algorithms.async_utils": ("async GRPO", ()),
@@ -26,8 +25,6 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.algorithms.xtoken_off_policy_distillation": ("cross-tokenizer distillation", ()),
     "nemo_rl.data.datasets.eval_datasets": ("multimodal data (VLM)", ("_is_multimodal_dataset", "MULTIMODAL_DATASETS")),
     "nemo_rl.data.multimodal_utils": ("multimodal data (VLM)", ()),
-    "nemo_rl.distributed.ray_actor_environment_registry": _VENVS,
-    "nemo_rl.distributed.virtual_cluster": (_VENVS[0], ("PY_EXECUTABLES",)),
     "nemo_rl.environments.code_environment": ("the code environment", ()),
     "nemo_rl.environments.code_jaccard_environment": ("the code environment", ()),
     "nemo_rl.environments.games": ("the sliding puzzle", ()),
@@ -40,7 +37,6 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.models.policy.utils": ("extension of policy workers", ()),
     "nemo_rl.models.policy.workers.dtensor_policy_worker_v2": ("extension of policy workers", ()),
     "nemo_rl.utils.checkpoint_engines": ("checkpoint engines", ()),
-    "nemo_rl.utils.venvs": _VENVS,
 }
 """Module -> feature and those of its names that belong to it; no names: the whole module does."""
 

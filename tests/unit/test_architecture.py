@@ -87,6 +87,7 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.data.packing": (),
     "nemo_rl.distributed.batched_data_dict": ("BatchedDataDict",),
     "nemo_rl.distributed.named_sharding": ("NamedSharding",),
+    "nemo_rl.distributed.ray_actor_environment_registry": ("ACTOR_ENVIRONMENT_REGISTRY", "get_actor_python_env"),
     "nemo_rl.distributed.virtual_cluster": ("RayVirtualCluster", "init_ray"),
     "nemo_rl.distributed.worker_groups": ("RayWorkerGroup",),
     "nemo_rl.environments.interfaces": ("EnvironmentInterface", "EnvironmentReturn", "EpisodeStart"),
@@ -102,12 +103,12 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.utils.config": ("load_config", "parse_hydra_overrides", "register_omegaconf_resolvers"),
     "nemo_rl.utils.native_checkpoint": ("convert_dcp_to_hf",),
     "nemo_rl.utils.logger": ("Logger", "LoggerInterface", "LoggerConfig", "flatten_dict", "get_next_experiment_dir"),
+    "nemo_rl.utils.venvs": ("create_local_venv",),
     "nemo_rl.utils.timer": ("Timer", "TimeoutChecker", "convert_to_seconds"),
 }
 PLANNED_PATHS = [
     "nemo_rl.environments.games.sliding_puzzle",
     "nemo_rl.utils.nsys",
-    "nemo_rl.utils.venvs",
 ]
 RE_EXPORTS = ["algorithms/advantage_estimator.py", "algorithms/reward_functions.py", "algorithms/utils.py"]
 MAX_RE_EXPORT_LINES = 40
@@ -390,7 +391,7 @@ def test_no_registry_hosts_are_named():
     hosts = re.compile("|".join(["py" + r"pi\.org", "python" + "hosted", r"anaconda" + r"\.org", "index" + "-url"]))
     texts = [
         path
-        for folder in ("nemo_rl", "examples", "tests", "tools", "docs", "docker", "infra")
+        for folder in ("nemo_rl", "examples", "tests", "tools", "docs", "docker", "infra", "requirements", "3rdparty")
         for path in (ROOT / folder).rglob("*")
         if path.name == "Dockerfile" or path.suffix in (".py", ".md", ".yaml", ".toml", ".sh", ".txt")
     ]

@@ -19,7 +19,14 @@ from nemo_rl.algorithms.grpo import MasterConfig
 from nemo_rl.algorithms.rollout import start as rollout_start
 from nemo_rl.algorithms.runtime.handed_in import HandedIn
 from nemo_rl.algorithms.utils import get_tokenizer, set_seed
-from nemo_rl.config import DistillationMasterConfig, DPOMasterConfig, GenerationConfig, RMMasterConfig, SFTMasterConfig
+from nemo_rl.config import (
+    ClusterConfig,
+    DistillationMasterConfig,
+    DPOMasterConfig,
+    GenerationConfig,
+    RMMasterConfig,
+    SFTMasterConfig,
+)
 from nemo_rl.config import load_config as load_checked
 from nemo_rl.data.datasets import AllTaskProcessedDataset, load_response_dataset
 from nemo_rl.data.interfaces import TaskDataSpec
@@ -59,6 +66,13 @@ NAMES = [
     ("nemo_rl.evals.eval", "run_env_eval"),
     ("nemo_rl.evals.eval", "setup"),
     ("nemo_rl.utils.native_checkpoint", "convert_dcp_to_hf"),
+    ("nemo_rl.distributed.ray_actor_environment_registry", "ACTOR_ENVIRONMENT_REGISTRY"),
+    ("nemo_rl.distributed.ray_actor_environment_registry", "get_actor_python_env"),
+    ("nemo_rl.distributed.virtual_cluster", "PY_EXECUTABLES"),
+    ("nemo_rl.utils.prefetch_venvs", "prefetch_venvs"),
+    ("nemo_rl.utils.venvs", "create_local_venv"),
+    ("nemo_rl.utils.venvs", "create_local_venv_on_each_node"),
+    ("nemo_rl.utils.venvs", "make_actor_runtime_env"),
     ("nemo_rl.data.datasets.response_datasets", "load_response_dataset"),
 ]
 
@@ -77,8 +91,6 @@ LATER = [
     ("nemo_rl.algorithms.single_controller_utils", "WatchdogConfig", "single controller"),
     ("nemo_rl.algorithms.xtoken_off_policy_distillation", "setup", "cross-tokenizer distillation"),
     ("nemo_rl.data.datasets.eval_datasets", "_is_multimodal_dataset", "VLM"),
-    ("nemo_rl.distributed.ray_actor_environment_registry", "ACTOR_ENVIRONMENT_REGISTRY", "uv venvs"),
-    ("nemo_rl.distributed.virtual_cluster", "PY_EXECUTABLES", "uv venvs"),
     ("nemo_rl.environments.code_environment", "CodeEnvironment", "code environment"),
     ("nemo_rl.environments.games.sliding_puzzle", "SlidingPuzzleEnv", "sliding puzzle"),
     ("nemo_rl.environments.nemo_gym", "NemoGym", "NeMo-Gym"),
@@ -90,7 +102,6 @@ LATER = [
     ("nemo_rl.models.policy.utils", "get_runtime_env_for_policy_worker", "policy workers"),
     ("nemo_rl.models.policy.workers.dtensor_policy_worker_v2", "DTensorPolicyWorkerV2Impl", "policy workers"),
     ("nemo_rl.utils.checkpoint_engines.base", "CheckpointEngine", "checkpoint engines"),
-    ("nemo_rl.utils.venvs", "create_local_venv_on_each_node", "uv venvs"),
 ]
 
 
@@ -521,7 +532,7 @@ async def test_environments_of_any_kind_reward(cpu_cluster: Any) -> None:
     actor = remote.remote({"reward": 0.5})
     given = [remote, Own({"reward": 0.5}), actor, create_env("own_for_names", {"reward": 0.5})]
     running: list[Any] = [environment_of("own", one) for one in given]
-    running = [one({"reward": 0.5}, 30.0, 1) if callable(one) else one for one in running]
+    running = [one({"reward": 0.5}, ClusterConfig()) if callable(one) else one for one in running]
     assert running[-1] is given[-1]
     log = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     for result in await asyncio.gather(*(one.step(log, {"idx": 3}) for one in running)):

@@ -49,6 +49,7 @@ class OpenPolicy(Policy):
                 timeouts=cluster.timeouts,
                 threads_per_rank=cluster.threads_per_rank,
                 seed=seed,
+                venv=cluster.venvs.get("policy"),
             )
             undo.pop_all()
 

@@ -68,6 +68,7 @@ def start_role(
         timeouts=cluster.timeouts,
         threads_per_rank=cluster.threads_per_rank,
         seed=seed,
+        venv=cluster.venvs.get("policy"),
     )
 
 

@@ -51,6 +51,7 @@ class Slot:
     Attributes:
         sections: classes that a mapping at this place may be.
         item: the place of a list's elements, if a list may stand here.
+        values: the place of each value, if this is a mapping from free names to sections.
         named: names with a schema in an otherwise free mapping.
         annotation: the type written in the schema (None for free places).
         metadata: constraints that pydantic moved off the annotation.
@@ -58,6 +59,7 @@ class Slot:
 
     sections: tuple[type[BaseModel], ...] = ()
     item: Slot | None = None
+    values: Slot | None = None
     named: NamedSections | None = None
     annotation: Any = None
     metadata: tuple[Any, ...] = ()
@@ -67,10 +69,12 @@ class Slot:
         """The place that a field with this annotation describes."""
         metadata = tuple(metadata)
         item = next((get_args(a)[0] for a in _options(annotation) if get_origin(a) is list), None)
+        values = next((get_args(a)[1] for a in _options(annotation) if get_origin(a) is dict), None)
         named = next((m for m in metadata if isinstance(m, NamedSections)), None)
         return cls(
             sections=tuple(a for a in _options(annotation) if _is_section(a)),
             item=None if item is None else cls.of(item),
+            values=cls.of(values) if _is_section(values) else None,
             named=named,
             annotation=annotation,
             metadata=metadata,
@@ -108,6 +112,8 @@ class Slot:
         """
         if isinstance(value, list):
             return self.item or FREE
+        if self.values is not None:
+            return self.values
         if self.named is not None:
             section = self.named.sections.get(str(key))
             return FREE if section is None else Slot.of_section(section)

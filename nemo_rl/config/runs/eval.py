@@ -10,6 +10,7 @@ from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.evaluation import check_eval_data, check_eval_files, check_sampling, is_local_dataset
 from nemo_rl.config.rules.findings import Findings, report_findings
+from nemo_rl.config.rules.venvs import check_venvs
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.env import EnvironmentMap
 from nemo_rl.config.schema.evaluation import EvalConfig, EvalDataConfig, EvalGenerationConfig, EvalTokenizerConfig
@@ -62,6 +63,7 @@ class EvalMasterConfig(Section):
             check_engines("generation", self.generation, ranks, f"cluster.{key}"),
             check_sampling(self.eval, self.generation, self.data),
             check_eval_data(self.data, self.env),
+            check_venvs(self.cluster, {"generation", self.data.env_name, *self.env}),
         )
 
     def missing_files(self) -> Findings:

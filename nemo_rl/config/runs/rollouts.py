@@ -23,6 +23,7 @@ from nemo_rl.config.rules.training import (
     check_lengths,
     check_validation,
 )
+from nemo_rl.config.rules.venvs import check_venvs
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
@@ -62,6 +63,11 @@ class MasterConfig(Section):
         """The sections that name a model."""
         return (self.policy,)
 
+    @property
+    def worker_kinds(self) -> list[str]:
+        """Names that `cluster.venvs` may have."""
+        return ["policy", *(["generation"] if self.policy.generation is not None else ())]
+
     def findings(self) -> Findings:
         """What is wrong with keys that are right by themselves."""
         return iter(())
@@ -79,7 +85,8 @@ class MasterConfig(Section):
         Raises:
             ConfigError: some keys contradict each other; the message lists all findings.
         """
-        report_findings(chain(self.findings(), self.missing_files()))
+        venvs = check_venvs(self.cluster, self.worker_kinds)
+        report_findings(chain(self.findings(), venvs, self.missing_files()))
 
 
 class RolloutMasterConfig(MasterConfig):
@@ -88,6 +95,11 @@ class RolloutMasterConfig(MasterConfig):
     env: EnvironmentMap = Field(
         default_factory=dict, description="Environments by name; data entries choose by env_name."
     )
+
+    @property
+    def worker_kinds(self) -> list[str]:
+        """See `MasterConfig.worker_kinds`."""
+        return [*super().worker_kinds, *self.env]
 
     @property
     def algorithm(self) -> RolloutTrainingConfig:

@@ -3,9 +3,10 @@
 Invariant: the choice of device is made here once; every other package asks `uses_gpu` or `utils.device`.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.section import Section
 
@@ -31,7 +32,35 @@ class TimeoutsConfig(Section):
         "sample by sample, so that only a sample that alone takes longer gets an error.",
     )
     checkpoint_s: PositiveFloat = Field(default=1800.0, description="Seconds to write or read a checkpoint.")
+    venv_s: PositiveFloat = Field(
+        default=1800.0, description="Seconds to make one Python environment (`cluster.venvs`) on all nodes."
+    )
     shutdown_s: PositiveFloat = Field(default=30.0, description="Seconds for workers to end by themselves.")
+
+
+class VenvConfig(Section):
+    """The Python environment of one kind of worker, made once on each node where its processes may run."""
+
+    extras: list[str] | None = Field(
+        default=None,
+        description="An environment with the dependencies of nemo_rl and these of its extras, and nothing else; null: "
+        "the packages of the driver.",
+    )
+    packages: list[str] = Field(
+        default_factory=list,
+        description="Requirements to add, as pip takes them; a wheel or a folder by its path. Packages that are there "
+        "already stay as they are unless they are named here.",
+    )
+    py_executable: str | None = Field(
+        default=None, description="An interpreter that every node has, in place of an environment that is made."
+    )
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> Self:
+        made = self.extras is not None or bool(self.packages)
+        if made == (self.py_executable is not None):
+            raise PydanticCustomError("venv", "name extras and packages of an environment, or a py_executable")
+        return self
 
 
 class ClusterConfig(Section):
@@ -56,6 +85,11 @@ class ClusterConfig(Section):
         default=10,
         description="Restarts before a run stops: of generation engines in all, of an environment in a row without an "
         "answer in between.",
+    )
+    venvs: dict[str, VenvConfig] = Field(
+        default_factory=dict,
+        description="Python environments of their own, for `policy` (with a teacher), `generation` or an environment "
+        "by its name in env; all others use the driver's interpreter.",
     )
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig, description="Deadlines of the phases.")
     master_port_range_low: int | None = Field(

@@ -143,9 +143,10 @@ def make_engines(settings: EngineSettings, where: RayVirtualCluster, cluster: Cl
             f"{', '.join(str(-(-count // size) * size) for count in counts)}."
         )
     timeouts = cluster.timeouts
+    builder = RayWorkerBuilder(_WORKER, settings).asynchronous(_CONCURRENT_CALLS)
     workers = RayWorkerGroup(
         where,
-        RayWorkerBuilder(_WORKER, settings).asynchronous(_CONCURRENT_CALLS),
+        builder.in_environment(cluster.venvs.get("generation"), "generation", timeouts.venv_s),
         name_prefix=f"{settings.backend}_engine",
         env_vars=engine_kind(settings.backend).environment(settings.device) | settings.env_vars,
         setup_timeout_s=timeouts.setup_s,

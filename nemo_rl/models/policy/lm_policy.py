@@ -26,7 +26,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.core_model_loading import dot_natural_key
 
-from nemo_rl.config import PolicyConfig, TimeoutsConfig, report_findings
+from nemo_rl.config import PolicyConfig, TimeoutsConfig, VenvConfig, report_findings
 from nemo_rl.config.rules.model import check_backend
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES
@@ -97,6 +97,7 @@ class Policy(PolicyInterface):
         timeouts: deadlines; None takes the defaults.
         threads_per_rank: CPU threads of a rank; None divides the machine's cores by its ranks.
         seed: run seed, for dropout.
+        venv: the ranks' Python environment (`cluster.venvs.policy`); None asks the registry.
 
     Attributes:
         layout: what each rank is there for.
@@ -123,6 +124,7 @@ class Policy(PolicyInterface):
         timeouts: TimeoutsConfig | None = None,
         threads_per_rank: int | None = None,
         seed: int = 0,
+        venv: VenvConfig | None = None,
     ) -> None:
         config = PolicyConfig.of(config)
         report_findings(check_backend("policy", config))
@@ -149,7 +151,7 @@ class Policy(PolicyInterface):
         )
         self.worker_group = RayWorkerGroup(
             cluster,
-            RayWorkerBuilder(_WORKER, config, settings),
+            RayWorkerBuilder(_WORKER, config, settings).in_environment(venv, "policy", self._timeouts.venv_s),
             workers_per_node=workers_per_node,
             name_prefix=name_prefix,
             sharding_annotations=self.layout.sharding,

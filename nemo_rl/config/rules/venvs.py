@@ -1,0 +1,20 @@
+"""The kinds of workers that `cluster.venvs` names are those of the run."""
+
+from collections.abc import Collection
+
+from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.schema.cluster import ClusterConfig
+from nemo_rl.utils.did_you_mean import did_you_mean
+
+
+def check_venvs(cluster: ClusterConfig, kinds: Collection[str]) -> Findings:
+    """Each name is a kind of worker.
+
+    Args:
+        cluster: the section.
+        kinds: of the run.
+    """
+    for name in cluster.venvs:
+        if name not in kinds:
+            known = ", ".join(sorted(kinds))
+            yield f"cluster.venvs.{name}: this run has no such workers; it has: {known}.{did_you_mean(name, kinds)}"

@@ -1,0 +1,133 @@
+"""Which Python each kind of actor runs on, and that it is there on every node before an actor asks for it.
+
+Invariant: without a word from the user every actor runs on the driver's interpreter; an environment that cannot be made
+on some node ends the run before its first step, with that node's name.
+"""
+
+import logging
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from nemo_rl.config import VenvConfig
+from nemo_rl.utils.errors import VenvError
+from nemo_rl.utils.venvs import PY_EXECUTABLES, create_local_venv, is_set, parse_py_executable, venv_folder
+from nemo_rl.utils.venvs.ingredients import with_absolute_paths
+
+logger = logging.getLogger(__name__)
+
+USE_SYSTEM_EXECUTABLE = os.environ.get("NEMO_RL_PY_EXECUTABLES_SYSTEM", "0") == "1"
+"""Every actor runs on the driver's interpreter, whatever configuration and registry say."""
+
+ACTOR_ENVIRONMENT_REGISTRY: dict[str, str] = {
+    "nemo_rl.models.policy.workers.rank.PolicyRank": PY_EXECUTABLES.SYSTEM,
+    "nemo_rl.models.generation.worker.GenerationWorker": PY_EXECUTABLES.SYSTEM,
+    "nemo_rl.environments.math_environment.MathEnvironment": PY_EXECUTABLES.SYSTEM,
+    "nemo_rl.environments.math_environment.MathMultiRewardEnvironment": PY_EXECUTABLES.SYSTEM,
+}
+"""Dotted path of a class -> one of `PY_EXECUTABLES` or a text like them; programs may add and change entries.
+`cluster.venvs` goes before it."""
+
+_REPLY_S = 30.0
+_rebuilt: set[str] = set()
+
+
+def get_actor_python_env(actor_class_fqn: str) -> str:
+    """The entry of a class; the driver's interpreter for a class without one."""
+    if USE_SYSTEM_EXECUTABLE:
+        return PY_EXECUTABLES.SYSTEM
+    return ACTOR_ENVIRONMENT_REGISTRY.get(actor_class_fqn, PY_EXECUTABLES.SYSTEM)
+
+
+def make_actor_runtime_env(
+    actor_class_fqn: str, venv: VenvConfig | None = None, name: str = "", timeout_s: float = 1800.0
+) -> dict[str, Any]:
+    """Ray's `runtime_env` for actors of a class; waits until their environment is there on every node.
+
+    Args:
+        actor_class_fqn: dotted path of the class.
+        venv: its entry in `cluster.venvs`; None asks the registry.
+        name: of the environment; empty is the dotted path.
+        timeout_s: for making it.
+
+    Raises:
+        ConfigError, VenvError, DeadlineExceededError: as `create_local_venv_on_each_node`.
+    """
+    wanted = venv or parse_py_executable(get_actor_python_env(actor_class_fqn))
+    if wanted is not None and USE_SYSTEM_EXECUTABLE:
+        logger.info("cluster.venvs.%s has no effect: NEMO_RL_PY_EXECUTABLES_SYSTEM=1", name)
+    if wanted is None or USE_SYSTEM_EXECUTABLE:
+        return {}
+    python = create_local_venv_on_each_node(wanted, name or actor_class_fqn, timeout_s=timeout_s)
+    return {"py_executable": python if wanted.py_executable else shlex.quote(python)}
+
+
+def create_local_venv_on_each_node(
+    py_executable: str | VenvConfig, venv_name: str, *, timeout_s: float = 1800.0
+) -> str:
+    """`create_local_venv` on each node that is alive, at the same time.
+
+    Returns:
+        Path of the interpreter, which is the same on all nodes.
+
+    Raises:
+        ConfigError: there is no such extra, or the text cannot be read.
+        VenvError: it was not made on some nodes, each of which is named, or the nodes do not agree.
+    """
+    wanted = parse_py_executable(py_executable) if isinstance(py_executable, str) else py_executable
+    if wanted is None:
+        return sys.executable
+    folder = venv_folder()
+    force = is_set("NRL_FORCE_REBUILD_VENVS") and venv_name not in _rebuilt
+    _rebuilt.add(venv_name)
+    here, end = ray.get_runtime_context().get_node_id(), time.monotonic() + timeout_s
+    make = ray.remote(num_cpus=0, max_retries=0)(_made_here)
+    arguments = (with_absolute_paths(wanted), venv_name, force, str(folder), timeout_s)
+    asked: list[tuple[str, Any]] = []
+    for node in ray.nodes():
+        if node["Alive"] and node["NodeID"] != here:
+            where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            asked.append((node["NodeManagerAddress"], make.options(scheduling_strategy=where).remote(*arguments)))
+    answers = [(ray.util.get_node_ip_address(), *_made_here(*arguments))]
+    answers += [(address, *_answer(ref, end + _REPLY_S - time.monotonic())) for address, ref in asked]
+    return _agreed(venv_name, answers)
+
+
+def _made_here(wanted: VenvConfig, name: str, force: bool, folder: str, timeout_s: float) -> tuple[str, str]:
+    """Path of the interpreter and nothing, or nothing and why there is none."""
+    try:
+        return create_local_venv(wanted, name, force, folder=Path(folder), timeout_s=timeout_s), ""
+    except (VenvError, TimeoutError, OSError) as error:
+        return "", str(error)
+
+
+def _answer(ref: Any, timeout_s: float) -> tuple[str, str]:
+    try:
+        return ray.get(ref, timeout=max(timeout_s, 0.0))
+    except GetTimeoutError:
+        return "", "no answer in time (cluster.timeouts.venv_s)"
+    except RayError as error:
+        return "", str(error).strip().splitlines()[-1]
+
+
+def _agreed(name: str, answers: list[tuple[str, str, str]]) -> str:
+    """The one interpreter of all nodes, of address, path and reason of each."""
+    failed = [f"node {address}: {reason}" for address, _, reason in answers if reason]
+    if failed:
+        raise VenvError(
+            f"The environment {name!r} is missing on {len(failed)} of {len(answers)} nodes:\n" + "\n".join(failed)
+        )
+    if len({python for _, python, _ in answers}) > 1:
+        described = "; ".join(f"{address}: {python}" for address, python, _ in answers)
+        raise VenvError(
+            f"The nodes made the environment {name!r} of different parts, so its path differs: {described}. The file "
+            "venv.json in each folder lists the parts; give all nodes the same uv, Python and source."
+        )
+    return answers[0][1]

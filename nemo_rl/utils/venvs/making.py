@@ -1,0 +1,201 @@
+"""Makes one environment with uv, on top of the driver's packages or from the extras of the project.
+
+Invariant: what is made has the driver's Python and Ray and this nemo_rl, or is refused.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from nemo_rl.config import REPOSITORY_ROOT, VenvConfig
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, VenvError
+from nemo_rl.utils.venvs.ingredients import driver_sites, normal_name, packages_in, project_file
+
+_LAST_LINES = 30
+_ASK_VERSIONS = (
+    "import importlib.metadata as m, importlib.util as u, json, platform; "
+    "print(json.dumps([platform.python_version(), m.version('ray'), u.find_spec('nemo_rl') is not None]))"
+)
+
+
+class Uv:
+    """Calls of uv for one task, with one deadline.
+
+    Args:
+        deadline: on `time.monotonic()`.
+        task: beginning of errors.
+    """
+
+    def __init__(self, deadline: float, task: str) -> None:
+        self.task = task
+        self._deadline = deadline
+        found = os.environ.get("UV") or shutil.which("uv")
+        if found is None:
+            raise VenvError(f"{task} needs uv, which is not on PATH. Install it with `pip install uv`.")
+        self._binary = found
+
+    def seconds_left(self) -> float:
+        """Until the deadline."""
+        return self._deadline - time.monotonic()
+
+    def version(self) -> str:
+        """Of uv."""
+        return self.run("--version").strip()
+
+    def run(self, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
+        """What a call writes to stdout.
+
+        Raises:
+            VenvError: it fails; with the last lines of what it says.
+            DeadlineExceededError: it takes too long; it is ended with all that it started.
+        """
+        kept = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONHOME")}
+        process = subprocess.Popen(
+            [self._binary, *arguments],
+            env=kept | {"UV_NO_PROGRESS": "1", **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, said = process.communicate(timeout=max(self.seconds_left(), 0.0))
+        except subprocess.TimeoutExpired:
+            raise DeadlineExceededError(
+                f"{self.task} took too long (cluster.timeouts.venv_s), in `uv {' '.join(arguments)}`."
+            ) from None
+        finally:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if process.returncode:
+            lines = "\n".join(f"  {line}" for line in said.splitlines()[-_LAST_LINES:])
+            raise VenvError(f"{self.task} failed in `uv {' '.join(arguments)}`:\n{lines}")
+        return output
+
+
+def build(folder: Path, wanted: VenvConfig, uv: Uv) -> None:
+    """Make an environment in a new folder that may be moved afterwards; what fails leaves the folder as it is.
+
+    Raises:
+        ConfigError: there is no such extra.
+        VenvError, DeadlineExceededError: as `Uv.run`; VenvError also where packages do not go together.
+    """
+    uv.run("venv", "--relocatable", "--python", sys.executable, str(folder))
+    python = folder / "bin" / "python"
+    own = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    (own / "nemo_rl").symlink_to(REPOSITORY_ROOT / "nemo_rl")
+    if wanted.extras is None:
+        lines = [f"import site; site.addsitedir({place!r})\n" for place in driver_sites()]
+        (own / "_driver_packages.pth").write_text("".join(lines))
+        present = packages_in(driver_sites())
+    else:
+        _sync(folder, wanted.extras, uv)
+        library = packages_in(driver_sites()).get("nemo-rl", "0")
+        present = {**packages_in([own]), "nemo-rl": library}
+    if wanted.packages:
+        _add(python, own, wanted.packages, present, uv)
+    check_interpreter([str(python)])
+
+
+def check_interpreter(command: Sequence[str]) -> None:
+    """Refuse an interpreter that this process's Ray cannot work with, or that has no nemo_rl.
+
+    Raises:
+        VenvError: as said.
+    """
+    place = " ".join(command)
+    try:
+        answer = subprocess.run(
+            [*command, "-c", _ASK_VERSIONS], check=True, capture_output=True, text=True, timeout=120.0, cwd="/"
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", "") or error).strip().splitlines()[-1]
+        raise VenvError(f"the interpreter {place} cannot be used: {said}") from error
+    python, ray, has_library = json.loads(answer.stdout)
+    own_python, own_ray = platform.python_version(), importlib.metadata.version("ray")
+    if (python, ray) != (own_python, own_ray):
+        raise VenvError(
+            f"the interpreter {place} has Python {python} and Ray {ray}, but the driver has Python {own_python} and "
+            f"Ray {own_ray}, and all processes of a Ray cluster must have the same. Take out what brings another Ray, "
+            "or use another interpreter."
+        )
+    if not has_library:
+        raise VenvError(f"the interpreter {place} does not find nemo_rl. Install it there.")
+
+
+def update_lock(uv: Uv) -> None:
+    """Make the project's lock if it is missing or older than its requirements; else nothing is asked of a network."""
+    uv.run("lock", "--project", str(project_file().parent), "--python", sys.executable)
+
+
+def _sync(folder: Path, extras: Sequence[str], uv: Uv) -> None:
+    """Install what the project's lock says for some extras."""
+    project = project_file()
+    known = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
+    unknown = [name for name in extras if name not in known]
+    if unknown:
+        raise ConfigError(f"nemo_rl has no extra {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
+    flags = [flag for extra in extras for flag in ("--extra", extra)]
+    common = ["--project", str(project.parent), "--python", sys.executable, "--frozen", "--no-install-project"]
+    uv.run("sync", *common, *flags, environment={"UV_PROJECT_ENVIRONMENT": str(folder)})
+
+
+def _add(python: Path, own: Path, packages: Sequence[str], present: Mapping[str, str], uv: Uv) -> None:
+    """Install packages and what they need beyond `present`, which stays as it is."""
+    named = {_name_of(package) for package in packages}
+    excludes = python.parent.with_name("present.txt")
+    excludes.write_text("".join(f"{name}\n" for name in present if name not in named))
+    # A file of settings of this or another project has no say.
+    uv.run("pip", "install", "--directory", "/", "--python", str(python), "--excludes", str(excludes), *packages)
+    wrong = list(_unmet(own, present))
+    if wrong:
+        raise VenvError(
+            f"{uv.task} failed: {'; '.join(wrong)}. Name a version that fits in `packages`, or give it an environment "
+            "of its own with `extras`."
+        )
+
+
+def _name_of(package: str) -> str:
+    """The normal name behind a requirement, a wheel or a folder."""
+    path = Path(package)
+    if path.suffix == ".whl":
+        return normal_name(path.name.partition("-")[0])
+    if path.is_dir():
+        project = path / "pyproject.toml"
+        table = tomllib.loads(project.read_text()).get("project", {}) if project.exists() else {}
+        return normal_name(table.get("name", path.name))
+    name = re.match(r"[\w.-]+", package)
+    return normal_name(name[0]) if name else package
+
+
+def _unmet(own: Path, present: Mapping[str, str]) -> Iterator[str]:
+    """What packages in `own` need that is there in another version, or not at all."""
+    versions = {**present, **packages_in([own])}
+    for found in importlib.metadata.distributions(path=[str(own)]):
+        if present.get(normal_name(found.name)) == found.version:
+            continue
+        for text in found.requires or ():
+            need = Requirement(text)
+            if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+                continue
+            version = versions.get(normal_name(need.name))
+            if version is None:
+                yield f"{found.name} {found.version} needs {text}, which is not there"
+            elif not need.specifier.contains(version, prereleases=True):
+                yield f"{found.name} {found.version} needs {text}, but {version} is there"
