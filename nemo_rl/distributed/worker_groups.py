@@ -336,11 +336,13 @@ class RayWorkerGroup:
 
         Raises:
             DeadlineExceededError, WorkerDiedError, Exception: as when the group was made.
+            ResourceInsufficientError: their node was lost, and no other has room.
             WorkerDiedError: the group is shut down, also meanwhile.
         """
         if not self._may_restart:
             raise ValueError(f"workers of group {self.name_prefix!r} depend on each other.")
         self._refuse_when_dead()
+        self.cluster.await_places({self._places[idx].node_idx for idx in worker_idxs})
         end, seats = time.monotonic() + timeout_s, self._seats
         self._kill([seats[idx] for idx in worker_idxs])
         try:
