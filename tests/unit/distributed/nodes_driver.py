@@ -93,6 +93,8 @@ def loss(policy: RayWorkerGroup, engines: RayWorkerGroup, large: RayVirtualClust
     found = {"policy": refusal(lambda: policy.get_all_worker_results(waits, 60, "training"))}
     found["policy_s"] = time.monotonic() - start
     found["engine"] = refusal(lambda: engines.get_worker_result(polls, 1, 60, "generation"))
+    found["in_vain"] = refusal(lambda: engines.restart_workers([1], 60))
+    policy.shutdown(force=True)
     engines.restart_workers([1], 60)
     found["moved_to"] = engines.worker_metadata[1]["node_ip"]
     virtual_cluster._RESCHEDULE_TIMEOUT_S = 1.0

@@ -79,6 +79,8 @@ def test_a_lost_node_is_named_whoever_notices_it_first(found: dict[str, Any]) ->
 
 @pytest.mark.ray
 def test_what_is_independent_moves_where_there_is_room(found: dict[str, Any]) -> None:
+    assert found["in_vain"].startswith("NodeLostError: Node 127.0.0.3"), "the policy's rank was there too"
+    assert "It ran policy-1-0 (rank 2)." in found["in_vain"]
     assert found["moved_to"] == "127.0.0.2"
     assert found["no_room"].startswith("ResourceInsufficientError: A node was lost, and no other has room. Cluster")
     assert "127.0.0.2: 16 CPUs, 2 GPUs (free now: " in found["no_room"]
