@@ -33,11 +33,11 @@ def lost_nodes(node_ids: Collection[str]) -> dict[str, str]:
     """The nodes among these that are gone, by id, with how that is known."""
     if local_ray_has_died() or not ray.is_initialized():
         return {}
-    here = ray.get_runtime_context().get_node_id()
-    asked = [node for node in ray.nodes() if node["NodeID"] in node_ids and node["NodeID"] != here]
-    if not asked:
+    others = set(node_ids) - {ray.get_runtime_context().get_node_id()}
+    if not others:
         return {}
-    with ThreadPoolExecutor(max_workers=len(asked)) as pool:
+    asked = [node for node in ray.nodes() if node["NodeID"] in others]
+    with ThreadPoolExecutor(max_workers=len(others)) as pool:
         reasons = pool.map(_why_lost, asked)
     return {node["NodeID"]: reason for node, reason in zip(asked, reasons, strict=True) if reason is not None}
 
