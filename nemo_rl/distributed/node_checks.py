@@ -54,6 +54,7 @@ class _Question:
     folders: Mapping[str, str]
     written: str
     canary: Path | None
+    patience_s: float
 
 
 def check_nodes(places: Iterable[RayVirtualCluster], shared: Shared) -> None:
@@ -74,11 +75,11 @@ def check_nodes(places: Iterable[RayVirtualCluster], shared: Shared) -> None:
         return
     folders = {key: path for key, path in shared.folders.items() if Path(path).is_dir()}
     with _canary(shared.written) as canary:
-        question = _Question(_code(), folders, shared.written[0] if shared.written else "", canary)
+        question = _Question(_code(), folders, shared.written[0] if shared.written else "", canary, _VISIBLE_S)
         found = _ask(nodes, question)
         if canary is not None:
             for node_id in nodes:
-                if not found[node_id] and not _appears(_answer_to(canary, node_id), node_id):
+                if not found[node_id] and not _appears(_answer_to(canary, node_id), node_id, _VISIBLE_S):
                     found[node_id] = [f"what it writes into {question.written}={canary.parent} is not seen by others"]
     different = [f"Node {address} (id {id_}): {'; '.join(found[id_])}." for id_, address in nodes.items() if found[id_]]
     if different:
@@ -124,7 +125,7 @@ def _differences(question: _Question, node_id: str) -> list[str]:
     if question.canary is None:
         return found
     folder = f"{question.written}={question.canary.parent}"
-    if not _appears(question.canary, question.canary.name):
+    if not _appears(question.canary, question.canary.name, question.patience_s):
         return [*found, f"{folder} is not the driver's folder (a file that the driver wrote is not there)"]
     try:
         _answer_to(question.canary, node_id).write_text(node_id)
@@ -154,9 +155,9 @@ def _answer_to(canary: Path, node_id: str) -> Path:
     return canary.with_name(f"{canary.name}-{node_id}")
 
 
-def _appears(file: Path, content: str) -> bool:
+def _appears(file: Path, content: str, patience_s: float) -> bool:
     """Whether a file that another node wrote can be read here, now or soon."""
-    end = time.monotonic() + _VISIBLE_S
+    end = time.monotonic() + patience_s
     while True:
         try:
             if file.read_text() == content:

@@ -69,6 +69,7 @@ def checks(places: RayVirtualCluster) -> dict[str, str]:
     own.mkdir()
     same = Shared({"policy.model_name": str(Path.cwd()), "hub": "owner/name"}, ("checkpoint_dir", str(everyones)))
     found = {"same": refusal(lambda: check_nodes([places], same)), "left": sorted(map(str, everyones.iterdir()))}
+    node_checks._VISIBLE_S = 0.5
     other = Shared({"policy.model_name": str(own)}, ("checkpoint_dir", str(own)))
     found["other"] = refusal(lambda: check_nodes([places], other))
     code = node_checks._code
