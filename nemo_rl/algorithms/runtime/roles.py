@@ -124,7 +124,7 @@ def reserve(clusters: Iterable[RayVirtualCluster], config: MasterConfig, resourc
 
 def _shared(config: MasterConfig) -> Shared:
     """The folders that every machine of a run has to see."""
-    folders = {}
+    folders: dict[str, str] = {}
     for section, model in zip(SECTIONS, config.models, strict=False):
         folders |= {f"{section}.model_name": model.model_name, f"{section}.tokenizer.name": model.tokenizer.name}
     saved = config.checkpointing
