@@ -6,7 +6,7 @@ directly. Invariant: no answer here takes longer than a few seconds, and the nod
 """
 
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import ray
@@ -29,7 +29,7 @@ def describe_losses(workers: Iterable[WorkerIdentity]) -> str:
     return "\n".join(lines)
 
 
-def lost_nodes(node_ids: Collection[str]) -> dict[str, str]:
+def lost_nodes(node_ids: Iterable[str]) -> dict[str, str]:
     """The nodes among these that are gone, by id, with how that is known."""
     if local_ray_has_died() or not ray.is_initialized():
         return {}

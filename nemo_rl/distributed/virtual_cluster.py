@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
 from nemo_rl.distributed.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
+from nemo_rl.distributed.node_health import lost_nodes
 from nemo_rl.distributed.rendezvous import bind_free_port
 from nemo_rl.utils.errors import ResourceInsufficientError
 from nemo_rl.utils.public_names import public_names
@@ -35,7 +36,10 @@ logger = logging.getLogger(__name__)
 __getattr__ = public_names(__name__)
 
 _RESERVE_TIMEOUT_S = 5.0
+_NOTICE_TIMEOUT_S = 90.0
+"""Longer than Ray's health checks take to fail, by default."""
 _RESCHEDULE_TIMEOUT_S = 20.0
+"""From then on; Ray moves bundles at once where there is room."""
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Under `uv run` Ray would build the whole environment again for each worker, from the driver's
@@ -253,12 +257,19 @@ class RayVirtualCluster:
             ResourceInsufficientError: no other node has room for them.
         """
         groups = self.get_placement_groups()
-        end = time.monotonic() + _RESCHEDULE_TIMEOUT_S
+        end = time.monotonic() + _NOTICE_TIMEOUT_S
         for group in (groups[idx] for idx in node_idxs):
-            while placement_group_table(group)["state"] != "CREATED":
-                if time.monotonic() > end:
+            while True:
+                table = placement_group_table(group)
+                is_placed = table["state"] == "CREATED"
+                # Until Ray's health checks have failed it would start a worker on the lost node.
+                if is_placed and not lost_nodes(table["bundles_to_node_id"].values()):
+                    break
+                now = time.monotonic()
+                end = end if is_placed else min(end, now + _RESCHEDULE_TIMEOUT_S)
+                if now > end:
                     raise ResourceInsufficientError(f"A node was lost, and no other has room. {self._lacks()}")
-                time.sleep(0.1)
+                time.sleep(0.2)
 
     def _reserve(self) -> list[PlacementGroup]:
         attempts = 1 + int(os.environ.get("NRL_VIRTUAL_CLUSTER_MAX_RETRIES", "6"))

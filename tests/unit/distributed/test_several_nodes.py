@@ -13,7 +13,7 @@ from ray_nodes import ray_nodes
 from nemo_rl.distributed.node_choice import NodeRoom, choose_nodes, shortage
 
 HERE = Path(__file__).parent
-TOLD_SOON = {"health_check_period_ms": 500, "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0}
+TOLD_SOON = {"health_check_period_ms": 1500, "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0}
 
 
 @pytest.fixture(scope="module")
