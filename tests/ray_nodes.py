@@ -9,6 +9,8 @@ from typing import Any
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
+from nemo_rl.utils.stop_signals import handlers_kept
+
 FIRST_ADDRESS = 2
 """Of the last number of the nodes' addresses; Ray replaces 127.0.0.1 by one that the network can reach."""
 
@@ -36,7 +38,8 @@ class RayNodes:
         options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "node_ip_address": address}
         if not self._nodes:
             options |= {"include_dashboard": False, "no_monitor": True, "_system_config": self._system_config}
-        self._nodes.append(self._cluster.add_node(include_log_monitor=False, **options))
+        with handlers_kept():
+            self._nodes.append(self._cluster.add_node(include_log_monitor=False, **options))
         return address
 
     def kill(self, address: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from example_runs import ExampleRun, ExampleRuns, Metrics, StartExample, of_training, read_metrics
 from ray_nodes import RayNodes, ray_nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1200)]
 
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
 STEPS = 6
@@ -56,7 +56,7 @@ def test_two_nodes_learn_as_one_until_a_rank_is_lost_with_its_node(
     joined = {"RAY_ADDRESS": nodes.address}
     saved = ("checkpointing.save_period=2", f"checkpointing.checkpoint_dir={tmp_path}/checkpoints")
     run = start(start_example, joined, 40, "cluster.num_nodes=2", *APART, *saved)
-    run.wait_for(f"step {STEPS + 1}/40")
+    run.wait_for(f"step {STEPS + 1}/40", 400)
     status, seconds = lose(nodes, SECOND, run)
     assert (status, seconds < 60) == (1, True), run.log()[-3000:]
     assert f"NodeLostError: Node {SECOND} (id " in run.log()
@@ -76,7 +76,7 @@ def test_engines_on_a_node_of_their_own_move_when_it_is_lost(
     own = "policy.generation.colocated.resources.num_nodes=1"
     joined = {"RAY_ADDRESS": nodes.address}
     run = start(start_example, joined, STEPS, "cluster.num_nodes=2", *APART, own, "checkpointing.enabled=false")
-    run.wait_for(f"step 2/{STEPS}")
+    run.wait_for(f"step 2/{STEPS}", 400)
     status, _ = lose(nodes, SECOND, run)
     assert status == 0, run.log()[-3000:]
     assert f"Node {SECOND} (id " in run.log() and "restarting it" in run.log()
