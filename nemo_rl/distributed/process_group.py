@@ -4,9 +4,13 @@ Invariant: rank, world size and address come from the environment that `worker_g
 the caller; rank 0 listens on the port it holds.
 """
 
+import fcntl
 import ipaddress
 import os
+import socket
+import struct
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +23,8 @@ from nemo_rl.distributed.rendezvous import take_port
 from nemo_rl.utils.device import Device
 from nemo_rl.utils.errors import ConfigError
 
+_SIOCGIFADDR = 0x8915
+"""Linux: asks for the IPv4 address of an interface."""
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -39,8 +45,7 @@ def init_process_group(device: Device, timeout_s: float, local_rank: int = 0) ->
             f"torch.distributed needs the environment variables {missing}; "
             "a RayWorkerGroup sets them, or start the process with torchrun."
         )
-    if not device.is_gpu:
-        prefer_loopback(os.environ["MASTER_ADDR"])
+    choose_interface(os.environ["MASTER_ADDR"])
     rank, world_size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
     dist.init_process_group(
         device.collective_backend,
@@ -52,13 +57,14 @@ def init_process_group(device: Device, timeout_s: float, local_rank: int = 0) ->
     )
 
 
-def prefer_loopback(address: str) -> None:
-    """Keep gloo on the loopback interface where the members meet there.
+def choose_interface(address: str) -> None:
+    """Let gloo use the network interface that leads to where the members meet, unless GLOO_SOCKET_IFNAME names one.
 
-    It would look up the host name, which may resolve to an address that no peer can reach.
+    It would look up the host name, which may resolve to an address that no peer can reach (127.0.1.1 on Debian).
     """
-    if _is_loopback(address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    name = _interface_to(address)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def open_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
@@ -96,6 +102,23 @@ def destroy_process_group() -> None:
     """Leave the default process group; nothing to do when there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _interface_to(address: str) -> str | None:
+    """Name of the interface that packets to an address leave by; None where the system does not tell."""
+    if _is_loopback(address):
+        return "lo0" if sys.platform == "darwin" else "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing
+        except OSError:
+            return None
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:
+                    return name
+    return None
 
 
 def _is_loopback(address: str) -> bool:

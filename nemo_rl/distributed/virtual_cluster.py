@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
+from nemo_rl.distributed.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
+from nemo_rl.distributed.node_health import lost_nodes
 from nemo_rl.distributed.rendezvous import bind_free_port
 from nemo_rl.utils.errors import ResourceInsufficientError
 from nemo_rl.utils.public_names import public_names
@@ -34,6 +36,10 @@ logger = logging.getLogger(__name__)
 __getattr__ = public_names(__name__, {"PY_EXECUTABLES": "nemo_rl.utils.venvs"})
 
 _RESERVE_TIMEOUT_S = 5.0
+_NOTICE_TIMEOUT_S = 90.0
+"""Longer than Ray's health checks take to fail, by default."""
+_RESCHEDULE_TIMEOUT_S = 20.0
+"""From then on; Ray moves bundles at once where there is room."""
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Under `uv run` Ray would build the whole environment again for each worker, from the driver's
@@ -100,7 +106,8 @@ def init_ray(
 class RayVirtualCluster:
     """Reserved bundles of resources, one bundle for each rank.
 
-    Bundles of one node entry always share a node. Places are reserved on first use.
+    Bundles of one node entry always share a node; entries are on nodes in the order of their addresses (`node_choice`).
+    Places are reserved on first use.
 
     Args:
         bundle_ct_per_node_list: number of bundles for each node entry.
@@ -108,14 +115,15 @@ class RayVirtualCluster:
         max_colocated_worker_groups: how many worker groups share the bundles; each takes a fraction.
         num_gpus_per_node: GPUs of a node; a node entry may not ask for more.
         name: shows in Ray's tools.
-        placement_group_strategy: `SPREAD` or `PACK` leave it to Ray which nodes the entries share;
-            `STRICT_SPREAD` insists on a node of its own for each entry.
+        placement_group_strategy: `STRICT_SPREAD` insists on a node of its own for each entry, `SPREAD` shares nodes
+            only where there are too few, `PACK` takes as few as it can.
         port_range_low: first port at which a group's processes may meet; None leaves it to the
             operating system.
         port_range_high: last such port.
         cpus_per_bundle: logical CPUs of a bundle; None takes 1, or less so that the bundles leave
             three quarters of their node's CPUs to environments and other clusters. Ray only counts
             them; a process may use more.
+        apart_from: clusters whose nodes this one does not share.
 
     Raises:
         ValueError: unknown strategy, empty bundle list, or more GPUs than a node has.
@@ -132,6 +140,8 @@ class RayVirtualCluster:
         port_range_low: int | None = None,
         port_range_high: int | None = None,
         cpus_per_bundle: float | None = None,
+        *,
+        apart_from: "Sequence[RayVirtualCluster]" = (),
     ) -> None:
         strategies = ("SPREAD", "PACK", "STRICT_SPREAD")
         if placement_group_strategy not in strategies:
@@ -153,6 +163,7 @@ class RayVirtualCluster:
         self._strategy = placement_group_strategy
         self.port_range = (port_range_low, port_range_high)
         self._cpus_per_bundle = cpus_per_bundle
+        self._apart_from = tuple(apart_from)
         self._placement_groups: list[PlacementGroup] | None = None
         # Colocated groups may be started from two threads.
         self._reserving = threading.Lock()
@@ -171,11 +182,15 @@ class RayVirtualCluster:
         return len(self._bundle_counts)
 
     def cpus_per_bundle(self) -> float:
-        """Logical CPUs of each bundle."""
+        """Logical CPUs of each bundle; settled once places are reserved."""
+        return self._cpus_of(living_nodes()) if self._cpus_per_bundle is None else self._cpus_per_bundle
+
+    def _cpus_of(self, nodes: Sequence[NodeRoom]) -> float:
+        """CPUs of a bundle that leave room on each of the nodes that it takes, the largest ones."""
         if self._cpus_per_bundle is not None:
             return self._cpus_per_bundle
-        node_cpus = max((cpus for _, cpus, _ in _node_resources()), default=0.0)
-        share = node_cpus / (4 * max(self._bundle_counts))
+        cpus = sorted((node.total.get("CPU", 0.0) for node in nodes), reverse=True) or [0.0]
+        share = cpus[min(len(self._bundle_counts), len(cpus)) - 1] / (4 * max(self._bundle_counts))
         return min(1.0, int(share * 1000) / 1000)
 
     def resources_per_worker(self) -> dict[str, float]:
@@ -187,8 +202,8 @@ class RayVirtualCluster:
     def get_placement_groups(self) -> list[PlacementGroup]:
         """One placement group for each node entry, reserved on the first call.
 
-        Tries again NRL_VIRTUAL_CLUSTER_MAX_RETRIES times (6), waiting 1, 2, 4 ... seconds longer each
-        time, because nodes may still be joining and earlier workers may still be leaving.
+        What the cluster lacks is logged at once. Then it tries again NRL_VIRTUAL_CLUSTER_MAX_RETRIES times (6), after
+        1, 2, 4 ... seconds, because nodes may still be joining and earlier workers may still be leaving.
 
         Raises:
             ResourceInsufficientError: the cluster does not have what is asked for.
@@ -197,6 +212,10 @@ class RayVirtualCluster:
             if self._placement_groups is None:
                 self._placement_groups = self._reserve()
             return self._placement_groups
+
+    def node_ids(self) -> list[str]:
+        """Ray's id of each node entry's node."""
+        return _nodes_of(self.get_placement_groups())
 
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
         """Address of a bundle's node and a port that is free there now, and perhaps not for long.
@@ -231,65 +250,83 @@ class RayVirtualCluster:
             remove_placement_group(group)
         return True
 
+    def await_places(self, node_idxs: Collection[int]) -> None:
+        """Wait until Ray has moved the bundles of node entries whose node was lost to other nodes.
+
+        Raises:
+            ResourceInsufficientError: no other node has room for them.
+        """
+        groups = self.get_placement_groups()
+        end = time.monotonic() + _NOTICE_TIMEOUT_S
+        for group in (groups[idx] for idx in node_idxs):
+            while True:
+                table = placement_group_table(group)
+                is_placed = table["state"] == "CREATED"
+                # Until Ray's health checks have failed it would start a worker on the lost node.
+                if is_placed and not lost_nodes(table["bundles_to_node_id"].values()):
+                    break
+                now = time.monotonic()
+                end = end if is_placed else min(end, now + _RESCHEDULE_TIMEOUT_S)
+                if now > end:
+                    raise ResourceInsufficientError(f"A node was lost, and no other has room. {self._lacks()}")
+                time.sleep(0.2)
+
     def _reserve(self) -> list[PlacementGroup]:
-        if self._exceeds_local_machine():
-            raise ResourceInsufficientError(self._lacks())
         attempts = 1 + int(os.environ.get("NRL_VIRTUAL_CLUSTER_MAX_RETRIES", "6"))
         for attempt in range(attempts):
-            groups = self._try_reserve(_RESERVE_TIMEOUT_S + 2.0**attempt)
+            nodes = living_nodes()
+            bundle = self._bundle(nodes)
+            chosen = choose_nodes(self._bundle_counts, bundle, nodes, self._strategy, self._avoided())
+            groups = self._try_reserve(chosen, bundle) if chosen else None
             if groups is not None:
+                self._cpus_per_bundle = self._cpus_of(nodes)
                 return groups
-            logger.warning("%s Attempt %d of %d.", self._lacks(), attempt + 1, attempts)
+            # A local Ray has one node, and no other will join.
+            if (chosen is None and [node.address for node in nodes] == [LOOPBACK]) or attempt == attempts - 1:
+                break
+            logger.warning("%s Attempt %d of %d; waiting %d s.", self._lacks(), attempt + 1, attempts, 2**attempt)
+            time.sleep(2.0**attempt)
         raise ResourceInsufficientError(self._lacks())
 
-    def _try_reserve(self, timeout_s: float) -> list[PlacementGroup] | None:
-        bundle = {"CPU": self.cpus_per_bundle()} | ({"GPU": 1.0} if self.use_gpus else {})
-        bundle = {kind: amount for kind, amount in bundle.items() if amount > 0} or {"CPU": 0.001}
+    def _bundle(self, nodes: Sequence[NodeRoom]) -> dict[str, float]:
+        bundle = {"CPU": self._cpus_of(nodes), "GPU": 1.0 if self.use_gpus else 0.0}
+        return {kind: amount for kind, amount in bundle.items() if amount > 0} or {"CPU": 0.001}
+
+    def _avoided(self) -> set[str]:
+        """Ids of the nodes of the clusters that this one keeps away from."""
+        return {node for other in self._apart_from for node in other.node_ids()}
+
+    def _try_reserve(self, nodes: Sequence[str], bundle: dict[str, float]) -> list[PlacementGroup] | None:
         unique = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
         groups = [
-            placement_group([bundle] * count, strategy="STRICT_PACK", name=f"{unique}-{entry}")
-            for entry, count in enumerate(self._bundle_counts)
+            # A node that is lost later gives its bundles to others, so the choice is no condition.
+            placement_group([bundle] * count, "STRICT_PACK", f"{unique}-{entry}", _soft_target_node_id=node)
+            for entry, (count, node) in enumerate(zip(self._bundle_counts, nodes, strict=True))
         ]
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + _RESERVE_TIMEOUT_S
         if all(group.wait(max(end - time.monotonic(), 0.0)) for group in groups):
-            nodes = {placement_group_table(g)["bundles_to_node_id"][0] for g in groups}
-            if self._strategy != "STRICT_SPREAD" or len(nodes) == len(groups):
+            placed = _nodes_of(groups)
+            is_apart = self._avoided().isdisjoint(placed)
+            if is_apart and (self._strategy != "STRICT_SPREAD" or len(set(placed)) == len(groups)):
                 return groups
         for group in groups:
             remove_placement_group(group)
         return None
 
-    def _exceeds_local_machine(self) -> bool:
-        """Whether waiting is in vain: a local Ray has one node, and it is too small."""
-        nodes = _node_resources()
-        if [address for address, _, _ in nodes] != [LOOPBACK]:
-            return False
-        _, cpus, gpus = nodes[0]
-        needed_gpus = self.world_size() if self.use_gpus else 0
-        return self.world_size() * self.cpus_per_bundle() > cpus or needed_gpus > gpus
-
     def _lacks(self) -> str:
-        per_bundle = f"{self.cpus_per_bundle():g} CPUs" + (" and 1 GPU" if self.use_gpus else "")
-        nodes = "; ".join(f"{address}: {cpus:g} CPUs, {gpus:g} GPUs" for address, cpus, gpus in _node_resources())
-        free = ray.available_resources()
-        return (
-            f"Cluster {self.name!r} asks for {self._bundle_counts} bundles per node "
-            f"({self._strategy}), each with {per_bundle}. The nodes have: {nodes}. "
-            f"Not taken by others now: {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs."
+        nodes = living_nodes()
+        bundle = self._bundle(nodes)
+        per_bundle = f"{bundle.get('CPU', 0):g} CPUs" + (" and 1 GPU" if self.use_gpus else "")
+        wanted = (
+            f"Cluster {self.name!r} asks for {self._bundle_counts} bundles per node ({self._strategy}), each with "
+            f"{per_bundle}."
         )
+        return f"{wanted} {shortage(self._bundle_counts, bundle, nodes, self._strategy, self._avoided())}"
 
 
-def _node_resources() -> list[tuple[str, float, float]]:
-    """Address, CPUs and GPUs of each node that is alive."""
-    return sorted(
-        (
-            node["NodeManagerAddress"],
-            node["Resources"].get("CPU", 0.0),
-            node["Resources"].get("GPU", 0.0),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    )
+def _nodes_of(groups: Sequence[PlacementGroup]) -> list[str]:
+    """Id of the node of each placement group."""
+    return [placement_group_table(group)["bundles_to_node_id"][0] for group in groups]
 
 
 def _address_and_free_port(low: int | None, high: int | None) -> tuple[str, int]:

@@ -14,6 +14,7 @@ process is left.
 import logging
 import math
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ import ray
 from ray.exceptions import RayError
 
 from nemo_rl.distributed.named_sharding import NamedSharding
+from nemo_rl.distributed.node_health import describe_losses
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_builder import RayWorkerBuilder, plan_places
@@ -36,12 +38,14 @@ from nemo_rl.distributed.worker_calls import (
 )
 from nemo_rl.distributed.worker_logs import wait_until_gone
 from nemo_rl.distributed.worker_results import PendingCall, WorkerSeat, explain_failure, gather
-from nemo_rl.utils.errors import RayDiedError, WorkerDiedError
+from nemo_rl.utils.errors import NodeLostError, RayDiedError, WorkerDiedError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
 logger = logging.getLogger(__name__)
 
+_irreplaceable: "weakref.WeakSet[RayWorkerGroup]" = weakref.WeakSet()
+"""Groups that end when one of their workers dies."""
 _SMALL_TYPES = (type(None), bool, int, float, str)
 
 
@@ -105,6 +109,8 @@ class RayWorkerGroup:
             )
         self._seats: list[WorkerSeat] = []
         self._cause_of_death: str | None = None
+        if not self._may_restart:
+            _irreplaceable.add(self)
         try:
             for rank in range(world_size):
                 self._seats.append(self._create_seat(rank))
@@ -336,11 +342,15 @@ class RayWorkerGroup:
 
         Raises:
             DeadlineExceededError, WorkerDiedError, Exception: as when the group was made.
+            NodeLostError: workers that cannot be replaced were on a node that was lost, so the run is over.
+            ResourceInsufficientError: their node was lost, and no other has room.
             WorkerDiedError: the group is shut down, also meanwhile.
         """
         if not self._may_restart:
             raise ValueError(f"workers of group {self.name_prefix!r} depend on each other.")
         self._refuse_when_dead()
+        _refuse_when_others_are_lost()
+        self.cluster.await_places({self._places[idx].node_idx for idx in worker_idxs})
         end, seats = time.monotonic() + timeout_s, self._seats
         self._kill([seats[idx] for idx in worker_idxs])
         try:
@@ -452,6 +462,13 @@ class RayWorkerGroup:
         for identity in left:
             logger.warning("%s was killed and is still running.", identity)
         return not left
+
+
+def _refuse_when_others_are_lost() -> None:
+    seats = [seat for group in list(_irreplaceable) for seat in group._seats]
+    losses = describe_losses(seat.identity for seat in seats if seat.identity)
+    if losses:
+        raise NodeLostError(losses)
 
 
 def _stored(value: Any, shared: bool = True) -> Any:

@@ -16,9 +16,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from nemo_rl.distributed.local_ray import LIVENESS_PERIOD_S, check_local_ray
+from nemo_rl.distributed.node_health import describe_losses
 from nemo_rl.distributed.worker_logs import stacks_of, tail_of_logs
 from nemo_rl.distributed.worker_process import WorkerIdentity
-from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
+from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, WorkerDiedError
 
 # When a worker dies, its peers may report a broken connection before Ray reports the death.
 ROOT_CAUSE_GRACE_S = 2.0
@@ -51,7 +52,8 @@ def gather(calls: Sequence[PendingCall], crew: Sequence[WorkerSeat], timeout_s: 
 
     Args:
         calls: what to wait for.
-        crew: all workers of the group; their stacks are shown when the deadline passes.
+        crew: all workers of the group; their stacks are shown when the deadline passes, their nodes looked at when
+            a call fails.
         timeout_s: seconds from now.
         phase: what the wait is for, as it should read in an error.
 
@@ -60,6 +62,7 @@ def gather(calls: Sequence[PendingCall], crew: Sequence[WorkerSeat], timeout_s: 
 
     Raises:
         DeadlineExceededError: some worker did not answer in time.
+        NodeLostError: a machine of the crew is gone, whoever reported it first.
         WorkerDiedError: some worker's process ended.
         RayDiedError: the local Ray ended.
         Exception: what a worker raised, with a note that names it and the remote traceback as
@@ -73,7 +76,7 @@ def gather(calls: Sequence[PendingCall], crew: Sequence[WorkerSeat], timeout_s: 
         if failures is None:
             raise _deadline_error(list(waiting.values()), calls, crew, timeout_s, phase)
         if failures:
-            raise _root_cause(failures, waiting, phase)
+            raise _root_cause(failures, waiting, crew, phase)
     return [answers[call.ref] for call in calls]
 
 
@@ -82,7 +85,7 @@ def explain_failure(error: RayError, seat: WorkerSeat, phase: str) -> Exception:
 
     Returns:
         The worker's own exception (a note names the worker, its cause is the remote traceback), or
-        a `WorkerDiedError` with the worker's last log lines.
+        a `WorkerDiedError` with the worker's last log lines, or a `NodeLostError`.
     """
     if isinstance(error, RayTaskError):
         own = error.cause if isinstance(error.cause, Exception) else error
@@ -90,6 +93,9 @@ def explain_failure(error: RayError, seat: WorkerSeat, phase: str) -> Exception:
             own.__cause__ = error
         own.add_note(f"Raised in worker {seat} during {phase!r}.")
         return own
+    losses = describe_losses([seat.identity] if seat.identity else [])
+    if losses:
+        return NodeLostError(f"{losses}\nSeen during {phase!r}.")
     logs = tail_of_logs(seat.identity) if seat.identity else "Its process never reported itself."
     reason = " ".join(str(error).split())
     return WorkerDiedError(f"Worker {seat} died during {phase!r}.\n{logs}\nRay says: {reason}")
@@ -127,7 +133,12 @@ def _take_ready(
     return failures
 
 
-def _root_cause(failures: list[tuple[PendingCall, RayError]], waiting: dict[Any, PendingCall], phase: str) -> Exception:
+def _root_cause(
+    failures: list[tuple[PendingCall, RayError]],
+    waiting: dict[Any, PendingCall],
+    crew: Sequence[WorkerSeat],
+    phase: str,
+) -> Exception:
     end = time.monotonic() + ROOT_CAUSE_GRACE_S
     while waiting and not any(isinstance(error, RayActorError) for _, error in failures):
         more = _take_ready(waiting, {}, end)
@@ -135,8 +146,13 @@ def _root_cause(failures: list[tuple[PendingCall, RayError]], waiting: dict[Any,
             break
         failures = failures + more
     deaths_first = sorted(failures, key=lambda failure: isinstance(failure[1], RayTaskError))
-    (call, error), *others = deaths_first
-    shown = explain_failure(error, call.seat, phase)
+    losses = describe_losses([seat.identity for seat in crew if seat.identity])
+    if losses:
+        shown: Exception = NodeLostError(f"{losses}\nSeen during {phase!r}.")
+        others = deaths_first
+    else:
+        (call, error), *others = deaths_first
+        shown = explain_failure(error, call.seat, phase)
     for other_call, other_error in others:
         last_line = str(other_error).strip().splitlines()[-1]
         shown.add_note(f"Worker {other_call.seat} failed too: {last_line}")

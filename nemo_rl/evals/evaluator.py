@@ -20,6 +20,7 @@ from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.env import stop_strings_of
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.node_checks import Shared, check_nodes
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.handed_in import Start, environment_of, start_environment
@@ -259,6 +260,8 @@ def _started(
         bundles = _bundles(cluster)
         resources.callback(bundles.shutdown)
         bundles.get_placement_groups()
+        folders = {"generation.model_name": config.policy.model_name, "tokenizer.name": config.tokenizer.name}
+        check_nodes([bundles], Shared(folders))
         engines = make_engines(settings, bundles, cluster)
         resources.callback(engines.shutdown)
         loop = EventLoopThread()
@@ -278,6 +281,7 @@ def _bundles(cluster: ClusterConfig) -> RayVirtualCluster:
         max_colocated_worker_groups=1,
         num_gpus_per_node=max(cluster.gpus_per_node, 1),
         name="evaluation",
+        placement_group_strategy="STRICT_SPREAD",
         port_range_low=cluster.master_port_range_low,
         port_range_high=cluster.master_port_range_high,
     )

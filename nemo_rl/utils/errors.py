@@ -53,6 +53,10 @@ class WorkerDiedError(NemoRLError, RuntimeError):
     """A worker process ended unexpectedly; the message holds its rank and last log lines."""
 
 
+class NodeLostError(WorkerDiedError):
+    """A machine of the cluster is gone; the message holds its address, its id and what ran there."""
+
+
 class RayDiedError(NemoRLError, RuntimeError):
     """The Ray that a run started for itself has lost one of its own processes; nothing can go on."""
 

@@ -1,9 +1,11 @@
-"""SIGTERM, SIGINT and SIGHUP: a program ends at once, or at its next safe point where there is something to save.
+"""Signals that ask a program to stop: it ends at once, or at its next safe point where there is something to save.
 
     leave_at_once       what a program begins with
     DeferredSignals     around the part that has something to save; the second signal is not deferred
     handlers_kept       around libraries that install handlers of their own
 
+SIGUSR1 is what batch systems send ahead of a preemption; it means the same as SIGTERM here, in the process of the
+program. In worker processes, which install none of this, it asks for the stacks (`distributed.worker_process`).
 Invariant: a signal that is ignored when the program starts (`nohup`, a shell's background job) stays ignored.
 """
 
@@ -19,7 +21,7 @@ from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _ONE_REQUEST_S = 1.0
 """`timeout`, `uv run` and signals to a process group deliver one request twice within this time."""
 
@@ -82,6 +84,12 @@ class DeferredSignals:
         self._stopped.set()
         _restore(self._before)
 
+    def act_at_once(self) -> None:
+        """Give what was received to the handler that was there before: there is nothing to save."""
+        self.stop()
+        if self.received is not None:
+            signal.raise_signal(self.received)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received is None:
@@ -89,8 +97,8 @@ class DeferredSignals:
             # In a thread of its own, because the signal may have come in the middle of a log record.
             threading.Thread(target=self._watch, name="signal_grace", daemon=True).start()
         elif now - self._received_at > _ONE_REQUEST_S:
-            self.stop()
-            signal.raise_signal(number)
+            self.received = signal.Signals(number)
+            self.act_at_once()
 
     def _watch(self) -> None:
         """Say what will happen, and send the signal again if the safe point does not come."""

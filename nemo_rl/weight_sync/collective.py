@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl.distributed.process_group import open_store
+from nemo_rl.distributed.process_group import choose_interface, open_store
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.interfaces import TransportSpec
@@ -76,11 +76,7 @@ def _join(spec: TransportSpec, rank: int) -> Any:
         nccl._timeout = timedelta(seconds=spec.timeout_s)
         with _errors_stay_errors():
             return dist.ProcessGroupNCCL(named, rank, spec.world_size, nccl)
-    if spec.master_address.startswith("127."):
-        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._timeout = timeout
-        gloo._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-        return dist.ProcessGroupGloo(named, rank, spec.world_size, gloo)
+    choose_interface(spec.master_address)
     return dist.ProcessGroupGloo(named, rank, spec.world_size, timeout)
 
 

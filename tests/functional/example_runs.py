@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,7 +89,13 @@ class ExampleRuns:
         self._runs: list[ExampleRun] = []
 
     def start(
-        self, script: str, config: str, *overrides: str, logs: str = "logs", process_group: int | None = None
+        self,
+        script: str,
+        config: str,
+        *overrides: str,
+        logs: str = "logs",
+        process_group: int | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> ExampleRun:
         log_dir = self._folder / logs
         log_path = self._folder / f"console_{len(self._runs)}.log"
@@ -102,7 +108,7 @@ class ExampleRuns:
                 cwd=self._folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=run_environment() | {"PYTHONPATH": str(self._folder)},
+                env=run_environment() | {"PYTHONPATH": str(self._folder)} | dict(environment or {}),
                 process_group=process_group,
             )
         self._runs.append(ExampleRun(process, log_path, log_dir))

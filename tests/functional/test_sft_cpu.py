@@ -21,7 +21,7 @@ def test_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_path) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_all_processes_of_the_terminal_leaves_a_checkpoint(
     start_example: StartExample, tmp_path: Path, number: signal.Signals
 ) -> None:

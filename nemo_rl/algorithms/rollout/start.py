@@ -136,7 +136,7 @@ def _start_workers(
     init_ray(str(folders.log_dir))
     environments = start_environments(config, recipe.data.task_env.values(), recipe.environments, resources)
     places = place_roles(cluster, {name: role.section for name, role in recipe.roles.items()})
-    reserve(places.values(), resources)
+    reserve(places.values(), config, resources)
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
     engines = {"generation": partial(make_engines, settings, places["generation"], cluster)}
     models = {

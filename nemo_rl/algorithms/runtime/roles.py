@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.algorithms.runtime.preflight import SECTIONS
+from nemo_rl.config import ClusterConfig, MasterConfig, PolicyConfig
+from nemo_rl.distributed.node_checks import Shared, check_nodes
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy.lm_policy import Policy
 
@@ -107,12 +109,24 @@ def start_together(starts: Mapping[str, Callable[[], Closable]], resources: Exit
     return {name: future.result() for name, future in futures.items()}
 
 
-def reserve(clusters: Iterable[RayVirtualCluster], resources: ExitStack) -> None:
-    """Reserve all bundles of a run, before the first worker.
+def reserve(clusters: Iterable[RayVirtualCluster], config: MasterConfig, resources: ExitStack) -> None:
+    """Reserve all bundles of a run, and compare their nodes, before the first worker.
 
     Raises:
         ResourceInsufficientError: the cluster does not have them.
+        ConfigError, DeadlineExceededError: see `node_checks.check_nodes`.
     """
-    for cluster in {id(cluster): cluster for cluster in clusters}.values():
+    different = list({id(cluster): cluster for cluster in clusters}.values())
+    for cluster in different:
         resources.callback(cluster.shutdown)
         cluster.get_placement_groups()
+    check_nodes(different, _shared(config))
+
+
+def _shared(config: MasterConfig) -> Shared:
+    """The folders that every machine of a run has to see."""
+    folders: dict[str, str] = {}
+    for section, model in zip(SECTIONS, config.models, strict=False):
+        folders |= {f"{section}.model_name": model.model_name, f"{section}.tokenizer.name": model.tokenizer.name}
+    saved = config.checkpointing
+    return Shared(folders, ("checkpointing.checkpoint_dir", saved.checkpoint_dir) if saved.enabled else None)

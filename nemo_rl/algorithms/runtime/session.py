@@ -243,6 +243,8 @@ class Session:
         reason = self._stop_reason or "no reason was recorded"
         logger.warning("Stopped after step %d of %d: %s.", step, last_step, reason)
         if self._interrupted:
+            if step == 0:
+                self._signals.act_at_once()
             saved = f"The checkpoint of step {step} is complete" if step else "No step was finished"
             raise RunInterruptedError(f"{reason}. {saved}; the same command goes on.")
 

@@ -87,7 +87,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         tell_memory(config.cluster, {"policy": role})
         init_ray(str(folders.log_dir))
         where = place_roles(config.cluster, {"policy": config.policy})["policy"]
-        reserve([where], resources)
+        reserve([where], config, resources)
         seed, resume_path = config.algorithm.seed, folders.resume_path
         policy = start_role("policy", role, where, config.cluster, recipe.tokenizer, seed, resume_path)
         resources.callback(policy.shutdown)

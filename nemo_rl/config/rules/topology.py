@@ -51,16 +51,18 @@ def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
 
     Colocated, both use all of them. Separate on GPUs, one machine is split by
     `colocated.resources.gpus_per_node`; several machines are divided by `colocated.resources.num_nodes`.
-    Separate on CPUs, engines are additional processes on the same machines.
+    Separate on CPUs, engines are additional processes on the same machines, unless `resources.num_nodes` gives them
+    machines of their own.
     """
     nodes, ranks = cluster.num_nodes, cluster.policy_ranks_per_node
     if policy.generation is None or policy.generation.colocated.enabled:
         return Topology(nodes, ranks, nodes, ranks)
     resources = policy.generation.colocated.resources
-    if not cluster.uses_gpu:
-        return Topology(nodes, ranks, nodes, resources.ranks_per_node or ranks_of_engine(policy.generation.engine))
     engine_gpus = resources.gpus_per_node or 0
-    engine_nodes = resources.num_nodes or 0
+    engine_nodes = (resources.num_nodes or 0) if nodes > 1 else 0
+    if not cluster.uses_gpu:
+        engine_ranks = resources.ranks_per_node or ranks_of_engine(policy.generation.engine)
+        return Topology(nodes - engine_nodes, ranks, engine_nodes or nodes, engine_ranks)
     if nodes == 1:
         return Topology(1, cluster.gpus_per_node - engine_gpus, 1, engine_gpus)
     return Topology(nodes - engine_nodes, ranks, engine_nodes, engine_gpus or cluster.gpus_per_node)

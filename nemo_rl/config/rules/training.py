@@ -29,9 +29,10 @@ def check_batches(
     if topology.policy_ranks < 1:
         yield (
             "no device is left for the policy: "
-            f"cluster has {cluster.num_nodes} x {cluster.gpus_per_node} GPUs "
+            f"cluster has {_machines(cluster)} "
             f"and generation takes {topology.generation_nodes} x {topology.generation_ranks_per_node}."
-            " Lower policy.generation.colocated.resources or raise cluster.gpus_per_node."
+            " Lower policy.generation.colocated.resources or raise "
+            f"cluster.{'gpus_per_node' if cluster.uses_gpu else 'num_nodes'}."
         )
         return
     prompts, answers = algorithm.num_prompts_per_step, algorithm.num_generations_per_prompt
@@ -46,6 +47,12 @@ def check_batches(
             f"Nearest values of policy.train_global_batch_size: {', '.join(map(str, sorted(near)))}."
         )
     yield from check_shards(policy, cluster)
+
+
+def _machines(cluster: ClusterConfig) -> str:
+    return (
+        f"{cluster.num_nodes} x {cluster.gpus_per_node} GPUs" if cluster.uses_gpu else f"{cluster.num_nodes} machines"
+    )
 
 
 def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
@@ -296,7 +303,7 @@ def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Fi
             "policy.generation.weight_sync.transport=cuda_ipc needs GPUs and "
             "policy.generation.colocated.enabled=true. Use auto."
         )
-    if asked == "shared_memory" and cluster.num_nodes > 1 and not colocated:
+    if asked == "shared_memory" and cluster.num_nodes > 1:
         yield (
             f"policy.generation.weight_sync.transport=shared_memory needs trainers and engines on the same machine, "
             f"and cluster.num_nodes={cluster.num_nodes}. Use auto or collective."

@@ -1,4 +1,4 @@
-"""Checks that the machine has the GPUs that `cluster` asks for, without importing torch.
+"""Checks that this machine has what `cluster` asks for, without importing torch.
 
 Runs before Ray starts. A Ray cluster elsewhere may have GPUs that this machine does not have, so with `RAY_ADDRESS` set
 nothing is checked.
@@ -25,10 +25,18 @@ def check_device(config: MasterConfig | EvalMasterConfig, gpu_count: int) -> Non
         gpu_count: GPUs that this process can see.
 
     Raises:
-        ConfigError: `cluster.device` is cuda and there are too few GPUs; names the CPU configuration.
+        ConfigError: several machines are asked for; `cluster.device` is cuda and there are too few GPUs; names the CPU
+            configuration.
     """
     cluster = config.cluster
-    if not cluster.uses_gpu or os.environ.get("RAY_ADDRESS"):
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    if cluster.num_nodes > 1:
+        raise ConfigError(
+            f"cluster.num_nodes={cluster.num_nodes}, but without RAY_ADDRESS a run has this machine only. Start Ray on "
+            "each machine (docs/guides/cluster.md) and set RAY_ADDRESS, or set cluster.num_nodes=1."
+        )
+    if not cluster.uses_gpu:
         return
     if gpu_count == 0:
         raise ConfigError(
@@ -37,7 +45,7 @@ def check_device(config: MasterConfig | EvalMasterConfig, gpu_count: int) -> Non
         )
     topology = plan_topology(cluster, config.policy)
     needed = max(cluster.gpus_per_node, topology.policy_ranks_per_node)
-    if cluster.num_nodes == 1 and needed > gpu_count:
+    if needed > gpu_count:
         raise ConfigError(
             f"cluster.gpus_per_node={cluster.gpus_per_node} and {topology.policy_ranks_per_node} policy "
             f"ranks need {needed} GPUs, but this machine shows {gpu_count}. "

@@ -61,8 +61,8 @@ class CheckpointingConfig(Section):
     )
     signal_grace_s: PositiveFloat = Field(
         default=600.0,
-        description="Seconds from SIGTERM, SIGINT or SIGHUP in which the running step and its checkpoint have to be "
-        "done; then the run ends without one.",
+        description="Seconds from SIGTERM, SIGINT, SIGHUP or SIGUSR1 in which the running step and its checkpoint have "
+        "to be done; then the run ends without one.",
     )
     save_optimizer: bool = Field(
         default=True, description="Store the optimizer state; without it a resumed run starts it anew."

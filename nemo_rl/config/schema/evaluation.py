@@ -88,8 +88,8 @@ class EvalConfig(Section):
     )
     signal_grace_s: PositiveFloat = Field(
         default=600.0,
-        description="Seconds from SIGTERM, SIGINT or SIGHUP in which the prompts under way have to be answered and "
-        "written to save_path; then the evaluation ends without them.",
+        description="Seconds from SIGTERM, SIGINT, SIGHUP or SIGUSR1 in which the prompts under way have to be "
+        "answered and written to save_path; then the evaluation ends without them.",
     )
 
 

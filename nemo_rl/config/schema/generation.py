@@ -42,7 +42,9 @@ class ColocatedResourcesConfig(Section):
         default=None, description="GPUs of each generation machine; needed when not colocated on GPUs."
     )
     num_nodes: PositiveInt | None = Field(
-        default=None, description="Machines for generation only; null on one machine, which is split."
+        default=None,
+        description="Machines for generation only; null on one machine, which is split, and on the CPU, where engines "
+        "then run beside the policy.",
     )
     ranks_per_node: PositiveInt | None = Field(
         default=None, description="Engine ranks on each machine when not colocated on the CPU; null: one engine."

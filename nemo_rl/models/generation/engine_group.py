@@ -35,7 +35,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationResult,
     engine_of,
 )
-from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, WorkerDiedError
+from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, ResourceInsufficientError, WorkerDiedError
 
 logger = logging.getLogger(__name__)
 
@@ -335,7 +335,10 @@ class EngineGroup(GenerationInterface):
             len(member.unfinished),
             reason.splitlines()[0],
         )
-        self.workers.restart_workers(member.ranks, self._setup_timeout_s)
+        try:
+            self.workers.restart_workers(member.ranks, self._setup_timeout_s)
+        except ResourceInsufficientError as shortage:
+            raise ResourceInsufficientError(f"{reason} {shortage}") from shortage
         member.num_starts += 1
 
     def _fail(self, member: _Member, failure: Exception) -> None:

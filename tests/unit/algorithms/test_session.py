@@ -402,6 +402,20 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints/step_3").exists()
 
 
+def test_a_signal_before_any_step_is_not_called_saved(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(9), data)
+    with pytest.raises(KeyboardInterrupt), session:
+        signal.raise_signal(signal.SIGINT)
+        assert list(session.steps()) == []
+    resumed, _ = make_session(tmp_path, Cadence(9), data)
+    interrupted(resumed, data, 9, signal.SIGINT)
+    unmoved, _ = make_session(tmp_path, Cadence(12), data)
+    with pytest.raises(RunInterruptedError, match="checkpoint of step 9 is complete"), unmoved:
+        signal.raise_signal(signal.SIGINT)
+        assert list(unmoved.steps()) == []
+
+
 def test_without_checkpoints_a_signal_is_not_deferred(tmp_path: Path) -> None:
     data = Data()
     session, _ = make_session(tmp_path, Cadence(9), data)

@@ -77,6 +77,14 @@ REFUSED: list[tuple[list[str], str]] = [
         ["cluster.device=cuda", "cluster.num_nodes=2", SEPARATE],
         r"needs policy\.generation\.colocated\.resources\.num_nodes",
     ),
+    (
+        ["cluster.num_nodes=2", SEPARATE, "policy.generation.colocated.resources.num_nodes=2"],
+        r"no device is left for the policy: cluster has 2 machines and generation takes 2 x 1\. .* cluster\.num_n",
+    ),
+    (
+        ["cluster.num_nodes=2", "policy.generation.weight_sync.transport=shared_memory"],
+        r"transport=shared_memory needs trainers and engines on the same machine, and cluster\.num_nodes=2",
+    ),
     (["policy.dtensor_cfg.enabled=false"], "leaves no training backend"),
     (["policy.training_backend.name=my.Backend"], r"training_backend\.name=my\.Backend name two training backends"),
     (
@@ -316,6 +324,8 @@ def test_nearest_multiples() -> None:
         ({"device": "cpu", "ranks_per_node": 2}, None, 2, 2),
         ({"device": "cpu", "ranks_per_node": 2}, {"ranks_per_node": 3}, 2, 3),
         ({"device": "cpu", "ranks_per_node": 2}, {}, 2, 1),
+        ({"device": "cpu", "ranks_per_node": 2, "num_nodes": 3}, {"num_nodes": 1, "ranks_per_node": 4}, 4, 4),
+        ({"device": "cpu", "ranks_per_node": 2}, {"num_nodes": 1}, 2, 1),
     ],
 )
 def test_topology(cluster: dict, resources: dict | None, policy_ranks: int, engines: int) -> None:
@@ -336,8 +346,11 @@ def test_device(minimal: Path, monkeypatch) -> None:
         check_device(gpu, 0)
     with pytest.raises(ConfigError, match=r"need 2 GPUs, but this machine shows 1"):
         check_device(gpu, 1)
+    with pytest.raises(ConfigError, match=r"num_nodes=2, but without RAY_ADDRESS"):
+        check_device(load_config(minimal, ["cluster.num_nodes=2"]), 0)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     check_device(gpu, 0)
+    check_device(load_config(minimal, ["cluster.num_nodes=2"]), 0)
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])

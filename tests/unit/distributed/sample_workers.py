@@ -53,6 +53,13 @@ class Plain:
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("connection closed by peer")
 
+    def break_once_there(self, path: str) -> None:
+        if self.rank == 0:
+            while not os.path.exists(path):
+                time.sleep(0.05)
+            raise RuntimeError("connection closed by peer")
+        self.stuck_in_c()
+
     def hang_on(self, rank: int) -> None:
         if self.rank == rank:
             self.stuck_in_c()

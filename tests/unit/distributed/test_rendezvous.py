@@ -1,6 +1,7 @@
 """Meeting points of equal runs that start at the same time; each run is played by a process."""
 
 import multiprocessing
+import os
 import socket
 import sys
 from datetime import timedelta
@@ -10,7 +11,7 @@ from multiprocessing.synchronize import Barrier
 import pytest
 import torch.distributed as dist
 
-from nemo_rl.distributed.process_group import open_store
+from nemo_rl.distributed.process_group import choose_interface, open_store
 from nemo_rl.distributed.rendezvous import bind_free_port, hold_port, take_port
 from nemo_rl.utils.errors import ResourceInsufficientError
 from nemo_rl.utils.seed import set_seed
@@ -78,3 +79,26 @@ def test_a_range_without_a_free_port_says_what_to_change():
         port = taken.getsockname()[1]
         with pytest.raises(ResourceInsufficientError, match=rf"{port}\.\.{port} is free.*master_port_range_low"):
             hold_port(HERE, port, port)
+
+
+def test_gloo_is_given_the_interface_that_leads_to_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(address: str, before: str | None = None) -> str | None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        if before is not None:
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", before)
+        choose_interface(address)
+        return os.environ.get("GLOO_SOCKET_IFNAME")
+
+    assert [chosen(HERE), chosen("127.0.0.3"), chosen("localhost")] == ["lo"] * 3
+    assert chosen(HERE, before="ib0") == "ib0"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        outward = probe.getsockname()[0]
+    if outward.startswith("127."):
+        pytest.skip("this machine has no outward address")
+    name = chosen(outward)
+    assert name in [name for _, name in socket.if_nameindex()] and name != "lo"
+    dist.ProcessGroupGloo(dist.HashStore(), 0, 1, TIMEOUT)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+    with pytest.raises(RuntimeError, match="no_such_interface"):
+        dist.ProcessGroupGloo(dist.HashStore(), 0, 2, timedelta(seconds=1))

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from nemo_rl.distributed.worker_calls import MultiWorkerFuture
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
-from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, WorkerDiedError
+from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, ResourceInsufficientError, WorkerDiedError
 
 pytestmark = pytest.mark.asyncio
 
@@ -459,6 +459,20 @@ async def test_no_wait_is_left_on_the_loop_when_nothing_is_pending():
     left = asyncio.all_tasks() - before
     assert [task for task in left if task.get_coro().__qualname__ != "FakeWorker.collect"] == []
     assert len(left) == 1, "the call of the second worker goes on, and is waited for again"
+
+
+async def test_an_engine_that_finds_no_room_is_named_with_what_the_nodes_have(monkeypatch):
+    group, fake = make_group(1)
+
+    def no_room(*_: object) -> None:
+        raise ResourceInsufficientError("no other node has room")
+
+    monkeypatch.setattr(fake, "restart_workers", no_room)
+    (task,) = start(group, [1])
+    await settle()
+    fake.workers[0].die()
+    with pytest.raises(ResourceInsufficientError, match=r"(?s)died.*no other node has room"):
+        await asyncio.wait_for(task, 5)
 
 
 @pytest.mark.parametrize("problem", ["weights", "restarts"])

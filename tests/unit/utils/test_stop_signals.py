@@ -1,4 +1,4 @@
-"""What a program does on SIGTERM, SIGINT and SIGHUP, seen from outside."""
+"""What a program does on the signals that ask it to stop, seen from outside."""
 
 import os
 import pty

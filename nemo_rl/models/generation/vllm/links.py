@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from nemo_rl.distributed.process_group import open_store, prefer_loopback
+from nemo_rl.distributed.process_group import choose_interface, open_store
 from nemo_rl.utils.device import Device
 
 logger = logging.getLogger(__name__)
@@ -166,8 +166,7 @@ def enter_engine(device: str, place: int, num_places: int) -> dist.Store:
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     kind = Device("cuda" if device == "cuda" else "cpu")
-    if not kind.is_gpu:
-        prefer_loopback(address)
+    choose_interface(address)
     store = open_store(address, port, place, num_places, _MEETING_TIMEOUT)
     if kind.is_gpu:
         store.set(f"gpu of {place}", os.environ.get("CUDA_VISIBLE_DEVICES", str(place)))

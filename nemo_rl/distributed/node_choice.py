@@ -1,0 +1,120 @@
+"""Which nodes of a Ray cluster a set of bundles goes to, and what the nodes lack where it goes nowhere.
+
+`virtual_cluster` asks Ray for the places that are chosen here. Invariant: the same nodes with the same room give the
+same choice, in the order of the nodes' addresses, so ranks are numbered node by node and a resumed run finds rank 0
+where it was.
+"""
+
+import ipaddress
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray._private.state import available_resources_per_node
+
+
+@dataclass(frozen=True)
+class NodeRoom:
+    """A node that is alive.
+
+    Attributes:
+        node_id: Ray's id.
+        address: by which other nodes reach it.
+        total: what it has, by kind of resource; "CPU" and "GPU" are logical.
+        free: what nobody has taken now.
+    """
+
+    node_id: str
+    address: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+    def holds(self, count: int, bundle: Mapping[str, float], *, now: bool = False) -> bool:
+        """Whether so many bundles fit, into all of it or into what is free now."""
+        have = self.free if now else self.total
+        return all(have.get(kind, 0.0) >= count * amount for kind, amount in bundle.items())
+
+    def __str__(self) -> str:
+        return f"{self.address}: {self.total.get('CPU', 0):g} CPUs, {self.total.get('GPU', 0):g} GPUs"
+
+
+def living_nodes() -> list[NodeRoom]:
+    """The nodes of the cluster, by address."""
+    free = available_resources_per_node()
+    nodes = [
+        NodeRoom(node["NodeID"], node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (_in_order(node.address), node.node_id))
+
+
+def choose_nodes(
+    counts: Sequence[int],
+    bundle: Mapping[str, float],
+    nodes: Sequence[NodeRoom],
+    strategy: str,
+    avoid: Collection[str] = (),
+) -> list[str] | None:
+    """Give each entry of bundles a node that is large enough, preferably one with room now.
+
+    Args:
+        counts: bundles of each entry.
+        bundle: resources of one bundle.
+        nodes: in the order in which they are taken.
+        strategy: STRICT_SPREAD: no node twice; SPREAD: no node twice while there are others; PACK: few nodes.
+        avoid: ids of nodes that are not taken.
+
+    Returns:
+        The node's id for each entry; None where the nodes do not suffice, however long one waits.
+    """
+    entries: dict[str, list[int]] = {node.node_id: [] for node in nodes if node.node_id not in avoid}
+    chosen: dict[int, str] = {}
+    # The largest first: what is left fits wherever a larger one does.
+    for entry in sorted(range(len(counts)), key=lambda entry: -counts[entry]):
+        fitting = []
+        for position, node in enumerate(nodes):
+            if node.node_id not in entries or (strategy == "STRICT_SPREAD" and entries[node.node_id]):
+                continue
+            taken = sum(entries[node.node_id]) + counts[entry]
+            if node.holds(taken, bundle):
+                used = len(entries[node.node_id])
+                order = -used if strategy == "PACK" else used
+                fitting.append((not node.holds(taken, bundle, now=True), order, position, node.node_id))
+        if not fitting:
+            return None
+        chosen[entry] = min(fitting)[-1]
+        entries[chosen[entry]].append(counts[entry])
+    return [chosen[entry] for entry in range(len(counts))]
+
+
+def shortage(
+    counts: Sequence[int],
+    bundle: Mapping[str, float],
+    nodes: Sequence[NodeRoom],
+    strategy: str,
+    avoid: Collection[str] = (),
+) -> str:
+    """What the nodes have and which of them are too small, in one line; arguments as `choose_nodes`."""
+    described = []
+    for node in nodes:
+        notes = []
+        if node.node_id in avoid:
+            notes.append("taken by other workers of this run")
+        elif not node.holds(min(counts), bundle):
+            notes.append(f"too small for {min(counts)} bundle{'s' * (min(counts) > 1)}")
+        elif not node.holds(min(counts), bundle, now=True):
+            notes.append(f"free now: {node.free.get('CPU', 0):g} CPUs, {node.free.get('GPU', 0):g} GPUs")
+        described.append(f"{node}{f' ({notes[0]})' if notes else ''}")
+    large_enough = sum(node.holds(max(counts), bundle) for node in nodes if node.node_id not in avoid)
+    missing = len(counts) - large_enough if strategy == "STRICT_SPREAD" else 0
+    lacks = f" {missing} node{'s' * (missing > 1)} of that size missing." if missing > 0 else ""
+    return f"The nodes have: {'; '.join(described)}.{lacks}"
+
+
+def _in_order(address: str) -> tuple[int, str]:
+    """IP addresses by number, names behind them."""
+    try:
+        return int(ipaddress.ip_address(address)), ""
+    except ValueError:
+        return 1 << 128, address

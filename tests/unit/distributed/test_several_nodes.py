@@ -1,0 +1,119 @@
+"""Two Ray nodes: who is placed where, what is compared at the start, and what happens when one of them is lost."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray_nodes import ray_nodes
+
+from nemo_rl.distributed.node_choice import NodeRoom, choose_nodes, shortage
+
+HERE = Path(__file__).parent
+TOLD_SOON = {"health_check_period_ms": 1500, "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `nodes_driver` finds on two nodes, the second of which is killed on its way."""
+    folder = tmp_path_factory.mktemp("nodes")
+    with ray_nodes(16, 16, num_gpus=2, **TOLD_SOON) as nodes:
+        environment = os.environ | {"RAY_ADDRESS": nodes.address, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, str(HERE / "nodes_driver.py"), str(folder / "found.json")]
+        with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as driver:
+            assert driver.stdout is not None
+            for line in driver.stdout:
+                if line.startswith("KILL"):
+                    _, address, killed = line.split()
+                    nodes.kill(address)
+                    Path(killed).touch()
+        assert driver.returncode == 0
+    return dict(json.loads((folder / "found.json").read_text()))
+
+
+@pytest.mark.ray
+def test_entries_are_on_nodes_in_the_order_of_their_addresses(found: dict[str, Any]) -> None:
+    first, second = "127.0.0.2", "127.0.0.3"
+    assert found["spread"] == [[[first, second]]] * 2
+    assert found["packed"] == [[first, first]]
+    assert found["gpus"] == [[first, second], [second]], "a GPU that is taken is not waited for"
+    assert found["apart"] == [[first], [second]]
+    assert found["beside"] == [[first, second], [first, second]]
+
+
+@pytest.mark.ray
+def test_what_the_nodes_lack_is_said_with_numbers(found: dict[str, Any]) -> None:
+    assert found["three"] == (
+        "ResourceInsufficientError: Cluster 'three' asks for [1, 1, 1] bundles per node (STRICT_SPREAD), each with 1 "
+        "CPUs. The nodes have: 127.0.0.2: 16 CPUs, 2 GPUs; 127.0.0.3: 16 CPUs, 2 GPUs. 1 node of that size missing."
+    )
+
+
+@pytest.mark.ray
+def test_ranks_are_numbered_node_by_node_and_meet_at_the_node_of_rank_0(found: dict[str, Any]) -> None:
+    meeting = ["3", "127.0.0.2"]
+    assert found["environment"] == [["0", "0", "0", *meeting], ["1", "1", "0", *meeting], ["2", "0", "1", *meeting]]
+    assert found["where"] == ["127.0.0.2", "127.0.0.2", "127.0.0.3"]
+
+
+@pytest.mark.ray
+def test_nodes_are_compared_before_workers_start(found: dict[str, Any]) -> None:
+    assert (found["same"], found["left"]) == ("", [])
+    assert found["other"].startswith("ConfigError: Node 127.0.0.3 (id ")
+    assert "policy.model_name=/proc/self/cwd/only_here is not there" in found["other"]
+    assert "checkpoint_dir=/proc/self/cwd/only_here is not the driver's folder" in found["other"]
+    assert "it runs nemo_rl " in found["code"] and "the driver 1.0 (code abc, in /opt)" in found["code"]
+
+
+@pytest.mark.ray
+def test_a_lost_node_is_named_whoever_notices_it_first(found: dict[str, Any]) -> None:
+    assert found["policy"].startswith("NodeLostError: Node 127.0.0.3 (id ")
+    assert "is lost: " in found["policy"] and "It ran policy-1-0 (rank 2)." in found["policy"]
+    assert found["policy_s"] < 15
+    assert found["engine"].startswith("NodeLostError: Node 127.0.0.3")
+    assert "It ran engine-1-0 (rank 1)." in found["engine"]
+
+
+@pytest.mark.ray
+def test_what_is_independent_moves_where_there_is_room(found: dict[str, Any]) -> None:
+    assert found["in_vain"].startswith("NodeLostError: Node 127.0.0.3"), "the policy's rank was there too"
+    assert "It ran policy-1-0 (rank 2)." in found["in_vain"]
+    assert found["moved_to"] == "127.0.0.2"
+    assert found["no_room"].startswith("ResourceInsufficientError: A node was lost, and no other has room. Cluster")
+    assert "127.0.0.2: 16 CPUs, 2 GPUs (free now: " in found["no_room"]
+
+
+def room(number: int, cpus: float, free: float | None = None) -> NodeRoom:
+    address = f"10.0.0.{number}"
+    return NodeRoom(f"id{number}", address, {"CPU": cpus}, {"CPU": cpus if free is None else free})
+
+
+@pytest.mark.parametrize(
+    ("counts", "strategy", "chosen"),
+    [
+        ([2, 2], "STRICT_SPREAD", ["id1", "id3"]),
+        ([1, 4], "STRICT_SPREAD", ["id2", "id3"]),
+        ([1, 1, 1, 1], "SPREAD", ["id1", "id2", "id3", "id1"]),
+        ([1, 1], "PACK", ["id1", "id1"]),
+        ([2, 2, 2], "STRICT_SPREAD", None),
+        ([5], "SPREAD", None),
+    ],
+)
+def test_choice(counts: list[int], strategy: str, chosen: list[str] | None) -> None:
+    nodes = [room(1, 2), room(2, 1), room(3, 4)]
+    if counts == [1, 4]:
+        nodes[0] = room(1, 2, free=0)
+    assert choose_nodes(counts, {"CPU": 1.0}, nodes, strategy) == chosen
+
+
+def test_nodes_of_other_workers_are_kept_away_from() -> None:
+    nodes = [room(1, 2), room(2, 2), room(3, 1)]
+    assert choose_nodes([1], {"CPU": 2.0}, nodes, "STRICT_SPREAD", {"id1"}) == ["id2"]
+    assert choose_nodes([1, 1], {"CPU": 2.0}, nodes, "STRICT_SPREAD", {"id1"}) is None
+    assert shortage([1, 1], {"CPU": 2.0}, nodes, "STRICT_SPREAD", {"id1"}) == (
+        "The nodes have: 10.0.0.1: 2 CPUs, 0 GPUs (taken by other workers of this run); 10.0.0.2: 2 CPUs, 0 GPUs; "
+        "10.0.0.3: 1 CPUs, 0 GPUs (too small for 1 bundle). 1 node of that size missing."
+    )
