@@ -315,13 +315,17 @@ def main() -> None:
     parser.add_argument("--packed", action="store_true", help="pack the samples of a microbatch")
     parser.add_argument("--only", nargs="+", default=[""], help="settings of the table whose name has one of these")
     given = parser.parse_args()
-    settings = [setting for setting in SETTINGS + SETTINGS_OF_MEGATRON if any(text in setting.name for text in given.only)]
+    settings = [
+        setting for setting in SETTINGS + SETTINGS_OF_MEGATRON if any(text in setting.name for text in given.only)
+    ]
     if given.ranks:
         keys, shape = (
             {key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in pairs)}
             for pairs in (given.set, given.shape)
         )
-        own = Setting(f"{given.ranks} ranks {' '.join(given.set)}", ranks=given.ranks, rows=given.rows, backend=given.backend)
+        own = Setting(
+            f"{given.ranks} ranks {' '.join(given.set)}", ranks=given.ranks, rows=given.rows, backend=given.backend
+        )
         settings = [
             replace(own, length=given.length, keys=keys, shape=shape, model_type=given.model_type, packed=given.packed)
         ]

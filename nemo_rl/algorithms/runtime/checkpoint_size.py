@@ -36,7 +36,7 @@ def check_space(config: MasterConfig, checkpoints: CheckpointManager, resume_pat
             "checkpointing.checkpoint_dir, or set checkpointing.save_optimizer=false (a third of the size, but a "
             "resumed run starts the optimizer anew)."
         )
-    to_come = _at_once(config.checkpointing) - len(checkpoints.steps())
+    to_come = checkpoints_at_once(config.checkpointing) - len(checkpoints.steps())
     if free < to_come * one:
         logger.warning(
             "Space in %s may run out: %s, and up to %d more are kept at a time (checkpointing.keep_top_k).",
@@ -44,6 +44,6 @@ def check_space(config: MasterConfig, checkpoints: CheckpointManager, resume_pat
         )
 
 
-def _at_once(checkpointing: CheckpointingConfig) -> int:
+def checkpoints_at_once(checkpointing: CheckpointingConfig) -> int:
     """Checkpoints on the disk while one is written: the best, the newest, the one that comes."""
     return 2 if checkpointing.keep_top_k is None else checkpointing.keep_top_k + 2

@@ -33,7 +33,16 @@ def check_machine(config: MasterConfig | EvalMasterConfig) -> None:
     if isinstance(config, MasterConfig):
         check_trackers(config.logger)
         make_log_dir(config.logger.log_dir)
-    _check_models(config)
+    _check_reachable(config)
+    check_models(config)
+
+
+def check_models(config: MasterConfig | EvalMasterConfig) -> None:
+    """Refuse what no machine can run: the part of `check_machine` that asks models and environments alone.
+
+    Raises:
+        ConfigError: an optimizer, a schedule or an environment is not to be had, or a model does not fit its mesh.
+    """
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _check_environments(config)
     if isinstance(config, MasterConfig):
@@ -49,7 +58,7 @@ def _check_backends(config: MasterConfig) -> None:
         training_backend(model).check(model, num_ranks, section)
 
 
-def _check_models(config: MasterConfig | EvalMasterConfig) -> None:
+def _check_reachable(config: MasterConfig | EvalMasterConfig) -> None:
     from nemo_rl.models.huggingface.reachable import TOKENIZER_FILE, check_reachable
 
     seen = set()

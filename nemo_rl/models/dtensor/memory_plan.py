@@ -18,7 +18,14 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.memory import WIDE, MemoryPlan, Moment, Work, microbatches_in_flight
-from nemo_rl.models.memory_trace import GRADIENT_OF_LOGITS, Activations, ModelTrace, Parameters, logits_bytes, trace_model
+from nemo_rl.models.memory_trace import (
+    GRADIENT_OF_LOGITS,
+    Activations,
+    ModelTrace,
+    Parameters,
+    logits_bytes,
+    trace_model,
+)
 
 _MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "adadelta": 2, "lion": 1}
 _LAYERS_GATHERED = 3

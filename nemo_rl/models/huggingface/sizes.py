@@ -1,17 +1,22 @@
-"""The number of parameters of a model, from the headers of its files; no weight is read."""
+"""The number of parameters of a model, from the headers of its files or from its configuration; no weight is read."""
 
 import json
 import struct
 from math import prod
 from pathlib import Path
 
+import torch
 from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from nemo_rl.models.huggingface.folders import TENSOR_FILES
 
 
 def count_parameters(model_name: str) -> int | None:
-    """Elements of all tensors of a model folder, or of a hub model that is in the cache; None where unknown."""
+    """Elements of all tensors of a model folder, or of a hub model that is in the cache; None where unknown.
+
+    A folder with a configuration and no weights has those of that model.
+    """
     folder = Path(model_name)
     if not folder.is_dir():
         cached = try_to_load_from_cache(model_name, "config.json")
@@ -22,7 +27,16 @@ def count_parameters(model_name: str) -> int | None:
         counts = [_elements(path) for path in folder.glob(TENSOR_FILES)]
     except (OSError, ValueError, KeyError, struct.error):
         return None
+    if not counts and (folder / "config.json").is_file():
+        return parameters_of(AutoConfig.from_pretrained(folder))
     return sum(counts) or None
+
+
+def parameters_of(config: PretrainedConfig) -> int:
+    """Parameters of the language model that a configuration describes, tied ones once."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _elements(path: Path) -> int:

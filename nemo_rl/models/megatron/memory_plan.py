@@ -19,7 +19,6 @@ from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.memory import WIDE, MemoryPlan, Moment, Work, microbatches_in_flight
 from nemo_rl.models.memory_trace import (
     GRADIENT_OF_LOGITS,
-    Activations,
     ModelTrace,
     Parameters,
     logits_bytes,
@@ -173,7 +172,7 @@ class _Rank:
 
     def _pass(self) -> Moment:
         """A forward pass without a backward one: what a layer and the head need at a time."""
-        one = max((self._kept(each) for each in self.trace.activations), default=0.0)
+        one = max(map(self._kept, range(len(self.trace.activations))), default=0.0)
         return {"activations": one, "logits": self._logits(2)}
 
     def _logits(self, tensors: int) -> float:
@@ -185,21 +184,40 @@ class _Rank:
     def _activations(self) -> tuple[float, float]:
         """What the backward pass needs of all microbatches under way on the stage, and what it computes again."""
         section = self.policy.megatron_cfg
-        activations = [self.trace.activations[index] for index in self.layers] if self.trace.activations else []
+        layers = self.layers if self.trace.activations else range(0)
         sharing = self.layout.tp if section.sequence_parallel else 1
-        whole, again = sum(self._kept(each) for each in activations), 0.0
+        whole, again = sum(map(self._kept, layers)), 0.0
         if section.activation_checkpointing and section.recompute_granularity == "full":
-            again = max((self._kept(each) for each in activations), default=0.0)
-            whole = sum(each.entry / sharing for each in activations)
+            again = max(map(self._kept, layers), default=0.0)
+            whole = sum(self.trace.activations[index].entry / sharing for index in layers)
         chunks = section.virtual_pipeline_model_parallel_size or 1
         return whole * microbatches_in_flight(self.stage, self.layout.pp, chunks) + self.trace.others / sharing, again
 
-    def _kept(self, each: Activations) -> float:
+    def _kept(self, index: int) -> float:
         """Bytes of one microbatch in a layer; sequence parallelism divides inputs of the blocks too, which are
         gathered again on the way back.
         """
-        layout = self.layout
+        layout, each = self.layout, self.trace.activations[index]
         sharing = layout.tp if self.policy.megatron_cfg.sequence_parallel else 1
         rows = layout.cp * (1 + self.work.on_cpu) if layout.cp > 1 else 1
-        inside = (each.inside + each.keys_values * rows) / layout.tp
+        inside = (each.inside + each.keys_values * rows + self._other_code(index)) / layout.tp
         return (each.outside + each.into_blocks) / sharing + inside
+
+    def _other_code(self, index: int) -> float:
+        """Bytes by which Megatron Core's blocks keep more than those of transformers.
+
+        Values are a part of the product that also has queries and keys, which stays whole, and on CPUs the output of
+        attention is copied. Of a feed-forward with a gate plain code keeps one more tensor of its width, `up + offset`
+        (`megatron.core.transformer.mlp`), and a fused kernel one less.
+        """
+        model, numbers = self.model, 0
+        if not getattr(model, "kv_lora_rank", None):
+            size = getattr(model, "head_dim", None) or self.trace.hidden // model.num_attention_heads
+            queries = model.num_attention_heads * size
+            numbers += queries + model.num_key_value_heads * size + queries * self.work.on_cpu
+        width = model.intermediate_size
+        if self.trace.layers[index].experts:
+            routed = model.num_experts_per_tok + self._count("n_shared_experts")
+            width = routed * self._count("moe_intermediate_size", "intermediate_size")
+        fused = not self.work.on_cpu and self.policy.megatron_cfg.bias_activation_fusion
+        return (numbers + (-width if fused else width)) * self.tokens * self.itemsize

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import TrainingBackend
-from nemo_rl.models.memory import MemoryPlan, Work, microbatch_tokens
 from nemo_rl.models.megatron.release import require_megatron_core
+from nemo_rl.models.memory import MemoryPlan, Work, microbatch_tokens
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # see `models.backends`
