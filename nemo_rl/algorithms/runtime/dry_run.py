@@ -7,7 +7,8 @@ and nothing written; a model is its `config.json`, from its folder, the hub's ca
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import ceil
 
 from nemo_rl.algorithms.runtime.checkpoint_size import checkpoints_at_once
@@ -44,6 +45,21 @@ NOT_FITTING = 1
 """Exit status of a dry run whose numbers do not fit."""
 
 
+@dataclass(frozen=True)
+class Description:
+    """What a run would be.
+
+    Attributes:
+        text: for people.
+        forecast: its memory, and what does not fit.
+        checkpoint: bytes of one; None where there are none or the backend does not say.
+    """
+
+    text: str
+    forecast: MemoryForecast
+    checkpoint: int | None
+
+
 def dry_run(config: MasterConfig | EvalMasterConfig) -> int:
     """Print what the run would be; the exit status, which says whether it fits.
 
@@ -53,27 +69,28 @@ def dry_run(config: MasterConfig | EvalMasterConfig) -> int:
     Raises:
         ConfigError: a model's configuration is not to be had from here, or does not fit its mesh or engines.
     """
-    text, problems = describe(config)
-    sys.stdout.write(text)
-    return NOT_FITTING if problems else 0
+    description = describe(config)
+    sys.stdout.write(description.text)
+    return NOT_FITTING if description.forecast.shortfalls else 0
 
 
-def describe(config: MasterConfig | EvalMasterConfig) -> tuple[str, Sequence[str]]:
-    """The text of a dry run, and what does not fit; arguments and errors as `dry_run`."""
+def describe(config: MasterConfig | EvalMasterConfig) -> Description:
+    """What `dry_run` prints, and the numbers in it; arguments and errors as there."""
     local = with_local_configs(config)
     check_models(local)
     check_engine_model(local.policy, local.cluster)
     device = device_bytes(config.cluster)
     forecast = forecast_memory(local, device)
+    checkpoint = _checkpoint_bytes(local) if isinstance(local, MasterConfig) else None
     parts = {
         "Layout": layout_lines(config, device),
         "One training step": step_lines(config) if isinstance(config, MasterConfig) else (),
         "Memory": memory_lines(config.policy, forecast),
-        "Checkpoint": checkpoint_lines(local) if isinstance(local, MasterConfig) else (),
+        "Checkpoint": checkpoint_lines(config, checkpoint) if isinstance(config, MasterConfig) else (),
         "Verdict": verdict_lines(config.cluster, device, forecast),
     }
     texts = ["\n".join([title, *lines]) for title, found in parts.items() if (lines := list(found))]
-    return "\n\n".join(texts) + "\n", forecast.shortfalls
+    return Description("\n\n".join(texts) + "\n", forecast, checkpoint)
 
 
 def layout_lines(config: MasterConfig | EvalMasterConfig, device: float) -> Iterator[str]:
@@ -101,11 +118,18 @@ def layout_lines(config: MasterConfig | EvalMasterConfig, device: float) -> Iter
 
 
 def _ranks_line(model: PolicyConfig, nodes: int, per_node: int) -> str:
-    layout = ParallelLayout.of(model, nodes * per_node)
-    sizes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, layout.shape, strict=True) if size > 1)
-    experts = f", experts over {layout.ep} ranks" if layout.ep > 1 else ""
+    mesh = mesh_text(model, nodes * per_node)
     placed = f"{_count(nodes * per_node, 'rank')} ({_count(nodes, 'node')} x {per_node})"
-    return f"{model.model_name} by {model.backend_key}, {placed}{f': {sizes}' if sizes else ''}{experts}"
+    return f"{model.model_name} by {model.backend_key}, {placed}{f': {mesh}' if mesh else ''}"
+
+
+def mesh_text(model: PolicyConfig, ranks: int) -> str:
+    """The axes of a model with more than one rank, and over how many of the same ranks experts are spread."""
+    layout = ParallelLayout.of(model, ranks)
+    names = {"dp_shard": "fsdp" if model.backend_key == "dtensor_cfg" else "dp"}
+    axes = zip(AXES, layout.shape, strict=True)
+    sizes = " x ".join(f"{names.get(axis, axis)} {size}" for axis, size in axes if size > 1)
+    return f"{sizes}, ep {layout.ep}" if layout.ep > 1 else sizes
 
 
 def _engines_line(engine: EngineConfig, topology: Topology) -> str:
@@ -170,10 +194,15 @@ def memory_lines(policy: PolicyConfig, forecast: MemoryForecast) -> Iterator[str
         yield f"  key-value cache of an engine: {tokens:,.0f} tokens, {answers:.1f} answers of full length at once"
 
 
-def checkpoint_lines(config: MasterConfig) -> Iterator[str]:
+def _checkpoint_bytes(config: MasterConfig) -> int | None:
+    if not config.checkpointing.enabled:
+        return None
+    return training_backend(config.policy).checkpoint_bytes(config.policy, config.checkpointing)
+
+
+def checkpoint_lines(config: MasterConfig, one: int | None) -> Iterator[str]:
     """Bytes of a checkpoint, and of all that are kept."""
-    one = training_backend(config.policy).checkpoint_bytes(config.policy, config.checkpointing)
-    if config.checkpointing.enabled and one is not None:
+    if one is not None:
         most = checkpoints_at_once(config.checkpointing)
         yield f"  {readable_bytes(one)} each, {readable_bytes(most * one)} for the {most} on the disk at once"
 

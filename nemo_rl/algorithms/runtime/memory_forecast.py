@@ -127,7 +127,7 @@ class _Forecast:
             if section.colocated.enabled and self.cluster.uses_gpu:
                 name, plan = f"{name} + teacher", self.with_teacher(plan, teacher)
             else:
-                scores = {"teacher's scores": teacher.stays | _peak(teacher)}
+                scores = {"teacher's scores": _held(teacher)}
                 apart["teacher"] = MemoryPlan({}, scores, teacher.host, teacher.missing)
         return self.with_engines(name, plan) | apart
 
@@ -135,13 +135,13 @@ class _Forecast:
         """The trained model alone, by phase."""
         on_gpu, keeps_reference = self.cluster.uses_gpu, config.keeps_reference
         trained = self._predict(self.policy, num_ranks, trains=True, keeps_reference=keeps_reference)
-        phases = {"training": trained.stays | _peak(trained)}
+        phases: dict[str, Moment] = {"training": _held(trained)}
         if keeps_reference or isinstance(config, GRPOMasterConfig):
             passing = self._predict(self.policy, num_ranks, trains=False, keeps_reference=True)
             stays = dict(trained.stays)
             if self.policy.offload_optimizer_for_logprob and on_gpu:
                 stays.pop("optimizer state", None)
-            phases["log-probs"] = stays | _peak(passing)
+            phases["log-probs"] = {**stays, **passing.moments[passing.peak_moment]}
         return MemoryPlan({}, phases, trained.host, trained.missing)
 
     def _predict(self, section: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool) -> MemoryPlan:
@@ -153,7 +153,7 @@ class _Forecast:
 
     def with_teacher(self, policy: MemoryPlan, teacher: MemoryPlan) -> MemoryPlan:
         """A frozen model on the policy's devices: its weights and the policy's optimizer state take turns."""
-        scores = {f"teacher's {kind}": size for kind, size in (teacher.stays | _peak(teacher)).items()}
+        scores = {f"teacher's {kind}": size for kind, size in _held(teacher).items()}
         moments = {**policy.moments, "teacher's scores": _resting(policy) | scores}
         return MemoryPlan({}, moments, {**policy.host, "teacher's weights": teacher.certain}, policy.missing)
 
@@ -164,11 +164,11 @@ class _Forecast:
         engine = self.engine()
         if not (self.policy.generation.colocated.enabled and self.cluster.uses_gpu):
             stays = {kind: size for kind, size in policy.moments["training"].items() if kind in _STAYING}
-            moments = {**policy.moments, "weight sync": stays | self.transfer()}
+            moments = {**policy.moments, "weight sync": {**stays, **self.transfer()}}
             apart = MemoryPlan({}, {"generation": engine}, {})
             return {name: MemoryPlan({}, moments, policy.host, policy.missing), "generation": apart}
-        awake = _resting(policy) | engine
-        moments = {**policy.moments, "generation": awake, "weight sync": awake | self.transfer()}
+        awake = {**_resting(policy), **engine}
+        moments = {**policy.moments, "generation": awake, "weight sync": {**awake, **self.transfer()}}
         state = policy.moments["training"].get("optimizer state", 0.0)
         state += policy.host.get("optimizer state", 0.0)
         host = {**policy.host, "optimizer state": state, "engine's weights": engine["engine's weights"]}
@@ -220,8 +220,9 @@ def _resting(policy: MemoryPlan) -> dict[str, float]:
     return {kind: size for kind, size in policy.moments["training"].items() if kind == "weights"}
 
 
-def _peak(plan: MemoryPlan) -> dict[str, float]:
-    return dict(plan.moments[plan.peak_moment])
+def _held(plan: MemoryPlan) -> dict[str, float]:
+    """What a rank holds when it holds most."""
+    return {**plan.stays, **plan.moments[plan.peak_moment]}
 
 
 def _gib(size: float) -> str:
