@@ -1,7 +1,8 @@
 """Write docs/reference/recipes.md: every recipe with its layout, its arithmetic and its predicted memory.
 
 Run it after a change of `examples/configs/recipes/` or of a memory model: `python tools/generate_recipe_table.py`. A
-test checks that the committed page is current. Invariant: every number comes from the functions that `--dry-run` prints.
+test checks that the committed page is current. Invariant: every number comes from the functions that `--dry-run` prints
+from.
 """
 
 import argparse

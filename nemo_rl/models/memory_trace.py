@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.parallel_logprobs import default_chunk_size
@@ -117,6 +118,10 @@ class ModelTrace:
     linears: int
 
 
+_TRACES: dict[Any, ModelTrace] = {}
+"""By what they are of: models of a run, and the passes of a model, have many in common."""
+
+
 def trace_model(
     config: PretrainedConfig,
     tokens: int,
@@ -134,14 +139,24 @@ def trace_model(
         scores: whether it has a scalar head.
         kept_operators: names of those whose outputs selective checkpointing keeps, for `Activations.kept`.
     """
+    key = (config.to_json_string(use_diff=False), tokens, dtype, scores, frozenset(kept_operators))
+    if key not in _TRACES:
+        _TRACES[key] = _trace(config, tokens, dtype, scores, kept_operators)
+    return _TRACES[key]
+
+
+def _trace(
+    config: PretrainedConfig, tokens: int, dtype: torch.dtype, scores: bool, kept_operators: Collection[str]
+) -> ModelTrace:
     AttentionInterface.register(_ATTENTION, _attention)
     AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():
         try:
             hf = kind.from_config(deepcopy(config), dtype=dtype, attn_implementation=_ATTENTION).train()
         except (ValueError, KeyError):  # its attention is code of its own
             hf = kind.from_config(deepcopy(config), dtype=dtype).train()
+        hf.tie_weights()  # what is not initialised is not tied either
         layers = decoder_layers(hf)
         recorder = _Recorder(hf, layers, kept_operators)
         try:
