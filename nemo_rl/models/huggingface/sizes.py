@@ -4,13 +4,14 @@ import json
 import struct
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
-from transformers.initialization import no_init_weights
 
 from nemo_rl.models.huggingface.folders import TENSOR_FILES
+
+if TYPE_CHECKING:  # they take seconds to import, and a wrong configuration is answered before
+    from transformers import PretrainedConfig
 
 _COUNTED: dict[str, int] = {}
 """By configuration; making a large model takes a second, even without memory."""
@@ -32,12 +33,18 @@ def count_parameters(model_name: str) -> int | None:
     except (OSError, ValueError, KeyError, struct.error):
         return None
     if not counts and (folder / "config.json").is_file():
+        from transformers import AutoConfig
+
         return parameters_of(AutoConfig.from_pretrained(folder))
     return sum(counts) or None
 
 
-def parameters_of(config: PretrainedConfig) -> int:
+def parameters_of(config: "PretrainedConfig") -> int:
     """Parameters of the language model that a configuration describes, tied ones once."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
     key = config.to_json_string(use_diff=False)
     if key not in _COUNTED:
         with torch.device("meta"), no_init_weights():

@@ -5,6 +5,8 @@ number of parameters they give with the published number. Invariant: nothing is 
 reads the model's own.
 """
 
+from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
@@ -26,11 +28,14 @@ def with_local_configs[ConfigT: MasterConfig | EvalMasterConfig](config: ConfigT
     Raises:
         ConfigError: a model is neither a folder, nor in the hub's cache, nor among these.
     """
-    local = config.model_copy(deep=True)
-    models = local.models if isinstance(local, MasterConfig) else (local.policy,)
-    for model in models:
+    local = deepcopy(config)
+    for model in _models(local):
         _make_local(model)
     return local
+
+
+def _models(config: MasterConfig | EvalMasterConfig) -> Sequence[PolicyConfig]:
+    return config.models if isinstance(config, MasterConfig) else (config.policy,)
 
 
 def _make_local(model: PolicyConfig) -> None:
