@@ -1,6 +1,6 @@
 """Distil a teacher into a student that learns on its own answers.
 
-    uv run examples/run_distillation.py [--config FILE] [key=value ...]
+    uv run examples/run_distillation.py [--config FILE] [--dry-run] [key=value ...]
 
 Without --config the run is described by examples/configs/distillation_math.yaml (GPUs); on a machine without a GPU use
 --config examples/configs/distillation_math_cpu.yaml. Overrides follow Hydra's grammar.

@@ -1,6 +1,6 @@
 """Direct preference optimisation.
 
-    uv run examples/run_dpo.py [--config FILE] [key=value ...]
+    uv run examples/run_dpo.py [--config FILE] [--dry-run] [key=value ...]
 
 Without --config the run is described by examples/configs/dpo.yaml (one GPU); on a machine without a GPU use
 --config examples/configs/dpo_cpu.yaml. Overrides follow Hydra's grammar.

@@ -1,6 +1,6 @@
 """Evaluate a model on problems with known answers.
 
-    uv run examples/run_eval.py [--config FILE] [key=value ...]
+    uv run examples/run_eval.py [--config FILE] [--dry-run] [key=value ...]
 
 Without --config the evaluation is described by examples/configs/evals/eval.yaml (one GPU); on a machine
 without a GPU use --config examples/configs/evals/eval_cpu.yaml. An override sets a key, and everything behind

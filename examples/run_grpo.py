@@ -1,6 +1,6 @@
 """Train with GRPO.
 
-    uv run examples/run_grpo.py [--config FILE] [key=value ...]
+    uv run examples/run_grpo.py [--config FILE] [--dry-run] [key=value ...]
 
 Without --config the run is described by examples/configs/grpo_math_1B.yaml (one GPU); on a machine without
 a GPU use --config examples/configs/grpo_math_cpu.yaml. Overrides follow Hydra's grammar.

@@ -1,6 +1,6 @@
 """Train a reward model on pairs of answers.
 
-    uv run examples/run_rm.py [--config FILE] [key=value ...]
+    uv run examples/run_rm.py [--config FILE] [--dry-run] [key=value ...]
 
 Without --config the run is described by examples/configs/rm.yaml (one GPU); on a machine without a GPU use
 --config examples/configs/rm_cpu.yaml. Overrides follow Hydra's grammar.

@@ -1,6 +1,6 @@
 """Supervised fine-tuning.
 
-    uv run examples/run_sft.py [--config FILE] [key=value ...]
+    uv run examples/run_sft.py [--config FILE] [--dry-run] [key=value ...]
 
 Without --config the run is described by examples/configs/sft.yaml (one GPU); on a machine without a GPU use
 --config examples/configs/sft_cpu.yaml. Overrides follow Hydra's grammar.

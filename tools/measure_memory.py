@@ -1,6 +1,6 @@
 """Measure the memory of training steps on CPU ranks and hold it against what is predicted before a run.
 
-    .venv/bin/python tools/measure_memory.py [--ranks 4] [--set tensor_parallel_size=2] ...
+    .venv/bin/python tools/measure_memory.py [--backend dtensor] [--ranks 4] [--set tensor_parallel_size=2] ...
 
 A random model is trained for two updates in forked gloo ranks. Measured are the bytes that torch's allocator had handed
 out at the most during the second update (when gradients of earlier microbatches and the optimizer's state exist), on
@@ -8,10 +8,11 @@ the rank with the most: what is alive before it, counted from the tensors, and e
 from torch's profiler. This is what `torch.cuda.max_memory_allocated` counts on a GPU. The resident set is shown beside
 it: the C library keeps freed memory, so it depends on the order of sizes as well.
 
-Without arguments the table of `docs/design-docs/training-backends.md` is measured.
+Without arguments the tables of `docs/design-docs/training-backends.md` are measured.
 """
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -21,6 +22,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,17 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.losses.likelihood import NLLLossFn
-from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.memory_plan import Work, microbatch_tokens, predict_memory
+from nemo_rl.models.backends import training_backend
+from nemo_rl.models.dtensor import memory_plan as dtensor_memory
+from nemo_rl.models.megatron import memory_plan as megatron_memory
+from nemo_rl.models.memory import Work, microbatch_tokens
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import import_dotted
 
 MIB = 2**20
+PREDICTIONS = {"dtensor": dtensor_memory.predict_memory, "megatron": megatron_memory.predict_memory}
 SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -63,11 +70,12 @@ class Setting:
         rows: samples of a microbatch.
         length: tokens of a sample.
         microbatches: of an update on each data-parallel rank.
-        keys: of `policy.dtensor_cfg`.
+        keys: of the backend's section.
         shape: fields of the model's configuration.
         packed: one row of all samples of a microbatch.
         precision: of the forward and backward pass.
         reference: keep the initial weights.
+        backend: that trains, by its folder.
     """
 
     name: str
@@ -81,10 +89,12 @@ class Setting:
     packed: bool = False
     precision: str = "float32"
     reference: bool = False
+    backend: str = "dtensor"
 
     def policy(self, model_name: str) -> PolicyConfig:
         """The policy section."""
-        keys: dict[str, Any] = {"dtensor_cfg": self.keys}
+        keys: dict[str, Any] = {"dtensor_cfg": {"enabled": False}}
+        keys[f"{self.backend}_cfg"] = self.keys | {"enabled": True}
         if self.packed:
             keys["sequence_packing"] = {"enabled": True, "train_mb_tokens": self.rows * self.length}
         else:
@@ -133,6 +143,36 @@ SETTINGS = (
     Setting("pp 2 x tp 2 + sequence parallel", ranks=4, microbatches=4, keys=_PP | _TP | _SP),
     Setting("dp_shard 4, ep 2, mixture", ranks=4, rows=1, shape=_EXPERTS, model_type="qwen3_moe", keys=_EP),
 )
+_MEGATRON_TP, _MEGATRON_PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+_WHOLE_STATE = {"optimizer": {"use_distributed_optimizer": False}}
+_MEGATRON = partial(Setting, backend="megatron")
+SETTINGS_OF_MEGATRON = (
+    _MEGATRON("megatron, 1 rank"),
+    _MEGATRON("megatron, 1 rank, packed", packed=True),
+    _MEGATRON("megatron, 1 rank, recomputed", keys={"activation_checkpointing": True}),
+    _MEGATRON("megatron, 1 rank, bfloat16", precision="bfloat16"),
+    _MEGATRON("megatron, 1 rank, reference kept", reference=True),
+    _MEGATRON("megatron, dp 2", ranks=2),
+    _MEGATRON("megatron, dp 2, whole state", ranks=2, keys=_WHOLE_STATE),
+    _MEGATRON("megatron, tp 2", ranks=2, keys=_MEGATRON_TP),
+    _MEGATRON("megatron, tp 2 + sequence parallel", ranks=2, keys=_MEGATRON_TP | _SP),
+    _MEGATRON("megatron, cp 2", ranks=2, keys=_CP),
+    _MEGATRON("megatron, pp 2", ranks=2, microbatches=4, keys=_MEGATRON_PP),
+    _MEGATRON(
+        "megatron, pp 2, interleaved",
+        ranks=2,
+        microbatches=4,
+        keys=_MEGATRON_PP | {"virtual_pipeline_model_parallel_size": 2},
+    ),
+    _MEGATRON("megatron, 1 rank, mixture", shape=_EXPERTS, model_type="qwen3_moe"),
+    _MEGATRON(
+        "megatron, ep 2, mixture",
+        ranks=2,
+        shape=_EXPERTS,
+        model_type="qwen3_moe",
+        keys={"expert_model_parallel_size": 2},
+    ),
+)
 
 
 def random_rows(policy: PolicyConfig, vocabulary: int) -> BatchedDataDict[Any]:
@@ -151,10 +191,11 @@ def random_rows(policy: PolicyConfig, vocabulary: int) -> BatchedDataDict[Any]:
 
 def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int) -> dict[str, float]:
     """Peak of the second update on this rank, in bytes; a process group is up."""
-    backend = DTensorBackend(policy, torch.device("cpu"), init_reference_model=reference)
+    layout = ParallelLayout.of(policy, dist.get_world_size())
+    backend_class = import_dotted(training_backend(policy).rank_class, ConfigError, "rank_class", "")
+    backend = backend_class(policy, torch.device("cpu"), layout, init_reference_model=reference)
     worker = PolicyWorker(backend, policy)
     data = random_rows(policy, vocabulary)
-    layout = ParallelLayout.of(policy, dist.get_world_size())
     place = layout.data_parallel_rank(dist.get_rank())
     batch = shard_batch(data, layout.data_parallel_size, training_strategy(policy))
     rows, sizes = batch.data[place], batch.sizes[place]
@@ -162,7 +203,7 @@ def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int) -> di
     if reference:
         with backend.reference_weights():
             pass
-    before = alive_bytes(backend)
+    before = alive_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # begins a new peak of the resident set
     resident = _status("VmRSS")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -174,14 +215,15 @@ def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int) -> di
     }
 
 
-def alive_bytes(backend: DTensorBackend) -> float:
-    """Bytes of weights, optimizer state and reference weights on this rank."""
-    tensors = [*backend.model.parameters(), *backend.model.buffers()]
-    if backend.optimizer is not None:
-        tensors += [value for state in backend.optimizer.state.values() for value in state.values()]
-    tensors += [*(backend._reference or {}).values(), *backend._replaced._copies.values()]
+def alive_bytes() -> float:
+    """Bytes of all tensors of this process: weights, gradients, optimizer state, reference weights, the data."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in local)}
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (tensor.untyped_storage() for tensor in local if tensor.device.type == "cpu")
+    }
     return float(sum(storages.values()))
 
 
@@ -218,6 +260,7 @@ def measure(setting: Setting) -> tuple[dict[str, float], float, str]:
         keeps_reference=setting.reference,
         on_cpu=True,
     )
+    predict_memory = PREDICTIONS[setting.backend]
     plan = predict_memory(policy, ParallelLayout.of(policy, setting.ranks), config, work)
     return max(found, key=lambda each: each["peak"]), plan.peak, plan.peak_moment
 
@@ -263,7 +306,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, help="processes; measures one setting of your own")
-    parser.add_argument("--set", nargs="*", default=[], help="keys of policy.dtensor_cfg, as key=value")
+    parser.add_argument("--set", nargs="*", default=[], help="keys of the backend's section, as key=value")
+    parser.add_argument("--backend", choices=PREDICTIONS, default="dtensor", help="backend of your own setting")
     parser.add_argument("--rows", type=int, default=2, help="samples of a microbatch")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sample")
     parser.add_argument("--model-type", default="qwen2", help="architecture, as transformers names it")
@@ -271,13 +315,17 @@ def main() -> None:
     parser.add_argument("--packed", action="store_true", help="pack the samples of a microbatch")
     parser.add_argument("--only", nargs="+", default=[""], help="settings of the table whose name has one of these")
     given = parser.parse_args()
-    settings = [setting for setting in SETTINGS if any(text in setting.name for text in given.only)]
+    settings = [
+        setting for setting in SETTINGS + SETTINGS_OF_MEGATRON if any(text in setting.name for text in given.only)
+    ]
     if given.ranks:
         keys, shape = (
             {key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in pairs)}
             for pairs in (given.set, given.shape)
         )
-        own = Setting(f"{given.ranks} ranks {' '.join(given.set)}", ranks=given.ranks, rows=given.rows)
+        own = Setting(
+            f"{given.ranks} ranks {' '.join(given.set)}", ranks=given.ranks, rows=given.rows, backend=given.backend
+        )
         settings = [
             replace(own, length=given.length, keys=keys, shape=shape, model_type=given.model_type, packed=given.packed)
         ]

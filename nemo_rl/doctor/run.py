@@ -121,13 +121,13 @@ def check_memory(request: RunRequest) -> Finding:
     lines, tables = [], []
 
     def look() -> str:
-        for name, num_ranks, plan in memory_plans(config.cluster, roles_of(config)):
+        for name, section, num_ranks, plan in memory_plans(config.cluster, roles_of(config)):
             if plan is None:
                 lines.append(f"{name}: its backend predicts nothing")
                 continue
             tables.append(plan.table(f"Predicted memory of {name} ({num_ranks} ranks)"))
             lines.append(f"{name}: {_gib(plan.peak)} at the most on each of {num_ranks} ranks")
-            compare_memory(name, plan, available)
+            compare_memory(name, section, plan, available)
             _compare_host(name, sum(plan.host.values()), host)
         return f"{'; '.join(lines)}; there are {_gib(available) if available else 'unknown'} for a rank"
 

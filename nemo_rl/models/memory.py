@@ -1,4 +1,6 @@
-"""Predicted memory of a rank, as runs show it and compare it with what there is; backends make it.
+"""Predicted memory of a rank, as runs show it and compare it with what there is, and the work that it is for.
+
+Backends make the prediction.
 
 Invariant: bytes are those that a rank's tensors take; what the C library, the communication library and other processes
 take comes on top.
@@ -7,8 +9,56 @@ take comes on top.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from nemo_rl.config import PolicyConfig
+
+WIDE = 4
+"""Bytes of a float32."""
+
 type Moment = Mapping[str, float]
 """What is held, by kind, in bytes."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank is asked to do.
+
+    Attributes:
+        tokens: of a microbatch.
+        several: whether an update has more than one microbatch.
+        trains: whether there is a backward pass and an optimizer.
+        keeps_reference: whether the initial weights are kept.
+        on_cpu: whether the device's memory is the host's.
+    """
+
+    tokens: int
+    several: bool = True
+    trains: bool = True
+    keeps_reference: bool = False
+    on_cpu: bool = False
+
+
+def microbatch_tokens(policy: PolicyConfig, *, trains: bool) -> int:
+    """Tokens of the largest microbatch that a policy section allows."""
+    for way in (policy.sequence_packing, policy.dynamic_batching):
+        if way.enabled:
+            return way.train_mb_tokens if trains else way.logprob_mb_tokens
+    rows = policy.train_micro_batch_size if trains else policy.logprob_batch_size
+    return rows * policy.max_total_sequence_length
+
+
+def microbatches_in_flight(stage: int, stages: int, chunks: int) -> float:
+    """Microbatches whose activations a pipeline stage holds at once, counted in all of its layers; source: Narayanan
+    et al. 2021 (arXiv:2104.04473).
+
+    Args:
+        stage: number of the stage.
+        stages: number of stages.
+        chunks: chunks of layers of each; above 1 the schedule is interleaved.
+    """
+    ahead = stages - stage
+    if stages == 1 or chunks == 1:
+        return float(ahead)
+    return ((chunks - 1) * stages + 2 * (ahead - 1) + 1) / chunks
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,7 @@ _BELOW_BACKENDS = {
     "interfaces",
     "huggingface",
     "memory",
+    "memory_trace",
     "host_memory",
     "sampling",
     "expert_load",
@@ -220,6 +221,7 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "interfaces": {"inputs"},
     "huggingface": set(),
     "memory": set(),
+    "memory_trace": {"huggingface", "memory"},
     "host_memory": set(),
     "sampling": set(),
     "expert_load": set(),
@@ -229,7 +231,7 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "mesh": set(),
     "backends": {"memory"},
     "dtensor": _BELOW_BACKENDS,
-    "megatron": _BELOW_BACKENDS - {"memory"},
+    "megatron": _BELOW_BACKENDS,
     "policy.interfaces": set(),
     "policy.metrics": set(),
     "policy.workers": {"inputs", "interfaces", "huggingface", "policy.metrics"},
@@ -433,7 +435,7 @@ def test_planned_paths_are_listed_until_they_exist(module):
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/configs").rglob("*.yaml")), ids=lambda path: path.name)
 def test_example_configs_load_through_their_schema(path):
     """A file's name begins with its algorithm: grpo_math_cpu.yaml is read as a GRPOMasterConfig."""
-    algorithm = path.stem.split("_")[0] if path.parent.name != "evals" else "eval"
+    algorithm = re.split("[_-]", path.stem)[0] if path.parent.name != "evals" else "eval"
     schemas = {name.lower(): name for name in dir(nemo_rl.config)}
     config = load_config(path, schema=getattr(nemo_rl.config, schemas[f"{algorithm}masterconfig"]))
     assert config.policy.model_name

@@ -46,7 +46,7 @@ def require_space(checkpointing: CheckpointingConfig, one: int, present: int) ->
             "checkpointing.checkpoint_dir, or set checkpointing.save_optimizer=false (a third of the size, but a "
             "resumed run starts the optimizer anew)."
         )
-    to_come = _at_once(checkpointing) - present
+    to_come = checkpoints_at_once(checkpointing) - present
     if free < to_come * one:
         logger.warning(
             "Space in %s may run out: %s, and up to %d more are kept at a time (checkpointing.keep_top_k).",
@@ -54,6 +54,6 @@ def require_space(checkpointing: CheckpointingConfig, one: int, present: int) ->
         )
 
 
-def _at_once(checkpointing: CheckpointingConfig) -> int:
+def checkpoints_at_once(checkpointing: CheckpointingConfig) -> int:
     """Checkpoints on the disk while one is written: the best, the newest, the one that comes."""
     return 2 if checkpointing.keep_top_k is None else checkpointing.keep_top_k + 2

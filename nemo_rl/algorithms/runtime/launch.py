@@ -1,4 +1,5 @@
-"""The command line that all example scripts share: `[--config FILE] [key=value ...]`, and their exit status.
+"""The command line that all example scripts share: `[--config FILE] [--dry-run] [key=value ...]`, and their exit
+status.
 
 Light until the configuration is accepted: a wrong key is answered in a second, before torch is imported. Invariant: a
 mistake of the user is one message and exit status 2; a failure of the run is one message and 1; after a signal the
@@ -48,6 +49,9 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
     warnings.filterwarnings("ignore", message=".*set_vital.*")
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file of the run")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what the run would be and whether it fits its GPUs; start nothing"
+    )
     # Python looks beside the script; a class of the user's own may lie in the folder the run was started from.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -55,11 +59,20 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
 
     def work() -> int:
         config = load_config(known.config, overrides, schema=schema)
+        if known.dry_run:
+            return _dry_run(config)
         check_machine(config)
         run(config)
         return 0
 
     return exit_status(work)
+
+
+def _dry_run(config: MasterConfig | EvalMasterConfig) -> int:
+    # Imported here so that a refused configuration does not wait for torch.
+    from nemo_rl.algorithms.runtime.dry_run import dry_run
+
+    return dry_run(config)
 
 
 def exit_status(work: Callable[[], int]) -> int:

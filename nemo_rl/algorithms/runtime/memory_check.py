@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 
 from nemo_rl.algorithms.runtime.roles import Role
-from nemo_rl.config import ClusterConfig, model_ranks
+from nemo_rl.config import ClusterConfig, PolicyConfig, model_ranks
 from nemo_rl.models.backends import training_backend
 from nemo_rl.models.memory import MemoryPlan
 from nemo_rl.utils.errors import ConfigError
@@ -19,9 +19,12 @@ from nemo_rl.utils.machine_memory import machine_bytes
 logger = logging.getLogger(__name__)
 
 _WAYS_OUT = (
-    "Less is needed with more ranks, smaller microbatches or, in {section}.dtensor_cfg, tensor_parallel_size and "
+    "Less is needed with more ranks, smaller microbatches or, in {section}.{backend}, {tensor} and "
     "activation_checkpointing."
 )
+
+
+type _Predicted = tuple[str, PolicyConfig, int, MemoryPlan | None]
 
 
 def tell_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> None:
@@ -34,21 +37,22 @@ def tell_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> None:
     Raises:
         ConfigError: weights and optimizer state of one model do not fit.
     """
-    available = _memory_of_a_rank(cluster)
-    for name, num_ranks, plan in memory_plans(cluster, roles):
+    available = memory_of_a_rank(cluster)
+    for name, section, num_ranks, plan in memory_plans(cluster, roles):
         if plan is not None:
             logger.info("%s", plan.table(f"Predicted memory of {name} ({num_ranks} ranks)"))
-            compare_memory(name, plan, available)
+            compare_memory(name, section, plan, available)
 
 
-def memory_plans(cluster: ClusterConfig, roles: Mapping[str, Role]) -> Iterator[tuple[str, int, MemoryPlan | None]]:
-    """Name, number of ranks and predicted memory of each model, the policy first; arguments as `tell_memory`."""
+def memory_plans(cluster: ClusterConfig, roles: Mapping[str, Role]) -> Iterator[_Predicted]:
+    """Each model with its section, its number of ranks and the prediction, the policy first; arguments as `tell_memory`."""
     names = sorted(roles, key=lambda name: name != "policy")
     ranks = model_ranks(cluster, [roles[name].section for name in names])
     for name, num_ranks in zip(names, ranks, strict=True):
         role = roles[name]
         yield (
             name,
+            role.section,
             num_ranks,
             training_backend(role.section).predict_memory(
                 role.section,
@@ -60,7 +64,7 @@ def memory_plans(cluster: ClusterConfig, roles: Mapping[str, Role]) -> Iterator[
         )
 
 
-def compare_memory(name: str, plan: MemoryPlan, available: float | None) -> None:
+def compare_memory(name: str, section: PolicyConfig, plan: MemoryPlan, available: float | None) -> None:
     """Warn where a rank's prediction is more than the bytes it has; None means that these are unknown.
 
     Raises:
@@ -68,7 +72,7 @@ def compare_memory(name: str, plan: MemoryPlan, available: float | None) -> None
     """
     if available is None or plan.peak <= available:
         return
-    ways_out = _WAYS_OUT.format(section=name)
+    ways_out = ways_to_less(name, section)
     has = f"of the {available / 2**30:.3g} GiB that it has"
     if plan.certain > available:
         raise ConfigError(
@@ -77,8 +81,16 @@ def compare_memory(name: str, plan: MemoryPlan, available: float | None) -> None
     logger.warning("%s will need about %.3g GiB on each rank, %s. %s", name, plan.peak / 2**30, has, ways_out)
 
 
-def _memory_of_a_rank(cluster: ClusterConfig) -> float | None:
+def ways_to_less(name: str, section: PolicyConfig) -> str:
+    """What makes a model's ranks need less memory, by its keys."""
+    tensor = section.backend_section.size_keys.get("tp", "tensor parallelism")
+    return _WAYS_OUT.format(section=name, backend=section.backend_key, tensor=tensor)
+
+
+def memory_of_a_rank(cluster: ClusterConfig) -> float | None:
     """Bytes of one GPU, or a rank's share of this machine; None where the machines are elsewhere."""
+    if cluster.uses_gpu and cluster.gpu_memory_gb is not None:
+        return cluster.gpu_memory_gb * 2**30
     if os.environ.get("RAY_ADDRESS"):
         return None
     return gpu_bytes() if cluster.uses_gpu else machine_bytes() / cluster.policy_ranks_per_node

@@ -34,6 +34,15 @@ def check_machine(config: MasterConfig | EvalMasterConfig) -> None:
         check_trackers(config.logger)
         make_log_dir(config.logger.log_dir)
     check_reachable_models(config)
+    check_models(config)
+
+
+def check_models(config: MasterConfig | EvalMasterConfig) -> None:
+    """Refuse what no machine can run: the part of `check_machine` that asks models and environments alone.
+
+    Raises:
+        ConfigError: an optimizer, a schedule or an environment is not to be had, or a model does not fit its mesh.
+    """
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         check_environments(config)
     if isinstance(config, MasterConfig):

@@ -68,6 +68,11 @@ class MasterConfig(Section):
         """Names that `cluster.venvs` may have."""
         return ["policy", *(["generation"] if self.policy.generation is not None else ())]
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the policy's initial weights are kept, for log-probabilities to compare with."""
+        return False
+
     def findings(self) -> Findings:
         """What is wrong with keys that are right by themselves."""
         return iter(())
@@ -117,6 +122,11 @@ class GRPOMasterConfig(RolloutMasterConfig):
     def algorithm(self) -> GRPOConfig:
         """The section `grpo`."""
         return self.grpo
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the loss or the reward has a penalty for leaving the initial policy."""
+        return self.loss_fn.reference_policy_kl_penalty != 0
 
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""

@@ -120,6 +120,11 @@ class DPOMasterConfig(SupervisedMasterConfig):
         default_factory=DPOCheckpointingConfig, description="Saving and resuming."
     )
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the loss compares with the initial policy, which all but two do."""
+        return self.dpo.preference_loss not in ("simpo", "orpo")
+
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
         return chain(

@@ -73,6 +73,11 @@ class ClusterConfig(Section):
     )
     num_nodes: PositiveInt = Field(default=1, description="Machines in the run.")
     gpus_per_node: NonNegativeInt = Field(default=1, description="GPUs used on each machine.")
+    gpu_memory_gb: PositiveFloat | None = Field(
+        default=None,
+        description="Gibibytes of each GPU, for predictions of memory on machines that are elsewhere; null: what the "
+        "GPUs here have, and 80 in a dry run where there are none.",
+    )
     ranks_per_node: PositiveInt | None = Field(
         default=None,
         description="Policy processes on each machine; null: gpus_per_node on GPUs, 1 on the CPU.",

@@ -5,7 +5,7 @@ step at which memory can be largest; what is held then is added up by kind, so t
 
 Invariant: bytes are those that torch's allocator hands out on one rank, the largest of a pipeline's stages; what other
 libraries and fragmentation take comes on top. Sources: Korthikanti et al. 2022 (arXiv:2205.05198) for what sequence
-parallelism divides, Narayanan et al. 2021 (arXiv:2104.04473) for microbatches in flight.
+parallelism divides.
 """
 
 from dataclasses import dataclass
@@ -15,47 +15,22 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.parallel_logprobs import default_chunk_size
-from nemo_rl.models.dtensor.memory_trace import Activations, ModelTrace, Parameters, trace_model
+from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
 from nemo_rl.models.huggingface.load import torch_dtype
-from nemo_rl.models.memory import MemoryPlan, Moment
+from nemo_rl.models.memory import WIDE, MemoryPlan, Moment, Work, microbatches_in_flight
+from nemo_rl.models.memory_trace import (
+    GRADIENT_OF_LOGITS,
+    Activations,
+    ModelTrace,
+    Parameters,
+    logits_bytes,
+    trace_model,
+)
 
-_WIDE = 4
-"""Bytes of a float32."""
 _MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "adadelta": 2, "lion": 1}
-_CHUNKS_AT_ONCE = 3
-"""Tensors as large as a chunk of logits that its gradient needs: logits, probabilities, gradient."""
 _LAYERS_GATHERED = 3
 """Layers whose parameters lie gathered: the one at work, its flat copy, and the next one's. A pipeline stage gathers
 all of its layers once for all microbatches."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a rank is asked to do.
-
-    Attributes:
-        tokens: of a microbatch.
-        several: whether an update has more than one microbatch.
-        trains: whether there is a backward pass and an optimizer.
-        keeps_reference: whether the initial weights are kept.
-        on_cpu: whether the device's memory is the host's.
-    """
-
-    tokens: int
-    several: bool = True
-    trains: bool = True
-    keeps_reference: bool = False
-    on_cpu: bool = False
-
-
-def microbatch_tokens(policy: PolicyConfig, *, trains: bool) -> int:
-    """Tokens of the largest microbatch that a policy section allows."""
-    for way in (policy.sequence_packing, policy.dynamic_batching):
-        if way.enabled:
-            return way.train_mb_tokens if trains else way.logprob_mb_tokens
-    rows = policy.train_micro_batch_size if trains else policy.logprob_batch_size
-    return rows * policy.max_total_sequence_length
 
 
 def predict_memory(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:
@@ -69,7 +44,8 @@ def predict_memory(policy: PolicyConfig, layout: ParallelLayout, model: Pretrain
     """
     tokens = ceil(work.tokens / layout.cp)
     dtype = torch_dtype(policy.precision)
-    trace = trace_model(model, tokens, dtype, scores=policy.reward_model_cfg.enabled)
+    scores = policy.reward_model_cfg.enabled
+    trace = trace_model(model, tokens, dtype, scores=scores, kept_operators=KEPT_OPERATORS)
     stages = {0, layout.pp - 1}
     plans = [_Rank(policy, layout, trace, work, tokens, dtype.itemsize, stage).plan() for stage in sorted(stages)]
     return max(plans, key=lambda plan: plan.peak)
@@ -98,7 +74,7 @@ class _Rank:
     @property
     def _uses_fsdp(self) -> bool:
         offload = self.policy.dtensor_cfg.cpu_offload
-        return self.layout.num_ranks > self.layout.pp or self.itemsize != _WIDE or offload
+        return self.layout.num_ranks > self.layout.pp or self.itemsize != WIDE or offload
 
     @property
     def _shards(self) -> int:
@@ -122,14 +98,14 @@ class _Rank:
         stored = sum(self._held(parameters) for parameters in own)
         lora = self.policy.dtensor_cfg.lora_cfg
         trained = stored if not lora.enabled else self.trace.linears * lora.dim / (self._shards * self.layout.pp)
-        weights = {"weights": stored * self._weight_size + (trained * _WIDE if lora.enabled else 0.0)}
+        weights = {"weights": stored * self._weight_size + (trained * WIDE if lora.enabled else 0.0)}
         host = self._host(stored)
         stays = weights | (host if self.work.on_cpu else {})
         if self.work.trains:
-            stays |= {"optimizer state": trained * _WIDE * self._moments_per_weight()}
-        moments = self._training(trained * _WIDE) if self.work.trains else {"forward pass": self._pass()}
+            stays |= {"optimizer state": trained * WIDE * self._moments_per_weight()}
+        moments = self._training(trained * WIDE) if self.work.trains else {"forward pass": self._pass()}
         if self.policy.dtensor_cfg.cpu_offload and not self.work.on_cpu:
-            host |= stays | {"gradients": trained * _WIDE * self.work.trains}
+            host |= stays | {"gradients": trained * WIDE * self.work.trains}
             stays = {}
             moments = {name: {**held, "gradients": 0.0} for name, held in moments.items()}
         missing = "" if self.trace.activations else "Activations are not known for this architecture."
@@ -147,7 +123,7 @@ class _Rank:
     def _weight_size(self) -> int:
         """A frozen model on a GPU is held in the precision it computes in."""
         frozen = not self.work.trains and not self.work.keeps_reference and not self.work.on_cpu
-        return self.itemsize if frozen else _WIDE
+        return self.itemsize if frozen else WIDE
 
     def _moments_per_weight(self) -> int:
         """Float32 numbers that the optimizer keeps of each weight."""
@@ -161,21 +137,21 @@ class _Rank:
         """What is copied to host memory: initial weights, and the weights that they take turns with."""
         if not self.work.keeps_reference or self.policy.dtensor_cfg.lora_cfg.enabled:
             return {}
-        return {"reference weights and their place": 2 * stored * _WIDE}
+        return {"reference weights and their place": 2 * stored * WIDE}
 
     def _training(self, gradients: float) -> dict[str, Moment]:
         root = sum(self._gathered(parameters) for parameters in self._outside)
         parts = (self.trace.embedding, self.trace.last, *self.trace.layers)
         largest = max(parameters.largest for parameters in parts) / self.layout.tp
         has_head = self.stage == self.layout.pp - 1
-        head = has_head * self.trace.vocabulary * self.trace.hidden / self.layout.tp * _WIDE
-        logits = has_head * self._logits(_CHUNKS_AT_ONCE) + 2 * head
+        head = has_head * self.trace.vocabulary * self.trace.hidden / self.layout.tp * WIDE
+        logits = has_head * self._logits(GRADIENT_OF_LOGITS) + 2 * head
         fsdp = self._uses_fsdp
         gathered = {"gathered weights": self._gathered_at_once(root)}
         earlier = gathered | {"gradients": gradients if self.work.several else 0.0}
         kept, again = self._activations()
-        unreduced = {"gradients before their reduction": root * (self.itemsize + _WIDE) if fsdp else 0.0}
-        update = {"optimizer's temporaries": 2 * largest / self._shards * _WIDE if self.work.on_cpu else 0.0}
+        unreduced = {"gradients before their reduction": root * (self.itemsize + WIDE) if fsdp else 0.0}
+        update = {"optimizer's temporaries": 2 * largest / self._shards * WIDE if self.work.on_cpu else 0.0}
         return {
             "head backward": earlier | {"activations": kept, "logits": logits},
             "layer backward": earlier | {"activations": kept + again, "logits": head},
@@ -198,9 +174,8 @@ class _Rank:
         return (root + layers) * self.itemsize
 
     def _logits(self, tensors: int) -> float:
-        default = default_chunk_size(on_gpu=not self.work.on_cpu)
-        chunk = min(self.tokens, self.policy.logprob_chunk_size or default)
-        return tensors * chunk * self.trace.vocabulary / self.layout.tp * _WIDE
+        chunk = self.policy.logprob_chunk_size
+        return tensors * logits_bytes(self.trace, self.tokens, chunk, on_cpu=self.work.on_cpu) / self.layout.tp
 
     def _activations(self) -> tuple[float, float]:
         """What the backward pass needs of all microbatches under way on the stage, and what it computes again."""
@@ -215,15 +190,8 @@ class _Rank:
             whole += sum(each.kept / self.layout.tp for each in activations)
             again -= max((each.kept / self.layout.tp for each in activations), default=0.0)
         hidden = 2 * self.tokens * self.trace.hidden * self.itemsize / sharing
-        return whole * self._in_flight() + self.trace.others / sharing + hidden, again
-
-    def _in_flight(self) -> float:
-        """Microbatches whose activations a stage holds at once, counted in all of its layers."""
-        stages, chunks = self.layout.pp, self.policy.dtensor_cfg.virtual_pipeline_size
-        ahead = stages - self.stage
-        if stages == 1 or chunks == 1:
-            return float(ahead)
-        return ((chunks - 1) * stages + 2 * (ahead - 1) + 1) / chunks
+        in_flight = microbatches_in_flight(self.stage, self.layout.pp, self.policy.dtensor_cfg.virtual_pipeline_size)
+        return whole * in_flight + self.trace.others / sharing + hidden, again
 
     def _kept(self, each: Activations) -> float:
         """Bytes of one microbatch in a layer, of which `tokens` are this rank's."""

@@ -25,7 +25,7 @@ from nemo_rl.models.huggingface.folders import (
     require_empty,
 )
 from nemo_rl.models.huggingface.sizes import count_parameters
-from nemo_rl.models.memory import MemoryPlan
+from nemo_rl.models.memory import MemoryPlan, Work, microbatch_tokens
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.manifest import find_damage
 
@@ -62,7 +62,7 @@ class DTensorTraining(TrainingBackend):
         self, policy: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool, on_gpu: bool
     ) -> MemoryPlan | None:
         """Of the largest microbatch that the section allows; see `TrainingBackend.predict_memory`."""
-        from nemo_rl.models.dtensor.memory_plan import Work, microbatch_tokens, predict_memory
+        from nemo_rl.models.dtensor.memory_plan import predict_memory
         from nemo_rl.models.huggingface.load import load_model_config
 
         tokens = microbatch_tokens(policy, trains=trains)

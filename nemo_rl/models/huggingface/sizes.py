@@ -1,17 +1,27 @@
-"""The number of parameters of a model, from the headers of its files; no weight is read."""
+"""The number of parameters of a model, from the headers of its files or from its configuration; no weight is read."""
 
 import json
 import struct
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import try_to_load_from_cache
 
 from nemo_rl.models.huggingface.folders import TENSOR_FILES
 
+if TYPE_CHECKING:  # they take seconds to import, and a wrong configuration is answered before
+    from transformers import PretrainedConfig
+
+_COUNTED: dict[str, int] = {}
+"""By configuration; making a large model takes a second, even without memory."""
+
 
 def count_parameters(model_name: str) -> int | None:
-    """Elements of all tensors of a model folder, or of a hub model that is in the cache; None where unknown."""
+    """Elements of all tensors of a model folder, or of a hub model that is in the cache; None where unknown.
+
+    A folder with a configuration and no weights has those of that model.
+    """
     folder = Path(model_name)
     if not folder.is_dir():
         cached = try_to_load_from_cache(model_name, "config.json")
@@ -22,7 +32,26 @@ def count_parameters(model_name: str) -> int | None:
         counts = [_elements(path) for path in folder.glob(TENSOR_FILES)]
     except (OSError, ValueError, KeyError, struct.error):
         return None
+    if not counts and (folder / "config.json").is_file():
+        from transformers import AutoConfig
+
+        return parameters_of(AutoConfig.from_pretrained(folder))
     return sum(counts) or None
+
+
+def parameters_of(config: "PretrainedConfig") -> int:
+    """Parameters of the language model that a configuration describes, tied ones once."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    key = config.to_json_string(use_diff=False)
+    if key not in _COUNTED:
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()  # what is not initialised is not tied either
+        _COUNTED[key] = sum(parameter.numel() for parameter in model.parameters())
+    return _COUNTED[key]
 
 
 def _elements(path: Path) -> int:

@@ -163,7 +163,7 @@ PLANTED = {
         ("models/policy/batching.py", "config.dynamic_batching.enabled", "False"),
         ("models/policy/workers/base.py", "config.dynamic_batching.enabled", "False"),
         ("algorithms/supervised/start.py", "policy.dynamic_batching.enabled", "False"),
-        ("models/dtensor/memory_plan.py", "if way.enabled", "if True"),
+        ("models/memory.py", "if way.enabled", "if True"),
         {"DynamicBatchingConfig.enabled", "PairDynamicBatchingConfig.enabled"},
     ),
     "env.math.stop_strings": (

@@ -16,9 +16,10 @@ from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.memory_plan import Work, predict_memory
-from nemo_rl.models.dtensor.memory_trace import trace_model
-from nemo_rl.models.memory import MemoryPlan
+from nemo_rl.models.dtensor.memory_plan import predict_memory
+from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
+from nemo_rl.models.memory import MemoryPlan, Work
+from nemo_rl.models.memory_trace import trace_model
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
@@ -49,7 +50,7 @@ def test_what_a_layer_keeps_by_hand() -> None:
     """Qwen2 in float32: per token two norms that keep input, quotient and output (H each, and 1 + 1 for the root),
     queries and the output of attention (H each), keys and values (H / 2 each), and four widths of the feed-forward.
     """
-    (layer, _) = trace_model(model_config(), 32, torch.float32).activations
+    (layer, _) = trace_model(model_config(), 32, torch.float32, kept_operators=KEPT_OPERATORS).activations
     hidden, width, heads = 64, 96, 4
     assert layer.entry == 32 * 4 * hidden
     assert layer.outside == 32 * 4 * (4 * hidden + 2)
@@ -62,7 +63,7 @@ def test_what_a_layer_keeps_by_hand() -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "phi3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_architectures_are_traced(model_type: str) -> None:
-    trace = trace_model(model_config(model_type), 32, torch.bfloat16)
+    trace = trace_model(model_config(model_type), 32, torch.bfloat16, kept_operators=KEPT_OPERATORS)
     assert len(trace.activations) == len(trace.layers)
     assert all(each.inside > 0 and each.keys_values > 0 and each.kept > 0 for each in trace.activations)
 

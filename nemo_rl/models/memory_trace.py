@@ -4,11 +4,11 @@ The model is built and run on torch's meta device, whose tensors have shapes and
 the real code of any architecture. Attention and experts are stand-ins that keep what the kernels keep: attention its
 three inputs and its output, experts the rows of each routed token.
 
-Invariant: byte counts are of one rank without parallelism; `memory_plan` divides them.
+Invariant: byte counts are of one rank without parallelism; the `memory_plan` of a backend divides them.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -25,12 +25,17 @@ from transformers import (
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
+from nemo_rl.distributed.parallel_logprobs import default_chunk_size
 from nemo_rl.models.huggingface.layers import decoder_layers
+from nemo_rl.models.memory import WIDE
 
 logger = logging.getLogger(__name__)
+
+GRADIENT_OF_LOGITS = 3
+"""Tensors as large as a chunk of logits that its gradient needs: logits, probabilities, gradient."""
 
 _ATTENTION = "nemo_rl_traced"
 _NOT_TRACED = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError)
@@ -113,7 +118,18 @@ class ModelTrace:
     linears: int
 
 
-def trace_model(config: PretrainedConfig, tokens: int, dtype: torch.dtype, *, scores: bool = False) -> ModelTrace:
+_TRACES: dict[Any, ModelTrace] = {}
+"""By what they are of: models of a run, and the passes of a model, have many in common."""
+
+
+def trace_model(
+    config: PretrainedConfig,
+    tokens: int,
+    dtype: torch.dtype,
+    *,
+    scores: bool = False,
+    kept_operators: Collection[str] = (),
+) -> ModelTrace:
     """Count what a model holds.
 
     Args:
@@ -121,17 +137,28 @@ def trace_model(config: PretrainedConfig, tokens: int, dtype: torch.dtype, *, sc
         tokens: of a microbatch.
         dtype: that the model computes in.
         scores: whether it has a scalar head.
+        kept_operators: names of those whose outputs selective checkpointing keeps, for `Activations.kept`.
     """
+    key = (config.to_json_string(use_diff=False), tokens, dtype, scores, frozenset(kept_operators))
+    if key not in _TRACES:
+        _TRACES[key] = _trace(config, tokens, dtype, scores, kept_operators)
+    return _TRACES[key]
+
+
+def _trace(
+    config: PretrainedConfig, tokens: int, dtype: torch.dtype, scores: bool, kept_operators: Collection[str]
+) -> ModelTrace:
     AttentionInterface.register(_ATTENTION, _attention)
     AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():
         try:
             hf = kind.from_config(deepcopy(config), dtype=dtype, attn_implementation=_ATTENTION).train()
         except (ValueError, KeyError):  # its attention is code of its own
             hf = kind.from_config(deepcopy(config), dtype=dtype).train()
+        hf.tie_weights()  # what is not initialised is not tied either
         layers = decoder_layers(hf)
-        recorder = _Recorder(hf, layers)
+        recorder = _Recorder(hf, layers, kept_operators)
         try:
             _run(hf, recorder, tokens)
         except _NOT_TRACED as error:
@@ -155,6 +182,18 @@ def trace_model(config: PretrainedConfig, tokens: int, dtype: torch.dtype, *, sc
     )
 
 
+def logits_bytes(trace: ModelTrace, tokens: int, chunk_size: int | None, *, on_cpu: bool) -> float:
+    """Bytes of one chunk of float32 logits.
+
+    Args:
+        trace: of the model.
+        tokens: that a rank has of a microbatch.
+        chunk_size: `policy.logprob_chunk_size`.
+        on_cpu: whether a CPU computes.
+    """
+    return min(tokens, chunk_size or default_chunk_size(on_gpu=not on_cpu)) * trace.vocabulary * WIDE
+
+
 def _run(hf: PreTrainedModel, recorder: "_Recorder", tokens: int) -> None:
     _stand_in_for_experts(hf)
     with recorder.recording():
@@ -173,9 +212,10 @@ def _count(parameters: Iterable[nn.Parameter]) -> Parameters:
 class _Recorder:
     """Sorts what autograd saves by the layer and the block that runs; of equal layers the first one runs."""
 
-    def __init__(self, hf: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, hf: PreTrainedModel, layers: Sequence[nn.Module], kept_operators: Collection[str]) -> None:
         self.of_layer: dict[int, Activations] = {}
         self.others = 0
+        self.kept_operators = kept_operators
         kinds = [(type(layer), *(parameter.shape for parameter in layer.parameters())) for layer in layers]
         self._first = [kinds.index(kind) for kind in kinds]
         self._layers = layers
@@ -272,7 +312,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func.name() in KEPT_OPERATORS:
+        if func.name() in self._recorder.kept_operators:
             self._recorder.product(output)
         return output
 

@@ -1,0 +1,61 @@
+"""Predicted memory of one rank of an engine, from the model's configuration.
+
+The key-value cache takes what an engine's share of the device leaves beside weights and workspace, as vLLM does it
+(`vllm.v1.worker.gpu_worker.Worker.determine_available_memory`). Invariant: bytes are of one rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nemo_rl.config import GenerationConfig
+from nemo_rl.models.huggingface.sizes import parameters_of
+
+_BATCHED_TOKENS, _SEQUENCES = 16384, 1024
+"""What vLLM runs at once at the most on devices of 70 GiB and more (`EngineArgs.get_batch_defaults`)."""
+_WITHOUT_CACHE = ("linear_attention", "conv", "mamba")
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """One rank of an engine.
+
+    Attributes:
+        weights: its part of the model.
+        workspace: activations and logits of the largest step; an estimate.
+        cache_per_token: keys and values of one token.
+    """
+
+    weights: float
+    workspace: float
+    cache_per_token: float
+
+
+def engine_memory(model: PretrainedConfig, generation: GenerationConfig, itemsize: int) -> EngineMemory:
+    """Memory of a rank of the engines that a section asks for.
+
+    Args:
+        model: configuration of the model.
+        generation: the section.
+        itemsize: bytes of a number in the engine.
+    """
+    engine, text = generation.engine, model.get_text_config()
+    tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    hidden, width = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return EngineMemory(
+        weights=parameters_of(model) * itemsize / (tensor * stages),
+        workspace=_BATCHED_TOKENS * (2 * width / tensor + 4 * hidden) * itemsize + _SEQUENCES * text.vocab_size * 2 * 4,
+        cache_per_token=cached_numbers(text, tensor) * itemsize / stages,
+    )
+
+
+def cached_numbers(text: Any, tensor: int) -> float:
+    """Numbers that a rank keeps of each token: keys and values of its heads, or one latent vector, per layer."""
+    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    layers = sum(not kind.startswith(_WITHOUT_CACHE) for kind in kinds)
+    if getattr(text, "kv_lora_rank", None):  # latent attention: the same vector for all heads, so on every rank
+        return float(layers * (text.kv_lora_rank + text.qk_rope_head_dim))
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return float(layers * 2 * -(-heads // tensor) * size)

@@ -1,0 +1,51 @@
+"""Configurations of published models, for questions about their size where the hub is out of reach.
+
+`<owner>/<name>/config.json` here is what `AutoConfig` reads; values are the published ones, and a test compares the
+number of parameters they give with the published number. Invariant: nothing is loaded or trained by these files; a run
+reads the model's own.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from nemo_rl.config import EvalMasterConfig, MasterConfig, PolicyConfig
+from nemo_rl.utils.errors import ConfigError
+
+FOLDER = Path(__file__).parent
+
+
+def known_models() -> list[str]:
+    """Hub ids of the models in this folder."""
+    return sorted(file.parent.relative_to(FOLDER).as_posix() for file in FOLDER.glob("*/*/config.json"))
+
+
+def with_local_configs[ConfigT: MasterConfig | EvalMasterConfig](config: ConfigT) -> ConfigT:
+    """A copy whose models have a configuration that can be read without a network; for questions about sizes only.
+
+    Raises:
+        ConfigError: a model is neither a folder, nor in the hub's cache, nor among these.
+    """
+    local = deepcopy(config)
+    for model in _models(local):
+        _make_local(model)
+    return local
+
+
+def _models(config: MasterConfig | EvalMasterConfig) -> Sequence[PolicyConfig]:
+    return config.models if isinstance(config, MasterConfig) else (config.policy,)
+
+
+def _make_local(model: PolicyConfig) -> None:
+    name = model.model_name
+    if Path(name).is_dir() or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    if name not in known_models():
+        raise ConfigError(
+            f"The configuration of the model {name!r} is not here: it is no folder, not in the cache of the hub, and "
+            f"none of the models whose sizes are known ({', '.join(known_models())}). Download its config.json "
+            f"(`hf download {name} config.json`), or give a folder that has it."
+        )
+    model.model_name = str(FOLDER / name)

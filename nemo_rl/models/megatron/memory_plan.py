@@ -1,0 +1,223 @@
+"""Predicted memory of each rank of Megatron Core; the counterpart of `dtensor.memory_plan`.
+
+Other than with FSDP, a rank has its part of the weights whole, buffers for all of their gradients, and of the
+optimizer's float32 state the share of its data-parallel rank (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054).
+Activations are those of plain PyTorch layers, divided as in Korthikanti et al. 2022 (arXiv:2205.05198); Transformer
+Engine's fused layers keep less. Imports nothing of megatron.
+
+Invariant: as in `models.memory`; the rank is one of the pipeline stage that needs most.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from transformers import PretrainedConfig
+
+from nemo_rl.config import MegatronConfig, PolicyConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.huggingface.load import torch_dtype
+from nemo_rl.models.memory import WIDE, MemoryPlan, Moment, Work, microbatches_in_flight
+from nemo_rl.models.memory_trace import (
+    GRADIENT_OF_LOGITS,
+    ModelTrace,
+    Parameters,
+    logits_bytes,
+    trace_model,
+)
+
+_SELECTIVE = "Selective recomputation saves some of the activations; they are counted as if it were off."
+
+
+def predict_memory(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:
+    """Memory of the rank that needs most.
+
+    Args:
+        policy: section of the model.
+        layout: sizes of the axes.
+        model: the model's configuration.
+        work: what the rank does.
+    """
+    tokens = ceil(work.tokens / layout.cp)
+    dtype = torch_dtype(policy.precision)
+    trace = trace_model(model, tokens, dtype, scores=policy.reward_model_cfg.enabled)
+    stages = stage_layers(len(trace.layers), layout.pp, policy.megatron_cfg)
+    plans = [
+        _Rank(policy, layout, trace, model.get_text_config(), work, tokens, dtype.itemsize, stage, layers).plan()
+        for stage, layers in enumerate(stages)
+        if stage in (0, 1, layout.pp - 1)
+    ]
+    return max(plans, key=lambda plan: plan.peak)
+
+
+def stage_layers(total: int, stages: int, section: MegatronConfig) -> list[range]:
+    """Decoder layers of each pipeline stage, for sizes that `mesh_check` has accepted."""
+    first, last = section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage
+    given = (first or 0) + (last or 0)
+    size = (total - given) // max(stages - bool(first) - bool(last), 1)
+    counts = [size] * stages
+    counts[0], counts[-1] = first or counts[0], last or counts[-1]
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank of a pipeline stage; see `predict_memory`."""
+
+    policy: PolicyConfig
+    layout: ParallelLayout
+    trace: ModelTrace
+    model: PretrainedConfig
+    work: Work
+    tokens: int
+    itemsize: int
+    stage: int
+    layers: range
+
+    def plan(self) -> MemoryPlan:
+        """All moments of a step."""
+        section, missing = self.policy.megatron_cfg, []
+        weights = {"weights": (self._dense + self._experts) * self.itemsize}
+        host = {"reference weights and their place": 2 * weights["weights"]} if self.work.keeps_reference else {}
+        stays = weights | (host if self.work.on_cpu else {})
+        host = {} if self.work.on_cpu else host
+        if self.work.trains:
+            state = self._updated * WIDE * self._state_per_weight()
+            on_host = section.optimizer.optimizer_cpu_offload and not self.work.on_cpu
+            kept_there = state * section.optimizer.optimizer_offload_fraction if on_host else 0.0
+            stays |= {"gradients": self._gradients, "optimizer state": state - kept_there}
+            host |= {"optimizer state": kept_there} if kept_there else {}
+        if not self.trace.activations:
+            missing.append("Activations are not known for this architecture.")
+        elif section.activation_checkpointing and section.recompute_granularity == "selective":
+            missing.append(_SELECTIVE)
+        moments = self._training() if self.work.trains else {"forward pass": self._pass()}
+        return MemoryPlan(stays, moments, host, " ".join(missing))
+
+    @property
+    def _dense(self) -> float:
+        """Elements outside of routed experts."""
+        inside = sum(self._part(self.trace.layers[index]) for index in self.layers)
+        return inside + sum(each.matrices / self.layout.tp + each.vectors for each in self._outside)
+
+    def _part(self, layer: Parameters) -> float:
+        """Elements of a layer; routers, and what latent attention compresses with, are whole on every rank."""
+        latent, experts = getattr(self.model, "kv_lora_rank", None), self._count("n_routed_experts", "num_experts")
+        width = latent + self.model.qk_rope_head_dim + (self.model.q_lora_rank or 0) if latent else 0
+        whole = self.trace.hidden * (width + (experts if layer.experts else 0))
+        return (layer.matrices - whole) / self.layout.tp + whole + layer.vectors
+
+    def _count(self, *names: str) -> int:
+        return next((value for name in names if (value := getattr(self.model, name, None))), 0)
+
+    @property
+    def _experts(self) -> float:
+        """Elements of routed experts."""
+        parts = self.layout.ep * self.policy.megatron_cfg.expert_tensor_parallel_size
+        return sum(self.trace.layers[index].experts for index in self.layers) / parts
+
+    @property
+    def _outside(self) -> list[Parameters]:
+        """Parameters outside of the layers: the first stage has the embedding, the last one norm and head."""
+        first, last = self.stage == 0, self.stage == self.layout.pp - 1
+        if last and not (first and self.trace.tied):
+            return [self.trace.embedding, self.trace.last] if first else [self.trace.last]
+        return [self.trace.last] if last else [self.trace.embedding] * first
+
+    @property
+    def _copies(self) -> tuple[int, float]:
+        """Ranks that have the same dense weights, and those that have the same experts."""
+        layout, parts = self.layout, self.layout.ep * self.policy.megatron_cfg.expert_tensor_parallel_size
+        same = layout.data_parallel_size * layout.cp
+        return same, same * layout.tp / parts
+
+    @property
+    def _updated(self) -> float:
+        """Elements that the rank's optimizer moves."""
+        if not self.policy.megatron_cfg.optimizer.use_distributed_optimizer:
+            return self._dense + self._experts
+        dense, experts = self._copies
+        return self._dense / dense + self._experts / experts
+
+    @property
+    def _gradient_size(self) -> int:
+        return WIDE if self.policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32 else self.itemsize
+
+    @property
+    def _gradients(self) -> float:
+        """Bytes of the buffers; they hold a gradient of every weight that is trained."""
+        return (self._dense + self._experts) * self._gradient_size
+
+    def _state_per_weight(self) -> int:
+        """Float32 numbers that the optimizer keeps of each weight: moments, and the weight where layers have less."""
+        wanted = self.policy.megatron_cfg.optimizer
+        moments = 2 if wanted.optimizer == "adam" else int(wanted.sgd_momentum > 0)
+        return moments + (self.itemsize < WIDE)
+
+    def _training(self) -> dict[str, Moment]:
+        parts = (self.trace.embedding, self.trace.last, *self.trace.layers)
+        largest = max(parameters.largest for parameters in parts) / self.layout.tp
+        kept, again = self._activations()
+        last = self.stage == self.layout.pp - 1
+        # The head's float32 copy and gradient, and the hidden states of all tokens that it works on.
+        head = last * self.trace.vocabulary * self.trace.hidden / self.layout.tp * WIDE
+        hidden = last * 2 * self.tokens * self.trace.hidden * self.itemsize
+        wide = self._updated * WIDE if self._gradient_size < WIDE else 0.0
+        update = {"optimizer's temporaries": 2 * largest / self._copies[0] * WIDE} if self.work.on_cpu else {}
+        return {
+            "head backward": {"activations": kept + hidden, "logits": self._logits(GRADIENT_OF_LOGITS) + 2 * head},
+            "layer backward": {"activations": kept + again, "logits": head},
+            "update": {"float32 gradients": wide} | update,
+        }
+
+    def _pass(self) -> Moment:
+        """A forward pass without a backward one: what a layer and the head need at a time."""
+        one = max(map(self._kept, range(len(self.trace.activations))), default=0.0)
+        return {"activations": one, "logits": self._logits(2)}
+
+    def _logits(self, tensors: int) -> float:
+        if self.stage < self.layout.pp - 1:
+            return 0.0
+        chunk = self.policy.logprob_chunk_size
+        return tensors * logits_bytes(self.trace, self.tokens, chunk, on_cpu=self.work.on_cpu) / self.layout.tp
+
+    def _activations(self) -> tuple[float, float]:
+        """What the backward pass needs of all microbatches under way on the stage, and what it computes again."""
+        section = self.policy.megatron_cfg
+        layers = self.layers if self.trace.activations else range(0)
+        sharing = self.layout.tp if section.sequence_parallel else 1
+        whole, again = sum(map(self._kept, layers)), 0.0
+        if section.activation_checkpointing and section.recompute_granularity == "full":
+            again = max(map(self._kept, layers), default=0.0)
+            whole = sum(self.trace.activations[index].entry / sharing for index in layers)
+        chunks = section.virtual_pipeline_model_parallel_size or 1
+        return whole * microbatches_in_flight(self.stage, self.layout.pp, chunks) + self.trace.others / sharing, again
+
+    def _kept(self, index: int) -> float:
+        """Bytes of one microbatch in a layer; sequence parallelism divides inputs of the blocks too, which are
+        gathered again on the way back.
+        """
+        layout, each = self.layout, self.trace.activations[index]
+        sharing = layout.tp if self.policy.megatron_cfg.sequence_parallel else 1
+        rows = layout.cp * (1 + self.work.on_cpu) if layout.cp > 1 else 1
+        inside = (each.inside + each.keys_values * rows + self._other_code(index)) / layout.tp
+        return (each.outside + each.into_blocks) / sharing + inside
+
+    def _other_code(self, index: int) -> float:
+        """Bytes by which Megatron Core's blocks keep more than those of transformers.
+
+        Values are a part of the product that also has queries and keys, which stays whole, and on CPUs the output of
+        attention is copied. Of a feed-forward with a gate plain code keeps one more tensor of its width, `up + offset`
+        (`megatron.core.transformer.mlp`), and a fused kernel one less.
+        """
+        model, numbers = self.model, 0
+        if not getattr(model, "kv_lora_rank", None):
+            size = getattr(model, "head_dim", None) or self.trace.hidden // model.num_attention_heads
+            queries = model.num_attention_heads * size
+            numbers += queries + model.num_key_value_heads * size + queries * self.work.on_cpu
+        width = model.intermediate_size
+        if self.trace.layers[index].experts:
+            routed = model.num_experts_per_tok + self._count("n_shared_experts")
+            width = routed * self._count("moe_intermediate_size", "intermediate_size")
+        fused = not self.work.on_cpu and self.policy.megatron_cfg.bias_activation_fusion
+        return (numbers + (-width if fused else width)) * self.tokens * self.itemsize
