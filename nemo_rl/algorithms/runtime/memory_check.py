@@ -45,7 +45,7 @@ def tell_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> None:
 
 
 def memory_plans(cluster: ClusterConfig, roles: Mapping[str, Role]) -> Iterator[_Predicted]:
-    """Each model with its section, its number of ranks and the prediction, the policy first; arguments as `tell_memory`."""
+    """Name, section, ranks and prediction of each model, the policy first; arguments as `tell_memory`."""
     names = sorted(roles, key=lambda name: name != "policy")
     ranks = model_ranks(cluster, [roles[name].section for name in names])
     for name, num_ranks in zip(names, ranks, strict=True):
