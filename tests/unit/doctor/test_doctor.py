@@ -168,11 +168,12 @@ def seventy_billion(tmp_path: Path) -> Path:
 
 
 def test_too_little_memory_is_named_with_the_numbers(doctor: Doctor, seventy_billion: Path) -> None:
-    model = [f"policy.model_name={seventy_billion}", f"policy.tokenizer.name={TINY}"]
-    status, lines = doctor(*model, "checkpointing.enabled=false")
+    status, lines = doctor(f"policy.model_name={seventy_billion}", f"policy.tokenizer.name={TINY}")
     assert status == 1
+    assert set(failed(lines)) <= {"memory", "checkpoints"}, "such a model's checkpoint fits on few disks"
     # 70.55 billion parameters, three float32 numbers each.
-    assert_named(lines, "memory", "weights and optimizer state of policy take 788 GiB on each rank")
+    assert "weights and optimizer state of policy take 788 GiB on each rank" in lines["memory"]["found"]
+    assert lines["memory"]["advice"]
     assert "optimizer state" in lines["memory"]["details"]
 
 
