@@ -89,7 +89,8 @@ def test_the_cpu_example_is_preempted_and_goes_on_from_its_checkpoint(tmp_path, 
     command = (
         f"python {REPOSITORY}/examples/run_grpo.py --config {REPOSITORY}/examples/configs/grpo_math_cpu.yaml "
         f"policy.model_name={REPOSITORY}/examples/assets/tiny-chat grpo.max_num_steps=6 grpo.val_period=0 "
-        "cluster.num_nodes=2 cluster.threads_per_rank=1 grpo.val_at_start=false checkpointing.checkpoint_dir=checkpoints logger.log_dir=metrics"
+        "cluster.num_nodes=2 cluster.threads_per_rank=1 grpo.val_at_start=false "
+        "checkpointing.checkpoint_dir=checkpoints logger.log_dir=metrics"
     )
     job = submit(tmp_path, COMMAND=command, CPUS_PER_WORKER="4", **real_ray)
     try:
