@@ -9,7 +9,7 @@
 # MAX_JOBS           compilers at the same time; by default one for each 8 GiB of free memory, at most one per core
 # CUDA_HOME          CUDA toolkit; by default that of the nvcc on PATH
 # UV_CACHE_DIR       uv's cache, as ever
-# TORCH_CUDA_ARCH_LIST, FLASH_ATTN_CUDA_ARCHS   passed on to the build
+# FLASH_ATTN_CUDA_ARCHS   such as "90;100", passed on to the build; `uv cache clean flash-attn` before another value
 # --dry-run          check nothing that a GPU machine has, and print the commands
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -10,8 +10,11 @@ pid_file="${NRL_DRIVER_PID_FILE:-/tmp/nemo_rl_driver.pid}"
 
 if [[ -s "$pid_file" ]]; then
   driver="$(<"$pid_file")"
-  kill -TERM "$driver" 2>/dev/null
-  while kill -0 "$driver" 2>/dev/null; do sleep 1; done
+  if kill -TERM "$driver" 2>/dev/null; then
+    while kill -0 "$driver" 2>/dev/null; do sleep 1; done
+    # KubeRay asks the dashboard every few seconds how the job ended, and its submitter has to end first.
+    sleep "${NRL_LAST_LOOK_S:-20}"
+  fi
 fi
 # The others that Ray calls `ray::` are its agents, and workers that wait for a task.
 while pgrep --full --list-full '^ray::' | grep --quiet --invert-match --extended-regexp ' ray::(IDLE|DashboardAgent|RuntimeEnvAgent)'; do

@@ -20,6 +20,7 @@ from nemo_rl.config import VenvConfig
 from nemo_rl.utils.errors import VenvError
 from nemo_rl.utils.venvs import PY_EXECUTABLES, create_local_venv, is_set, parse_py_executable, venv_folder
 from nemo_rl.utils.venvs.ingredients import with_absolute_paths
+from nemo_rl.utils.venvs.making import Uv, update_lock
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,11 @@ def create_local_venv_on_each_node(
     force = is_set("NRL_FORCE_REBUILD_VENVS") and venv_name not in _rebuilt
     _rebuilt.add(venv_name)
     here, end = ray.get_runtime_context().get_node_id(), time.monotonic() + timeout_s
-    make = ray.remote(num_cpus=0, max_retries=0)(_made_here)
+    if wanted.extras is not None:  # once, before nodes that share the checkout would all write it
+        update_lock(Uv(end, f"Making the environment {venv_name!r}"))
+    # Of uv's variables only this one: all may read a runtime environment, and some of them hold passwords.
+    shared = {key: os.environ[key] for key in ("UV_OFFLINE",) if key in os.environ}
+    make = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": shared})(_made_here)
     arguments = (with_absolute_paths(wanted), venv_name, force, str(folder), timeout_s)
     asked: list[tuple[str, Any]] = []
     for node in ray.nodes():

@@ -6,7 +6,7 @@ NRL_FORCE_REBUILD_VENVS=true each is made anew.
 
 import argparse
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 
@@ -62,9 +62,8 @@ def _is_meant(
 
 def _cluster_of(path: str) -> ClusterConfig:
     """The section `cluster` of a file and its parents, without what other sections would need."""
-    tree = OmegaConf.to_container(merge_layers(read_layers(path)), resolve=False)
-    section = tree.get("cluster", {}) if isinstance(tree, Mapping) else {}
-    return ClusterConfig.build(**section)
+    section = merge_layers(read_layers(path)).get("cluster") or OmegaConf.create()
+    return ClusterConfig.build(**OmegaConf.to_container(section, resolve=True))  # type: ignore[arg-type]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

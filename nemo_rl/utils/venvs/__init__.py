@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_rl.config import REPOSITORY_ROOT, VenvConfig
-from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, VenvError
 from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.venvs.ingredients import digest, ingredients_of, with_absolute_paths
 from nemo_rl.utils.venvs.making import Uv, build, check_interpreter, update_lock
@@ -171,7 +171,7 @@ def _reason(folder: Path, name: str, found: Mapping[str, str]) -> str:
 def _make(final: Path, name: str, wanted: VenvConfig, found: Mapping[str, str], uv: Uv) -> None:
     mine = f".{name}.making-{os.uname().nodename}-"
     for left in final.parent.glob(f"{mine}*"):  # by a process that died: who makes one holds the lock
-        shutil.rmtree(left)
+        shutil.rmtree(left, ignore_errors=True)  # its uv may still write; what remains goes next time
     making = final.parent / f"{mine}{os.getpid()}"
     try:
         build(making, wanted, uv)
@@ -198,4 +198,9 @@ def _locked(file: Path, uv: Uv) -> Iterator[None]:
                         f"{uv.task} took too long: another process holds {file} (cluster.timeouts.venv_s)."
                     ) from None
                 time.sleep(0.1)
+            except OSError as error:
+                raise VenvError(
+                    f"{uv.task}: {file} cannot be locked ({error.strerror}). Set NEMO_RL_VENV_DIR to a file system with "
+                    "locks (NFS 4, Lustre with flock), or NRL_FORCE_LOCAL_VENVS=true."
+                ) from error
         yield

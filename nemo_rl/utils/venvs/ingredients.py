@@ -36,6 +36,7 @@ def ingredients_of(wanted: VenvConfig, uv_version: str) -> dict[str, str]:
     lock = project.with_name("uv.lock")
     return found | {
         "extras": " ".join(sorted(wanted.extras)),
+        "ray": importlib.metadata.version("ray"),
         "pyproject.toml": requirements_digest(project),
         "uv.lock": _hash(lock.read_bytes()) if lock.exists() else "none",
     }
@@ -104,7 +105,10 @@ def _content(package: Path) -> str:
 
 def _sources(folder: Path) -> Iterator[Path]:
     for parent, folders, names in folder.walk():
-        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__", "build", "dist"))]
+        made = ("__pycache__", "build", "dist") if parent == folder else ("__pycache__",)
+        folders[:] = [
+            name for name in folders if name not in made and not name.startswith(".") and not name.endswith(".egg-info")
+        ]
         yield from (parent / name for name in names)
 
 

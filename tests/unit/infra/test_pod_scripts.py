@@ -26,6 +26,7 @@ def pod(tmp_path, monkeypatch):
     pgrep.chmod(0o755)
     monkeypatch.setenv("PATH", f"{pgrep.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("NRL_DRIVER_PID_FILE", str(tmp_path / "driver.pid"))
+    monkeypatch.setenv("NRL_LAST_LOOK_S", "0.1")
     return tmp_path
 
 

@@ -1,5 +1,6 @@
 """Environments of workers, made by the real uv from wheels that the tests write; no index is asked."""
 
+import errno
 import importlib.util
 import logging
 import os
@@ -20,6 +21,7 @@ from nemo_rl.distributed.ray_actor_environment_registry import _agreed, get_acto
 from nemo_rl.utils import prefetch_venvs
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, VenvError
 from nemo_rl.utils.venvs import PY_EXECUTABLES, create_local_venv, parse_py_executable, venv_folder
+from nemo_rl.utils.venvs.ingredients import ingredients_of
 
 UV = os.environ.get("UV") or shutil.which("uv")
 needs_uv = pytest.mark.skipif(UV is None, reason="uv is not here")
@@ -195,6 +197,29 @@ def test_the_drivers_python_is_the_default_and_other_options_are_refused():
         parse_py_executable("uv run --isolated")
 
 
+def test_a_folder_is_known_by_its_sources_not_by_what_builds_leave(tmp_path):
+    module = tmp_path / "rules" / "distributed" / "score.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("a = 1")
+    wanted = VenvConfig.build(packages=[str(tmp_path / "rules")])
+    before = ingredients_of(wanted, "uv")
+    for made in ("build/lib/score.py", "rules.egg-info/PKG-INFO", "src/rules.egg-info/SOURCES.txt", ".git/HEAD"):
+        (tmp_path / "rules" / made).parent.mkdir(parents=True)
+        (tmp_path / "rules" / made).write_text("made")
+    assert ingredients_of(wanted, "uv") == before
+    module.write_text("a = 2")
+    assert ingredients_of(wanted, "uv") != before
+
+
+def test_a_disk_without_locks_is_named(own_folder, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(VenvError, match="cannot be locked.*NEMO_RL_VENV_DIR.*NRL_FORCE_LOCAL_VENVS"):
+        create_local_venv(VenvConfig.build(packages=["six"]), "locked")
+
+
 def test_where_environments_are(monkeypatch, own_folder):
     assert venv_folder() == own_folder
     monkeypatch.setenv("NRL_FORCE_LOCAL_VENVS", "true")
@@ -225,12 +250,13 @@ def test_the_config_names_kinds_of_workers(tmp_path):
 
 
 def test_prefetching_chooses_by_text(monkeypatch, tmp_path):
+    monkeypatch.setenv("SIX", "six")
     made: list[tuple[str, str]] = []
     monkeypatch.setattr(
         prefetch_venvs, "create_local_venv", lambda venv, name, force, timeout_s: made.append(name) or "/py"
     )
     (tmp_path / "run.yaml").write_text(
-        "cluster: {venvs: {policy: {extras: [mcore]}, generation: {extras: [vllm]}, game: {packages: [six]}}}\n"
+        "cluster: {venvs: {policy: {extras: [mcore]}, generation: {extras: [vllm]}, game: {packages: ['${oc.env:SIX}']}}}\n"
         "other: ${not.there}\n"
     )
     for arguments, names in (
