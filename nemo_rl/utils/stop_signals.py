@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _ONE_REQUEST_S = float(os.environ.get("NRL_ONE_STOP_REQUEST_S", "1"))
-"""Signals of one kind within this time are one request: `timeout`, `uv run` and process groups deliver it twice at once,
-KubeRay's end of a job and the hook of its pod some seconds apart."""
+"""Signals within this time are one request: `timeout`, `uv run` and signals to a process group deliver one twice at
+once, KubeRay's end of a job and the hook of its pod some seconds apart."""
 
 
 def leave_at_once() -> None:

@@ -200,7 +200,7 @@ def _locked(file: Path, uv: Uv) -> Iterator[None]:
                 time.sleep(0.1)
             except OSError as error:
                 raise VenvError(
-                    f"{uv.task}: {file} cannot be locked ({error.strerror}). Set NEMO_RL_VENV_DIR to a file system with "
-                    "locks (NFS 4, Lustre with flock), or NRL_FORCE_LOCAL_VENVS=true."
+                    f"{uv.task}: {file} cannot be locked ({error.strerror}). Set NEMO_RL_VENV_DIR to a file system "
+                    "with locks (NFS 4, Lustre with flock), or NRL_FORCE_LOCAL_VENVS=true."
                 ) from error
         yield

@@ -256,7 +256,8 @@ def test_prefetching_chooses_by_text(monkeypatch, tmp_path):
         prefetch_venvs, "create_local_venv", lambda venv, name, force, timeout_s: made.append(name) or "/py"
     )
     (tmp_path / "run.yaml").write_text(
-        "cluster: {venvs: {policy: {extras: [mcore]}, generation: {extras: [vllm]}, game: {packages: ['${oc.env:SIX}']}}}\n"
+        "cluster: {venvs: {policy: {extras: [mcore]}, generation: {extras: [vllm]}, "
+        "game: {packages: ['${oc.env:SIX}']}}}\n"
         "other: ${not.there}\n"
     )
     for arguments, names in (
