@@ -108,7 +108,7 @@ def main(results: Path) -> None:
     found: dict[str, Any] = placements()
     places = RayVirtualCluster([2, 1], use_gpus=False)
     policy = group(places, "policy", None)
-    names = ["RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR"]
+    names = ["RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"]
     asked = policy.run_all_workers_single_data("environment", *names)
     found["environment"] = [[env[name] for name in names] for env in policy.get_all_worker_results(asked)]
     found["where"] = [worker["node_ip"] for worker in policy.worker_metadata]
