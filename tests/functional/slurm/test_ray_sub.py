@@ -48,6 +48,7 @@ JOBS = {
         "SETUP_COMMAND": 'export SETUP_DONE=yes$UNSET; echo "set up on $SLURMD_NODENAME"',
         "GPUS_PER_NODE": "4",
         "GRES_node1": "gpu:h100:4(S:0-1,3),nic:2",
+        "CPUS_node1": "1",
         "DEDICATED_RAY_HEAD": "1",
         "STAND_IN_RAY_FAILS_ONCE": "node3",
         "RAY_SUB_DEBUG_ENV": "1",
@@ -101,7 +102,7 @@ def test_ports_and_resources_of_head_and_workers(jobs):
     job.finish()
     head, worker = job.ray_arguments("node1"), job.ray_arguments("node2")
     assert {"--head", "--port=1200", "--node-ip-address=127.0.0.2", "--num-gpus=0", "--num-cpus=0"} <= set(head)
-    assert {"--address=127.0.0.2:1200", "--node-ip-address=127.0.0.3", "--num-gpus=4", "--num-cpus=2"} <= set(worker)
+    assert {"--address=127.0.0.2:1200", "--node-ip-address=127.0.0.3", "--num-gpus=4", "--num-cpus=1"} <= set(worker)
     assert '--resources={"worker_units": 0, "slurm_managed_ray_cluster": 1, "ray_head": 1}' in head
     assert '--resources={"worker_units": 4, "slurm_managed_ray_cluster": 1}' in worker
     for name, port in (("node-manager", 1301), ("object-manager", 1303), ("dashboard-agent-listen", 1311)):
@@ -163,7 +164,7 @@ def test_a_container_is_started_on_each_node_and_joined_by_the_command(jobs):
         assert {f"--container-name={name}", "--container-image=image.sqsh"} <= set(call[:-1])
         assert f"--container-mounts={job.log_dir()}:{job.log_dir()},/data:/data,/cache:/cache" in call
     assert "--container-name=ray-head" in driver and "--container-image=image.sqsh" not in driver
-    assert "--ray-debugger-external" in job.ray_arguments("node2")
+    assert {"--ray-debugger-external", "--num-cpus=2"} <= set(job.ray_arguments("node2"))
     assert "--container-image=sandbox.sqsh" in sandbox and "--container-mounts" not in str(sandbox)
     assert job.log("ray-driver.log") == "reached\n"
     assert "GREETING=hello" in job.log("sandbox-000.log") and "sesame" not in job.log("sandbox-000.log")
