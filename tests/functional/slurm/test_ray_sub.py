@@ -107,7 +107,8 @@ def test_ports_and_resources_of_head_and_workers(jobs):
     assert '--resources={"worker_units": 4, "slurm_managed_ray_cluster": 1}' in worker
     for name, port in (("node-manager", 1301), ("object-manager", 1303), ("dashboard-agent-listen", 1311)):
         assert f"--{name}-port={port + 1}" in head and f"--{name}-port={port}" in worker
-    assert all("--gres=gpu:4" in call for call in job.sruns() if "ray-node.sh" in str(call))
+    steps = [call for call in job.sruns() if "ray-node.sh" in str(call)]
+    assert len(steps) == 3 and all({"--gres=gpu:4", "--immediate=300"} <= set(call[:-1]) for call in steps)
 
 
 def test_a_signal_is_passed_on_and_the_job_goes_on_after_requeue(jobs):
