@@ -60,7 +60,7 @@ JOBS = {
                  "RAY_SUB_STOP_TIMEOUT_S": "1"},
     "node_dies": {"nodes": "3",
                   "COMMAND": 'until grep -s error "$BASE_LOG_DIR/1-logs/srun.log"; do sleep 0.1; done; exit 9'},
-    "idle": {},
+    "idle": {"GPUS_PER_NODE": "1", "GRES_node1": "gpu:1"},
     "container": {"COMMAND": ": < /dev/tcp/127.0.0.1/$NEMO_SKILLS_SANDBOX_PORT && echo reached",
                   "CONTAINER": "image.sqsh", "MOUNTS": "/data:/data", "STAND_IN_PYXIS": "1",
                   "UV_CACHE_DIR_OVERRIDE": "/cache", "RAY_DEBUG": "legacy",
@@ -149,7 +149,7 @@ def test_without_a_command_shells_attach(jobs):
         assert (done.returncode, done.stdout) == (5, f"{node} 127.0.0.2:1200\n")
     assert job.attach("2").stderr == "node 2 is not one of 0 to 1\n"
     assert job.attach("1").returncode == 0
-    assert "--pty" in job.sruns()[-1]
+    assert {"--pty", "--gres=gpu:1"} <= set(job.sruns()[-1][:-1])
     job.signal_batch_shell(signal.SIGTERM)
     assert job.finish() == 0, job.output()
     assert not (job.folder / "1-attach.sh").exists()
