@@ -55,6 +55,9 @@ JOBS = {
         "SOME_API_KEY": "sesame",
     },
     "never_joins": {"COMMAND": "echo started", "STAND_IN_RAY_HANGS": "node2", "RAY_SUB_JOIN_TIMEOUT_S": "10"},
+    "stopped_early": {"COMMAND": "echo started", "STAND_IN_RAY_HANGS": "node2", "RAY_SUB_REQUEUE_ON": "75 143"},
+    "no_sandbox": {"COMMAND": "echo started", "SANDBOX_CONTAINER": "sandbox.sqsh", "SANDBOX_COMMAND": "sleep 600",
+                   "NEMO_SKILLS_SANDBOX_PORT": str(free_port()), "STAND_IN_PYXIS": "1"},
     "preempted": {"COMMAND": SAVES_AT_SIGTERM},
     "stubborn": {"COMMAND": "trap : TERM; echo trains; for i in {1..300}; do sleep 1; done",
                  "RAY_SUB_STOP_TIMEOUT_S": "1"},
@@ -120,6 +123,23 @@ def test_a_signal_is_passed_on_and_the_job_goes_on_after_requeue(jobs):
     assert job.log("ray-driver.log").splitlines() == ["with restart 0", "trains", "saved"]
     assert job.log("ray-driver.log", restarts=1).splitlines() == ["with restart 1", "goes on"]
     assert "COMMAND has ended with status 75" in job.output() and "goes back to the queue" in job.output()
+
+
+def test_a_stop_while_nodes_start_is_sent_back_if_wanted(jobs):
+    job = jobs["stopped_early"]
+    for restarts in (0, 1):
+        job.wait_for(lambda n=restarts: "waits for its switch" in job.log("ray-worker-000.log", n))
+        job.signal_batch_shell(signal.SIGUSR1)
+        job.wait_for(lambda n=restarts: job.output().count("SIGUSR1 has come") > n)
+    assert job.finish() == 143, job.output()
+
+
+def test_a_node_that_dies_before_the_sandboxes_answer_ends_the_job(jobs):
+    job = jobs["no_sandbox"]
+    job.wait_for(lambda: "Ray has 2 nodes" in job.output())
+    job.kill_task("node2")
+    assert job.finish() == 1, job.output()
+    assert "Node node2 has ended (node2: task 0: Killed); without it the job cannot go on." in job.output()
 
 
 def test_a_command_that_does_not_stop_is_killed_and_not_repeated(jobs):
