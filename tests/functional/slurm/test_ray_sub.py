@@ -55,7 +55,8 @@ JOBS = {
         "SOME_API_KEY": "sesame",
     },
     "never_joins": {"COMMAND": "echo started", "STAND_IN_RAY_HANGS": "node2", "RAY_SUB_JOIN_TIMEOUT_S": "10"},
-    "stopped_early": {"COMMAND": "echo started", "STAND_IN_RAY_HANGS": "node2", "RAY_SUB_REQUEUE_ON": "75 143"},
+    "stopped_early": {"COMMAND": "echo started", "STAND_IN_RAY_HANGS": "node2",
+                      "RAY_SUB_REQUEUE_ON": "75 143", "RAY_SUB_MAX_REQUEUES": "1"},
     "no_sandbox": {"COMMAND": "echo started", "SANDBOX_CONTAINER": "sandbox.sqsh", "SANDBOX_COMMAND": "sleep 600",
                    "NEMO_SKILLS_SANDBOX_PORT": str(free_port()), "STAND_IN_PYXIS": "1"},
     "preempted": {"COMMAND": SAVES_AT_SIGTERM},
@@ -132,6 +133,7 @@ def test_a_stop_while_nodes_start_is_sent_back_if_wanted(jobs):
         job.signal_batch_shell(signal.SIGUSR1)
         job.wait_for(lambda n=restarts: job.output().count("SIGUSR1 has come") > n)
     assert job.finish() == 143, job.output()
+    assert "The job has started again 1 times (RAY_SUB_MAX_REQUEUES)" in job.output()
 
 
 def test_a_node_that_dies_before_the_sandboxes_answer_ends_the_job(jobs):
@@ -196,6 +198,7 @@ def test_a_container_is_started_on_each_node_and_joined_by_the_command(jobs):
     ("variables", "answer"),
     [
         ({"GPUS_PER_NODE": "many"}, "GPUS_PER_NODE='many' is no number"),
+        ({"RAY_SUB_MAX_REQUEUES": "-1"}, "RAY_SUB_MAX_REQUEUES='-1' is no number"),
         ({"VIRTUAL_ENV": "/nowhere"}, "CONTAINER is unset and /nowhere/bin/ray does not exist"),
         ({"CONTAINER": "image.sqsh"}, "this Slurm has no --container-image"),
         ({"GPUS_PER_NODE": "8", "GRES_node2": "gpu:a100:6(S:0-1)"}, "node node2 has 6 GPUs (Gres), GPUS_PER_NODE=8"),
