@@ -75,6 +75,16 @@ def test_a_script_is_submitted_as_often_as_it_says_from_a_snapshot(checkout):
     assert record.read_text().splitlines()[3:] == [job.replace("|none|", "|75 143|")] * 2
 
 
+def test_a_script_that_is_not_its_snapshots_is_refused(checkout):
+    where = {"ACCOUNT": "us", "PARTITION": "big"}
+    assert run(checkout, "tools/launch", "runs/small.sh", DRYRUN="1", **where).returncode == 0
+    (checkout / "runs/small.sh").write_text(RUN.replace("240", "60"))
+    done = run(checkout, "tools/launch", "runs/small.sh", **where)
+    assert done.returncode == 2
+    assert f"runs/small.sh is not the one of its snapshot, {checkout}/code_snapshots/small/runs/small.sh" in done.stderr
+    assert not (checkout.parent / "record").exists()
+
+
 def test_a_snapshot_keeps_the_code_of_its_first_start(checkout):
     first = run(checkout, "tools/code_snapshot.sh", "one")
     assert first.returncode == 0, first.stderr
