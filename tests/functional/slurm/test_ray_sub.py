@@ -52,7 +52,9 @@ JOBS = {
         "DEDICATED_RAY_HEAD": "1",
         "STAND_IN_RAY_FAILS_ONCE": "node3",
         "RAY_SUB_DEBUG_ENV": "1",
-        "SOME_API_KEY": "sesame",
+        "SOME_API_KEY": "open\nUP=sesame",
+        "SANDBOX_ENV_VARS": "PLAIN=sesame",
+        "BASIC_AUTH": "sesame",
     },
     "never_joins": {"COMMAND": "echo started", "STAND_IN_RAY_HANGS": "node2", "RAY_SUB_JOIN_TIMEOUT_S": "10"},
     "stopped_early": {"COMMAND": "echo started", "STAND_IN_RAY_HANGS": "node2",
@@ -93,7 +95,9 @@ def test_the_status_of_the_command_passes_through_and_logs_are_where_the_guide_s
     assert f"head node1, Ray 127.0.0.2:1200, token {job.log_dir()}/.ray_auth_token" in job.log("ray-driver.log")
     for log, node in (("ray-head.log", "node1"), ("ray-worker-000.log", "node2"), ("ray-worker-001.log", "node3")):
         assert f"set up on {node}" in job.log(log)
-        assert "SOME_API_KEY=(hidden)" in job.log(log) and "sesame" not in job.log(log)
+        hidden = {"COMMAND", "SETUP_COMMAND", "SANDBOX_ENV_VARS", "SOME_API_KEY", "BASIC_AUTH", "RAY_AUTH_TOKEN_PATH"}
+        assert {f"{name}=(hidden)" for name in hidden} | {"GPUS_PER_NODE=4"} <= set(job.log(log).splitlines())
+        assert "sesame" not in job.log(log) and "exit 7" not in job.log(log)
     assert "attempt 2 of 20" in job.log("ray-worker-001.log")
     assert "exit 7" in job.log("driver_command.sh") and "SETUP_DONE" in job.log("setup_command.sh")
     assert stat.S_IMODE((job.log_dir() / ".ray_auth_token").stat().st_mode) == 0o600
