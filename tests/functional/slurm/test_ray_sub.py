@@ -192,7 +192,8 @@ def test_a_container_is_started_on_each_node_and_joined_by_the_command(jobs):
         assert f"--container-mounts={job.log_dir()}:{job.log_dir()},/data:/data,/cache:/cache" in call
     assert "--container-name=ray-head" in driver and "--container-image=image.sqsh" not in driver
     assert {"--ray-debugger-external", "--num-cpus=2"} <= set(job.ray_arguments("node2"))
-    assert "--container-image=sandbox.sqsh" in sandbox and "--container-mounts" not in str(sandbox)
+    assert {"--container-image=sandbox.sqsh", "--no-container-mount-home", "--gres=none"} <= set(sandbox[:-1])
+    assert "--container-mounts" not in str(sandbox)
     assert job.log("ray-driver.log") == "reached\n"
     assert "GREETING=hello" in job.log("sandbox-000.log") and "sesame" not in job.log("sandbox-000.log")
     assert {"SANDBOX_READY_node1", "SANDBOX_READY_node2"} <= {path.name for path in job.log_dir().iterdir()}
