@@ -135,7 +135,6 @@ def test_a_stop_while_nodes_start_is_sent_back_if_wanted(jobs):
     for restarts in (0, 1):
         job.wait_for(lambda n=restarts: "waits for its switch" in job.log("ray-worker-000.log", n))
         job.signal_batch_shell(signal.SIGUSR1)
-        job.wait_for(lambda n=restarts: job.output().count("SIGUSR1 has come") > n)
     assert job.finish() == 143, job.output()
     assert "The job has started again 1 times (RAY_SUB_MAX_REQUEUES)" in job.output()
 
