@@ -75,6 +75,12 @@ def checks(places: RayVirtualCluster) -> dict[str, str]:
     code = node_checks._code
     node_checks._code = lambda: "1.0 (code abc, in /opt)"
     found["code"] = refusal(lambda: check_nodes([places], same))
+    # As if Ray had moved a bundle from the driver's node.
+    moved = RayVirtualCluster([1], use_gpus=False)
+    found["not_moved"] = refusal(lambda: check_nodes([moved], same)) + refusal(lambda: moved.await_places([0]))
+    moved.node_ids = lambda: places.node_ids()[1:]  # type: ignore[method-assign]
+    found["moved"] = refusal(lambda: moved.await_places([0]))
+    moved.shutdown()
     node_checks._code = code
     return found
 

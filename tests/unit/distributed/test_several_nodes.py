@@ -67,6 +67,8 @@ def test_nodes_are_compared_before_workers_start(found: dict[str, Any]) -> None:
     assert "policy.model_name=/proc/self/cwd/only_here is not there" in found["other"]
     assert "checkpoint_dir=/proc/self/cwd/only_here is not the driver's folder" in found["other"]
     assert "it runs nemo_rl " in found["code"] and "the driver 1.0 (code abc, in /opt)" in found["code"]
+    assert found["not_moved"] == ""
+    assert found["moved"].startswith("ConfigError: Node 127.0.0.3 (id ") and "it runs nemo_rl " in found["moved"]
 
 
 @pytest.mark.ray
