@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class _Question:
 
 
 def check_nodes(places: Iterable[RayVirtualCluster], shared: Shared) -> None:
-    """Compare the nodes of reserved places with the node of this process.
+    """Compare the nodes of reserved places with the node of this process, now and when Ray moves a place to others.
 
     Args:
         places: where workers will run.
@@ -68,8 +69,15 @@ def check_nodes(places: Iterable[RayVirtualCluster], shared: Shared) -> None:
         ConfigError: names each node that lacks something, and what.
         DeadlineExceededError: a node gave no answer.
     """
-    here = ray.get_runtime_context().get_node_id()
-    wanted = {node_id for cluster in places for node_id in cluster.node_ids()} - {here}
+    places, compared = list(places), {ray.get_runtime_context().get_node_id()}
+    _compare_new_nodes(places, shared, compared)
+    for cluster in places:
+        cluster.compare_new_nodes = partial(_compare_new_nodes, [cluster], shared, compared)
+
+
+def _compare_new_nodes(places: Iterable[RayVirtualCluster], shared: Shared, compared: set[str]) -> None:
+    """Compare the nodes that are not among `compared`, which get there."""
+    wanted = {node_id for cluster in places for node_id in cluster.node_ids()} - compared
     nodes = {node.node_id: node.address for node in living_nodes() if node.node_id in wanted}
     if not nodes:
         return
@@ -84,6 +92,7 @@ def check_nodes(places: Iterable[RayVirtualCluster], shared: Shared) -> None:
     different = [f"Node {address} (id {id_}): {'; '.join(found[id_])}." for id_, address in nodes.items() if found[id_]]
     if different:
         raise ConfigError("\n".join([*different, "Every node needs the same code and the same folders as the driver."]))
+    compared.update(nodes)
     logger.info("%d other nodes have the same code and folders: %s.", len(nodes), ", ".join(nodes.values()))
 
 

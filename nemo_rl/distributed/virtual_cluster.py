@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ _RAY_SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 # A joined cluster was started with its own environment; these of the driver's count for workers.
-_FORWARDED_PREFIXES = ("HF_", "NRL_", "NCCL_", "VLLM_", "TORCH", "WANDB_", "MLFLOW_", "TOKENIZERS_")
+_FORWARDED_PREFIXES = ("HF_", "NRL_", "NCCL_", "GLOO_", "VLLM_", "TORCH", "WANDB_", "MLFLOW_", "TOKENIZERS_")
 
 
 @handlers_kept()  # Ray aborts on SIGTERM, by a handler below Python's.
@@ -165,6 +165,8 @@ class RayVirtualCluster:
         self._cpus_per_bundle = cpus_per_bundle
         self._apart_from = tuple(apart_from)
         self._placement_groups: list[PlacementGroup] | None = None
+        self.compare_new_nodes: Callable[[], None] | None = None
+        """Set by `node_checks`, for bundles that Ray has moved."""
         # Colocated groups may be started from two threads.
         self._reserving = threading.Lock()
 
@@ -255,6 +257,7 @@ class RayVirtualCluster:
 
         Raises:
             ResourceInsufficientError: no other node has room for them.
+            ConfigError, DeadlineExceededError: the other node lacks something, see `node_checks.check_nodes`.
         """
         groups = self.get_placement_groups()
         end = time.monotonic() + _NOTICE_TIMEOUT_S
@@ -270,6 +273,8 @@ class RayVirtualCluster:
                 if now > end:
                     raise ResourceInsufficientError(f"A node was lost, and no other has room. {self._lacks()}")
                 time.sleep(0.2)
+        if self.compare_new_nodes is not None:
+            self.compare_new_nodes()
 
     def _reserve(self) -> list[PlacementGroup]:
         attempts = 1 + int(os.environ.get("NRL_VIRTUAL_CLUSTER_MAX_RETRIES", "6"))

@@ -344,6 +344,7 @@ class RayWorkerGroup:
             DeadlineExceededError, WorkerDiedError, Exception: as when the group was made.
             NodeLostError: workers that cannot be replaced were on a node that was lost, so the run is over.
             ResourceInsufficientError: their node was lost, and no other has room.
+            ConfigError: another node has room, but not the code or folders of this one.
             WorkerDiedError: the group is shut down, also meanwhile.
         """
         if not self._may_restart:

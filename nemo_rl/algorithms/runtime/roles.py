@@ -128,5 +128,9 @@ def _shared(config: MasterConfig) -> Shared:
     folders: dict[str, str] = {}
     for section, model in zip(SECTIONS, config.models, strict=False):
         folders |= {f"{section}.model_name": model.model_name, f"{section}.tokenizer.name": model.tokenizer.name}
-    saved = config.checkpointing
-    return Shared(folders, ("checkpointing.checkpoint_dir", saved.checkpoint_dir) if saved.enabled else None)
+    if not config.checkpointing.enabled:
+        return Shared(folders)
+    # Workers may have another working directory, and ranks write where `CheckpointManager` says. `load_config` has made
+    # the models' folders absolute.
+    saved = Path(config.checkpointing.checkpoint_dir).absolute()
+    return Shared(folders, ("checkpointing.checkpoint_dir", str(saved)))

@@ -95,6 +95,8 @@ def slurm_environment(folder: Path, **variables: str) -> dict[str, str]:
         name: {"CPUTot": "2", "NodeAddr": f"127.0.0.{number}", "Gres": variables.pop(f"GRES_{name}", "(null)")}
         for number, name in enumerate(NODES, start=2)
     }
+    if "CPUS_node1" in variables:
+        nodes["node1"]["CPUEfctv"] = variables.pop("CPUS_node1")
     (state / "nodes.json").write_text(json.dumps(nodes))
     hidden = ("RAY_", "SLURM", "PYTEST_", "VIRTUAL_ENV", *script_defaults())
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}

@@ -20,7 +20,7 @@ python train.py
 """
 SBATCH = """\
 #!/bin/bash
-printf "%s|" "$PWD" "$COMMAND" "$GPUS_PER_NODE" "$PYTHONPATH" "$MOUNTS" "$@" >> $RECORD
+printf "%s|" "$PWD" "$COMMAND" "$GPUS_PER_NODE" "$PYTHONPATH" "$MOUNTS" "$RAY_SUB_REQUEUE_ON" "$@" >> $RECORD
 echo >> $RECORD
 """
 
@@ -61,7 +61,7 @@ def test_a_script_is_submitted_as_often_as_it_says_from_a_snapshot(checkout):
     done = run(checkout, "tools/launch", "runs/small.sh", **where)
     assert done.returncode == 0, done.stderr
     snapshot = checkout / "code_snapshots/small"
-    job = f"{snapshot}|bash runs/small.sh|8|{snapshot}|{snapshot}:{snapshot},/data:/data|"
+    job = f"{snapshot}|bash runs/small.sh|8|{snapshot}|{snapshot}:{snapshot},/data:/data|none|"
     job += "--nodes=2|--account=us|--partition=big|--time=240|--job-name=small|ray.sub|"
     record = checkout.parent / "record"
     assert record.read_text().splitlines() == [job] * 2
@@ -71,6 +71,18 @@ def test_a_script_is_submitted_as_often_as_it_says_from_a_snapshot(checkout):
         check=True,
     )
     assert record.read_text().splitlines() == [job] * 3
+    assert run(checkout, "tools/launch", "runs/small.sh", RAY_SUB_REQUEUE_ON="75 143", **where).returncode == 0
+    assert record.read_text().splitlines()[3:] == [job.replace("|none|", "|75 143|")] * 2
+
+
+def test_a_script_that_is_not_its_snapshots_is_refused(checkout):
+    where = {"ACCOUNT": "us", "PARTITION": "big"}
+    assert run(checkout, "tools/launch", "runs/small.sh", DRYRUN="1", **where).returncode == 0
+    (checkout / "runs/small.sh").write_text(RUN.replace("240", "60"))
+    done = run(checkout, "tools/launch", "runs/small.sh", **where)
+    assert done.returncode == 2
+    assert f"runs/small.sh is not the one of its snapshot, {checkout}/code_snapshots/small/runs/small.sh" in done.stderr
+    assert not (checkout.parent / "record").exists()
 
 
 def test_a_snapshot_keeps_the_code_of_its_first_start(checkout):

@@ -48,18 +48,25 @@ JOBS = {
         "SETUP_COMMAND": 'export SETUP_DONE=yes$UNSET; echo "set up on $SLURMD_NODENAME"',
         "GPUS_PER_NODE": "4",
         "GRES_node1": "gpu:h100:4(S:0-1,3),nic:2",
+        "CPUS_node1": "1",
         "DEDICATED_RAY_HEAD": "1",
         "STAND_IN_RAY_FAILS_ONCE": "node3",
         "RAY_SUB_DEBUG_ENV": "1",
-        "SOME_API_KEY": "sesame",
+        "SOME_API_KEY": "open\nUP=sesame",
+        "SANDBOX_ENV_VARS": "PLAIN=sesame",
+        "BASIC_AUTH": "sesame",
     },
     "never_joins": {"COMMAND": "echo started", "STAND_IN_RAY_HANGS": "node2", "RAY_SUB_JOIN_TIMEOUT_S": "10"},
+    "stopped_early": {"COMMAND": "echo started", "STAND_IN_RAY_HANGS": "node2",
+                      "RAY_SUB_REQUEUE_ON": "75 143", "RAY_SUB_MAX_REQUEUES": "1"},
+    "no_sandbox": {"COMMAND": "echo started", "SANDBOX_CONTAINER": "sandbox.sqsh", "SANDBOX_COMMAND": "sleep 600",
+                   "NEMO_SKILLS_SANDBOX_PORT": str(free_port()), "STAND_IN_PYXIS": "1"},
     "preempted": {"COMMAND": SAVES_AT_SIGTERM},
     "stubborn": {"COMMAND": "trap : TERM; echo trains; for i in {1..300}; do sleep 1; done",
                  "RAY_SUB_STOP_TIMEOUT_S": "1"},
     "node_dies": {"nodes": "3",
                   "COMMAND": 'until grep -s error "$BASE_LOG_DIR/1-logs/srun.log"; do sleep 0.1; done; exit 9'},
-    "idle": {},
+    "idle": {"GPUS_PER_NODE": "1", "GRES_node1": "gpu:1"},
     "container": {"COMMAND": ": < /dev/tcp/127.0.0.1/$NEMO_SKILLS_SANDBOX_PORT && echo reached",
                   "CONTAINER": "image.sqsh", "MOUNTS": "/data:/data", "STAND_IN_PYXIS": "1",
                   "UV_CACHE_DIR_OVERRIDE": "/cache", "RAY_DEBUG": "legacy",
@@ -88,7 +95,9 @@ def test_the_status_of_the_command_passes_through_and_logs_are_where_the_guide_s
     assert f"head node1, Ray 127.0.0.2:1200, token {job.log_dir()}/.ray_auth_token" in job.log("ray-driver.log")
     for log, node in (("ray-head.log", "node1"), ("ray-worker-000.log", "node2"), ("ray-worker-001.log", "node3")):
         assert f"set up on {node}" in job.log(log)
-        assert "SOME_API_KEY=(hidden)" in job.log(log) and "sesame" not in job.log(log)
+        hidden = {"COMMAND", "SETUP_COMMAND", "SANDBOX_ENV_VARS", "SOME_API_KEY", "BASIC_AUTH", "RAY_AUTH_TOKEN_PATH"}
+        assert {f"{name}=(hidden)" for name in hidden} | {"GPUS_PER_NODE=4"} <= set(job.log(log).splitlines())
+        assert "sesame" not in job.log(log) and "exit 7" not in job.log(log)
     assert "attempt 2 of 20" in job.log("ray-worker-001.log")
     assert "exit 7" in job.log("driver_command.sh") and "SETUP_DONE" in job.log("setup_command.sh")
     assert stat.S_IMODE((job.log_dir() / ".ray_auth_token").stat().st_mode) == 0o600
@@ -101,12 +110,13 @@ def test_ports_and_resources_of_head_and_workers(jobs):
     job.finish()
     head, worker = job.ray_arguments("node1"), job.ray_arguments("node2")
     assert {"--head", "--port=1200", "--node-ip-address=127.0.0.2", "--num-gpus=0", "--num-cpus=0"} <= set(head)
-    assert {"--address=127.0.0.2:1200", "--node-ip-address=127.0.0.3", "--num-gpus=4", "--num-cpus=2"} <= set(worker)
+    assert {"--address=127.0.0.2:1200", "--node-ip-address=127.0.0.3", "--num-gpus=4", "--num-cpus=1"} <= set(worker)
     assert '--resources={"worker_units": 0, "slurm_managed_ray_cluster": 1, "ray_head": 1}' in head
     assert '--resources={"worker_units": 4, "slurm_managed_ray_cluster": 1}' in worker
     for name, port in (("node-manager", 1301), ("object-manager", 1303), ("dashboard-agent-listen", 1311)):
         assert f"--{name}-port={port + 1}" in head and f"--{name}-port={port}" in worker
-    assert all("--gres=gpu:4" in call for call in job.sruns() if "ray-node.sh" in str(call))
+    steps = [call for call in job.sruns() if "ray-node.sh" in str(call)]
+    assert len(steps) == 3 and all({"--gres=gpu:4", "--immediate=300"} <= set(call[:-1]) for call in steps)
 
 
 def test_a_signal_is_passed_on_and_the_job_goes_on_after_requeue(jobs):
@@ -118,6 +128,23 @@ def test_a_signal_is_passed_on_and_the_job_goes_on_after_requeue(jobs):
     assert job.log("ray-driver.log").splitlines() == ["with restart 0", "trains", "saved"]
     assert job.log("ray-driver.log", restarts=1).splitlines() == ["with restart 1", "goes on"]
     assert "COMMAND has ended with status 75" in job.output() and "goes back to the queue" in job.output()
+
+
+def test_a_stop_while_nodes_start_is_sent_back_if_wanted(jobs):
+    job = jobs["stopped_early"]
+    for restarts in (0, 1):
+        job.wait_for(lambda n=restarts: "waits for its switch" in job.log("ray-worker-000.log", n))
+        job.signal_batch_shell(signal.SIGUSR1)
+    assert job.finish() == 143, job.output()
+    assert "The job has started again 1 times (RAY_SUB_MAX_REQUEUES)" in job.output()
+
+
+def test_a_node_that_dies_before_the_sandboxes_answer_ends_the_job(jobs):
+    job = jobs["no_sandbox"]
+    job.wait_for(lambda: "Ray has 2 nodes" in job.output())
+    job.kill_task("node2")
+    assert job.finish() == 1, job.output()
+    assert "Node node2 has ended (node2: task 0: Killed); without it the job cannot go on." in job.output()
 
 
 def test_a_command_that_does_not_stop_is_killed_and_not_repeated(jobs):
@@ -147,7 +174,7 @@ def test_without_a_command_shells_attach(jobs):
         assert (done.returncode, done.stdout) == (5, f"{node} 127.0.0.2:1200\n")
     assert job.attach("2").stderr == "node 2 is not one of 0 to 1\n"
     assert job.attach("1").returncode == 0
-    assert "--pty" in job.sruns()[-1]
+    assert {"--pty", "--gres=gpu:1"} <= set(job.sruns()[-1][:-1])
     job.signal_batch_shell(signal.SIGTERM)
     assert job.finish() == 0, job.output()
     assert not (job.folder / "1-attach.sh").exists()
@@ -163,8 +190,9 @@ def test_a_container_is_started_on_each_node_and_joined_by_the_command(jobs):
         assert {f"--container-name={name}", "--container-image=image.sqsh"} <= set(call[:-1])
         assert f"--container-mounts={job.log_dir()}:{job.log_dir()},/data:/data,/cache:/cache" in call
     assert "--container-name=ray-head" in driver and "--container-image=image.sqsh" not in driver
-    assert "--ray-debugger-external" in job.ray_arguments("node2")
-    assert "--container-image=sandbox.sqsh" in sandbox and "--container-mounts" not in str(sandbox)
+    assert {"--ray-debugger-external", "--num-cpus=2"} <= set(job.ray_arguments("node2"))
+    assert {"--container-image=sandbox.sqsh", "--no-container-mount-home", "--gres=none"} <= set(sandbox[:-1])
+    assert "--container-mounts" not in str(sandbox)
     assert job.log("ray-driver.log") == "reached\n"
     assert "GREETING=hello" in job.log("sandbox-000.log") and "sesame" not in job.log("sandbox-000.log")
     assert {"SANDBOX_READY_node1", "SANDBOX_READY_node2"} <= {path.name for path in job.log_dir().iterdir()}
@@ -174,6 +202,7 @@ def test_a_container_is_started_on_each_node_and_joined_by_the_command(jobs):
     ("variables", "answer"),
     [
         ({"GPUS_PER_NODE": "many"}, "GPUS_PER_NODE='many' is no number"),
+        ({"RAY_SUB_MAX_REQUEUES": "-1"}, "RAY_SUB_MAX_REQUEUES='-1' is no number"),
         ({"VIRTUAL_ENV": "/nowhere"}, "CONTAINER is unset and /nowhere/bin/ray does not exist"),
         ({"CONTAINER": "image.sqsh"}, "this Slurm has no --container-image"),
         ({"GPUS_PER_NODE": "8", "GRES_node2": "gpu:a100:6(S:0-1)"}, "node node2 has 6 GPUs (Gres), GPUS_PER_NODE=8"),

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.rollout import start
+from nemo_rl.algorithms.runtime import roles
 from nemo_rl.algorithms.runtime.roles import Role
-from nemo_rl.config import GRPOMasterConfig, load_config
+from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, load_config
 from nemo_rl.models.generation.interfaces import EngineSettings
 
 CONFIG = Path("examples/configs/grpo_math_cpu.yaml")
@@ -84,3 +85,15 @@ def test_elsewhere_engines_and_models_start_at_the_same_time(monkeypatch, overri
     events = start_workers(monkeypatch, Parts(wait_for_each_other=3), overrides)
     assert sorted(events[:3]) == ["engines start", "policy start", "teacher start"]
     assert "engines sleep" not in events
+
+
+def test_other_machines_are_asked_for_absolute_folders(monkeypatch, tmp_path):
+    """Their processes have working directories of their own."""
+    asked: list[Any] = []
+    monkeypatch.setattr(roles, "check_nodes", lambda _, shared: asked.append(shared))
+    monkeypatch.chdir(tmp_path)
+    saving = ["checkpointing.enabled=true", "checkpointing.checkpoint_dir=results/mine"]
+    with ExitStack() as resources:
+        roles.reserve([], load_config(CONFIG, saving, schema=GRPOMasterConfig), resources)
+    assert [shared.written for shared in asked] == [("checkpointing.checkpoint_dir", str(tmp_path / "results/mine"))]
+    assert asked[0].folders["policy.model_name"] == str(REPOSITORY_ROOT / "examples/assets/tiny-chat")

@@ -75,6 +75,12 @@ def checks(places: RayVirtualCluster) -> dict[str, str]:
     code = node_checks._code
     node_checks._code = lambda: "1.0 (code abc, in /opt)"
     found["code"] = refusal(lambda: check_nodes([places], same))
+    # As if Ray had moved a bundle from the driver's node.
+    moved = RayVirtualCluster([1], use_gpus=False)
+    found["not_moved"] = refusal(lambda: check_nodes([moved], same)) + refusal(lambda: moved.await_places([0]))
+    moved.node_ids = lambda: places.node_ids()[1:]  # type: ignore[method-assign]
+    found["moved"] = refusal(lambda: moved.await_places([0]))
+    moved.shutdown()
     node_checks._code = code
     return found
 
@@ -108,7 +114,7 @@ def main(results: Path) -> None:
     found: dict[str, Any] = placements()
     places = RayVirtualCluster([2, 1], use_gpus=False)
     policy = group(places, "policy", None)
-    names = ["RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR"]
+    names = ["RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"]
     asked = policy.run_all_workers_single_data("environment", *names)
     found["environment"] = [[env[name] for name in names] for env in policy.get_all_worker_results(asked)]
     found["where"] = [worker["node_ip"] for worker in policy.worker_metadata]

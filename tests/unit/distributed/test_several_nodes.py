@@ -22,6 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("nodes")
     with ray_nodes(16, 16, num_gpus=2, **TOLD_SOON) as nodes:
         environment = os.environ | {"RAY_ADDRESS": nodes.address, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
         command = [sys.executable, str(HERE / "nodes_driver.py"), str(folder / "found.json")]
         with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as driver:
             assert driver.stdout is not None
@@ -54,7 +55,7 @@ def test_what_the_nodes_lack_is_said_with_numbers(found: dict[str, Any]) -> None
 
 @pytest.mark.ray
 def test_ranks_are_numbered_node_by_node_and_meet_at_the_node_of_rank_0(found: dict[str, Any]) -> None:
-    meeting = ["3", "127.0.0.2"]
+    meeting = ["3", "127.0.0.2", "lo"]
     assert found["environment"] == [["0", "0", "0", *meeting], ["1", "1", "0", *meeting], ["2", "0", "1", *meeting]]
     assert found["where"] == ["127.0.0.2", "127.0.0.2", "127.0.0.3"]
 
@@ -66,6 +67,8 @@ def test_nodes_are_compared_before_workers_start(found: dict[str, Any]) -> None:
     assert "policy.model_name=/proc/self/cwd/only_here is not there" in found["other"]
     assert "checkpoint_dir=/proc/self/cwd/only_here is not the driver's folder" in found["other"]
     assert "it runs nemo_rl " in found["code"] and "the driver 1.0 (code abc, in /opt)" in found["code"]
+    assert found["not_moved"] == ""
+    assert found["moved"].startswith("ConfigError: Node 127.0.0.3 (id ") and "it runs nemo_rl " in found["moved"]
 
 
 @pytest.mark.ray
