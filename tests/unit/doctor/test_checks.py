@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from ray._private import utils as ray_utils
 
 from nemo_rl.doctor import host
 from nemo_rl.doctor.exchange import check_exchange
@@ -15,6 +16,7 @@ from nemo_rl.doctor.gpus import check_gpus, list_gpus
 from nemo_rl.doctor.requests import NodeRequest
 from nemo_rl.doctor.runner import perform, smallest
 from nemo_rl.doctor.versions import check_versions, installed_versions
+from nemo_rl.utils.disk_space import readable_bytes
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -72,24 +74,37 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, statu
 
 
 @pytest.mark.parametrize(
-    ("free_mb", "store_mb", "starts_ray", "status"),
+    ("free_mb", "store_mb", "starts_ray", "status", "text"),
     [
-        (64, 1024, True, "failed"),
-        (64, 1024, False, "failed"),
-        (600, 1024, True, "warning"),
-        (600, 1024, False, "ok"),
-        (9000, 60000, True, "failed"),
-        (2048, 1024, True, "ok"),
+        (64, 1024, True, "failed", "less than the 537 MB"),
+        (64, 1024, False, "failed", "less than the 537 MB"),
+        (600, 1024, True, "warning", "takes 1.07 GB and will be on the disk"),
+        (600, 1024, False, "ok", "free"),
+        (2048, 1024, True, "ok", "free"),
+        (9000, None, True, "warning", "takes 10 GB and will be on the disk"),
+        (64000, None, True, "warning", "takes 63.8 GB instead of 200 GB"),
+        (64000, None, False, "ok", "free"),
+        (200000, None, True, "ok", "free"),
     ],
 )
 def test_shared_memory_is_held_against_the_object_store(
-    monkeypatch: pytest.MonkeyPatch, free_mb: int, store_mb: int, starts_ray: bool, status: str
+    monkeypatch: pytest.MonkeyPatch, free_mb: int, store_mb: int | None, starts_ray: bool, status: str, text: str
 ) -> None:
-    """Above 10 GB Ray refuses to start; below, its objects are on the disk."""
+    """Of a size that runs choose (on CPUs), or that Ray chooses, which starts with less than 10 GB too."""
     usage = os.statvfs_result((1, 1, 1 << 30, 0, free_mb << 20, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: usage)
-    monkeypatch.setattr(host, "object_store_bytes", lambda: store_mb << 20)
-    assert host.check_shared_memory(NodeRequest(starts_ray=starts_ray)).status == status
+    monkeypatch.setattr(host, "object_store_bytes", lambda: store_mb and store_mb << 20)
+    monkeypatch.setattr(host, "machine_bytes", lambda: 2 << 40)
+    finding = host.check_shared_memory(NodeRequest(starts_ray=starts_ray))
+    assert finding.status == status and text in finding.found
+    if store_mb is None and status == "warning":
+        monkeypatch.setattr(ray_utils, "get_shared_memory_bytes", lambda: free_mb << 20)
+        assert f"takes {readable_bytes(ray_utils.resolve_object_store_memory(2 << 40))} " in finding.found
+
+
+def test_a_folder_for_temporary_files_may_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "not" / "yet"))
+    assert f"free in {tmp_path}" in host.check_temporary_files(NodeRequest()).found
 
 
 @pytest.fixture
