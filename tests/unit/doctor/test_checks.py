@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from ray._private import utils as ray_utils
 
+from nemo_rl.algorithms.runtime import memory_check
 from nemo_rl.doctor import host
 from nemo_rl.doctor.exchange import check_exchange
 from nemo_rl.doctor.findings import Check, Finding, Status, ok
@@ -107,13 +108,25 @@ def test_a_folder_for_temporary_files_may_be_missing(monkeypatch: pytest.MonkeyP
     assert f"free in {tmp_path}" in host.check_temporary_files(NodeRequest()).found
 
 
+_NVIDIA_SMI = """
+case "$1" in
+    -L) sed "s/^/GPU /" $answer; exit ;;
+    *=memory.total) columns="cut -d, -f3" ;;
+    *) columns=cat ;;
+esac
+case "$3,$4" in
+    -i,[0-9]*) for index in $(echo "$4" | tr , " "); do grep ", $index$" $answer; done | $columns ;;
+    -i,*) echo "No devices were found"; exit 6 ;;
+    *) $columns $answer ;;
+esac
+"""
+
+
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stand-in that is first on PATH and prints the file `answer` beside it."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        f'#!/bin/sh\ncase "$1" in -L) sed "s/^/GPU /" {tmp_path}/answer;; *) cat {tmp_path}/answer;; esac\n'
-    )
+    tool.write_text(f"#!/bin/sh\nanswer={tmp_path}/answer\n{_NVIDIA_SMI}")
     tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -121,7 +134,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_gpus_are_those_that_the_driver_shows(nvidia_smi: Path) -> None:
-    nvidia_smi.write_text("NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4\n" * 2)
+    nvidia_smi.write_text("".join(f"NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, {index}\n" for index in (0, 1)))
     gpus = list_gpus()
     assert [(gpu.name, gpu.driver) for gpu in gpus] == [("NVIDIA H100 80GB HBM3", "580.65.06")] * 2
     assert {gpu.total_bytes for gpu in gpus} == {81559 << 20}
@@ -134,11 +147,26 @@ def test_gpus_are_those_that_the_driver_shows(nvidia_smi: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("0", ["0"]), ("2, 1", ["2", "1"]), ("MIG-1c2f", ["0", "1", "2"]), ("", ["0", "1", "2"])],
+)
+def test_gpus_are_those_that_may_be_used(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]
+) -> None:
+    """By `CUDA_VISIBLE_DEVICES`; all of them where `nvidia-smi` does not know the name."""
+    sizes = {"0": 143771, "1": 81920, "2": 24564}
+    nvidia_smi.write_text("".join(f"GPU, 590.10, {size}, 0, {index}\n" for index, size in sizes.items()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.index for gpu in list_gpus()] == expected
+    assert memory_check.gpu_bytes() == min(sizes[index] for index in expected) * 2**20
+
+
+@pytest.mark.parametrize(
     ("answer", "gpus", "status", "text"),
     [
-        ("NVIDIA A100, 535.104.05, 81920, 0\n", None, "failed", "CUDA 13, which needs driver 580 or newer"),
-        ("NVIDIA H200, 590.10, 143771, 70000\n", None, "warning", "in use: 73.4 GB of GPU 0"),
-        ("NVIDIA H200, 590.10, 143771, 0\n", 8, "failed", "told that this machine has 8 GPUs, its driver shows 1"),
+        ("NVIDIA A100, 535.104.05, 81920, 0, 0\n", None, "failed", "CUDA 13, which needs driver 580 or newer"),
+        ("NVIDIA H200, 590.10, 143771, 70000, 3\n", None, "warning", "in use: 73.4 GB of GPU 3"),
+        ("NVIDIA H200, 590.10, 143771, 0, 0\n", 8, "failed", "told that this machine has 8 GPUs, its driver shows 1"),
         ("", 1, "failed", "its driver shows 0"),
     ],
 )
