@@ -6,8 +6,11 @@ python -m nemo_rl.doctor.exchange     one rank, with the environment of `process
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import IO
 
 from nemo_rl.distributed.rendezvous import bind_free_port
 from nemo_rl.doctor.findings import Finding, Status, ok, skipped
@@ -18,6 +21,7 @@ _JOIN_S = 60.0
 _GRACE_S = 10.0
 _ELEMENTS = 1 << 22
 """Float32 numbers that the ranks add up: 16 MB."""
+_ANSWER = "MB added up in"
 _GPU_VARIABLE = "NRL_DOCTOR_RANK_ON_GPU"
 _ADVICE = (
     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME must name interfaces that exist (ip -brief address); NCCL needs shared "
@@ -41,38 +45,47 @@ def check_exchange(request: NodeRequest, num_gpus: int) -> Finding:
     with bind_free_port("127.0.0.1", None, None) as bound:
         port = bound.getsockname()[1]
     common = {"WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, _GPU_VARIABLE: int(on_gpu)}
-    ranks = [_start(common | {"RANK": rank}) for rank in range(num_ranks)]
-    try:
-        errors = _await(ranks)
-        answer = "" if errors else ranks[0].communicate()[0].strip()
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    missing, said = _run([common | {"RANK": rank} for rank in range(num_ranks)])
     name = f"{'NCCL' if on_gpu else 'gloo'} between {num_ranks} processes"
-    if errors:
-        return Finding(Status.FAILED, f"{name}: {errors[0]}", _ADVICE, details="\n".join(errors))
-    return ok(f"{name}: {answer}")
+    if not missing:
+        return ok(f"{name}: {next(line for line in said[0] if _ANSWER in line)}")
+    errors = [f"rank {rank} {how}: {(said[rank] or ['it said nothing'])[-1]}" for rank, how in missing.items()]
+    details = "\n".join(line for rank in missing for line in (f"rank {rank} said:", *said[rank]))
+    return Finding(Status.FAILED, f"{name}: {errors[0]}", _ADVICE, details)
 
 
-def _start(variables: dict[str, object]) -> subprocess.Popen[str]:
+def _run(variables: Sequence[dict[str, object]]) -> tuple[dict[int, str], list[list[str]]]:
+    """Run a rank with each of these environments: how some failed, as `_await`, and the lines that each has written.
+
+    They write to files: with NCCL_DEBUG=INFO it is more than a pipe holds that nobody reads.
+    """
+    with ExitStack() as opened:
+        files = [opened.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in variables]
+        ranks = [_start(each, file) for each, file in zip(variables, files, strict=True)]
+        try:
+            missing = _await(ranks)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        for file in files:
+            file.seek(0)
+        return missing, [file.read().strip().splitlines() for file in files]
+
+
+def _start(variables: dict[str, object], output: IO[str]) -> subprocess.Popen[bytes]:
     environment = os.environ | {name: str(value) for name, value in variables.items()} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "nemo_rl.doctor.exchange"]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
-def _await(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """Wait until all ranks have ended or one has failed; the last lines of those that failed, or who is missing."""
+def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, str]:
+    """Wait until all ranks have ended or one has failed; those that failed, or else are missing, and how."""
     end = time.monotonic() + DEADLINE_S - _GRACE_S
     while time.monotonic() < end and not any(p.poll() for p in ranks) and any(p.poll() is None for p in ranks):
         time.sleep(0.05)
-    failed = {rank: process for rank, process in enumerate(ranks) if process.poll()}
-    if not failed:
-        return [f"rank {rank} did not answer in time" for rank, process in enumerate(ranks) if process.poll() is None]
-    said = {rank: process.communicate()[1].strip().splitlines() for rank, process in failed.items()}
-    return [
-        f"rank {rank}: {(lines or [f'ended with status {failed[rank].poll()}'])[-1]}" for rank, lines in said.items()
-    ]
+    failed = {rank: f"ended with status {process.poll()}" for rank, process in enumerate(ranks) if process.poll()}
+    return failed or {rank: "did not answer in time" for rank, process in enumerate(ranks) if process.poll() is None}
 
 
 def main() -> None:
@@ -98,7 +111,7 @@ def main() -> None:
     if not bool((numbers == expected).all()):
         sys.exit(f"the sum is {numbers.min().item():g} to {numbers.max().item():g}, not {expected:g}")
     if rank == 0:
-        sys.stdout.write(f"{numbers.nbytes / 1e6:.0f} MB added up in {seconds * 1e3:.0f} ms\n")
+        sys.stdout.write(f"{numbers.nbytes / 1e6:.0f} {_ANSWER} {seconds * 1e3:.0f} ms\n")
     destroy_process_group()
 
 

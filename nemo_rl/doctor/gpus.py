@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,10 @@ from nemo_rl.config import count_gpus
 from nemo_rl.doctor.findings import Finding, Status, ok, skipped
 from nemo_rl.doctor.requests import NodeRequest
 from nemo_rl.utils.disk_space import readable_bytes
+from nemo_rl.utils.nvidia_smi import query_gpus
 
-_FIELDS = ("name", "driver_version", "memory.total", "memory.used")
+_FIELDS = ("name", "driver_version", "memory.total", "memory.used", "index")
+_ANSWER_S = 20.0
 _LEAST_DRIVER = {13: 580, 12: 525, 11: 450}
 """Oldest driver of each CUDA release, by major numbers (CUDA's release notes, minor version compatibility)."""
 _NOTICED_SHARE = 0.02
@@ -27,12 +28,14 @@ class Gpu:
         driver: version of the driver.
         total_bytes: its memory.
         used_bytes: memory that processes hold.
+        index: its number in `nvidia-smi`.
     """
 
     name: str
     driver: str
     total_bytes: int
     used_bytes: int
+    index: str
 
 
 def check_gpus(request: NodeRequest) -> Finding:
@@ -54,7 +57,7 @@ def check_gpus(request: NodeRequest) -> Finding:
     failure = _build_problem(gpus[0].driver)
     if failure is not None:
         return Finding(Status.FAILED, f"{found}; {failure[0]}", failure[1], numbers=numbers)
-    used = [f"{readable_bytes(g.used_bytes)} of GPU {n}" for n, g in enumerate(gpus) if _is_in_use(g)]
+    used = [f"{readable_bytes(g.used_bytes)} of GPU {g.index}" for g in gpus if _is_in_use(g)]
     if used:
         advice = "End the processes that nvidia-smi lists, unless they are this run's own."
         return Finding(Status.WARNING, f"{found}; in use: {', '.join(used)}", advice, numbers=numbers)
@@ -62,13 +65,11 @@ def check_gpus(request: NodeRequest) -> Finding:
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs that `nvidia-smi` shows; none where it does not answer."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    """The GPUs that `nvidia-smi` shows, of those that this process may use; none where it does not answer."""
+    rows = query_gpus(*_FIELDS, timeout_s=_ANSWER_S)
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        rows = [[cell.strip() for cell in line.rsplit(",", len(_FIELDS) - 1)] for line in answer.splitlines() if line]
-        return [Gpu(name, driver, int(total) << 20, int(used) << 20) for name, driver, total, used in rows]
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return [Gpu(name, driver, int(total) << 20, int(used) << 20, n) for name, driver, total, used, n in rows]
+    except ValueError:
         return []
 
 

@@ -17,10 +17,11 @@ from nemo_rl.utils.machine_memory import machine_bytes
 SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 512 << 20
 """Containers start with 64 MB, where NCCL and the tensors of data loaders end a process by SIGBUS."""
-_RAY_REFUSES_ABOVE = 10**10
-"""Bytes of an object store that Ray does not start outside of shared memory (`ray_constants`)."""
 _RAY_SHARE, _RAY_MOST_BYTES = 0.3, 200 * 10**9
-"""Of the machine's memory, the object store of Ray's own choice (`ray_constants`)."""
+"""Of the machine's memory, the object store that Ray would choose (`ray_constants`)."""
+_RAY_SHARED_SHARE, _RAY_LEAST_CAP_BYTES = 0.95, 10**10
+"""Of free shared memory, and at least: what Ray caps its choice at (`ray._private.utils.resolve_object_store_memory`),
+so that it refuses none of its own."""
 _RAY_FULL = 0.95
 """Share of a disk in use from which on Ray spills no objects to it."""
 _LEAST_TEMPORARY_BYTES = 1 << 30
@@ -35,26 +36,29 @@ def check_shared_memory(request: NodeRequest) -> Finding:
     """Hold the free part of /dev/shm against Ray's object store and what maps tensors there.
 
     Weights do not count: their transport maps memory files without a name (`weight_sync.shared_memory`), which have no
-    limit but the machine's memory.
+    limit but the machine's memory. A store that shared memory has no room for Ray keeps on the disk and starts: it
+    refuses only sizes above 10 GB that it is told, and runs tell it 1 GiB at the most.
     """
     if not SHARED_MEMORY.is_dir():
         return skipped(f"{SHARED_MEMORY} does not exist here")
     free = shutil.disk_usage(SHARED_MEMORY).free
-    store = object_store_bytes() or min(int(_RAY_SHARE * machine_bytes()), _RAY_MOST_BYTES)
+    told = object_store_bytes()
+    wanted = told or min(int(_RAY_SHARE * machine_bytes()), _RAY_MOST_BYTES)
+    store = told or min(wanted, max(int(_RAY_SHARED_SHARE * free), _RAY_LEAST_CAP_BYTES))
     found = f"{readable_bytes(free)} free in {SHARED_MEMORY}"
     advice = (
-        f"Give the container more (docker run --shm-size={-(-2 * store // 2**30)}g or --ipc=host; in Kubernetes an "
+        f"Give the container more (docker run --shm-size={-(-2 * wanted // 2**30)}g or --ipc=host; in Kubernetes an "
         f"emptyDir with medium: Memory at {SHARED_MEMORY}), or delete files of ended runs there."
     )
     if free < _LEAST_SHARED_BYTES:
         need = f"less than the {readable_bytes(_LEAST_SHARED_BYTES)} that NCCL and data loaders may take"
         return Finding(Status.FAILED, f"{found}, {need}", advice)
-    if not request.starts_ray or free >= store:
+    if not request.starts_ray or free >= wanted:
         return ok(found)
-    wants = f"{found}; Ray's object store takes {readable_bytes(store)}"
-    if store > _RAY_REFUSES_ABOVE:
-        return Finding(Status.FAILED, f"{wants}, and Ray will refuse to start", advice)
-    return Finding(Status.WARNING, f"{wants} and will be on the disk, which is slow", advice)
+    takes = f"{found}; Ray's object store takes {readable_bytes(store)}"
+    if free < store:
+        return Finding(Status.WARNING, f"{takes} and will be on the disk, which is slow", advice)
+    return Finding(Status.WARNING, f"{takes} instead of {readable_bytes(wanted)}; more goes to the disk", advice)
 
 
 def check_open_files(request: NodeRequest) -> Finding:
@@ -70,7 +74,8 @@ def check_open_files(request: NodeRequest) -> Finding:
 
 def check_temporary_files(request: NodeRequest) -> Finding:
     """Look for room where Ray keeps its logs, sockets and spilled objects."""
-    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    chosen = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()).absolute()
+    folder = next(place for place in (chosen, *chosen.parents) if place.is_dir())  # Ray makes what is missing
     disk = shutil.disk_usage(folder)
     found = f"{readable_bytes(disk.free)} free in {folder}"
     advice = "Delete old folders in /tmp/ray, or set RAY_TMPDIR to a folder on a larger disk."

@@ -3,6 +3,7 @@
 Invariant: what is refused here is refused by the run, in the same words, and nothing is written.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +18,8 @@ from nemo_rl.doctor.requests import RunRequest
 from nemo_rl.doctor.runner import as_the_run_says
 from nemo_rl.utils.disk_space import free_bytes, readable_bytes
 from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _EVALUATION = "an evaluation trains nothing"
 
@@ -109,7 +112,10 @@ def check_logging(request: RunRequest) -> Finding:
 
 
 def check_memory(request: RunRequest) -> Finding:
-    """Predict the memory of each model's ranks and compare it with the GPUs, or the machines, that there are."""
+    """Predict the memory of each model's ranks and compare it with the GPUs, or the machines, that there are.
+
+    A failure is what the run refuses, which is less than what cannot work; the rest of that is a warning.
+    """
     from nemo_rl.algorithms.runtime.memory_check import compare_memory, memory_plans
 
     config = request.config
@@ -128,7 +134,8 @@ def check_memory(request: RunRequest) -> Finding:
             tables.append(plan.table(f"Predicted memory of {name} ({num_ranks} ranks)"))
             lines.append(f"{name}: {_gib(plan.peak)} at the most on each of {num_ranks} ranks")
             compare_memory(name, section, plan, available)
-            _compare_host(name, sum(plan.host.values()), host)
+        if config.cluster.uses_gpu and available is not None:
+            _warn_of_shortfalls(config, available, host)
         return f"{'; '.join(lines)}; there are {_gib(available) if available else 'unknown'} for a rank"
 
     finding = as_the_run_says(look, "Change the keys that the message names; the table shows what takes most.")
@@ -136,11 +143,22 @@ def check_memory(request: RunRequest) -> Finding:
     return Finding(finding.status, finding.found, finding.advice, "\n".join(tables), numbers)
 
 
-def _compare_host(name: str, needed: float, available: float | None) -> None:
-    if available is not None and needed > available:
-        raise ConfigError(
-            f"{name} keeps {_gib(needed)} of each rank in host memory, and a rank's share of the machine is "
-            f"{_gib(available)}. Switch cpu_offload off, or use fewer ranks on a machine."
+def _warn_of_shortfalls(config: MasterConfig, device: float, host: float | None) -> None:
+    """Log what a dry run would not let pass, and what models and engines keep in host memory beyond a GPU's share."""
+    from nemo_rl.algorithms.runtime.memory_forecast import forecast_memory
+
+    forecast = forecast_memory(config, device)
+    for problem in forecast.shortfalls:
+        logger.warning("%s", problem)
+    kept = {group: sum(plan.host.values()) for group, plan in forecast.groups.items()}
+    group = max(kept, key=lambda name: kept[name])
+    if host is not None and kept[group] > host:
+        logger.warning(
+            "%s keeps %s for each GPU in host memory, and a GPU's share of the machine is %s. Less is kept without a "
+            "reference (loss_fn.reference_policy_kl_penalty=0), without cpu_offload, or with more machines.",
+            group,
+            _gib(kept[group]),
+            _gib(host),
         )
 
 

@@ -213,8 +213,9 @@ def verdict_lines(cluster: ClusterConfig, device: float, forecast: MemoryForecas
     if cluster.uses_gpu:
         against = f"{USABLE_SHARE:.0%} of the {device / 2**30:.3g} GiB of each GPU"
         against += "" if cluster.gpu_memory_gb else " (describe others by cluster.gpu_memory_gb)"
+    missing = " ".join(dict.fromkeys(plan.missing for plan in forecast.groups.values() if plan.missing))
     if not forecast.shortfalls:
-        yield f"  fits {against}"
+        yield f"  fits {against}{f', as far as it is known. {missing}' if missing else ''}"
         return
     yield f"  does NOT fit {against}:"
     yield from (f"  - {problem}" for problem in forecast.shortfalls)

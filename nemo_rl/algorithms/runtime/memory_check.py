@@ -6,7 +6,6 @@ that are larger than the memory.
 
 import logging
 import os
-import subprocess
 from collections.abc import Iterator, Mapping
 
 from nemo_rl.algorithms.runtime.roles import Role
@@ -15,6 +14,7 @@ from nemo_rl.models.backends import training_backend
 from nemo_rl.models.memory import MemoryPlan
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.machine_memory import machine_bytes
+from nemo_rl.utils.nvidia_smi import query_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +97,8 @@ def memory_of_a_rank(cluster: ClusterConfig) -> float | None:
 
 
 def gpu_bytes() -> float | None:
-    """Memory of the smallest GPU here; None where its driver does not say. No CUDA context is made."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    """Memory of the smallest GPU that this process may use; None where its driver does not say."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-        return min(float(line) for line in answer.splitlines()) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return min(float(total) for (total,) in query_gpus("memory.total")) * 2**20
+    except ValueError:
         return None

@@ -155,7 +155,9 @@ class _Forecast:
         """A frozen model on the policy's devices: its weights and the policy's optimizer state take turns."""
         scores = {f"teacher's {kind}": size for kind, size in _held(teacher).items()}
         moments = {**policy.moments, "teacher's scores": _resting(policy) | scores}
-        return MemoryPlan({}, moments, {**policy.host, "teacher's weights": teacher.certain}, policy.missing)
+        host = {**policy.host, "teacher's weights": teacher.certain}
+        missing = " ".join(dict.fromkeys(filter(None, (policy.missing, teacher.missing))))
+        return MemoryPlan({}, moments, host, missing)
 
     def with_engines(self, name: str, policy: MemoryPlan) -> dict[str, MemoryPlan]:
         """The trained model's devices, and those of the engines: the same where they take turns."""

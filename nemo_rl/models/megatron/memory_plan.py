@@ -77,8 +77,10 @@ class _Rank:
     def plan(self) -> MemoryPlan:
         """All moments of a step."""
         section, missing = self.policy.megatron_cfg, []
-        weights = {"weights": (self._dense + self._experts) * self.itemsize}
-        host = {"reference weights and their place": 2 * weights["weights"]} if self.work.keeps_reference else {}
+        weights = {"weights": (self._dense + self._experts + self._adapters) * self.itemsize}
+        # Adapters are switched off for the reference.
+        copies = self.work.keeps_reference and not section.peft.enabled
+        host = {"reference weights and their place": 2 * weights["weights"]} if copies else {}
         stays = weights | (host if self.work.on_cpu else {})
         host = {} if self.work.on_cpu else host
         if self.work.trains:
@@ -117,6 +119,12 @@ class _Rank:
         return sum(self.trace.layers[index].experts for index in self.layers) / parts
 
     @property
+    def _adapters(self) -> float:
+        """Elements of the stage's adapters, as if no axis divided them: at most so many; routed experts have none."""
+        peft = self.policy.megatron_cfg.peft
+        return self.trace.linears * peft.dim * len(self.layers) / len(self.trace.layers) if peft.enabled else 0.0
+
+    @property
     def _outside(self) -> list[Parameters]:
         """Parameters outside of the layers: the first stage has the embedding, the last one norm and head."""
         first, last = self.stage == 0, self.stage == self.layout.pp - 1
@@ -132,12 +140,16 @@ class _Rank:
         return same, same * layout.tp / parts
 
     @property
+    def _trained(self) -> tuple[float, float]:
+        """Elements with a gradient: outside of routed experts, and in them; of adapters alone where there are some."""
+        return (self._adapters, 0.0) if self.policy.megatron_cfg.peft.enabled else (self._dense, self._experts)
+
+    @property
     def _updated(self) -> float:
         """Elements that the rank's optimizer moves."""
         if not self.policy.megatron_cfg.optimizer.use_distributed_optimizer:
-            return self._dense + self._experts
-        dense, experts = self._copies
-        return self._dense / dense + self._experts / experts
+            return sum(self._trained)
+        return sum(each / copies for each, copies in zip(self._trained, self._copies, strict=True))
 
     @property
     def _gradient_size(self) -> int:
@@ -146,7 +158,7 @@ class _Rank:
     @property
     def _gradients(self) -> float:
         """Bytes of the buffers; they hold a gradient of every weight that is trained."""
-        return (self._dense + self._experts) * self._gradient_size
+        return sum(self._trained) * self._gradient_size
 
     def _state_per_weight(self) -> int:
         """Float32 numbers that the optimizer keeps of each weight: moments, and the weight where layers have less."""
@@ -163,7 +175,8 @@ class _Rank:
         head = last * self.trace.vocabulary * self.trace.hidden / self.layout.tp * WIDE
         hidden = last * 2 * self.tokens * self.trace.hidden * self.itemsize
         wide = self._updated * WIDE if self._gradient_size < WIDE else 0.0
-        update = {"optimizer's temporaries": 2 * largest / self._copies[0] * WIDE} if self.work.on_cpu else {}
+        moved = min(largest / self._copies[0], self._updated)
+        update = {"optimizer's temporaries": 2 * moved * WIDE} if self.work.on_cpu else {}
         return {
             "head backward": {"activations": kept + hidden, "logits": self._logits(GRADIENT_OF_LOGITS) + 2 * head},
             "layer backward": {"activations": kept + again, "logits": head},

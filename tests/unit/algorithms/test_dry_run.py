@@ -15,6 +15,7 @@ from nemo_rl.algorithms.runtime.memory_forecast import DEFAULT_GPU_GB, device_by
 from nemo_rl.config import (
     REPOSITORY_ROOT,
     ClusterConfig,
+    DistillationMasterConfig,
     DPOMasterConfig,
     EvalMasterConfig,
     GRPOMasterConfig,
@@ -23,6 +24,7 @@ from nemo_rl.config import (
 )
 from nemo_rl.losses.pair_losses import VARIANTS, make_variant
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
+from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.known_shapes import FOLDER, known_models, with_local_configs
 from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.utils.errors import ConfigError
@@ -195,6 +197,14 @@ def test_what_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_bytes(ClusterConfig.build(gpu_memory_gb=141)) == 141 * GIB
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere")
     assert device_bytes(ClusterConfig.build()) == DEFAULT_GPU_GB * GIB
+
+
+def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the verdict too, of each model that shares the devices."""
+    monkeypatch.setattr(DTensorTraining, "predict_memory", lambda self, *arguments, **more: None)
+    config = load_config(RECIPES / "distillation-qwen3-32b-to-4b-base-1n8g-fsdp.yaml", schema=DistillationMasterConfig)
+    (verdict,) = describe(config).text.split("Verdict\n")[1:]
+    assert ", as far as it is known. This training backend predicts no memory.\n" in verdict
 
 
 def test_offload_for_log_probs_is_seen() -> None:

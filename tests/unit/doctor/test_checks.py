@@ -7,7 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from ray._private import utils as ray_utils
 
+from nemo_rl.algorithms.runtime import memory_check
 from nemo_rl.doctor import host
 from nemo_rl.doctor.exchange import check_exchange
 from nemo_rl.doctor.findings import Check, Finding, Status, ok
@@ -15,6 +17,7 @@ from nemo_rl.doctor.gpus import check_gpus, list_gpus
 from nemo_rl.doctor.requests import NodeRequest
 from nemo_rl.doctor.runner import perform, smallest
 from nemo_rl.doctor.versions import check_versions, installed_versions
+from nemo_rl.utils.disk_space import readable_bytes
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -72,33 +75,58 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, statu
 
 
 @pytest.mark.parametrize(
-    ("free_mb", "store_mb", "starts_ray", "status"),
+    ("free_mb", "store_mb", "starts_ray", "status", "text"),
     [
-        (64, 1024, True, "failed"),
-        (64, 1024, False, "failed"),
-        (600, 1024, True, "warning"),
-        (600, 1024, False, "ok"),
-        (9000, 60000, True, "failed"),
-        (2048, 1024, True, "ok"),
+        (64, 1024, True, "failed", "less than the 537 MB"),
+        (64, 1024, False, "failed", "less than the 537 MB"),
+        (600, 1024, True, "warning", "takes 1.07 GB and will be on the disk"),
+        (600, 1024, False, "ok", "free"),
+        (2048, 1024, True, "ok", "free"),
+        (9000, None, True, "warning", "takes 10 GB and will be on the disk"),
+        (64000, None, True, "warning", "takes 63.8 GB instead of 200 GB"),
+        (64000, None, False, "ok", "free"),
+        (200000, None, True, "ok", "free"),
     ],
 )
 def test_shared_memory_is_held_against_the_object_store(
-    monkeypatch: pytest.MonkeyPatch, free_mb: int, store_mb: int, starts_ray: bool, status: str
+    monkeypatch: pytest.MonkeyPatch, free_mb: int, store_mb: int | None, starts_ray: bool, status: str, text: str
 ) -> None:
-    """Above 10 GB Ray refuses to start; below, its objects are on the disk."""
+    """Of a size that runs choose (on CPUs), or that Ray chooses, which starts with less than 10 GB too."""
     usage = os.statvfs_result((1, 1, 1 << 30, 0, free_mb << 20, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: usage)
-    monkeypatch.setattr(host, "object_store_bytes", lambda: store_mb << 20)
-    assert host.check_shared_memory(NodeRequest(starts_ray=starts_ray)).status == status
+    monkeypatch.setattr(host, "object_store_bytes", lambda: store_mb and store_mb << 20)
+    monkeypatch.setattr(host, "machine_bytes", lambda: 2 << 40)
+    finding = host.check_shared_memory(NodeRequest(starts_ray=starts_ray))
+    assert finding.status == status and text in finding.found
+    if store_mb is None and status == "warning":
+        monkeypatch.setattr(ray_utils, "get_shared_memory_bytes", lambda: free_mb << 20)
+        assert f"takes {readable_bytes(ray_utils.resolve_object_store_memory(2 << 40))} " in finding.found
+
+
+def test_a_folder_for_temporary_files_may_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "not" / "yet"))
+    assert f"free in {tmp_path}" in host.check_temporary_files(NodeRequest()).found
+
+
+_NVIDIA_SMI = """
+case "$1" in
+    -L) sed "s/^/GPU /" $answer; exit ;;
+    *=memory.total) columns="cut -d, -f3" ;;
+    *) columns=cat ;;
+esac
+case "$3,$4" in
+    -i,[0-9]*) for index in $(echo "$4" | tr , " "); do grep ", $index$" $answer; done | $columns ;;
+    -i,*) echo "No devices were found"; exit 6 ;;
+    *) $columns $answer ;;
+esac
+"""
 
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stand-in that is first on PATH and prints the file `answer` beside it."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        f'#!/bin/sh\ncase "$1" in -L) sed "s/^/GPU /" {tmp_path}/answer;; *) cat {tmp_path}/answer;; esac\n'
-    )
+    tool.write_text(f"#!/bin/sh\nanswer={tmp_path}/answer\n{_NVIDIA_SMI}")
     tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -106,7 +134,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_gpus_are_those_that_the_driver_shows(nvidia_smi: Path) -> None:
-    nvidia_smi.write_text("NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4\n" * 2)
+    nvidia_smi.write_text("".join(f"NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, {index}\n" for index in (0, 1)))
     gpus = list_gpus()
     assert [(gpu.name, gpu.driver) for gpu in gpus] == [("NVIDIA H100 80GB HBM3", "580.65.06")] * 2
     assert {gpu.total_bytes for gpu in gpus} == {81559 << 20}
@@ -119,11 +147,26 @@ def test_gpus_are_those_that_the_driver_shows(nvidia_smi: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("0", ["0"]), ("2, 1", ["2", "1"]), ("MIG-1c2f", ["0", "1", "2"]), ("", ["0", "1", "2"])],
+)
+def test_gpus_are_those_that_may_be_used(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]
+) -> None:
+    """By `CUDA_VISIBLE_DEVICES`; all of them where `nvidia-smi` does not know the name."""
+    sizes = {"0": 143771, "1": 81920, "2": 24564}
+    nvidia_smi.write_text("".join(f"GPU, 590.10, {size}, 0, {index}\n" for index, size in sizes.items()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.index for gpu in list_gpus()] == expected
+    assert memory_check.gpu_bytes() == min(sizes[index] for index in expected) * 2**20
+
+
+@pytest.mark.parametrize(
     ("answer", "gpus", "status", "text"),
     [
-        ("NVIDIA A100, 535.104.05, 81920, 0\n", None, "failed", "CUDA 13, which needs driver 580 or newer"),
-        ("NVIDIA H200, 590.10, 143771, 70000\n", None, "warning", "in use: 73.4 GB of GPU 0"),
-        ("NVIDIA H200, 590.10, 143771, 0\n", 8, "failed", "told that this machine has 8 GPUs, its driver shows 1"),
+        ("NVIDIA A100, 535.104.05, 81920, 0, 0\n", None, "failed", "CUDA 13, which needs driver 580 or newer"),
+        ("NVIDIA H200, 590.10, 143771, 70000, 3\n", None, "warning", "in use: 73.4 GB of GPU 3"),
+        ("NVIDIA H200, 590.10, 143771, 0, 0\n", 8, "failed", "told that this machine has 8 GPUs, its driver shows 1"),
         ("", 1, "failed", "its driver shows 0"),
     ],
 )
@@ -159,7 +202,12 @@ def test_the_build_of_vllm_is_held_against_the_device(request_: NodeRequest, sta
     assert finding.status == status and text in finding.found
 
 
-def test_ranks_exchange_tensors() -> None:
+def test_ranks_exchange_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever they write meanwhile: more here than a pipe holds."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor stream in (sys.stdout, sys.stderr): stream.write('NCCL INFO\\n' * 20_000)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     finding = check_exchange(NodeRequest(uses_gpu=False, ranks=2), 0)
     assert finding.status is Status.OK, finding
     assert finding.found.startswith("gloo between 2 processes: 17 MB added up in ")
@@ -170,7 +218,7 @@ def test_ranks_that_cannot_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     finding = check_exchange(NodeRequest(uses_gpu=False, ranks=2), 0)
     assert finding.status is Status.FAILED
-    assert "nowhere0" in finding.found or "nowhere0" in finding.details, finding
+    assert "ended with status 1" in finding.found and "nowhere0" in finding.details, finding
 
 
 @pytest.mark.gpu

@@ -19,7 +19,8 @@ from nemo_rl.doctor.algorithms import SCHEMAS, algorithm_of
 from nemo_rl.doctor.findings import skipped
 from nemo_rl.doctor.nodes import NODE_CHECKS
 from nemo_rl.doctor.requests import RunRequest
-from nemo_rl.doctor.run import run_checks
+from nemo_rl.doctor.run import check_memory, run_checks
+from nemo_rl.models.huggingface.known_shapes import with_local_configs
 from nemo_rl.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -175,6 +176,27 @@ def test_too_little_memory_is_named_with_the_numbers(doctor: Doctor, seventy_bil
     assert "weights and optimizer state of policy take 788 GiB on each rank" in lines["memory"]["found"]
     assert lines["memory"]["advice"]
     assert "optimizer state" in lines["memory"]["details"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "host_gb", "status", "texts"),
+    [
+        ([], 400, "ok", []),
+        ([], 200, "warning", ["policy + generation keeps 29.9 GiB for each GPU in host memory", "is 23.3 GiB"]),
+        (["policy.generation.engine.gpu_memory_utilization=0.22"], 400, "warning", ["less than one answer"]),
+        (["policy.generation.engine.gpu_memory_utilization=0.9"], 200, "warning", ["in the phase", "in host memory"]),
+    ],
+)
+def test_what_a_run_would_not_refuse_is_a_warning(
+    overrides: list[str], host_gb: int, status: str, texts: list[str]
+) -> None:
+    """8.03e9 parameters: reference and its place 2 x 4 bytes, optimizer state 8, of an eighth; an engine's 2 of all."""
+    file = ROOT / "examples/configs/recipes/llm/grpo-llama3.1-8b-instruct-1n8g-fsdp.yaml"
+    config = with_local_configs(load_config(file, overrides))
+    finding = check_memory(RunRequest(config, gpu_bytes=80 * 2**30, host_bytes=host_gb * 1e9))
+    assert finding.status == status, finding
+    for text in texts:
+        assert text in finding.found
 
 
 def test_a_missing_gpu_is_named(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:

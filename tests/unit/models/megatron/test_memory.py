@@ -7,6 +7,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.huggingface.known_shapes import FOLDER
 from nemo_rl.models.huggingface.sizes import parameters_of
 from nemo_rl.models.megatron.memory_plan import predict_memory, stage_layers
 from nemo_rl.models.megatron.training_backend import MegatronTraining
@@ -105,6 +106,28 @@ def test_experts_have_ranks_of_their_own() -> None:
     vectors = 4 * (2 * 64 + 2 * 16) + 64
     assert tensor.stays["weights"] == 2 * (experts / 2 + (others - routers - vectors) / 2 + routers + vectors)
     assert tensor.stays["optimizer state"] == 6 * (experts / 2 + tensor.stays["weights"] / 2 - experts / 2)
+
+
+def test_adapters_alone_are_trained() -> None:
+    """Their elements are inputs plus outputs of a layer's linears, as Hugging Face has them, by their rank."""
+    total = parameters_of(model_config())
+    attention, feed_forward = (64 + 64) + 2 * (64 + 32) + (64 + 64), 3 * (64 + 96)
+    adapters = 4 * (attention + feed_forward) * 16
+    peft = {"enabled": True, "dim": 16}
+    one = plan_of(peft=peft)
+    assert one.stays == {"weights": 2 * (total + adapters), "gradients": 2 * adapters, "optimizer state": 12 * adapters}
+    assert one.host == {}, "the reference is the model without adapters"
+    spread = plan_of(peft=peft, pp=2, dp_shard=2)
+    assert spread.stays["gradients"] == adapters and spread.stays["optimizer state"] == 12 * adapters / 2 / 2
+    assert plan_of(peft=peft, on_cpu=True).moments["update"]["optimizer's temporaries"] <= 8 * adapters
+
+
+def test_adapters_of_a_model_that_is_too_large_to_train_fit_one_gpu() -> None:
+    """8.03e9 parameters take 16 bytes each if they are trained, 2 if they are frozen."""
+    model, gpu = AutoConfig.from_pretrained(FOLDER / "meta-llama/Llama-3.1-8B"), 80 * 2**30
+    assert plan_of(model).certain > gpu
+    adapted = plan_of(model, peft={"enabled": True, "dim": 32}, activation_checkpointing=True)
+    assert 2 * 8.03e9 < adapted.certain < adapted.peak < gpu / 2
 
 
 def test_stages() -> None:
