@@ -356,7 +356,7 @@ def test_a_killed_actor_leaves_no_grading_process():
 DRIVER = """
 import asyncio, ray, sys
 sys.path.insert(0, {here!r})
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 import test_environment_client as tests
 client, actor, graders = tests.math_client()
 print(actor, *graders, flush=True)
