@@ -7,8 +7,8 @@ import subprocess
 def query_gpus(*fields: str, timeout_s: float = 5.0) -> list[list[str]]:
     """Values of each GPU in the order of `fields` (`nvidia-smi --help-query-gpu`); none where the tool is silent.
 
-    With `CUDA_VISIBLE_DEVICES` only the GPUs that it names; all of them where the tool does not know the names, as those
-    of parts of a GPU (MIG).
+    With `CUDA_VISIBLE_DEVICES` only the GPUs that it names; all of them where the tool does not know the names, such as
+    those of parts of a GPU (MIG).
 
     Args:
         fields: what to ask for; only the first one may have commas in its values.

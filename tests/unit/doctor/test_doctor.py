@@ -192,7 +192,7 @@ def test_what_a_run_would_not_refuse_is_a_warning(
 ) -> None:
     """8.03e9 parameters: reference and its place 2 x 4 bytes, optimizer state 8, of an eighth; an engine's 2 of all."""
     file = ROOT / "examples/configs/recipes/llm/grpo-llama3.1-8b-instruct-1n8g-fsdp.yaml"
-    config = with_local_configs(load_config(file, overrides))
+    config = with_local_configs(load_config(file, [*overrides, f"policy.tokenizer.name={TINY}"]))
     finding = check_memory(RunRequest(config, gpu_bytes=80 * 2**30, host_bytes=host_gb * 1e9))
     assert finding.status == status, finding
     for text in texts:
