@@ -2,9 +2,12 @@
 
 Kubernetes' own kinds and all pod templates are checked by the strict schemas of its API in `kubernetes-validate`, kinds
 of KubeRay, Kueue and Kustomize by `manifest_schemas.yaml`. A field that none of them knows is an error, as is one that
-is given twice. What a cluster's own schemas say, `kubectl apply --dry-run=server` tells.
+is given twice. With `--crds FILE_OR_FOLDER...` the definitions that a cluster or an operator's chart has
+(`kubectl get crd -o yaml > crds.yaml`) take the place of `manifest_schemas.yaml` for the kinds they define; their rules
+in CEL are not evaluated, `kubectl apply --dry-run=server` does that.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -58,14 +61,67 @@ def _kubernetes_types() -> dict[str, Any]:
     return json.loads((folder / "_definitions.json").read_text())
 
 
-class ManifestChecker:
-    """Finds what is wrong with a manifest of any kind."""
+def _yaml_files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
 
-    def __init__(self) -> None:
+
+def defined_kinds(paths: list[Path]) -> dict[str, Any]:
+    """JSON schemas by `apiVersion/kind` of the CustomResourceDefinitions in files and folders, unknown fields refused.
+
+    Raises:
+        ValueError: there is none.
+        yaml.YAMLError: not YAML.
+    """
+    found: dict[str, Any] = {}
+    for file in (file for path in paths for file in _yaml_files(path)):
+        listed = [item for document in documents(file) for item in document.get("items", [document])]
+        for spec in (item["spec"] for item in listed if item.get("kind") == "CustomResourceDefinition"):
+            for version in spec["versions"]:
+                schema = _strict(version["schema"]["openAPIV3Schema"])
+                schema["properties"] |= {key: {"type": "string"} for key in ("apiVersion", "kind")}
+                schema["properties"]["metadata"] = {"$ref": "metadata"}
+                found[f"{spec['group']}/{version['name']}/{spec['names']['kind']}"] = schema
+    if not found:
+        raise ValueError(f"{', '.join(map(str, paths))}: no CustomResourceDefinition")
+    return found
+
+
+def _strict(schema: Any) -> Any:
+    """A structural schema of Kubernetes' dialect as a JSON schema by which a field it does not name is an error."""
+    if isinstance(schema, list):
+        return [_strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    named = {"properties": {name: _strict(of) for name, of in schema.get("properties", {}).items()}}
+    strict = {key: _strict(of) for key, of in schema.items() if key not in ("properties", "default", "enum", "format")}
+    strict |= {key: schema[key] for key in ("enum",) if key in schema}
+    if schema.get("type") == "object":
+        strict |= named
+        if not ({"additionalProperties", "x-kubernetes-preserve-unknown-fields"} & schema.keys()):
+            strict["additionalProperties"] = False
+    elif named["properties"]:  # below allOf, anyOf and oneOf, which name fields again
+        strict |= named
+    if schema.get("x-kubernetes-int-or-string"):
+        strict["type"] = ["integer", "string"]
+    if schema.get("nullable"):
+        strict |= {"type": [schema["type"], "null"]} if "type" in schema else {}
+        strict |= {"enum": [*schema["enum"], None]} if "enum" in schema else {}
+    return strict
+
+
+class ManifestChecker:
+    """Finds what is wrong with a manifest of any kind.
+
+    Args:
+        crds: files and folders of CustomResourceDefinitions that say what their kinds may hold.
+    """
+
+    def __init__(self, crds: list[Path] | None = None) -> None:
         types = _kubernetes_types()
         self._types: dict[str, Any] = types["$defs"]
         self._types_uri = types["$id"]
         self._custom = yaml.safe_load(CUSTOM_KINDS.read_text(encoding="utf-8"))
+        self._custom["kinds"] |= defined_kinds(crds) if crds else {}
         aliases = {name: {"$ref": f"{self._types_uri}#/$defs/{full}"} for name, full in _TYPES.items()}
         resources = {self._types_uri: types, "custom": self._custom, **aliases}
         self._registry: Registry = Registry().with_resources(
@@ -100,11 +156,11 @@ def _told(error: Any) -> str:
     return f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
 
 
-def problems(paths: list[Path]) -> Iterator[str]:
+def problems(paths: list[Path], crds: list[Path] | None = None) -> Iterator[str]:
     """What is wrong with the manifests in files and folders, as `file: Kind name: path: reason`."""
-    checker = ManifestChecker()
+    checker = ManifestChecker(crds)
     for path in paths:
-        for file in sorted(path.rglob("*.yaml")) if path.is_dir() else [path]:
+        for file in _yaml_files(path):
             try:
                 manifests = documents(file)
             except yaml.YAMLError as error:
@@ -115,7 +171,18 @@ def problems(paths: list[Path]) -> Iterator[str]:
                 yield from (f"{file}: {manifest.get('kind')} {name}: {error}" for error in checker.errors(manifest))
 
 
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Check Kubernetes manifests field by field, without a cluster.")
+    parser.add_argument("paths", nargs="*", type=Path, default=[MANIFESTS], help="manifests, or folders of them")
+    parser.add_argument("--crds", nargs="+", type=Path, help="CustomResourceDefinitions, or folders of them")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    found = list(problems([Path(argument) for argument in sys.argv[1:]] or [MANIFESTS]))
+    arguments = _arguments()
+    try:
+        found = list(problems(arguments.paths, arguments.crds))
+    except ValueError as error:
+        sys.exit(str(error))
     print("\n".join(found) or "All manifests are valid.")
     sys.exit(bool(found))

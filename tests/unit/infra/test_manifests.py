@@ -5,7 +5,8 @@ import re
 import tomllib
 
 import pytest
-from check_manifests import problems
+import yaml
+from check_manifests import ManifestChecker, problems
 from manifests import FOLDER, JOBS, ROOT, bytes_or_count, command, groups, manifests, of_kind
 
 from nemo_rl.config import GRPOMasterConfig
@@ -72,6 +73,65 @@ def test_a_slip_is_named(tmp_path, file, old, new, said):
     assert old in text
     (tmp_path / "given.yaml").write_text(text.replace(old, new))
     assert any(said in problem for problem in problems([tmp_path])), list(problems([tmp_path]))
+
+
+QUEUE_SPEC = {
+    "type": "object",
+    "required": ["clusterQueue"],
+    "properties": {
+        "clusterQueue": {"type": "string", "maxLength": 8},
+        "stopPolicy": {"type": "string", "enum": ["None", "Hold"], "default": "None", "nullable": True},
+        "share": {"x-kubernetes-int-or-string": True, "anyOf": [{"type": "integer"}, {"type": "string"}]},
+        "weights": {"type": "object", "additionalProperties": {"type": "integer", "format": "int32"}},
+        "raw": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+        "flavors": {"type": "array", "items": {"type": "object", "properties": {"default": {"type": "boolean"}}}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def of_a_cluster(tmp_path_factory):
+    """A checker with definitions as `kubectl get crd -o yaml` lists them."""
+    top = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
+    schema = {"type": "object", "properties": top | {"spec": QUEUE_SPEC}}
+    spec = {
+        "group": "kueue.x-k8s.io",
+        "names": {"kind": "LocalQueue"},
+        "versions": [{"name": "v1beta2", "schema": {"openAPIV3Schema": schema}}],
+    }
+    file = tmp_path_factory.mktemp("crds") / "crds.yaml"
+    definition = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "spec": spec}
+    file.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "List", "items": [definition]}))
+    return ManifestChecker([file])
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"stopPolicy": None, "share": "1Gi", "weights": {"a": 1}, "raw": {"b": [2]}, "flavors": [{}]}, None),
+        ({"share": 3, "flavors": [{"default": True}]}, None),
+        ({"clusterQueue": "longer than eight"}, "spec.clusterQueue: 'longer than eight' is too long"),
+        ({"clusterQueues": "x"}, "spec: Additional properties are not allowed ('clusterQueues' was unexpected)"),
+        ({"stopPolicy": "Stop"}, "spec.stopPolicy: 'Stop' is not one of ['None', 'Hold', None]"),
+        ({"share": 0.5}, "spec.share: 0.5 is not of type"),
+        ({"weights": {"a": "1"}}, "spec.weights.a: '1' is not of type 'integer'"),
+        ({"flavors": [{"defaults": True}]}, "spec.flavors.0: Additional properties are not allowed ('defaults'"),
+    ],
+)
+def test_the_definitions_of_a_cluster_count_where_they_are_given(of_a_cluster, spec, said):
+    queue = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "LocalQueue", "metadata": {"name": "a"}}
+    errors = of_a_cluster.errors(queue | {"spec": {"clusterQueue": "b"} | spec})
+    assert any(said in error for error in errors) if said else errors == []
+
+
+def test_the_definitions_of_a_cluster_leave_other_kinds_as_they_are(of_a_cluster):
+    assert [error for item in manifests(FOLDER) for error in of_a_cluster.errors(item)] == []
+
+
+def test_a_file_without_definitions_is_named(tmp_path):
+    (tmp_path / "none.yaml").write_text("kind: List\nitems: []\n")
+    with pytest.raises(ValueError, match=r"none\.yaml: no CustomResourceDefinition"):
+        ManifestChecker([tmp_path / "none.yaml"])
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.parent.name)
