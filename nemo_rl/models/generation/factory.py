@@ -4,6 +4,7 @@ The only place that turns `policy.generation` into `EngineSettings`. Invariant: 
 happens in the actors.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
@@ -143,6 +144,7 @@ def make_engines(settings: EngineSettings, where: RayVirtualCluster, cluster: Cl
             f"{', '.join(str(-(-count // size) * size) for count in counts)}."
         )
     timeouts = cluster.timeouts
+    settings = replace(settings, workers_on_machine=max(counts))
     builder = RayWorkerBuilder(_WORKER, settings).asynchronous(_CONCURRENT_CALLS)
     workers = RayWorkerGroup(
         where,

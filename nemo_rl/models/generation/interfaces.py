@@ -116,6 +116,7 @@ class EngineSettings:
         engine_kwargs: passed to the engine as they are (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`; for
             Megatron Core `megatron_cfg`, that section of the policy).
         env_vars: further environment of the engine's processes.
+        workers_on_machine: workers of all engines on one machine, which share its cores.
     """
 
     backend: str
@@ -136,6 +137,7 @@ class EngineSettings:
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     env_vars: dict[str, str] = field(default_factory=dict)
+    workers_on_machine: int = 1
 
     @property
     def num_workers(self) -> int:

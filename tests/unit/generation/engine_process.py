@@ -113,3 +113,4 @@ def _serve(pipe: Connection, settings: dict[str, EngineSettings]) -> None:
                 pipe.send(("error", traceback.format_exc()))
 
     get_new_event_loop().run_until_complete(serve())
+    os._exit(0)  # vLLM's finalizers collect garbage for seconds for each engine, and free what ends here anyway

@@ -6,6 +6,8 @@ transport.
 
 import importlib.util
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -30,7 +32,17 @@ from generation_helpers import (
 )
 from tiny_models import make_char_tokenizer
 from transformers import PreTrainedModel
-from vllm_looks import batch_limits, batch_limits_on, storages
+from vllm_looks import (
+    batch_limits,
+    batch_limits_on,
+    bits_change,
+    busy_seconds,
+    compute_on,
+    large_from,
+    storages,
+    threads_at_start,
+    threads_beside,
+)
 
 from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
 from nemo_rl.config import ClusterConfig, PolicyConfig
@@ -260,6 +272,49 @@ def test_a_seed_fixes_the_response_whatever_the_order(engines):
     assert backward[::-1] == forward
     assert [engines.generate(name, [request])[0].token_ids for request in requests[:3]] == forward[:3]
     assert len({tuple(tokens) for tokens in forward}) == len(requests)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "latent attention"])
+def test_the_number_of_threads_changes_no_bit(engines, name):
+    requests = [ask(prompt, seed=100 + i) for i, prompt in enumerate([*PROMPTS, LONG_PROMPT] * 3)]
+    answers = []
+    for counts in ([2], [1], [1, 2], [3]):
+        engines.look(name, compute_on, counts)
+        answers.append([(result.token_ids, result.logprobs) for result in engines.generate(name, requests)])
+    engines.look(name, compute_on, [1])
+    assert answers[1:] == answers[:1] * 3
+
+
+def test_a_second_thread_is_taken_while_others_leave_a_core(engines):
+    name = "qwen2 tied"
+    assert engines.look(name, threads_beside, 2, [0.1, 0.9, 2.0, 0.4]) == [2, 1, 1, 2]
+    assert engines.look(name, threads_beside, 8, [0.0, 6.0, 7.0]) == [2, 2, 1]
+
+
+def test_small_models_begin_with_two_threads_and_large_ones_with_all(engines):
+    name = "qwen2 tied"
+    assert engines.look(name, threads_at_start, 8) == (2, True)
+    assert engines.look(name, threads_at_start, 1) == (1, False)
+    assert engines.look("latent attention", threads_at_start, 8) == (1, False)
+    # Embeddings 256 x 64 and two layers of 64 wide: some 70,000.
+    assert engines.look(name, large_from, 60_000, 3) == (3, False)
+    assert engines.look(name, large_from, 300_000, 3) == (2, True)
+
+
+def test_products_whose_sums_are_divided_among_threads_are_found(engines):
+    assert [engines.look("qwen2 tied", bits_change, shape) for shape in [(64, 8192), (8192, 64)]] == [True, False]
+
+
+def test_other_processes_are_seen(engines):
+    seconds = 1.0
+    before = engines.look("qwen2 tied", busy_seconds, seconds)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        assert engines.look("qwen2 tied", busy_seconds, seconds) > max(0.5 * seconds, 0.8 * before)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 8])

@@ -1,5 +1,8 @@
 """What tests want to know of a vLLM engine; functions that run in its process (`engine_process.EngineProcess.look`)."""
 
+import itertools
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,3 +53,87 @@ def named_shared_memory(engine: Any) -> list[str]:
     """Shared memory of the process that would be left behind if it were killed now."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
     return sorted({line.split("/dev/shm/")[1] for line in mapped if "/dev/shm/" in line and "(deleted)" not in line})
+
+
+class _Cycle:
+    """Stands in for `ThreadChoice`: another number of threads for each step."""
+
+    def __init__(self, counts: Sequence[int]):
+        self._counts = itertools.cycle(counts)
+
+    def begin_step(self) -> None:
+        from nemo_rl.models.generation.vllm.threads import set_threads
+
+        set_threads(next(self._counts))
+
+    def end_step(self, *, has_more: bool) -> None:
+        pass
+
+
+def compute_on(engine: Any, counts: Sequence[int]) -> None:
+    """Numbers of threads of the next steps, in turns."""
+    engine._threads = _Cycle(counts)
+
+
+def threads_beside(engine: Any, num_cores: int, others: Sequence[float]) -> list[int]:
+    """Threads after each of some windows in which other processes use so many cores, steps of 10 ms."""
+    import torch
+
+    from nemo_rl.models.generation.vllm import threads
+
+    before, found = torch.get_num_threads(), []
+    clock, used = [0.0], [0.0]
+    choice = threads.ThreadChoice(num_cores)
+    with mock.patch.multiple(
+        threads, time=SimpleNamespace(monotonic=lambda: clock[0]), busy_seconds_of_others=lambda: used[0]
+    ):
+        for busy in others:
+            for step in range(30):
+                choice.begin_step()
+                clock[0], used[0] = clock[0] + 0.01, used[0] + 0.01 * busy
+                choice.end_step(has_more=step < 29)
+            clock[0], used[0] = clock[0] + 5, used[0] + 5 * num_cores  # the trainer's turn
+            found.append(torch.get_num_threads())
+    threads.set_threads(before)
+    return found
+
+
+def threads_at_start(engine: Any, num_cores: int) -> tuple[int, bool]:
+    """Threads that the engine's model begins with, and whether they may change."""
+    import torch
+
+    from nemo_rl.models.generation.vllm import threads
+
+    runner = engine._engine.model_executor.driver_worker.model_runner
+    before = torch.get_num_threads()
+    threads.set_threads(1)
+    choice = threads.start_threads(runner.get_model(), runner.model_config, num_cores)
+    found = torch.get_num_threads()
+    threads.set_threads(before)
+    return found, choice is not None
+
+
+def bits_change(engine: Any, shape: tuple[int, int]) -> bool:
+    """Whether a product of this shape depends on the number of threads."""
+    import torch
+
+    from nemo_rl.models.generation.vllm.threads import thread_count_changes_bits
+
+    return thread_count_changes_bits([shape], torch.float32)
+
+
+def large_from(engine: Any, num_parameters: int, num_cores: int) -> tuple[int, bool]:
+    """As `threads_at_start`, where models are large from so many parameters on."""
+    from nemo_rl.models.generation.vllm import threads
+
+    with mock.patch.object(threads, "SMALL_MODEL", num_parameters):
+        return threads_at_start(engine, num_cores)
+
+
+def busy_seconds(engine: Any, wait_s: float) -> float:
+    """What other processes use of the processors while this one waits, in processor seconds."""
+    from nemo_rl.models.generation.vllm.threads import busy_seconds_of_others
+
+    before = busy_seconds_of_others()
+    time.sleep(wait_s)
+    return busy_seconds_of_others() - before

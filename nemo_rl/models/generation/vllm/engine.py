@@ -29,6 +29,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
+from nemo_rl.models.generation.vllm.threads import ThreadChoice, cores_of_each, start_threads
 from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
 from nemo_rl.utils.errors import GenerationError
 
@@ -52,6 +53,7 @@ class VllmEngine(SteppedEngine):
             _prepare_for_cpu(arguments)
         # Names the limits of a batch that vLLM takes where the arguments have none: those of offline generation.
         self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        self._threads = self._start_threads(settings)
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
         """See `SteppedEngine.add_request`."""
@@ -73,11 +75,15 @@ class VllmEngine(SteppedEngine):
 
     def step(self) -> list[Finished]:
         """See `SteppedEngine.step`."""
+        if self._threads is not None:
+            self._threads.begin_step()
         finished = []
         for output in self._engine.step():
             if isinstance(output, RequestOutput) and output.finished:
                 finished.append(_finished(output))
                 del self._vllm_ids[output.request_id]
+        if self._threads is not None:
+            self._threads.end_step(has_more=bool(self._vllm_ids))
         return finished
 
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
@@ -95,6 +101,13 @@ class VllmEngine(SteppedEngine):
         """See `SteppedEngine.num_tokens`."""
         num_tokens: int = self._state(request_id).detokenizer.num_output_tokens()
         return num_tokens
+
+    def _start_threads(self, settings: EngineSettings) -> ThreadChoice | None:
+        """On CPUs, for an engine of one process, unless the run has said how many threads it wants."""
+        if settings.device != "cpu" or settings.num_workers > 1 or "OMP_NUM_THREADS" in settings.env_vars:
+            return None
+        runner = self._engine.model_executor.driver_worker.model_runner
+        return start_threads(runner.get_model(), runner.model_config, cores_of_each(settings.workers_on_machine))
 
     def _state(self, request_id: str) -> Any:
         """What vLLM has gathered for a request that is under way."""

@@ -8,8 +8,9 @@ def engine_environment(device: str) -> dict[str, str]:
     """Environment variables for a vLLM actor on `device` ("cpu" or "cuda").
 
     The engine runs inside the actor's process: no second process to lose, and requests, weights and
-    cache resets are plain calls between two steps. On CPUs one OpenMP thread is fastest for small models
-    (two threads on busy cores spin and are ten times slower), and Dynamo would compile even in eager mode.
+    cache resets are plain calls between two steps. On CPUs there is one OpenMP thread until the engine
+    takes more (`threads`), and a thread does not spin for long at a barrier, so that the trainer has all
+    cores in its turn; rows of attention are not divided among threads; Dynamo would compile even in eager mode.
     """
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -19,6 +20,8 @@ def engine_environment(device: str) -> dict[str, str]:
     if device == "cpu":
         variables |= {
             "OMP_NUM_THREADS": "1",
+            "GOMP_SPINCOUNT": "20000",
+            "VLLM_CPU_ATTN_SPLIT_KV": "0",
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
