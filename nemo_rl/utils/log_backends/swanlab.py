@@ -11,6 +11,7 @@ import swanlab
 from swanlab.exceptions import AuthenticationError, DataStoreError
 
 from nemo_rl.config import SwanlabConfig
+from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, full_name, to_scalars
 from nemo_rl.utils.stop_signals import handlers_kept
 
@@ -21,14 +22,23 @@ class SwanlabLogger(LoggerInterface):
     Args:
         cfg: the `logger.swanlab` section.
         log_dir: folder of the run's files; None: SwanLab's own.
+
+    Raises:
+        ConfigError: SwanLab cannot be reached, or does not know the key.
     """
 
     failures = (OSError, AuthenticationError, DataStoreError)
 
     def __init__(self, cfg: SwanlabConfig, log_dir: str | Path | None = None):
         folder = None if log_dir is None else str(log_dir)
-        with handlers_kept():  # SwanLab ends its run, and with it the program, at SIGINT
-            self._run = swanlab.init(project=cfg.project, name=cfg.name, log_dir=folder)
+        try:
+            with handlers_kept():  # SwanLab ends its run, and with it the program, at SIGINT
+                self._run = swanlab.init(project=cfg.project, name=cfg.name, log_dir=folder)
+        except (AuthenticationError, RuntimeError) as error:
+            raise ConfigError(
+                f"logger.swanlab_enabled=true: {error} Check the network and SWANLAB_API_KEY, or set "
+                "SWANLAB_MODE=offline."
+            ) from error
 
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
