@@ -43,6 +43,7 @@ ACCEPTED = {
         "policy.offload_optimizer_for_logprob=true",
         "policy.dtensor_cfg.automodel_kwargs={force_hf: true}",
         "grpo.val_period=-1",
+        "logger.swanlab_enabled=true",
         "data.validation=[{dataset_name: AIME2024, repeat: 16}, {dataset_name: AIME2025}]",
         "env={math: {}, nemo_gym: {config_paths: [a.yaml]}, code: {num_workers: 4}}",
     ),
