@@ -10,7 +10,8 @@ data and prompts need not be on this machine. The exit status is 1 if a file doe
 import argparse
 import sys
 
-from nemo_rl.config.loading.obstacles import ALGORITHMS, guess_algorithm, obstacles
+from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
+from nemo_rl.config.loading.obstacles import obstacles
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -26,7 +27,7 @@ def main() -> int:
         if file in overrides:
             continue
         try:
-            algorithm = arguments.algorithm or guess_algorithm(file)
+            algorithm = arguments.algorithm or algorithm_of(file)
             found = obstacles(file, algorithm, overrides)
         except ConfigError as error:
             algorithm, found = "?", [str(error)]

@@ -16,10 +16,8 @@ from pydantic_core import PydanticUndefined
 
 from nemo_rl.config.base.paths import REPOSITORY_ROOT
 from nemo_rl.config.base.structure import Slot, type_text
-from nemo_rl.config.runs.distillation import DistillationMasterConfig
-from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig
-from nemo_rl.config.runs.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 
 DEFAULT_PAGE = REPOSITORY_ROOT / "docs" / "reference" / "configuration.md"
 _HEAD = """# Configuration reference
@@ -60,15 +58,6 @@ _IGNORED = """## Accepted without effect
 """
 
 
-_OTHER_SCRIPTS: dict[str, type[BaseModel]] = {
-    "sft": SFTMasterConfig,
-    "dpo": DPOMasterConfig,
-    "rm": RMMasterConfig,
-    "distillation": DistillationMasterConfig,
-    "eval": EvalMasterConfig,
-}
-
-
 @dataclass(frozen=True)
 class _Block:
     """One section of the page: its dotted path and its class."""
@@ -94,7 +83,7 @@ def reference_markdown(schema: type[BaseModel] = GRPOMasterConfig) -> str:
 def _other_tables(shown: set[tuple[str, type[BaseModel]]]) -> list[str]:
     """Tables of the sections that only the other algorithms have."""
     tables = [_OTHERS]
-    for script, schema in _OTHER_SCRIPTS.items():
+    for script, schema in ALGORITHMS.items():
         for block in _blocks(schema, ""):
             if block.path and (block.path, block.section) not in shown and not _repeats_policy(block, shown):
                 shown.add((block.path, block.section))

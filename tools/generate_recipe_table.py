@@ -10,20 +10,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import nemo_rl.config
 from nemo_rl.algorithms.runtime.dry_run import describe, mesh_text, rows_per_sample
 from nemo_rl.algorithms.runtime.memory_forecast import MemoryForecast
 from nemo_rl.config import MasterConfig, RolloutMasterConfig, load_config, model_ranks
 from nemo_rl.config.base.paths import REPOSITORY_ROOT
+from nemo_rl.config.loading.algorithms import ALGORITHMS
 
 RECIPES = REPOSITORY_ROOT / "examples" / "configs" / "recipes" / "llm"
 DEFAULT_PAGE = REPOSITORY_ROOT / "docs" / "reference" / "recipes.md"
 GPU_GB = 80
-SCHEMAS = {
-    name.removesuffix("MasterConfig").lower(): getattr(nemo_rl.config, name)
-    for name in dir(nemo_rl.config)
-    if name.endswith("MasterConfig")
-}
 _HEAD = f"""# Recipes
 
 Files of `examples/configs/recipes/llm/`, for GPUs of {GPU_GB} GB, made from their dry runs by
@@ -72,7 +67,7 @@ class Recipe:
 @cache
 def recipe(path: Path, *overrides: str) -> Recipe:
     """The dry run of a file whose name begins with its algorithm."""
-    schema = SCHEMAS[path.stem.split("-")[0]]
+    schema = ALGORITHMS[path.stem.split("-")[0]]
     config = load_config(path, [f"cluster.gpu_memory_gb={GPU_GB}", *overrides], schema=schema)
     description = describe(config)
     return Recipe(path.stem, config, description.forecast, description.checkpoint or 0, description.text)

@@ -38,8 +38,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.models.backends import training_backend
-from nemo_rl.models.dtensor import memory_plan as dtensor_memory
-from nemo_rl.models.megatron import memory_plan as megatron_memory
+from nemo_rl.models.dtensor.memory_plan import DTensorRank
+from nemo_rl.models.megatron.memory_plan import MegatronRank
 from nemo_rl.models.memory import Work, microbatch_tokens
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
@@ -47,7 +47,7 @@ from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
 MIB = 2**20
-PREDICTIONS = {"dtensor": dtensor_memory.predict_memory, "megatron": megatron_memory.predict_memory}
+PREDICTIONS = {"dtensor": DTensorRank.predict, "megatron": MegatronRank.predict}
 SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -260,8 +260,7 @@ def measure(setting: Setting) -> tuple[dict[str, float], float, str]:
         keeps_reference=setting.reference,
         on_cpu=True,
     )
-    predict_memory = PREDICTIONS[setting.backend]
-    plan = predict_memory(policy, ParallelLayout.of(policy, setting.ranks), config, work)
+    plan = PREDICTIONS[setting.backend](policy, ParallelLayout.of(policy, setting.ranks), config, work)
     return max(found, key=lambda each: each["peak"]), plan.peak, plan.peak_moment
 
 

@@ -58,7 +58,7 @@ from nemo_rl.config.schema.grpo import (
     RewardScalingConfig,
     RewardShapingConfig,
 )
-from nemo_rl.config.schema.logger import LoggerConfig, MlflowConfig, TensorboardConfig, WandbConfig
+from nemo_rl.config.schema.logger import LoggerConfig, MlflowConfig, SwanlabConfig, TensorboardConfig, WandbConfig
 from nemo_rl.config.schema.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.megatron import MegatronConfig
 from nemo_rl.config.schema.policy import PolicyConfig, RewardModelConfig, TokenizerConfig
@@ -131,6 +131,7 @@ __all__ = [
     "SchedulerMilestones",
     "Section",
     "SequencePackingConfig",
+    "SwanlabConfig",
     "TensorboardConfig",
     "TimeoutsConfig",
     "TokenizerConfig",

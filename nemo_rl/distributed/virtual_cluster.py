@@ -47,7 +47,10 @@ _RAY_SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 # A joined cluster was started with its own environment; these of the driver's count for workers.
-_FORWARDED_PREFIXES = ("HF_", "NRL_", "NCCL_", "GLOO_", "VLLM_", "TORCH", "WANDB_", "MLFLOW_", "TOKENIZERS_")
+_FORWARDED_PREFIXES = (
+    "HF_", "NRL_", "NCCL_", "GLOO_", "VLLM_", "TORCH", "TOKENIZERS_",
+    "WANDB_", "MLFLOW_", "SWANLAB_",
+)  # fmt: skip
 
 
 @handlers_kept()  # Ray aborts on SIGTERM, by a handler below Python's.

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config, report_findings
-from nemo_rl.doctor.algorithms import SCHEMAS, algorithm_of
+from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.doctor.findings import Check, Finding, Status, ok
 from nemo_rl.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
 from nemo_rl.doctor.requests import NodeRequest, RunRequest, node_request
@@ -52,7 +52,7 @@ def _configuration(arguments: argparse.Namespace) -> tuple[MasterConfig | EvalMa
 
     def look() -> str:
         algorithm = arguments.algorithm or algorithm_of(file)
-        config = load_config(file, arguments.overrides, schema=SCHEMAS[algorithm], check=False)
+        config = load_config(file, arguments.overrides, schema=ALGORITHMS[algorithm], check=False)
         report_findings(config.findings())
         accepted.append(config)
         report_findings(config.missing_files())

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import yaml
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig
-from nemo_rl.models.memory import MemoryPlan
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.memory import MemoryPlan, Work, microbatch_tokens
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.imports import import_dotted
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # they take seconds to import, and a wrong configuration is a
     from transformers import PreTrainedTokenizerBase
 
     from nemo_rl.models.huggingface.comparison import ExportCheck
+    from nemo_rl.models.rank_memory import RankMemory
 
 BACKENDS = {
     "dtensor_cfg": "nemo_rl.models.dtensor.training_backend.DTensorTraining",
@@ -53,10 +55,15 @@ class TrainingBackend(ABC):
         """Environment variables of the ranks; `env_vars` of the backend's section come on top."""
         return {}
 
+    def rank_memory(self) -> "type[RankMemory] | None":
+        """How the memory of a rank is predicted; None where that is unknown, as by default."""
+        return None
+
     def predict_memory(
         self, policy: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool, on_gpu: bool
     ) -> MemoryPlan | None:
-        """Memory of the rank that will need most; None where that is unknown, as by default.
+        """Memory of the rank that will need most, for the largest microbatch that the section allows; None where that
+        is unknown.
 
         Args:
             policy: section of the model.
@@ -65,7 +72,15 @@ class TrainingBackend(ABC):
             keeps_reference: whether its initial weights are kept.
             on_gpu: whether each rank has a GPU.
         """
-        return None
+        memory = self.rank_memory()
+        if memory is None:
+            return None
+        from nemo_rl.models.huggingface.load import load_model_config
+
+        tokens = microbatch_tokens(policy, trains=trains)
+        work = Work(tokens, trains=trains, keeps_reference=keeps_reference, on_cpu=not on_gpu)
+        model = load_model_config(policy.model_name, policy.hf_config_overrides)
+        return memory.predict(policy, ParallelLayout.of(policy, num_ranks), model, work)
 
     @abstractmethod
     def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:

@@ -28,9 +28,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.distributed.parallel_logprobs import default_chunk_size
 from nemo_rl.models.huggingface.layers import decoder_layers
-from nemo_rl.models.memory import WIDE
 
 logger = logging.getLogger(__name__)
 
@@ -180,18 +178,6 @@ def _trace(
         vocabulary=1 if scores or head is None else head.weight.shape[0],
         linears=sum(part.in_features + part.out_features for part in linears),
     )
-
-
-def logits_bytes(trace: ModelTrace, tokens: int, chunk_size: int | None, *, on_cpu: bool) -> float:
-    """Bytes of one chunk of float32 logits.
-
-    Args:
-        trace: of the model.
-        tokens: that a rank has of a microbatch.
-        chunk_size: `policy.logprob_chunk_size`.
-        on_cpu: whether a CPU computes.
-    """
-    return min(tokens, chunk_size or default_chunk_size(on_gpu=not on_cpu)) * trace.vocabulary * WIDE
 
 
 def _run(hf: PreTrainedModel, recorder: "_Recorder", tokens: int) -> None:

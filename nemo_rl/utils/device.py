@@ -70,6 +70,13 @@ def device_for(uses_gpu: bool) -> Device:
     return Device("cuda" if uses_gpu else "cpu")
 
 
+def free_cache(device: torch.device) -> None:
+    """Wait for a device's work, and leave no memory on it that this process does not use; on a CPU there is none."""
+    kind = device_for(uses_gpu=device.type != "cpu")
+    kind.synchronize()
+    kind.empty_cache()
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Send a tensor without waiting for it: a GPU takes it from page-locked memory, in the order of its work."""
     if device.type == "cpu" or tensor.device.type != "cpu":

@@ -28,6 +28,7 @@ from nemo_rl.utils.optional_output import OptionalOutput
 
 if TYPE_CHECKING:
     from nemo_rl.utils.log_backends.mlflow import MLflowLogger
+    from nemo_rl.utils.log_backends.swanlab import SwanlabLogger
     from nemo_rl.utils.log_backends.tensorboard import TensorboardLogger
     from nemo_rl.utils.log_backends.wandb import WandbLogger
 
@@ -35,6 +36,7 @@ __all__ = [
     "Logger",
     "LoggerInterface",
     "MLflowLogger",
+    "SwanlabLogger",
     "TensorboardLogger",
     "WandbLogger",
     "flatten_dict",
@@ -49,7 +51,12 @@ _IMPORTED_AT = time.monotonic()
 
 _EXPERIMENT = re.compile(r"^exp_(\d+)$")
 _PANEL_WIDTH = 100
-_TRACKERS = {"tensorboard": "TensorboardLogger", "wandb": "WandbLogger", "mlflow": "MLflowLogger"}
+_TRACKERS = {
+    "tensorboard": "TensorboardLogger",
+    "wandb": "WandbLogger",
+    "mlflow": "MLflowLogger",
+    "swanlab": "SwanlabLogger",
+}
 
 
 def make_log_dir(path: str | Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from example_runs import REPOSITORY, run_environment
-from ray.cluster_utils import Cluster
+from ray_nodes import RayNodes, ray_nodes
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -78,23 +78,13 @@ def test_the_shared_memory_of_a_container_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def two_nodes() -> Iterator[Cluster]:
-    cluster = Cluster()
-    # Ray replaces 127.0.0.1 by an address that the network can reach.
-    options: dict[str, Any] = {"include_dashboard": False, "no_monitor": True}
-    nodes = [
-        cluster.add_node(num_cpus=2, node_ip_address=f"127.0.0.{number}", include_log_monitor=False, **extra)
-        for number, extra in ((2, options), (3, {}))
-    ]
-    yield cluster
-    for node in reversed(nodes):
-        node.kill_all_processes(check_alive=False, allow_graceful=False)
+def two_nodes() -> Iterator[RayNodes]:
+    with ray_nodes(2, 2) as nodes:
+        yield nodes
 
 
-def test_every_node_of_a_cluster_is_checked_and_named(two_nodes: Cluster, tmp_path: Path) -> None:
-    status, lines = doctor(
-        "grpo_math_cpu.yaml", "cluster.num_nodes=2", folder=tmp_path, RAY_ADDRESS=str(two_nodes.address)
-    )
+def test_every_node_of_a_cluster_is_checked_and_named(two_nodes: RayNodes, tmp_path: Path) -> None:
+    status, lines = doctor("grpo_math_cpu.yaml", "cluster.num_nodes=2", folder=tmp_path, RAY_ADDRESS=two_nodes.address)
     assert lines["cluster", ""]["found"].startswith(f"RAY_ADDRESS={two_nodes.address}: 2 nodes")
     assert lines["nodes", ""]["found"] == "asked: 127.0.0.2, 127.0.0.3"
     for node in ("127.0.0.2", "127.0.0.3"):
@@ -106,10 +96,8 @@ def test_every_node_of_a_cluster_is_checked_and_named(two_nodes: Cluster, tmp_pa
     assert status == 0, [line for line in lines.values() if line["status"] == "failed"]
 
 
-def test_a_cluster_with_too_few_nodes_is_named(two_nodes: Cluster, tmp_path: Path) -> None:
-    status, lines = doctor(
-        "grpo_math_cpu.yaml", "cluster.num_nodes=4", folder=tmp_path, RAY_ADDRESS=str(two_nodes.address)
-    )
+def test_a_cluster_with_too_few_nodes_is_named(two_nodes: RayNodes, tmp_path: Path) -> None:
+    status, lines = doctor("grpo_math_cpu.yaml", "cluster.num_nodes=4", folder=tmp_path, RAY_ADDRESS=two_nodes.address)
     assert status == 1
     assert "2 of 2 nodes" in lines["nodes for the run", ""]["found"]
     assert "ask for 4" in lines["nodes for the run", ""]["found"]

@@ -45,9 +45,9 @@ def difference(ours: Numbers, reference: Numbers) -> Difference:
     for mine, theirs in zip(ours.gradients, reference.gradients, strict=True):
         if mine.keys() != theirs.keys():
             raise ValueError(f"gradients of different parameters: {sorted(mine.keys() ^ theirs.keys())}")
-        floor = _NEGLIGIBLE * max(value.abs().max().item() for value in theirs.values())
+        least = _NEGLIGIBLE * max(value.abs().max().item() for value in theirs.values())
         for name, value in theirs.items():
-            far = _relative(mine[name], value, floor)
+            far = _relative(mine[name], value, least)
             if far >= gradient:
                 gradient, worst = far, name
     losses = [abs(a - b) / abs(b) for a, b in zip(ours.losses, reference.losses, strict=True)]
@@ -56,7 +56,7 @@ def difference(ours: Numbers, reference: Numbers) -> Difference:
     return Difference(max(losses), gradient, worst, max(norms), max(logprobs))
 
 
-def _relative(a: Tensor, b: Tensor, floor: float) -> float:
+def _relative(a: Tensor, b: Tensor, least: float) -> float:
     if a.shape != b.shape or not bool(torch.isfinite(a).all()):
         return float("inf")
-    return (a - b).abs().max().item() / max(b.abs().max().item(), floor)
+    return (a - b).abs().max().item() / max(b.abs().max().item(), least)

@@ -4,7 +4,7 @@
 Invariant: what is found is about keys and values; whether the files they name are on this machine is not asked.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +13,14 @@ from omegaconf import OmegaConf
 from nemo_rl.config.base.availability import NOT_BUILT
 from nemo_rl.config.base.names import NOT_BUILT_ENVIRONMENTS
 from nemo_rl.config.base.structure import value_at
-from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
+from nemo_rl.config.loading.algorithms import ALGORITHMS
+from nemo_rl.config.loading.inheritance import Layer, read_layers
 from nemo_rl.config.loading.load import layers_of, merged, validated
 from nemo_rl.config.loading.unknown_keys import unknown_keys
 from nemo_rl.config.rules.data import named_entries
-from nemo_rl.config.runs.distillation import DistillationMasterConfig
 from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig, RolloutMasterConfig
-from nemo_rl.config.runs.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
+from nemo_rl.config.runs.rollouts import MasterConfig, RolloutMasterConfig
 from nemo_rl.utils.errors import ConfigError
-
-ALGORITHMS: Mapping[str, type[MasterConfig] | type[EvalMasterConfig]] = {
-    "grpo": GRPOMasterConfig,
-    "sft": SFTMasterConfig,
-    "dpo": DPOMasterConfig,
-    "rm": RMMasterConfig,
-    "distillation": DistillationMasterConfig,
-    "eval": EvalMasterConfig,
-}
-"""Master configuration by the section that only its algorithm has."""
-
-
-def guess_algorithm(path: str | Path) -> str:
-    """The algorithm that a file is for, by the sections that it and its parents have.
-
-    Raises:
-        ConfigError: the file cannot be read, or none of its sections belongs to one algorithm.
-    """
-    sections = merge_layers(read_layers(path))
-    found = [name for name in ALGORITHMS if name in sections]
-    if "ppo" in sections and not found:
-        return "grpo"  # its relative, which names what is missing
-    if not found:
-        raise ConfigError(
-            f"{path} has none of the sections {', '.join(ALGORITHMS)}, which tell the algorithm. Name it with "
-            "--algorithm."
-        )
-    return found[0]
 
 
 def obstacles(path: str | Path, algorithm: str, overrides: Sequence[str] = ()) -> list[str]:

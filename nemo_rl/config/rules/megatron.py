@@ -76,12 +76,12 @@ def check_megatron_schedule(section: str, config: MegatronConfig) -> Findings:
     optimizer, schedule = config.optimizer, config.scheduler
     keys, style = f"{section}.megatron_cfg", schedule.lr_decay_style
     end, warmup = schedule.lr_decay_iters, schedule.lr_warmup_iters
-    floors = {"optimizer.min_lr": optimizer.min_lr} if style != "constant" else {}
-    floors |= {"scheduler.lr_warmup_init": schedule.lr_warmup_init} if warmup else {}
-    for key, floor in floors.items():
-        if floor > optimizer.lr:
+    others = {"optimizer.min_lr": optimizer.min_lr} if style != "constant" else {}
+    others |= {"scheduler.lr_warmup_init": schedule.lr_warmup_init} if warmup else {}
+    for key, rate in others.items():
+        if rate > optimizer.lr:
             yield (
-                f"{keys}.{key}={floor:g} is above {keys}.optimizer.lr={optimizer.lr:g}. Set it to at most "
+                f"{keys}.{key}={rate:g} is above {keys}.optimizer.lr={optimizer.lr:g}. Set it to at most "
                 f"{optimizer.lr:g}, for example 0."
             )
     if end is None and style != "constant":

@@ -17,8 +17,10 @@ _INSTALL = {
     "tensorboard": "it comes with nemo_rl",
     "wandb": "it comes with nemo_rl",
     "mlflow": "the extra: uv sync --extra mlflow",
+    "swanlab": "the extra: uv sync --extra swanlab",
 }
 _WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+_WITHOUT_SWANLAB_LOGIN = ("offline", "local", "disabled")
 
 
 def check_trackers(config: LoggerConfig) -> None:
@@ -37,6 +39,12 @@ def check_trackers(config: LoggerConfig) -> None:
         raise ConfigError(
             f"logger.wandb_enabled=true needs a login: there is no API key in WANDB_API_KEY or {_netrc_path()}. "
             "Run `wandb login`, set WANDB_MODE=offline, or set logger.wandb_enabled=false."
+        )
+    if config.swanlab_enabled and not _has_swanlab_login():
+        raise ConfigError(
+            "logger.swanlab_enabled=true needs a login: there is no API key in SWANLAB_API_KEY or "
+            f"{_swanlab_folder() / '.netrc'}. Run `swanlab login`, set SWANLAB_MODE=offline, or set "
+            "logger.swanlab_enabled=false."
         )
     address = config.mlflow.tracking_uri or ""
     if config.mlflow_enabled and (address.startswith(("file:", "/", ".", "~"))):
@@ -62,6 +70,23 @@ def _has_wandb_login() -> bool:
         return netrc.netrc(_netrc_path()).authenticators(host) is not None
     except (OSError, configparser.Error, netrc.NetrcParseError):
         return False
+
+
+def _has_swanlab_login() -> bool:
+    """Whether SwanLab finds a key where it looks for one, or needs none; what files say that set more than the key is
+    left to it.
+    """
+    if os.environ.get("SWANLAB_MODE") in _WITHOUT_SWANLAB_LOGIN or os.environ.get("SWANLAB_API_KEY"):
+        return True
+    folder = Path(os.environ.get("SWANLAB_CONFIG_DIR") or "/etc/swanlab")
+    settings = [Path(".env"), *Path().glob("swanlab.y*ml"), *folder.glob("*.y*ml")]
+    logins = [Path(".swanlab", ".netrc"), _swanlab_folder() / ".netrc"]
+    return "SWANLAB_SECRETS_DIR" in os.environ or any(file.is_file() for file in [*settings, *logins])
+
+
+def _swanlab_folder() -> Path:
+    given = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR")
+    return Path(given) if given else Path.home() / ".swanlab"
 
 
 def _netrc_path() -> str:

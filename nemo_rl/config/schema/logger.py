@@ -41,14 +41,19 @@ class MlflowConfig(Section):
     run_id: str | None = Field(default=None, description="Existing run to continue; null: a new one.")
 
 
+class SwanlabConfig(Section):
+    """SwanLab."""
+
+    project: str | None = Field(default="grpo-dev", description="Project of the run.")
+    name: str | None = Field(default="grpo-dev-logger", description="Name of the run.")
+
+
 class LoggerConfig(Section):
     """Console, trackers and files; each run writes below log_dir/exp_NNN."""
 
-    later: ClassVar[dict[str, str]] = {"swanlab_enabled": "the SwanLab tracker"}
     ignored: ClassVar[dict[str, str]] = {
         "gpu_monitoring": "machine metrics are not reported yet",
         "monitor_gpus": "machine metrics are not reported yet",
-        "swanlab": "there is no SwanLab tracker yet",
     }
 
     log_dir: str = Field(default="logs", description="Folder of all runs; a run makes exp_NNN below it.")
@@ -61,6 +66,8 @@ class LoggerConfig(Section):
     wandb_enabled: bool = Field(default=False, description="Report to Weights & Biases.")
     tensorboard_enabled: bool = Field(default=False, description="Write TensorBoard files.")
     mlflow_enabled: bool = Field(default=False, description="Report to MLflow (extra `mlflow`).")
+    swanlab_enabled: bool = Field(default=False, description="Report to SwanLab (extra `swanlab`).")
     wandb: WandbConfig = Field(default_factory=WandbConfig, description="Weights & Biases.")
     tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig, description="TensorBoard.")
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig, description="MLflow.")
+    swanlab: SwanlabConfig = Field(default_factory=SwanlabConfig, description="SwanLab.")

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import EnvVars
-from nemo_rl.config.schema.policy_parallel import BackendSection
+from nemo_rl.config.schema.policy_parallel import AdapterConfig, BackendSection
 
 _DEEPEP = "the DeepEP and HybridEP dispatchers"
 _GENERATION = "Megatron Core's dynamic inference engine"
@@ -112,28 +112,18 @@ MEGATRON_LINEAR_LAYERS = (
 """Last parts of the names of Megatron Core's linear layers; those behind `linear_fc2` are of latent attention."""
 
 
-class MegatronPeftConfig(Section):
+class MegatronPeftConfig(AdapterConfig):
     """Train low-rank adapters instead of the model's weights."""
 
     ignored: ClassVar[dict[str, str]] = {
         "a2a_experimental": "adapters exchange products of their rank's width, never whole activations"
     }
 
-    enabled: bool = Field(default=False, description="Freeze the model and train adapters on its linear layers.")
-    dim: PositiveInt = Field(default=8, description="Rank of the adapters.")
-    alpha: PositiveInt = Field(default=32, description="The adapters' product is scaled by alpha / dim.")
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability in the adapters.")
-    dropout_position: Literal["pre", "post"] = Field(
-        default="post", description="Dropout on the adapter's input (pre) or on its output (post)."
-    )
     target_modules: list[str] = Field(
         default_factory=list,
         description="Layers to adapt: last parts of Megatron Core's names (linear_qkv, linear_proj, linear_fc1, "
         "linear_fc2, those of latent attention), longer names or wildcards; none: all but exclude_modules. Routed "
         "experts and the output head have no adapters.",
-    )
-    exclude_modules: list[str] = Field(
-        default_factory=list, description="Layers to leave as they are, named like target_modules."
     )
     lora_A_init_method: Literal["xavier", "uniform"] = Field(
         default="xavier", description="First values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."

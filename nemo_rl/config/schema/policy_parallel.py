@@ -28,10 +28,8 @@ _TRAIN_TOKENS = "${mul:${..max_total_sequence_length},${..train_micro_batch_size
 _LOGPROB_TOKENS = "${mul:${..max_total_sequence_length},${..logprob_batch_size}}"
 
 
-class LoraConfig(Section):
-    """Train low-rank adapters instead of the model's weights."""
-
-    ignored: ClassVar[dict[str, str]] = {"use_triton": "adapters are plain matrix products"}
+class AdapterConfig(Section):
+    """What the sections on adapters have in common."""
 
     enabled: bool = Field(default=False, description="Freeze the model and train adapters on its linear layers.")
     dim: PositiveInt = Field(default=8, description="Rank of the adapters.")
@@ -40,14 +38,21 @@ class LoraConfig(Section):
     dropout_position: Literal["pre", "post"] = Field(
         default="post", description="Dropout on the adapter's input (pre) or on its output (post)."
     )
+    exclude_modules: list[str] = Field(
+        default_factory=list, description="Layers to leave as they are, named like target_modules."
+    )
+
+
+class LoraConfig(AdapterConfig):
+    """Train low-rank adapters instead of the model's weights."""
+
+    ignored: ClassVar[dict[str, str]] = {"use_triton": "adapters are plain matrix products"}
+
     match_all_linear: bool = Field(default=True, description="Adapt every linear layer but the output head.")
     target_modules: list[str] = Field(
         default_factory=list,
         description="Layers to adapt, with match_all_linear: false: full names, last parts (q_proj) or wildcards; "
         "none: all but exclude_modules.",
-    )
-    exclude_modules: list[str] = Field(
-        default_factory=list, description="Layers to leave as they are, named like target_modules."
     )
     lora_A_init: Literal["xavier", "uniform"] = Field(
         default="xavier", description="First values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."

@@ -66,7 +66,7 @@ from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBacken
 from nemo_rl.models.low_rank import require_on_some_rank
 from nemo_rl.models.sampling import sampling_density
 from nemo_rl.models.staging import Keep, Write, as_it_is
-from nemo_rl.utils.device import device_for
+from nemo_rl.utils.device import device_for, free_cache
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -272,7 +272,7 @@ class DTensorBackend(PolicyBackend):
         """See `PolicyBackend.move_optimizer_state`."""
         if self._takes_turns and self.optimizer is not None:
             move_state(self.optimizer, self._resting, self.device, to_host=to_host)
-        self._free_cache()
+        free_cache(self.device)
 
     def move_weights(self, to_host: bool) -> None:
         """See `PolicyBackend.move_weights`."""
@@ -280,13 +280,7 @@ class DTensorBackend(PolicyBackend):
             reshard(self.model)
             move_weights(self.model, self._resting, self.device, to_host=to_host)
             self._weights_rest = to_host
-        self._free_cache()
-
-    def _free_cache(self) -> None:
-        """Wait for the copies, and leave no memory on the device that this process does not use."""
-        device = device_for(uses_gpu=self.device.type != "cpu")
-        device.synchronize()
-        device.empty_cache()
+        free_cache(self.device)
 
     def save(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.save`."""

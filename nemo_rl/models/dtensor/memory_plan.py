@@ -8,24 +8,10 @@ libraries and fragmentation take comes on top. Sources: Korthikanti et al. 2022 
 parallelism divides.
 """
 
-from dataclasses import dataclass
-from math import ceil
-
-from transformers import PretrainedConfig
-
-from nemo_rl.config import PolicyConfig
-from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
-from nemo_rl.models.huggingface.load import torch_dtype
-from nemo_rl.models.memory import WIDE, MemoryPlan, Moment, Work, microbatches_in_flight
-from nemo_rl.models.memory_trace import (
-    GRADIENT_OF_LOGITS,
-    Activations,
-    ModelTrace,
-    Parameters,
-    logits_bytes,
-    trace_model,
-)
+from nemo_rl.models.memory import WIDE, MemoryPlan, Moment, microbatches_in_flight
+from nemo_rl.models.memory_trace import GRADIENT_OF_LOGITS, Activations, Parameters
+from nemo_rl.models.rank_memory import RankMemory
 
 _MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "adadelta": 2, "lion": 1}
 _LAYERS_GATHERED = 3
@@ -33,35 +19,10 @@ _LAYERS_GATHERED = 3
 all of its layers once for all microbatches."""
 
 
-def predict_memory(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:
-    """Memory of the rank that needs most.
+class DTensorRank(RankMemory):
+    """A rank of the PyTorch-native backend."""
 
-    Args:
-        policy: section of the model.
-        layout: sizes of the axes.
-        model: the model's configuration.
-        work: what the rank does.
-    """
-    tokens = ceil(work.tokens / layout.cp)
-    dtype = torch_dtype(policy.precision)
-    scores = policy.reward_model_cfg.enabled
-    trace = trace_model(model, tokens, dtype, scores=scores, kept_operators=KEPT_OPERATORS)
-    stages = {0, layout.pp - 1}
-    plans = [_Rank(policy, layout, trace, work, tokens, dtype.itemsize, stage).plan() for stage in sorted(stages)]
-    return max(plans, key=lambda plan: plan.peak)
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """One rank of a pipeline stage; see `predict_memory`."""
-
-    policy: PolicyConfig
-    layout: ParallelLayout
-    trace: ModelTrace
-    work: Work
-    tokens: int
-    itemsize: int
-    stage: int
+    kept_operators = KEPT_OPERATORS
 
     @property
     def _layers(self) -> range:
@@ -94,7 +55,7 @@ class _Rank:
 
     def plan(self) -> MemoryPlan:
         """All moments of a step."""
-        own = [self.trace.layers[index] for index in self._layers] + self._outside
+        own = [self.trace.layers[index] for index in self._layers] + self.outside
         stored = sum(self._held(parameters) for parameters in own)
         lora = self.policy.dtensor_cfg.lora_cfg
         trained = stored if not lora.enabled else self.trace.linears * lora.dim / (self._shards * self.layout.pp)
@@ -110,14 +71,6 @@ class _Rank:
             moments = {name: {**held, "gradients": 0.0} for name, held in moments.items()}
         missing = "" if self.trace.activations else "Activations are not known for this architecture."
         return MemoryPlan(stays, moments, {} if self.work.on_cpu else host, missing)
-
-    @property
-    def _outside(self) -> list[Parameters]:
-        """Parameters outside of the layers: the first stage has the embedding, the last one norm and head."""
-        first, last = self.stage == 0, self.stage == self.layout.pp - 1
-        if last and not (first and self.trace.tied):
-            return [self.trace.embedding, self.trace.last] if first else [self.trace.last]
-        return [self.trace.last] if last else [self.trace.embedding] * first
 
     @property
     def _weight_size(self) -> int:
@@ -140,30 +93,26 @@ class _Rank:
         return {"reference weights and their place": 2 * stored * WIDE}
 
     def _training(self, gradients: float) -> dict[str, Moment]:
-        root = sum(self._gathered(parameters) for parameters in self._outside)
-        parts = (self.trace.embedding, self.trace.last, *self.trace.layers)
-        largest = max(parameters.largest for parameters in parts) / self.layout.tp
-        has_head = self.stage == self.layout.pp - 1
-        head = has_head * self.trace.vocabulary * self.trace.hidden / self.layout.tp * WIDE
-        logits = has_head * self._logits(GRADIENT_OF_LOGITS) + 2 * head
+        root = sum(self._gathered(parameters) for parameters in self.outside)
+        logits = self.logits(GRADIENT_OF_LOGITS) + 2 * self.head
         fsdp = self._uses_fsdp
         gathered = {"gathered weights": self._gathered_at_once(root)}
         earlier = gathered | {"gradients": gradients if self.work.several else 0.0}
         kept, again = self._activations()
         unreduced = {"gradients before their reduction": root * (self.itemsize + WIDE) if fsdp else 0.0}
-        update = {"optimizer's temporaries": 2 * largest / self._shards * WIDE if self.work.on_cpu else 0.0}
+        update = {"optimizer's temporaries": 2 * self.largest / self._shards * WIDE if self.work.on_cpu else 0.0}
         return {
             "head backward": earlier | {"activations": kept, "logits": logits},
-            "layer backward": earlier | {"activations": kept + again, "logits": head},
+            "layer backward": earlier | {"activations": kept + again, "logits": self.head},
             "embedding backward": gathered | unreduced | {"gradients": gradients, "activations": again},
             "update": {"gradients": gradients} | update,
         }
 
     def _pass(self) -> dict[str, float]:
         """A forward pass without a backward one: what a layer and the head need at a time."""
-        root = sum(self._gathered(parameters) for parameters in self._outside)
+        root = sum(self._gathered(parameters) for parameters in self.outside)
         one = max((self._kept(each) for each in self.trace.activations), default=0.0)
-        return {"gathered weights": self._gathered_at_once(root), "activations": one, "logits": self._logits(2)}
+        return {"gathered weights": self._gathered_at_once(root), "activations": one, "logits": self.logits(2)}
 
     def _gathered_at_once(self, root: float) -> float:
         """Bytes of gathered weights: `root` elements outside of the layers, and some layers; all of a stage's."""
@@ -172,10 +121,6 @@ class _Rank:
         sizes = [self._gathered(self.trace.layers[index]) for index in self._layers]
         layers = sum(sizes) if self.layout.pp > 1 else _LAYERS_GATHERED * max(sizes, default=0.0)
         return (root + layers) * self.itemsize
-
-    def _logits(self, tensors: int) -> float:
-        chunk = self.policy.logprob_chunk_size
-        return tensors * logits_bytes(self.trace, self.tokens, chunk, on_cpu=self.work.on_cpu) / self.layout.tp
 
     def _activations(self) -> tuple[float, float]:
         """What the backward pass needs of all microbatches under way on the stage, and what it computes again."""

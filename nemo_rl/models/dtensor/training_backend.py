@@ -25,7 +25,6 @@ from nemo_rl.models.huggingface.folders import (
     require_empty,
 )
 from nemo_rl.models.huggingface.sizes import count_parameters
-from nemo_rl.models.memory import MemoryPlan, Work, microbatch_tokens
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.manifest import find_damage
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:  # see `models.backends`
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from nemo_rl.models.huggingface.comparison import ExportCheck
+    from nemo_rl.models.rank_memory import RankMemory
 
 logger = logging.getLogger(__name__)
 
@@ -58,17 +58,11 @@ class DTensorTraining(TrainingBackend):
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
         report_findings(check_mesh(policy, layout, model, section, partial(_require_plan, policy)))
 
-    def predict_memory(
-        self, policy: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool, on_gpu: bool
-    ) -> MemoryPlan | None:
-        """Of the largest microbatch that the section allows; see `TrainingBackend.predict_memory`."""
-        from nemo_rl.models.dtensor.memory_plan import predict_memory
-        from nemo_rl.models.huggingface.load import load_model_config
+    def rank_memory(self) -> "type[RankMemory]":
+        """See `TrainingBackend.rank_memory`."""
+        from nemo_rl.models.dtensor.memory_plan import DTensorRank
 
-        tokens = microbatch_tokens(policy, trains=trains)
-        work = Work(tokens, trains=trains, keeps_reference=keeps_reference, on_cpu=not on_gpu)
-        model = load_model_config(policy.model_name, policy.hf_config_overrides)
-        return predict_memory(policy, ParallelLayout.of(policy, num_ranks), model, work)
+        return DTensorRank
 
     @staticmethod
     def _check_optimizer(policy: PolicyConfig) -> None:

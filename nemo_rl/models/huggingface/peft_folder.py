@@ -3,12 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
 
+from nemo_rl.config.schema.policy_parallel import AdapterConfig
 from nemo_rl.distributed.failing_together import failing_together
 from nemo_rl.utils.errors import CheckpointError
 
@@ -19,20 +20,12 @@ PEFT_PREFIX = "base_model.model."
 _EXPERT_LAYERS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
-class AdapterShape(Protocol):
-    """What the sections on adapters have in common."""
-
-    dim: int
-    alpha: int
-    dropout: float
-
-
 def peft_key(name: str) -> str:
     """Where PEFT looks for a parameter, from its name in the Hugging Face model: `<layer>.lora_A`, `<layer>.lora_B`."""
     return f"{PEFT_PREFIX}{name}.weight"
 
 
-def peft_config(config: AdapterShape, base_name: str, names: Sequence[str], *, fused_experts: bool) -> dict[str, Any]:
+def peft_config(config: AdapterConfig, base_name: str, names: Sequence[str], *, fused_experts: bool) -> dict[str, Any]:
     """What PEFT reads of an adapter.
 
     In a model with fused experts PEFT takes the names of an expert's layers for the experts, wherever they are: the

@@ -32,7 +32,7 @@ from nemo_rl.models.megatron.inputs import rank_inputs, row_order
 from nemo_rl.models.megatron.parallel import division_of, start_model_parallel
 from nemo_rl.models.sampling import sampling_density
 from nemo_rl.models.staging import Keep, Write, as_it_is
-from nemo_rl.utils.device import device_for
+from nemo_rl.utils.device import free_cache
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 
@@ -116,14 +116,14 @@ class MegatronBackend(PolicyBackend):
         assert self.optimizer is not None, "this policy was made without an optimizer"
         self._has_gradients = False
         if self._memory_level > 1:
-            self._free_cache()
+            free_cache(self.device)
         norm, stepped = self._optim.clip_and_step(self.optimizer, self.chunks)
         if stepped and self._adapters_unproven and norm > 0 and self.learning_rate() > 0:
             self._optim.complete_weights(self.chunks)
             self._lora.check_adapters_moved(self.chunks)
             self._adapters_unproven = False
         if self._memory_level > 0:
-            self._free_cache()
+            free_cache(self.device)
         return norm, stepped
 
     def advance_schedule(self) -> None:
@@ -266,7 +266,7 @@ class MegatronBackend(PolicyBackend):
                 move_state(part.optimizer, self._resting[number], self.device, to_host=to_host)
                 self._optim.move_float32_weights(part, self._resting[number], self.device, to_host=to_host)
             self._state_rests = to_host
-        self._free_cache()
+        free_cache(self.device)
 
     def move_weights(self, to_host: bool) -> None:
         """See `PolicyBackend.move_weights`."""
@@ -274,13 +274,7 @@ class MegatronBackend(PolicyBackend):
             for number, chunk in enumerate(self.chunks):
                 move_weights(chunk, self._resting[number], self.device, to_host=to_host)
             self._weights_rest = to_host
-        self._free_cache()
-
-    def _free_cache(self) -> None:
-        """Wait for the copies, and leave no memory on the device that this process does not use."""
-        device = device_for(uses_gpu=self.device.type != "cpu")
-        device.synchronize()
-        device.empty_cache()
+        free_cache(self.device)
 
     def _weights(self) -> dict[str, Tensor]:
         """Every parameter and buffer of this rank, by chunk and name."""

@@ -141,7 +141,7 @@ def _kernels(
     if options.transformer_impl == "transformer_engine" and not engine:
         raise ConfigError(
             "policy.megatron_cfg.transformer_impl=transformer_engine needs a GPU and the package transformer-engine. "
-            "Install it, or leave the key out for the layers that need neither."
+            "Install it (uv sync --extra transformer-engine), or leave the key out for the layers that need neither."
         )
     # Transformer Engine's fused rotation knows no factor on sine and cosine, latent attention's none but YaRN.
     fused_rotary = fields.get("rope_type") == "yarn" if rotary is None else rotary.scaling == 1.0

@@ -5,48 +5,15 @@ optimizer's float32 state the share of its data-parallel rank (ZeRO-1, Rajbhanda
 Activations are those of plain PyTorch layers, divided as in Korthikanti et al. 2022 (arXiv:2205.05198); Transformer
 Engine's fused layers keep less. Imports nothing of megatron.
 
-Invariant: as in `models.memory`; the rank is one of the pipeline stage that needs most.
+Invariant: as in `models.memory`.
 """
 
-from dataclasses import dataclass
-from math import ceil
-
-from transformers import PretrainedConfig
-
-from nemo_rl.config import MegatronConfig, PolicyConfig
-from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.huggingface.load import torch_dtype
-from nemo_rl.models.memory import WIDE, MemoryPlan, Moment, Work, microbatches_in_flight
-from nemo_rl.models.memory_trace import (
-    GRADIENT_OF_LOGITS,
-    ModelTrace,
-    Parameters,
-    logits_bytes,
-    trace_model,
-)
+from nemo_rl.config import MegatronConfig
+from nemo_rl.models.memory import WIDE, MemoryPlan, Moment, microbatches_in_flight
+from nemo_rl.models.memory_trace import GRADIENT_OF_LOGITS, Parameters
+from nemo_rl.models.rank_memory import RankMemory
 
 _SELECTIVE = "Selective recomputation saves some of the activations; they are counted as if it were off."
-
-
-def predict_memory(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:
-    """Memory of the rank that needs most.
-
-    Args:
-        policy: section of the model.
-        layout: sizes of the axes.
-        model: the model's configuration.
-        work: what the rank does.
-    """
-    tokens = ceil(work.tokens / layout.cp)
-    dtype = torch_dtype(policy.precision)
-    trace = trace_model(model, tokens, dtype, scores=policy.reward_model_cfg.enabled)
-    stages = stage_layers(len(trace.layers), layout.pp, policy.megatron_cfg)
-    plans = [
-        _Rank(policy, layout, trace, model.get_text_config(), work, tokens, dtype.itemsize, stage, layers).plan()
-        for stage, layers in enumerate(stages)
-        if stage in (0, 1, layout.pp - 1)
-    ]
-    return max(plans, key=lambda plan: plan.peak)
 
 
 def stage_layers(total: int, stages: int, section: MegatronConfig) -> list[range]:
@@ -60,19 +27,13 @@ def stage_layers(total: int, stages: int, section: MegatronConfig) -> list[range
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """One rank of a pipeline stage; see `predict_memory`."""
+class MegatronRank(RankMemory):
+    """A rank of Megatron Core."""
 
-    policy: PolicyConfig
-    layout: ParallelLayout
-    trace: ModelTrace
-    model: PretrainedConfig
-    work: Work
-    tokens: int
-    itemsize: int
-    stage: int
-    layers: range
+    @property
+    def layers(self) -> range:
+        """Decoder layers of the stage."""
+        return stage_layers(len(self.trace.layers), self.layout.pp, self.policy.megatron_cfg)[self.stage]
 
     def plan(self) -> MemoryPlan:
         """All moments of a step."""
@@ -100,7 +61,7 @@ class _Rank:
     def _dense(self) -> float:
         """Elements outside of routed experts."""
         inside = sum(self._part(self.trace.layers[index]) for index in self.layers)
-        return inside + sum(each.matrices / self.layout.tp + each.vectors for each in self._outside)
+        return inside + sum(each.matrices / self.layout.tp + each.vectors for each in self.outside)
 
     def _part(self, layer: Parameters) -> float:
         """Elements of a layer; routers, and what latent attention compresses with, are whole on every rank."""
@@ -123,14 +84,6 @@ class _Rank:
         """Elements of the stage's adapters, as if no axis divided them: at most so many; routed experts have none."""
         peft = self.policy.megatron_cfg.peft
         return self.trace.linears * peft.dim * len(self.layers) / len(self.trace.layers) if peft.enabled else 0.0
-
-    @property
-    def _outside(self) -> list[Parameters]:
-        """Parameters outside of the layers: the first stage has the embedding, the last one norm and head."""
-        first, last = self.stage == 0, self.stage == self.layout.pp - 1
-        if last and not (first and self.trace.tied):
-            return [self.trace.embedding, self.trace.last] if first else [self.trace.last]
-        return [self.trace.last] if last else [self.trace.embedding] * first
 
     @property
     def _copies(self) -> tuple[int, float]:
@@ -167,32 +120,22 @@ class _Rank:
         return moments + (self.itemsize < WIDE)
 
     def _training(self) -> dict[str, Moment]:
-        parts = (self.trace.embedding, self.trace.last, *self.trace.layers)
-        largest = max(parameters.largest for parameters in parts) / self.layout.tp
         kept, again = self._activations()
-        last = self.stage == self.layout.pp - 1
         # The head's float32 copy and gradient, and the hidden states of all tokens that it works on.
-        head = last * self.trace.vocabulary * self.trace.hidden / self.layout.tp * WIDE
-        hidden = last * 2 * self.tokens * self.trace.hidden * self.itemsize
+        hidden = self.has_head * 2 * self.tokens * self.trace.hidden * self.itemsize
         wide = self._updated * WIDE if self._gradient_size < WIDE else 0.0
-        moved = min(largest / self._copies[0], self._updated)
+        moved = min(self.largest / self._copies[0], self._updated)
         update = {"optimizer's temporaries": 2 * moved * WIDE} if self.work.on_cpu else {}
         return {
-            "head backward": {"activations": kept + hidden, "logits": self._logits(GRADIENT_OF_LOGITS) + 2 * head},
-            "layer backward": {"activations": kept + again, "logits": head},
+            "head backward": {"activations": kept + hidden, "logits": self.logits(GRADIENT_OF_LOGITS) + 2 * self.head},
+            "layer backward": {"activations": kept + again, "logits": self.head},
             "update": {"float32 gradients": wide} | update,
         }
 
     def _pass(self) -> Moment:
         """A forward pass without a backward one: what a layer and the head need at a time."""
         one = max(map(self._kept, range(len(self.trace.activations))), default=0.0)
-        return {"activations": one, "logits": self._logits(2)}
-
-    def _logits(self, tensors: int) -> float:
-        if self.stage < self.layout.pp - 1:
-            return 0.0
-        chunk = self.policy.logprob_chunk_size
-        return tensors * logits_bytes(self.trace, self.tokens, chunk, on_cpu=self.work.on_cpu) / self.layout.tp
+        return {"activations": one, "logits": self.logits(2)}
 
     def _activations(self) -> tuple[float, float]:
         """What the backward pass needs of all microbatches under way on the stage, and what it computes again."""

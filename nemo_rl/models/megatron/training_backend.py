@@ -13,13 +13,13 @@ from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import TrainingBackend
 from nemo_rl.models.megatron.release import require_megatron_core
-from nemo_rl.models.memory import MemoryPlan, Work, microbatch_tokens
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # see `models.backends`
     from transformers import PreTrainedTokenizerBase
 
     from nemo_rl.models.huggingface.comparison import ExportCheck
+    from nemo_rl.models.rank_memory import RankMemory
 
 
 logger = logging.getLogger(__name__)
@@ -52,17 +52,11 @@ class MegatronTraining(TrainingBackend):
         if section == "policy" and CACHE_VARIABLE in os.environ:
             logger.info("%s has no effect: every rank reads its part of the Hugging Face files.", CACHE_VARIABLE)
 
-    def predict_memory(
-        self, policy: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool, on_gpu: bool
-    ) -> MemoryPlan | None:
-        """Of the largest microbatch that the section allows; see `TrainingBackend.predict_memory`."""
-        from nemo_rl.models.huggingface.load import load_model_config
-        from nemo_rl.models.megatron.memory_plan import predict_memory
+    def rank_memory(self) -> "type[RankMemory]":
+        """See `TrainingBackend.rank_memory`."""
+        from nemo_rl.models.megatron.memory_plan import MegatronRank
 
-        tokens = microbatch_tokens(policy, trains=trains)
-        work = Work(tokens, trains=trains, keeps_reference=keeps_reference, on_cpu=not on_gpu)
-        model = load_model_config(policy.model_name, policy.hf_config_overrides)
-        return predict_memory(policy, ParallelLayout.of(policy, num_ranks), model, work)
+        return MegatronRank
 
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
         """One queue to each GPU where layers are divided: Megatron Core starts a transfer before the product that hides

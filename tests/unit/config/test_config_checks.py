@@ -443,12 +443,44 @@ def test_trackers(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     check_trackers(wandb)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package swanlab.*--extra swanlab"):
+        check_trackers(LoggerConfig.build(swanlab_enabled=True))
     with pytest.raises(ConfigError, match="needs the package mlflow, which is not installed"):
         check_trackers(LoggerConfig.build(mlflow_enabled=True))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     with pytest.raises(ConfigError, match=r"(?s)tracking_uri='file:runs' is a folder.*sqlite:///"):
         check_trackers(LoggerConfig.build(mlflow_enabled=True, mlflow={"tracking_uri": "file:runs"}))
     check_trackers(LoggerConfig.build(mlflow_enabled=True))
+
+
+@pytest.mark.parametrize(
+    ("variable", "file"),
+    [
+        ("SWANLAB_API_KEY", None),
+        ("SWANLAB_MODE", None),
+        (None, "home/.netrc"),
+        (None, "here/.swanlab/.netrc"),
+        (None, "here/swanlab.yaml"),
+        (None, "here/.env"),
+    ],
+)
+def test_the_login_of_swanlab(monkeypatch, tmp_path: Path, variable: str | None, file: str | None) -> None:
+    for name in ("SWANLAB_API_KEY", "SWANLAB_MODE", "SWANLAB_SECRETS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SWANLAB_ROOT", str(tmp_path / "home"))
+    monkeypatch.setenv("SWANLAB_CONFIG_DIR", str(tmp_path / "etc"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    config = LoggerConfig.build(swanlab_enabled=True)
+    with pytest.raises(ConfigError, match=r"SWANLAB_API_KEY or .*home/\.netrc.*SWANLAB_MODE=offline"):
+        check_trackers(config)
+    if variable:
+        monkeypatch.setenv(variable, "offline")
+    if file:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    check_trackers(config)
 
 
 def test_stop_metrics_are_those_that_a_validation_reports(minimal: Path) -> None:

@@ -8,23 +8,14 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from nemo_rl.config import (
-    DistillationMasterConfig,
-    DPOMasterConfig,
-    GRPOMasterConfig,
-    RMMasterConfig,
-    SFTMasterConfig,
-    load_config,
-)
+from nemo_rl.config import load_config
+from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.resume import APPLIED, changed_keys
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = {
-    "grpo_math_cpu": GRPOMasterConfig,
-    "sft_cpu": SFTMasterConfig,
-    "dpo_cpu": DPOMasterConfig,
-    "rm_cpu": RMMasterConfig,
-    "distillation_math_cpu": DistillationMasterConfig,
+    name: ALGORITHMS[name.split("_")[0]]
+    for name in ("grpo_math_cpu", "sft_cpu", "dpo_cpu", "rm_cpu", "distillation_math_cpu")
 }
 
 
@@ -88,7 +79,7 @@ def test_keys_of_another_version_are_left_out():
 def test_an_entry_that_becomes_a_list_is_one_change():
     entry = "{dataset_name: arithmetic_sft, num_samples: 9}"
     config = load_config(
-        ROOT / "examples/configs/sft_cpu.yaml", [f"data.train=[{entry},{entry}]"], schema=SFTMasterConfig, check=False
+        ROOT / "examples/configs/sft_cpu.yaml", [f"data.train=[{entry},{entry}]"], schema=ALGORITHMS["sft"], check=False
     )
     assert [change.key for change in changed_keys(config, stored("sft_cpu"))] == ["data.train"]
 

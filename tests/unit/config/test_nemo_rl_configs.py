@@ -17,7 +17,8 @@ import yaml
 from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, Section, load_config
 from nemo_rl.config.base.availability import Later
 from nemo_rl.config.base.structure import Slot
-from nemo_rl.config.loading.obstacles import ALGORITHMS, guess_algorithm, obstacles
+from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
+from nemo_rl.config.loading.obstacles import obstacles
 from nemo_rl.config.rules.training import check_generation
 from nemo_rl.utils.errors import ConfigError
 
@@ -42,6 +43,7 @@ ACCEPTED = {
         "policy.offload_optimizer_for_logprob=true",
         "policy.dtensor_cfg.automodel_kwargs={force_hf: true}",
         "grpo.val_period=-1",
+        "logger.swanlab_enabled=true",
         "data.validation=[{dataset_name: AIME2024, repeat: 16}, {dataset_name: AIME2025}]",
         "env={math: {}, nemo_gym: {config_paths: [a.yaml]}, code: {num_workers: 4}}",
     ),
@@ -200,7 +202,7 @@ def written(folder: Path, algorithm: str, *overrides: str) -> Path:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_all_keys_of_nemo_rl_load_at_its_defaults(algorithm: str) -> None:
     path = SHAPES / f"{algorithm}.yaml"
-    assert guess_algorithm(path) == algorithm
+    assert algorithm_of(path) == algorithm
     load_config(path, schema=ALGORITHMS[algorithm])
 
 
@@ -434,7 +436,7 @@ def test_the_command_line(
     assert "'grpo.vall_period'. Did you mean 'grpo.val_period'?" in lines[2]
     assert lines[3].startswith("  - policy.quant_cfg=") and "not built yet: quantised training" in lines[3]
     assert run(checker, monkeypatch, str(SHAPES / "common.yaml")) == 1
-    assert "Name it with --algorithm" in capsys.readouterr().out
+    assert "Say it with --algorithm" in capsys.readouterr().out
     assert run(checker, monkeypatch, str(good), "sft.val_batches=0", "--algorithm", "sft") == 1
     assert "sft.val_batches=0 validates on nothing" in capsys.readouterr().out
     assert run(checker, monkeypatch, str(tmp_path / "missing.yaml")) == 1
@@ -455,7 +457,7 @@ def test_ppo_is_named_as_what_is_not_built(tmp_path: Path) -> None:
     path = tmp_path / "ppo.yaml"
     parts = {"ppo": {"ppo_epochs": 4}, "value": {"model_name": "m"}, "value_loss_fn": {"scale": 0.4}}
     path.write_text(yaml.safe_dump({"defaults": str(SHAPES / "common.yaml"), **parts}))
-    assert guess_algorithm(path) == "grpo"
+    assert algorithm_of(path) == "grpo"
     found = obstacles(path, "grpo")
     assert [text.split("=")[0] for text in found] == ["ppo", "value", "value_loss_fn"]
     with pytest.raises(ConfigError, match="not built yet: PPO with a value model"):

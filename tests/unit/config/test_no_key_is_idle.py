@@ -18,37 +18,19 @@ from attribute_reads import AttributeReads
 from config_helpers import with_values
 from pydantic.fields import FieldInfo
 
-from nemo_rl.config import (
-    REPOSITORY_ROOT,
-    DistillationMasterConfig,
-    DPOMasterConfig,
-    EvalMasterConfig,
-    GRPOMasterConfig,
-    PolicyConfig,
-    RMMasterConfig,
-    Section,
-    SFTMasterConfig,
-    load_config,
-)
+from nemo_rl.config import REPOSITORY_ROOT, PolicyConfig, Section, load_config
 from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.section import is_interpolation
 from nemo_rl.config.base.structure import Slot
+from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.model import check_backend
 from nemo_rl.config.schema.megatron import MegatronConfig
 from nemo_rl.config.schema.policy_parallel import DTensorConfig, TrainingBackendConfig
 from nemo_rl.losses.feedback import KTOLossConfig
 from nemo_rl.losses.preference import DPOLossConfig
 
-MASTERS = (
-    GRPOMasterConfig,
-    DistillationMasterConfig,
-    SFTMasterConfig,
-    DPOMasterConfig,
-    RMMasterConfig,
-    EvalMasterConfig,
-)
 LIBRARY = REPOSITORY_ROOT / "nemo_rl"
-TRACKERS = ("wandb", "tensorboard", "mlflow")
+TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab")
 
 BY_COMPUTED_NAME = {
     ("DPOConfig", "from_section"): {field.name for kind in (DPOLossConfig, KTOLossConfig) for field in fields(kind)},
@@ -129,7 +111,7 @@ def idle_keys(reads: AttributeReads) -> set[str]:
     computed = {(section, key) for (section, _), names in BY_COMPUTED_NAME.items() for key in names}
     found = reads.found | computed
     idle = set()
-    for master in MASTERS:
+    for master in ALGORITHMS.values():
         walked = list(keys(master, ""))
         inherited = {section.inherits: section for _, section, _ in walked if section.inherits}
         for path, section, key in walked:
@@ -197,7 +179,7 @@ def test_a_key_made_idle_is_found(sources: dict[Path, str], name: str) -> None:
 
 
 def test_a_notice_is_about_keys_that_are_there() -> None:
-    for master in MASTERS:
+    for master in ALGORITHMS.values():
         for section in {section for _, section, _ in keys(master, "")}:
             assert set(section.idle) <= set(section.model_fields)
             assert not set(section.ignored) & set(section.model_fields)

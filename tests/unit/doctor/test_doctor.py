@@ -14,8 +14,8 @@ import pytest
 
 from nemo_rl.__main__ import main
 from nemo_rl.config import load_config
+from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.doctor import command, host, nodes
-from nemo_rl.doctor.algorithms import SCHEMAS, algorithm_of
 from nemo_rl.doctor.findings import skipped
 from nemo_rl.doctor.nodes import NODE_CHECKS
 from nemo_rl.doctor.requests import RunRequest
@@ -264,7 +264,7 @@ def test_a_file_of_no_known_algorithm_is_refused(tmp_path: Path, content: str, t
 
 
 def test_the_algorithms_of_the_command_line_have_schemas() -> None:
-    assert tuple(SCHEMAS) == command.ALGORITHMS
+    assert tuple(ALGORITHMS) == command.ALGORITHMS
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from nemo_rl.models.dtensor import backend as backend_module
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.host_memory import HostMemory, move_weights
 from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.utils import device as device_module
 
 CPU = torch.device("cpu")
 
@@ -207,7 +208,7 @@ def test_cached_memory_is_given_back_after_the_copies(frozen, tmp_path, monkeypa
     device = SimpleNamespace(
         synchronize=lambda: events.append("synchronize"), empty_cache=lambda: events.append("empty cache")
     )
-    monkeypatch.setattr(backend_module, "device_for", lambda uses_gpu: device)
+    monkeypatch.setattr(device_module, "device_for", lambda uses_gpu: device)
     monkeypatch.setattr(backend_module, "move_state", lambda *_, to_host: events.append(f"state {to_host}"))
     monkeypatch.setattr(backend_module, "move_weights", lambda *_, to_host: events.append(f"weights {to_host}"))
     with process_group():

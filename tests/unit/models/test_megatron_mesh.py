@@ -14,8 +14,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.runtime import preflight
 from nemo_rl.config import REPOSITORY_ROOT, PolicyConfig, model_ranks, row_length_multiple
+from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.config.loading.load import load_config
-from nemo_rl.config.loading.obstacles import ALGORITHMS, guess_algorithm
 from nemo_rl.config.rules.megatron import check_megatron
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import backend_of_checkpoint, training_backend
@@ -352,7 +352,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_train_with_megatron_on_their_meshes(path: Path) -> None:
-    config = load_config(path, schema=ALGORITHMS[guess_algorithm(path)])
+    config = load_config(path, schema=ALGORITHMS[algorithm_of(path)])
     policy = config.policy
     assert isinstance(training_backend(policy), MegatronTraining)
     assert policy.optimizer is None and policy.scheduler is None

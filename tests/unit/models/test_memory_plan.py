@@ -16,7 +16,7 @@ from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.memory_plan import predict_memory
+from nemo_rl.models.dtensor.memory_plan import DTensorRank
 from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
 from nemo_rl.models.memory import MemoryPlan, Work
 from nemo_rl.models.memory_trace import trace_model
@@ -76,7 +76,7 @@ def test_equal_layers_are_traced_once() -> None:
 
 def test_an_architecture_that_needs_data_is_counted_without_activations() -> None:
     policy = PolicyConfig.build(model_name="m", generation=None)
-    plan = predict_memory(policy, ParallelLayout(), model_config("minimax"), Work(32))
+    plan = DTensorRank.predict(policy, ParallelLayout(), model_config("minimax"), Work(32))
     assert plan.missing and plan.certain > 0 and "not known" in plan.table("x")
 
 
@@ -86,7 +86,7 @@ def plan_of(model: PretrainedConfig | None = None, tokens: int = 4096, precision
     policy = PolicyConfig.build(
         model_name="m", precision=precision, dtensor_cfg=keys, generation=None, optimizer={"name": optimizer}
     )
-    return predict_memory(policy, ParallelLayout(**axes), model or model_config(), Work(tokens))
+    return DTensorRank.predict(policy, ParallelLayout(**axes), model or model_config(), Work(tokens))
 
 
 def activations(plan: MemoryPlan) -> float:
@@ -140,7 +140,7 @@ def test_keys_of_a_whole_row() -> None:
     """Context-parallel ranks that gather keys and values keep them; without a kernel for pieces twice."""
     policy = PolicyConfig.build(model_name="m", precision="float32", generation=None)
     one, two, on_cpu = (
-        activations(predict_memory(policy, ParallelLayout(cp=cp), model_config(), Work(64, on_cpu=cpu)))
+        activations(DTensorRank.predict(policy, ParallelLayout(cp=cp), model_config(), Work(64, on_cpu=cpu)))
         for cp, cpu in ((1, True), (2, False), (2, True))
     )
     keys = sum(layer.keys_values for layer in trace_model(model_config(), 64, torch.float32).activations)
@@ -209,7 +209,7 @@ def test_a_run_is_told_its_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 def test_cpu_offload_moves_what_stays_to_the_host() -> None:
     policy = PolicyConfig.build(model_name="m", generation=None, dtensor_cfg={"cpu_offload": True})
     work = Work(64, keeps_reference=True)
-    plan = predict_memory(policy, ParallelLayout(dp_shard=2), model_config(), work)
+    plan = DTensorRank.predict(policy, ParallelLayout(dp_shard=2), model_config(), work)
     assert plan.certain == 0 and {"weights", "optimizer state", "gradients"} < plan.host.keys()
-    on_cpu = predict_memory(policy, ParallelLayout(dp_shard=2), model_config(), replace(work, on_cpu=True))
+    on_cpu = DTensorRank.predict(policy, ParallelLayout(dp_shard=2), model_config(), replace(work, on_cpu=True))
     assert on_cpu.certain > 0 and not on_cpu.host

@@ -21,7 +21,7 @@ from nemo_rl.config import (
     load_config,
     model_ranks,
 )
-from nemo_rl.config.loading.obstacles import ALGORITHMS, guess_algorithm
+from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.mesh_check import check_mesh
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
@@ -278,7 +278,7 @@ def test_numbers_of_ranks_are_answered_with_the_keys() -> None:
 )
 def test_examples_fit_their_meshes(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models on the hub stand for the tiny one, whose numbers are divided more easily than fitted."""
-    schema = ALGORITHMS[guess_algorithm(path)]
+    schema = ALGORITHMS[algorithm_of(path)]
     if not issubclass(schema, MasterConfig):
         pytest.skip("nothing is trained")
     monkeypatch.chdir(tmp_path)

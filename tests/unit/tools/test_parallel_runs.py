@@ -7,22 +7,8 @@ from types import ModuleType
 import pytest
 from tool_loading import TOOLS, load_tool
 
-from nemo_rl.config import (
-    DistillationMasterConfig,
-    DPOMasterConfig,
-    GRPOMasterConfig,
-    RMMasterConfig,
-    SFTMasterConfig,
-    load_config,
-)
-
-SCHEMAS = {
-    "grpo": GRPOMasterConfig,
-    "sft": SFTMasterConfig,
-    "dpo": DPOMasterConfig,
-    "rm": RMMasterConfig,
-    "distillation": DistillationMasterConfig,
-}
+from nemo_rl.config import load_config
+from nemo_rl.config.loading.algorithms import ALGORITHMS
 
 
 @pytest.fixture
@@ -63,8 +49,9 @@ def test_a_run_that_began_again(parallel_runs, tmp_path):
     assert not parallel_runs.went_on(write(tmp_path / "b", {1: 2.0, 2: 1.0, 3: 0.5, 4: 0.3}, start=2), half=2)
 
 
-@pytest.mark.parametrize(("algorithm", "schema"), SCHEMAS.items())
-def test_megatron_core_has_the_optimizer_and_mesh_of_the_native_run(parallel_runs, algorithm, schema):
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "eval"])
+def test_megatron_core_has_the_optimizer_and_mesh_of_the_native_run(parallel_runs, algorithm):
+    schema = ALGORITHMS[algorithm]
     example = TOOLS.parent / "examples/configs" / parallel_runs.CASES[algorithm].config
     native = load_config(example, schema=schema).policy.optimizer.kwargs
     run = parallel_runs.Run(algorithm, "tp2", backend="megatron")

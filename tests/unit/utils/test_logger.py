@@ -136,7 +136,7 @@ def test_a_tracker_that_is_not_installed_is_named(tmp_path, monkeypatch):
 def test_tracker_classes_are_offered_without_importing_their_libraries():
     code = (
         "import sys, nemo_rl.utils.logger;"
-        "assert not set(sys.modules) & {'wandb', 'mlflow', 'torch', 'ray', 'tensorboard'}"
+        "assert not set(sys.modules) & {'wandb', 'mlflow', 'swanlab', 'torch', 'ray', 'tensorboard'}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert issubclass(logger_module.TensorboardLogger, LoggerInterface)
@@ -253,10 +253,39 @@ logger.close()
     assert b"num_prompts_per_step" in records
 
 
-@pytest.mark.long
-def test_mlflow_file_store(tmp_path):
+@pytest.mark.slow
+def test_swanlab_offline(tmp_path):
+    """A real run of SwanLab without a network; names and numbers are in its files, and Ctrl-C stays ours."""
+    pytest.importorskip("swanlab")
+    code = f"""
+import signal
+from nemo_rl.config import LoggerConfig
+from nemo_rl.utils.logger import Logger
+before = signal.getsignal(signal.SIGINT)
+logger = Logger(LoggerConfig(swanlab_enabled=True, swanlab={{"project": "p", "name": "n"}}), {str(tmp_path)!r})
+assert signal.getsignal(signal.SIGINT) is before
+logger.log_hyperparams({{"grpo": {{"num_prompts_per_step": 8, "stop": None}}}})
+logger.log_metrics({{"loss": 0.3671875, "kl": float("nan"), "histogram": [1, 2]}}, 31, prefix="train")
+logger.log_metrics({{"accuracy": 0.8203125}}, 31, prefix="validation")
+logger.close()
+assert signal.getsignal(signal.SIGINT) is before
+"""
+    environment = os.environ | {"SWANLAB_MODE": "offline"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    [path] = tmp_path.glob("swanlab/run-*/run-*.swanlab")
+    records = path.read_bytes()
+    for name, value in ((b"train/loss", 0.3671875), (b"validation/accuracy", 0.8203125)):
+        assert name in records and struct.pack("<d", value) in records, name
+    assert b"train/kl" in records and b"histogram" not in records
+    assert "num_prompts_per_step" in (path.parent / "files/config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_mlflow_database(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
-    store = f"file:{tmp_path}/store"
+    monkeypatch.chdir(tmp_path)  # artifacts of a new experiment
+    store = f"sqlite:///{tmp_path}/store.db"
     section = {"tracking_uri": store, "experiment_name": "e", "run_name": "r"}
     logger = Logger(LoggerConfig(mlflow_enabled=True, mlflow=section), tmp_path)
     logger.log_hyperparams({"grpo": {"seed": 1}, "long": "x" * 1000})

@@ -9,7 +9,7 @@ from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.huggingface.known_shapes import FOLDER
 from nemo_rl.models.huggingface.sizes import parameters_of
-from nemo_rl.models.megatron.memory_plan import predict_memory, stage_layers
+from nemo_rl.models.megatron.memory_plan import MegatronRank, stage_layers
 from nemo_rl.models.megatron.training_backend import MegatronTraining
 from nemo_rl.models.memory import MemoryPlan, Work
 from tools.measure_memory import SETTINGS_OF_MEGATRON, Setting, measure
@@ -53,7 +53,7 @@ def plan_of(model: PretrainedConfig | None = None, *, on_cpu: bool = False, **ke
         megatron_cfg={"enabled": True, **keys},
     )
     work = Work(4096, trains=trains, on_cpu=on_cpu, keeps_reference=trains)
-    return predict_memory(policy, ParallelLayout(**axes), model or model_config(), work)
+    return MegatronRank.predict(policy, ParallelLayout(**axes), model or model_config(), work)
 
 
 def activations(plan: MemoryPlan) -> float:

@@ -1,0 +1,38 @@
+"""Which algorithm a configuration file is for."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from nemo_rl.config.loading.inheritance import load_config_with_inheritance
+from nemo_rl.config.runs.distillation import DistillationMasterConfig
+from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig
+from nemo_rl.config.runs.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
+from nemo_rl.utils.errors import ConfigError
+
+ALGORITHMS: Mapping[str, type[MasterConfig] | type[EvalMasterConfig]] = {
+    "grpo": GRPOMasterConfig,
+    "sft": SFTMasterConfig,
+    "dpo": DPOMasterConfig,
+    "rm": RMMasterConfig,
+    "distillation": DistillationMasterConfig,
+    "eval": EvalMasterConfig,
+}
+"""Master configuration by the section that only its algorithm has."""
+
+
+def algorithm_of(path: str | Path) -> str:
+    """The algorithm that a file is for, by the sections that it and its parents have.
+
+    Raises:
+        ConfigError: the file cannot be read, or it has the section of no algorithm, or of several.
+    """
+    content = load_config_with_inheritance(path)
+    found = [name for name in ALGORITHMS if name in content]
+    if "ppo" in content and not found:
+        return "grpo"  # its relative, which names what is missing
+    if len(found) != 1:
+        sections = ", ".join(f"{name}:" for name in ALGORITHMS)
+        has = f"has the sections {', '.join(found)}" if found else f"has none of the sections {sections}"
+        raise ConfigError(f"{path} {has}, so it is unclear which algorithm it is for. Say it with --algorithm.")
+    return found[0]

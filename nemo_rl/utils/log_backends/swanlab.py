@@ -1,0 +1,56 @@
+"""SwanLab (extra `swanlab`); works without a network with SWANLAB_MODE=offline.
+
+Chosen by `logger.swanlab_enabled`. Invariant: the only file that imports swanlab.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import swanlab
+from swanlab.exceptions import AuthenticationError, DataStoreError
+
+from nemo_rl.config import SwanlabConfig
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, full_name, to_scalars
+from nemo_rl.utils.stop_signals import handlers_kept
+
+
+class SwanlabLogger(LoggerInterface):
+    """Logs to one SwanLab run.
+
+    Args:
+        cfg: the `logger.swanlab` section.
+        log_dir: folder of the run's files; None: SwanLab's own.
+
+    Raises:
+        ConfigError: SwanLab cannot be reached, or does not know the key.
+    """
+
+    failures = (OSError, AuthenticationError, DataStoreError)
+
+    def __init__(self, cfg: SwanlabConfig, log_dir: str | Path | None = None):
+        folder = None if log_dir is None else str(log_dir)
+        try:
+            with handlers_kept():  # SwanLab ends its run, and with it the program, at SIGINT
+                self._run = swanlab.init(project=cfg.project, name=cfg.name, log_dir=folder)
+        except (AuthenticationError, RuntimeError) as error:
+            raise ConfigError(
+                f"logger.swanlab_enabled=true: {error} Check the network and SWANLAB_API_KEY, or set "
+                "SWANLAB_MODE=offline."
+            ) from error
+
+    def log_metrics(
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
+    ) -> None:
+        """See `LoggerInterface.log_metrics`; SwanLab itself swallows what it cannot write."""
+        self._run.log({full_name(prefix, name): value for name, value in to_scalars(metrics).items()}, step=step)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """See `LoggerInterface.log_hyperparams`."""
+        self._run.config.update(dict(params))
+
+    def close(self) -> None:
+        """See `LoggerInterface.close`."""
+        with handlers_kept():
+            self._run.finish()
