@@ -3,7 +3,8 @@
 For runs that have no cluster to join. What is left out serves people who look at a cluster from outside or machines
 that come and go; actors, tasks and objects work as ever.
 
-    gcs_server, raylet, two agents of the raylet     started by Ray, needed
+    gcs_server, raylet                               started by Ray, needed
+    two agents of the raylet                         replaced by `ray_agents`: 130 MB, two seconds of each start
     autoscaler monitor, log monitor, dashboard       left out: 300 MB and seconds of a laptop's start
     an idle worker for each core                     left out: a run knows which workers it wants
 
@@ -17,10 +18,12 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +74,14 @@ def start_local_ray(
     # Without this Ray replaces 127.0.0.1 by an address that the network can reach, and all of its processes
     # listen there. The variable tells its other processes the same.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    unused = () if include_dashboard or log_to_driver else _UNUSED_DAEMONS
+    is_lean = not (include_dashboard or log_to_driver)
+    unused = _UNUSED_DAEMONS if is_lean else ()
+    starter = {"start_ray_process": partial(_start_lean, services.start_ray_process)} if is_lean else {}
     # Workers inherit the environment that Ray starts in.
     with (
         _environment({**env_vars, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}),
         _replaced(Node, dict.fromkeys(unused, _start_nothing)),
-        _replaced(services, {"ConsolePopen": _OwnSession}),
+        _replaced(services, {"ConsolePopen": _OwnSession, **starter}),
         # Ray's handler would drain the node for seconds while it starts.
         _replaced(ray_utils, {"set_sigterm_handler": _keep_handler}),
     ):
@@ -199,6 +204,22 @@ def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 def _keep_handler(handler: Any) -> None:
     """In place of the function that makes Ray handle SIGTERM: the program has a handler."""
+
+
+def _start_lean(start: Callable[..., Any], command: list[str], *args: Any, **kwargs: Any) -> Any:
+    """`services.start_ray_process`, where a raylet gets the agents of `ray_agents`."""
+    given = dict(argument.removeprefix("--").split("=", 1) for argument in command[1:] if "=" in argument)
+    if "dashboard_agent_command" in given:
+        stand_in = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_agents.py"))]
+        place = [given["session_dir"], given["node_id"]]
+        runtime_env = [*stand_in, "runtime_env", *place, given["node_ip_address"]]
+        wanted = {
+            "dashboard_agent_command": subprocess.list2cmdline([*stand_in, "dashboard", *place]),
+            "runtime_env_agent_command": f"{subprocess.list2cmdline(runtime_env)} {given['runtime_env_agent_command']}",
+        }
+        command = [argument for argument in command if argument[2:].split("=")[0] not in wanted]
+        command += [f"--{name}={agent}" for name, agent in wanted.items()]
+    return start(command, *args, **kwargs)
 
 
 def _start_nothing(node: Node, **_: Any) -> None:
