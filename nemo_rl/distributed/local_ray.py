@@ -32,6 +32,7 @@ from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private.node import Node
 
+from nemo_rl.distributed import ray_agents, ray_worker
 from nemo_rl.utils.errors import RayDiedError, ResourceInsufficientError
 from nemo_rl.utils.machine_memory import machine_bytes
 
@@ -44,6 +45,7 @@ LOOPBACK = "127.0.0.1"
 _CPU_OBJECT_STORE_BYTES = 1 << 30
 _UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server")
 _SYSTEM_CONFIG = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
+_SETUP_WORKER = str(Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py")
 _START_ATTEMPTS = 3
 _ROLES = {"gcs_server": "control service", "raylet": "node manager"}
 
@@ -210,13 +212,17 @@ def _start_lean(start: Callable[..., Any], command: list[str], *args: Any, **kwa
     """`services.start_ray_process`, where a raylet gets the agents of `ray_agents`."""
     given = dict(argument.removeprefix("--").split("=", 1) for argument in command[1:] if "=" in argument)
     if "dashboard_agent_command" in given:
-        stand_in = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_agents.py"))]
+        stand_in = [sys.executable, "-I", "-S", ray_agents.__file__]
         place = [given["session_dir"], given["node_id"]]
         runtime_env = [*stand_in, "runtime_env", *place, given["node_ip_address"]]
         wanted = {
             "dashboard_agent_command": subprocess.list2cmdline([*stand_in, "dashboard", *place]),
             "runtime_env_agent_command": f"{subprocess.list2cmdline(runtime_env)} {given['runtime_env_agent_command']}",
         }
+        if os.environ.get(ray_worker.SOCKET_VARIABLE):
+            setup = subprocess.list2cmdline([_SETUP_WORKER])
+            start_worker = subprocess.list2cmdline(["-I", "-S", ray_worker.__file__, _SETUP_WORKER])
+            wanted["python_worker_command"] = given["python_worker_command"].replace(setup, start_worker, 1)
         command = [argument for argument in command if argument[2:].split("=")[0] not in wanted]
         command += [f"--{name}={agent}" for name, agent in wanted.items()]
     return start(command, *args, **kwargs)

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from nemo_rl.algorithms.runtime.preflight import check_machine
+from nemo_rl.algorithms.runtime.preflight import check_host, check_models
 from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config
+from nemo_rl.distributed.fork_server import start_fork_server
 from nemo_rl.utils.errors import NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
 from nemo_rl.utils.stop_signals import leave_at_once
@@ -61,7 +62,10 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
         config = load_config(known.config, overrides, schema=schema)
         if known.dry_run:
             return _dry_run(config)
-        check_machine(config)
+        check_host(config)
+        if not config.cluster.uses_gpu:
+            start_fork_server()
+        check_models(config)
         run(config)
         return 0
 
