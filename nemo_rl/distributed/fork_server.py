@@ -8,8 +8,8 @@ the CPU imports them and then forks this server, before it has threads or has re
     fork server                            └─ serve ◄─┤ `ray_worker.py`, in place of Ray's own script, sends what it
     worker (child of the server)               └─ fork, then Ray's worker program        was started with, and ends
 
-Pages that nobody writes to are held once. A worker with a Python, a package or a variable of its own that is read before
-or while something is imported (`needs_own_start`) is started by Ray as ever; so is every worker where there is no
+Pages that nobody writes to are held once. A worker with a Python, a package or a variable of its own that is read
+before or while something is imported (`needs_own_start`) is started by Ray as ever; so is every worker where there is no
 server: on GPUs (CUDA does not survive a fork), in a joined cluster, in notebooks, and in a program with threads.
 
 Invariant: a worker cannot tell how it was started, but for the time it took: its environment, folder, arguments,
@@ -48,8 +48,8 @@ PRELOADED = (
 )
 """Not Ray itself, which reads once, when it is imported, which worker of which raylet it is."""
 READ_WHEN_LOADED = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "20000"}
-"""What OpenMP is loaded with: Ray's default for workers, and what ranks of a policy want. PyTorch's own number of threads
-is set in each process, see `adopt`."""
+"""What OpenMP is loaded with: Ray's default for workers, and what ranks of a policy want. PyTorch's own number of
+threads is set in each process, see `adopt`."""
 _READ_EARLY = ("OMP_", "GOMP_", "KMP_", "MKL_", "HF_", "TRANSFORMERS_", "TORCH_")
 
 _server_pid: int | None = None

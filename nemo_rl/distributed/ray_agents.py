@@ -6,7 +6,7 @@
 A raylet goes on once each of its agents has written the ports that it serves into files of the session. Ray's own take
 two seconds for that, most of it imports, and keep 130 MB. `dashboard` writes what Ray's agent writes without its
 optional packages, that it serves nothing, and then sleeps. `runtime_env` serves environments of workers, which many
-runs do without: it holds a port, and becomes Ray's agent when somebody knocks; the raylet tries again until that answers.
+runs do without: it holds a port, and becomes Ray's agent when somebody knocks; the raylet tries until that answers.
 
 Run as a file, with nothing but the standard library. Both end with the raylet, which started them.
 """
