@@ -9,8 +9,8 @@ the CPU imports them and then forks this server, before it has threads or has re
     worker (child of the server)               └─ fork, then Ray's worker program        was started with, and ends
 
 Pages that nobody writes to are held once. A worker with a Python, a package or a variable of its own that is read
-before or while something is imported (`needs_own_start`) is started by Ray as ever; so is every worker where there is no
-server: on GPUs (CUDA does not survive a fork), in a joined cluster, in notebooks, and in a program with threads.
+before or while something is imported (`needs_own_start`) is started by Ray as ever; so is every worker where there is
+no server: on GPUs (CUDA does not survive a fork), in a joined cluster, in notebooks, in a program with threads.
 
 Invariant: a worker cannot tell how it was started, but for the time it took: its environment, folder, arguments,
 outputs, process group and signals are those that the raylet gave it, its threads those of its own environment.
@@ -29,7 +29,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,10 +55,14 @@ _READ_EARLY = ("OMP_", "GOMP_", "KMP_", "MKL_", "HF_", "TRANSFORMERS_", "TORCH_"
 _server_pid: int | None = None
 
 
-def start_fork_server() -> None:
+def start_fork_server(libraries: Callable[[], Sequence[str]] = tuple) -> None:
     """Import `PRELOADED` here and fork the server; does nothing where that is not safe.
 
     Once in a process, from its main thread. The server ends with this process.
+
+    Args:
+        libraries: names, once `PRELOADED` is imported, modules that only some workers import, and this process never;
+            the server does so while it is idle. They start no thread, and read no variable that workers have.
     """
     global _server_pid
     if _server_pid is not None or sys.platform != "linux" or os.environ.get("RAY_ADDRESS"):
@@ -67,8 +71,9 @@ def start_fork_server() -> None:
         logger.debug("This process has imported too much: workers are started anew.")
         return
     _preload()
+    more = libraries()
     if len(os.listdir("/proc/self/task")) == 1:
-        _server_pid, os.environ[SOCKET_VARIABLE] = _fork_server()
+        _server_pid, os.environ[SOCKET_VARIABLE] = _fork_server(more)
     else:
         logger.debug("This process has threads: workers are started anew.")
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -89,7 +94,7 @@ def _preload() -> None:
                 os.environ[name] = value
 
 
-def _fork_server() -> tuple[int, str]:
+def _fork_server(libraries: Sequence[str]) -> tuple[int, str]:
     """Its process id, and the path of its socket."""
     folder = Path(tempfile.mkdtemp(prefix="nrl-fork-"))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -104,7 +109,7 @@ def _fork_server() -> tuple[int, str]:
     pid = os.fork()
     if pid == 0:
         ours.close()
-        _serve(listener, servers, folder)
+        _serve(listener, servers, folder, list(libraries))
     gc.unfreeze()
     listener.close()
     servers.close()
@@ -130,28 +135,40 @@ def adopt(environment: Mapping[str, str]) -> None:
         dynamo.disable = environment["TORCHDYNAMO_DISABLE"] == "1"
 
 
-def _serve(listener: socket.socket, driver: socket.socket, folder: Path) -> NoReturn:
+def _serve(listener: socket.socket, driver: socket.socket, folder: Path, libraries: list[str]) -> NoReturn:
     """Fork a worker for each request, until the driver has ended."""
     try:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
-        while driver not in (ready := select.select([listener, driver], [], [])[0]):
-            for waiting in ready:
-                connection, _ = waiting.accept()
-                start, descriptors = receive_start(connection)
-                if os.fork() == 0:
-                    for end in (connection, listener, driver):
-                        end.close()
-                    _become_worker(start, descriptors)
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                connection.sendall(b"1")
-                connection.close()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(nowhere, descriptor)
+        while driver not in (ready := select.select([listener, driver], [], [], 0 if libraries else None)[0]):
+            if ready:
+                _fork_worker(listener, driver)
+            elif libraries:
+                with suppress(Exception):  # whoever needs it will say what is wrong with it
+                    importlib.import_module(libraries.pop(0))
+                gc.freeze()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
+
+
+def _fork_worker(listener: socket.socket, driver: socket.socket) -> None:
+    """Answer one request; what is wrong with it leaves its sender without an answer."""
+    connection, _ = listener.accept()
+    with connection, suppress(OSError, ValueError):
+        start, descriptors = receive_start(connection)
+        if os.fork() == 0:
+            for end in (connection, listener, driver):
+                end.close()
+            _become_worker(start, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.sendall(b"1")
 
 
 def _become_worker(start: WorkerStart, descriptors: Sequence[int]) -> NoReturn:

@@ -77,6 +77,8 @@ def start_local_ray(
     # listen there. The variable tells its other processes the same.
     ray_constants.ENABLE_RAY_CLUSTER = False
     is_lean = not (include_dashboard or log_to_driver)
+    # Ray would import what its dashboard needs, to see whether it could start one.
+    unasked = {"get_dashboard_dependency_error": _no_dashboard} if is_lean else {}
     unused = _UNUSED_DAEMONS if is_lean else ()
     starter = {"start_ray_process": partial(_start_lean, services.start_ray_process)} if is_lean else {}
     # Workers inherit the environment that Ray starts in.
@@ -85,7 +87,7 @@ def start_local_ray(
         _replaced(Node, dict.fromkeys(unused, _start_nothing)),
         _replaced(services, {"ConsolePopen": _OwnSession, **starter}),
         # Ray's handler would drain the node for seconds while it starts.
-        _replaced(ray_utils, {"set_sigterm_handler": _keep_handler}),
+        _replaced(ray_utils, {"set_sigterm_handler": _keep_handler, **unasked}),
     ):
         context = _init_patiently(
             address="local",
@@ -226,6 +228,11 @@ def _start_lean(start: Callable[..., Any], command: list[str], *args: Any, **kwa
         command = [argument for argument in command if argument[2:].split("=")[0] not in wanted]
         command += [f"--{name}={agent}" for name, agent in wanted.items()]
     return start(command, *args, **kwargs)
+
+
+def _no_dashboard() -> ImportError:
+    """In place of a function that says what the dashboard lacks."""
+    return ImportError("no dashboard is wanted")
 
 
 def _start_nothing(node: Node, **_: Any) -> None:

@@ -10,8 +10,9 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from nemo_rl.algorithms.runtime.preflight import check_host, check_models
@@ -64,12 +65,21 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
             return _dry_run(config)
         check_host(config)
         if not config.cluster.uses_gpu:
-            start_fork_server()
+            start_fork_server(partial(_engine_libraries, config))
         check_models(config)
         run(config)
         return 0
 
     return exit_status(work)
+
+
+def _engine_libraries(config: MasterConfig | EvalMasterConfig) -> Sequence[str]:
+    policies = [config.policy] if isinstance(config, EvalMasterConfig) else config.models
+    if all(model.generation is None or model.generation.backend != "vllm" for model in policies):
+        return ()
+    from nemo_rl.models.generation.vllm.settings import LIBRARIES
+
+    return LIBRARIES
 
 
 def _dry_run(config: MasterConfig | EvalMasterConfig) -> int:
