@@ -145,6 +145,7 @@ def _serve(listener: socket.socket, driver: socket.socket, folder: Path, librari
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
+        os.close(nowhere)
         while driver not in (ready := select.select([listener, driver], [], [], 0 if libraries else None)[0]):
             if ready:
                 _fork_worker(listener, driver)
