@@ -34,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_rl.distributed.ray_worker import SOCKET_VARIABLE, WorkerStart, receive_start
+from nemo_rl.distributed.ray_worker import WorkerStart, receive_start
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ READ_WHEN_LOADED = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "20000"}
 threads is set in each process, see `adopt`."""
 _READ_EARLY = ("OMP_", "GOMP_", "KMP_", "MKL_", "HF_", "TRANSFORMERS_", "TORCH_")
 
-_server_pid: int | None = None
+_socket: str | None = None
 
 
 def start_fork_server(libraries: Callable[[], Sequence[str]] = tuple) -> None:
@@ -64,8 +64,8 @@ def start_fork_server(libraries: Callable[[], Sequence[str]] = tuple) -> None:
         libraries: names, once `PRELOADED` is imported, modules that only some workers import, and this process never;
             the server does so while it is idle. They start no thread, and read no variable that workers have.
     """
-    global _server_pid
-    if _server_pid is not None or sys.platform != "linux" or os.environ.get("RAY_ADDRESS"):
+    global _socket
+    if _socket is not None or sys.platform != "linux" or os.environ.get("RAY_ADDRESS"):
         return
     if {"torch", "ray"} & sys.modules.keys():
         logger.debug("This process has imported too much: workers are started anew.")
@@ -73,11 +73,16 @@ def start_fork_server(libraries: Callable[[], Sequence[str]] = tuple) -> None:
     _preload()
     more = libraries()
     if len(os.listdir("/proc/self/task")) == 1:
-        _server_pid, os.environ[SOCKET_VARIABLE] = _fork_server(more)
+        _socket = _fork_server(more)
     else:
         logger.debug("This process has threads: workers are started anew.")
     threads = os.environ.get("OMP_NUM_THREADS", "")
     sys.modules["torch"].set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
+
+
+def server_socket() -> str | None:
+    """Where the server of this process listens; None without one."""
+    return _socket
 
 
 def _preload() -> None:
@@ -94,8 +99,8 @@ def _preload() -> None:
                 os.environ[name] = value
 
 
-def _fork_server(libraries: Sequence[str]) -> tuple[int, str]:
-    """Its process id, and the path of its socket."""
+def _fork_server(libraries: Sequence[str]) -> str:
+    """Fork it; the path of its socket."""
     folder = Path(tempfile.mkdtemp(prefix="nrl-fork-"))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(folder / "socket"))
@@ -106,15 +111,14 @@ def _fork_server(libraries: Sequence[str]) -> tuple[int, str]:
     # What is alive now stays in the forks for ever; a collection that looked at it would write to its pages.
     gc.collect()
     gc.freeze()
-    pid = os.fork()
-    if pid == 0:
+    if os.fork() == 0:
         ours.close()
         _serve(listener, servers, folder, list(libraries))
     gc.unfreeze()
     listener.close()
     servers.close()
     ours.detach()  # open until this process ends, however it ends
-    return pid, str(folder / "socket")
+    return str(folder / "socket")
 
 
 def needs_own_start(environment: Mapping[str, str]) -> bool:

@@ -33,6 +33,7 @@ from ray._private import utils as ray_utils
 from ray._private.node import Node
 
 from nemo_rl.distributed import ray_agents, ray_worker
+from nemo_rl.distributed.fork_server import server_socket
 from nemo_rl.utils.errors import RayDiedError, ResourceInsufficientError
 from nemo_rl.utils.machine_memory import machine_bytes
 
@@ -221,9 +222,9 @@ def _start_lean(start: Callable[..., Any], command: list[str], *args: Any, **kwa
             "dashboard_agent_command": subprocess.list2cmdline([*stand_in, "dashboard", *place]),
             "runtime_env_agent_command": f"{subprocess.list2cmdline(runtime_env)} {given['runtime_env_agent_command']}",
         }
-        if os.environ.get(ray_worker.SOCKET_VARIABLE):
+        if (path := server_socket()) is not None:
             setup = subprocess.list2cmdline([_SETUP_WORKER])
-            start_worker = subprocess.list2cmdline(["-I", "-S", ray_worker.__file__, _SETUP_WORKER])
+            start_worker = subprocess.list2cmdline(["-I", "-S", ray_worker.__file__, path, _SETUP_WORKER])
             wanted["python_worker_command"] = given["python_worker_command"].replace(setup, start_worker, 1)
         command = [argument for argument in command if argument[2:].split("=")[0] not in wanted]
         command += [f"--{name}={agent}" for name, agent in wanted.items()]

@@ -1,6 +1,6 @@
 """In place of Ray's `setup_worker.py`: has the fork server start a worker, or starts it as Ray would.
 
-    python ray_worker.py <Ray's setup_worker.py> <the worker's program> <its arguments ...>
+    python ray_worker.py <the server's socket> <Ray's setup_worker.py> <the worker's program> <its arguments ...>
 
 A raylet runs this as a file for each worker that it wants; nothing but the standard library is imported, since that is
 what there is to save. The process ends when the worker is there: a raylet knows its workers by what they tell it.
@@ -13,8 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-SOCKET_VARIABLE = "NRL_FORK_SERVER"
-"""Where the server listens."""
 _CONTEXT = "--serialized-runtime-env-context="
 _LANGUAGE = "--language="
 _STANDARD_STREAMS = (0, 1, 2)
@@ -36,11 +34,10 @@ class WorkerStart:
     folder: str
 
 
-def main(setup: str, *arguments: str) -> None:
+def main(path: str, setup: str, *arguments: str) -> None:
     """Start a worker."""
-    path = os.environ.get(SOCKET_VARIABLE)
     own = [argument for argument in arguments if not argument.startswith((_CONTEXT, _LANGUAGE))]
-    if not (path and own and _is_plain(arguments) and _ask(path, WorkerStart(own, dict(os.environ), os.getcwd()))):
+    if not (own and _is_plain(arguments) and _ask(path, WorkerStart(own, dict(os.environ), os.getcwd()))):
         os.execv(sys.executable, [sys.executable, setup, *arguments])
 
 

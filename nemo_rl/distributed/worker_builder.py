@@ -4,7 +4,6 @@
 nothing here waits for a worker; a `WorkerSeat` is returned before its process has started.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,9 +13,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config import VenvConfig
-from nemo_rl.distributed.fork_server import needs_own_start
+from nemo_rl.distributed.fork_server import needs_own_start, server_socket
 from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
-from nemo_rl.distributed.ray_worker import SOCKET_VARIABLE
 from nemo_rl.distributed.worker_process import AsyncWorkerHost, WorkerHost
 from nemo_rl.distributed.worker_results import WorkerSeat
 
@@ -26,7 +24,7 @@ _READ_AT_PROCESS_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_", "CUDA_VI
 
 def _is_read_early(name: str, value: str) -> bool:
     """Whether a variable must be there when the worker's process starts."""
-    is_fork = SOCKET_VARIABLE in os.environ
+    is_fork = server_socket() is not None
     return name.startswith(_READ_AT_PROCESS_START) or (is_fork and needs_own_start({name: value}))
 
 

@@ -21,7 +21,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 logging.getLogger().addHandler(logging.StreamHandler())
 fork_server.start_fork_server(lambda: ("wave",))
 import torch
-print(os.environ.get(fork_server.SOCKET_VARIABLE), torch.get_num_threads(), flush=True)
+print(fork_server.server_socket(), torch.get_num_threads(), flush=True)
 sys.stdin.read()
 """
 WORKER = """
@@ -33,7 +33,7 @@ print(json.dumps(dict(
     leads_group=os.getpgid(0) == os.getpid(), group=os.getpgid(0),
     term=signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
     child=signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, threads=torch.get_num_threads(),
-    handlers=len(logging.getLogger().handlers), server=os.environ.get("NRL_FORK_SERVER"),
+    handlers=len(logging.getLogger().handlers),
     drawn=[random.random(), float(np.random.rand())], torch_seed=torch.initial_seed(), forked="wave" in sys.modules,
     descriptors=sorted(os.listdir("/proc/self/fd"))[:5],
 )), flush=True)
@@ -65,11 +65,19 @@ def start(folder: Path, socket: str, *arguments: str, status: str = "0", **envir
     (folder / "setup.py").write_text(SETUP)
     output = folder / "output"
     with output.open("w") as stream:
-        command = [sys.executable, "-I", "-S", ray_worker.__file__, str(folder / "setup.py"), str(folder / "worker.py")]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            ray_worker.__file__,
+            socket,
+            str(folder / "setup.py"),
+            str(folder / "worker.py"),
+        ]
         subprocess.run(
             [*command, status, *arguments, "--language=PYTHON"],
             cwd=folder,
-            env=_environment(NRL_FORK_SERVER=socket, **environment),
+            env=_environment(**environment),
             stdout=stream,
             check=True,
             timeout=20,
@@ -150,6 +158,6 @@ from nemo_rl.distributed import fork_server
 torch = types.SimpleNamespace(set_num_threads=lambda number: None)
 fork_server._preload = lambda: sys.modules.update(torch=torch)
 fork_server.start_fork_server()
-os._exit(fork_server.SOCKET_VARIABLE in os.environ)
+os._exit(fork_server.server_socket() is not None)
 """
     subprocess.run([sys.executable, "-c", code], check=True, env=_environment(), timeout=60)
