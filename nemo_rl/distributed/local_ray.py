@@ -3,7 +3,8 @@
 For runs that have no cluster to join. What is left out serves people who look at a cluster from outside or machines
 that come and go; actors, tasks and objects work as ever.
 
-    gcs_server, raylet, two agents of the raylet     started by Ray, needed
+    gcs_server, raylet                               started by Ray, needed
+    two agents of the raylet                         replaced by `ray_agents`: 130 MB, two seconds of each start
     autoscaler monitor, log monitor, dashboard       left out: 300 MB and seconds of a laptop's start
     an idle worker for each core                     left out: a run knows which workers it wants
 
@@ -17,10 +18,12 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private.node import Node
 
+from nemo_rl.distributed import ray_agents, ray_worker
+from nemo_rl.distributed.fork_server import server_socket
 from nemo_rl.utils.errors import RayDiedError, ResourceInsufficientError
 from nemo_rl.utils.machine_memory import machine_bytes
 
@@ -41,6 +46,7 @@ LOOPBACK = "127.0.0.1"
 _CPU_OBJECT_STORE_BYTES = 1 << 30
 _UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server")
 _SYSTEM_CONFIG = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
+_SETUP_WORKER = str(Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py")
 _START_ATTEMPTS = 3
 _ROLES = {"gcs_server": "control service", "raylet": "node manager"}
 
@@ -71,14 +77,18 @@ def start_local_ray(
     # Without this Ray replaces 127.0.0.1 by an address that the network can reach, and all of its processes
     # listen there. The variable tells its other processes the same.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    unused = () if include_dashboard or log_to_driver else _UNUSED_DAEMONS
+    is_lean = not (include_dashboard or log_to_driver)
+    # Ray would import what its dashboard needs, to see whether it could start one.
+    unasked = {"get_dashboard_dependency_error": _no_dashboard} if is_lean else {}
+    unused = _UNUSED_DAEMONS if is_lean else ()
+    starter = {"start_ray_process": partial(_start_lean, services.start_ray_process)} if is_lean else {}
     # Workers inherit the environment that Ray starts in.
     with (
         _environment({**env_vars, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}),
         _replaced(Node, dict.fromkeys(unused, _start_nothing)),
-        _replaced(services, {"ConsolePopen": _OwnSession}),
+        _replaced(services, {"ConsolePopen": _OwnSession, **starter}),
         # Ray's handler would drain the node for seconds while it starts.
-        _replaced(ray_utils, {"set_sigterm_handler": _keep_handler}),
+        _replaced(ray_utils, {"set_sigterm_handler": _keep_handler, **unasked}),
     ):
         context = _init_patiently(
             address="local",
@@ -199,6 +209,31 @@ def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 def _keep_handler(handler: Any) -> None:
     """In place of the function that makes Ray handle SIGTERM: the program has a handler."""
+
+
+def _start_lean(start: Callable[..., Any], command: list[str], *args: Any, **kwargs: Any) -> Any:
+    """`services.start_ray_process`, where a raylet gets the agents of `ray_agents`."""
+    given = dict(argument.removeprefix("--").split("=", 1) for argument in command[1:] if "=" in argument)
+    if "dashboard_agent_command" in given:
+        stand_in = [sys.executable, "-I", "-S", ray_agents.__file__]
+        place = [given["session_dir"], given["node_id"]]
+        runtime_env = [*stand_in, "runtime_env", *place, given["node_ip_address"]]
+        wanted = {
+            "dashboard_agent_command": subprocess.list2cmdline([*stand_in, "dashboard", *place]),
+            "runtime_env_agent_command": f"{subprocess.list2cmdline(runtime_env)} {given['runtime_env_agent_command']}",
+        }
+        if (path := server_socket()) is not None:
+            setup = subprocess.list2cmdline([_SETUP_WORKER])
+            start_worker = subprocess.list2cmdline(["-I", "-S", ray_worker.__file__, path, _SETUP_WORKER])
+            wanted["python_worker_command"] = given["python_worker_command"].replace(setup, start_worker, 1)
+        command = [argument for argument in command if argument[2:].split("=")[0] not in wanted]
+        command += [f"--{name}={agent}" for name, agent in wanted.items()]
+    return start(command, *args, **kwargs)
+
+
+def _no_dashboard() -> ImportError:
+    """In place of a function that says what the dashboard lacks."""
+    return ImportError("no dashboard is wanted")
 
 
 def _start_nothing(node: Node, **_: Any) -> None:

@@ -13,12 +13,19 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config import VenvConfig
+from nemo_rl.distributed.fork_server import needs_own_start, server_socket
 from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
 from nemo_rl.distributed.worker_process import AsyncWorkerHost, WorkerHost
 from nemo_rl.distributed.worker_results import WorkerSeat
 
 # Set too late by the worker itself. Ray starts a fresh process for these; the rest go to any worker process.
 _READ_AT_PROCESS_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_", "CUDA_VISIBLE_")
+
+
+def _is_read_early(name: str, value: str) -> bool:
+    """Whether a variable must be there when the worker's process starts."""
+    is_fork = server_socket() is not None
+    return name.startswith(_READ_AT_PROCESS_START) or (is_fork and needs_own_start({name: value}))
 
 
 class RayWorkerBuilder:
@@ -80,7 +87,7 @@ class RayWorkerBuilder:
             **options: further Ray actor options (resources ...).
         """
         host = WorkerHost if self.max_concurrency is None else AsyncWorkerHost
-        at_start = {key: value for key, value in environment.items() if key.startswith(_READ_AT_PROCESS_START)}
+        at_start = {key: value for key, value in environment.items() if _is_read_early(key, value)}
         if self._runtime_env is None:
             self._runtime_env = make_actor_runtime_env(self.ray_actor_class_fqn)
         runtime_env = self._runtime_env | ({"env_vars": at_start} if at_start else {})

@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 
+from nemo_rl.distributed.fork_server import adopt
 from nemo_rl.distributed.rendezvous import hold_port
 from nemo_rl.utils.imports import import_dotted
 
@@ -66,6 +67,7 @@ class WorkerHost:
 
     def __init__(self, name: str, rank: int, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
+        adopt(environment)
         self._name = name
         self._worker: Any = None
         configure_logging(name)

@@ -57,6 +57,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "data/datasets/processed_dataset.py": "chat template and processor may be the user's own code",
     "distributed/local_ray.py": "Ray raises a plain Exception when its parts do not start in time",
     "distributed/worker_groups.py": "clean-up goes on whatever part of it fails",
+    "distributed/fork_server.py": "nothing of the program that was forked may run on in a worker",
     "environments/client.py": "a batch's failure is relayed to each waiting coroutine",
     "environments/grading/worker_main.py": "the verifier may be the user's own code",
     "models/generation/vllm/ranks.py": "whatever broke a step of one rank is told to the rank that asked for it",

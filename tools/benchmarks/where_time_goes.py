@@ -2,10 +2,11 @@
 
     uv run --extra cpu python tools/benchmarks/where_time_goes.py [--models tiny-chat warm-3m] [--steps 60]
 
-Runs the same GRPO run as `grpo_vs_trl` and prints three Markdown tables for each model: seconds of the phases of a step
-(the run's own timers); processor seconds and context switches of each kind of process (from /proc, at the end of each
-step); and what the threads of driver, policy and engine did while they used a processor (py-spy, in a second run, so
-that it does not disturb the first). Linux only, on an idle machine.
+Runs the same GRPO run as `grpo_vs_trl` and prints four Markdown tables for each model: processor seconds and memory of
+each kind of process at the end of the first step, which is the start; seconds of the phases of a step (the run's own
+timers); processor seconds and context switches of each kind of process (from /proc, at the end of each step); and what
+the threads of driver, policy and engine did while they used a processor (py-spy, in a second run, so that it does not
+disturb the first). Linux only, on an idle machine.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_vs_trl import find_model, own_command
-from side_by_side import BENCH, WARM_UP_STEPS, Run, Step, cpu_seconds, differences, run_side, show, tree_of
+from side_by_side import BENCH, WARM_UP_STEPS, Run, Step, cpu_seconds, differences, pss_mb, run_side, show, tree_of
 
 logger = logging.getLogger("where_time_goes")
 
@@ -36,7 +37,8 @@ KINDS = {
     "policy": re.compile(r"PolicyRank|lm_policy"),
     "engine": re.compile(r"GenerationWorker|vllm_engine"),
     "environment": re.compile(r"EnvironmentActor|grading"),
-    "Ray's daemons": re.compile(r"gcs_server|raylet"),
+    "Ray's daemons": re.compile(r"gcs_server|raylet|ray_agents"),
+    "fork server": re.compile(r"examples/run_"),
     "Ray's other workers": re.compile(r"ray::|default_worker"),
 }
 """Kind of a process, by its command line; the first that matches."""
@@ -69,11 +71,13 @@ class Usage:
         cpu_s: processor seconds.
         woken: times that a thread waited and was woken (voluntary context switches).
         preempted: times that a thread lost its processor (involuntary ones).
+        pss_mb: memory, shared pages divided among their users; of the first step only, since it takes long.
     """
 
     cpu_s: float = 0.0
     woken: float = 0.0
     preempted: float = 0.0
+    pss_mb: float = 0.0
 
 
 @dataclass
@@ -110,7 +114,7 @@ def switches(pid: int) -> tuple[float, float]:
     return counts[0], counts[1]
 
 
-def usage_now() -> dict[str, Usage]:
+def usage_now(*, with_memory: bool) -> dict[str, Usage]:
     """Use of processors by kind of process, of the run that this process has started."""
     found: dict[str, Usage] = defaultdict(Usage)
     pids = tree_of(os.getpid())[1:]
@@ -122,15 +126,29 @@ def usage_now() -> dict[str, Usage]:
             use.woken + woken,
             use.preempted + preempted,
         )
+        if with_memory:
+            use.pss_mb += pss_mb([pid])
     return dict(found)
 
 
 def read_phases(lines: Iterator[str]) -> Iterator[PhaseStep]:
     """Steps from metrics.jsonl, with the use of processors at the moment when each is over."""
+    is_first = True
     for line in lines:
         row = json.loads(line)
         if row["prefix"] == "timing/train":
-            yield PhaseStep(row["metrics"], usage_now())
+            yield PhaseStep(row["metrics"], usage_now(with_memory=is_first))
+            is_first = False
+
+
+def start_table(run: Run[PhaseStep]) -> list[str]:
+    """Processor seconds up to the end of the first step and memory then, by kind of process."""
+    lines = ["| process | processor seconds of the start | PSS, MB |", "|---|---:|---:|"]
+    usage = run.steps[0].usage
+    for kind, use in sorted(usage.items(), key=lambda item: -item[1].cpu_s):
+        lines.append(f"| {kind} | {use.cpu_s:.2f} | {use.pss_mb:.0f} |")
+    totals = [sum(getattr(use, name) for use in usage.values()) for name in ("cpu_s", "pss_mb")]
+    return [*lines, f"| all | {totals[0]:.2f} | {totals[1]:.0f} |"]
 
 
 def phase_table(run: Run[PhaseStep]) -> list[str]:
@@ -253,7 +271,7 @@ def main() -> None:
             runs.append(run_side(command, metrics, read, folder / f"{part}.log", arguments.threads))
         step_s = statistics.median(runs[0].step_seconds)
         print(f"### {name}: {show(step_s)} s a step, first step after {show(runs[0].steps[0].seen_at_s)} s\n")
-        for table in (phase_table(runs[0]), process_table(runs[0]), profiles.table(step_s)):
+        for table in (start_table(runs[0]), phase_table(runs[0]), process_table(runs[0]), profiles.table(step_s)):
             print("\n".join(table) + "\n")
 
 

@@ -10,12 +10,14 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from nemo_rl.algorithms.runtime.preflight import check_machine
+from nemo_rl.algorithms.runtime.preflight import check_host, check_models
 from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config
+from nemo_rl.distributed.fork_server import start_fork_server
 from nemo_rl.utils.errors import NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
 from nemo_rl.utils.stop_signals import leave_at_once
@@ -61,11 +63,23 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
         config = load_config(known.config, overrides, schema=schema)
         if known.dry_run:
             return _dry_run(config)
-        check_machine(config)
+        check_host(config)
+        if not config.cluster.uses_gpu:
+            start_fork_server(partial(_engine_libraries, config))
+        check_models(config)
         run(config)
         return 0
 
     return exit_status(work)
+
+
+def _engine_libraries(config: MasterConfig | EvalMasterConfig) -> Sequence[str]:
+    policies = [config.policy] if isinstance(config, EvalMasterConfig) else config.models
+    if all(model.generation is None or model.generation.backend != "vllm" for model in policies):
+        return ()
+    from nemo_rl.models.generation.vllm.settings import LIBRARIES
+
+    return LIBRARIES
 
 
 def _dry_run(config: MasterConfig | EvalMasterConfig) -> int:

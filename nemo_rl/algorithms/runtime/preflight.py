@@ -29,12 +29,21 @@ def check_machine(config: MasterConfig | EvalMasterConfig) -> None:
         ConfigError: GPUs, a tracker, the log folder, a model, an optimizer, a schedule or an environment is not to
             be had, or a model does not fit its mesh.
     """
+    check_host(config)
+    check_models(config)
+
+
+def check_host(config: MasterConfig | EvalMasterConfig) -> None:
+    """The part of `check_machine` that imports nothing large.
+
+    Raises:
+        ConfigError: GPUs, a tracker, the log folder or a model is not to be had.
+    """
     check_device(config, count_gpus())
     if isinstance(config, MasterConfig):
         check_trackers(config.logger)
         make_log_dir(config.logger.log_dir)
     check_reachable_models(config)
-    check_models(config)
 
 
 def check_models(config: MasterConfig | EvalMasterConfig) -> None:

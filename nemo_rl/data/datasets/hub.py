@@ -5,13 +5,16 @@ Invariant: a name means the same columns wherever the rows come from.
 
 from dataclasses import dataclass
 from pathlib import Path
-
-import datasets
+from typing import TYPE_CHECKING
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets.arithmetic import VALIDATION
 from nemo_rl.data.datasets.readers import RowTable, is_file_path, read_file, table_of
 from nemo_rl.utils.errors import DataError
+
+if TYPE_CHECKING:
+    # Imported where a data set is loaded.
+    import datasets
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,14 @@ def load_table(config: DatasetConfig, role: str, source: HubSource) -> RowTable:
     split = config.split or (source.validation_split if role == VALIDATION else None)
     subsets = (config.subset,) if config.subset else source.subsets
     parts = [_load_hub(path, subset, split or source.split, section) for subset in subsets]
+    import datasets
+
     return table_of(path, parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts))
 
 
-def _load_hub(path: str, subset: str | None, split: str, section: str) -> datasets.Dataset:
+def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datasets.Dataset":
+    import datasets
+
     folder = Path(path).expanduser()
     try:
         if (folder / "dataset_dict.json").is_file():

@@ -5,17 +5,19 @@ is made and formatted when they are read.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import BadRow, RowError
-from nemo_rl.data.datasets.readers import NOT_UTF8, RowTable
+from nemo_rl.data.datasets.readers import NOT_UTF8, RowTable, is_table
 from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.processors import get_processor
 from nemo_rl.utils.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
 
 Row = Mapping[str, Any]
 FormattedRow = dict[str, Any]
@@ -173,7 +175,7 @@ def row_place(rows: Sequence[FormattedRow], position: int) -> tuple[str, int]:
 def _scan(table: RowTable, columns: Sequence[str]) -> Iterator[tuple[int, Row | None]]:
     """Every row with at least `columns`; None for a row of a table that is not UTF-8."""
     rows = table.rows
-    if not isinstance(rows, datasets.Dataset):
+    if not is_table(rows):
         yield from enumerate(rows)
         return
     present = [column for column in columns if column in rows.column_names]
@@ -189,7 +191,7 @@ def _scan(table: RowTable, columns: Sequence[str]) -> Iterator[tuple[int, Row | 
                 yield index, _row_or_none(narrow, index)
 
 
-def _row_or_none(rows: datasets.Dataset, index: int) -> Row | None:
+def _row_or_none(rows: "datasets.Dataset", index: int) -> Row | None:
     try:
         return rows[index]
     except UnicodeDecodeError:

@@ -10,19 +10,20 @@ import io
 import itertools
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
-
-import datasets
-import pyarrow
-import pyarrow.parquet
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from nemo_rl.data.bad_rows import BadRow, RowError
 from nemo_rl.utils.errors import DataError
+
+if TYPE_CHECKING:
+    # Imported where a table is read: data sets that are made up or come from text files need none of it.
+    import datasets
 
 NOT_UTF8 = "not valid UTF-8"
 NOT_AN_OBJECT = "not a JSON object"
@@ -89,7 +90,13 @@ def read_file(data_path: str) -> RowTable:
     return _table(data_path, records)
 
 
-def table_of(name: str, dataset: datasets.Dataset) -> RowTable:
+def is_table(rows: Any) -> "TypeGuard[datasets.Dataset]":
+    """Whether rows are a Hugging Face data set; nothing is where the library was never imported."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(rows, library.Dataset)
+
+
+def table_of(name: str, dataset: "datasets.Dataset") -> RowTable:
     """Wrap a Hugging Face data set; lines are row indices."""
     return RowTable(name, dataset, range(len(dataset)))
 
@@ -135,7 +142,11 @@ def _read_bytes(path: Path) -> bytes:
     return content.removeprefix(_BOM)
 
 
-def _read_table(path: Path, kind: str) -> datasets.Dataset:
+def _read_table(path: Path, kind: str) -> "datasets.Dataset":
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         if kind == ".parquet":
             return datasets.Dataset(pyarrow.parquet.read_table(path))

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-import datasets
 from torch.utils.data import ConcatDataset
 
+from nemo_rl.data.datasets.readers import is_table
 from nemo_rl.utils.errors import DataError
 
 
@@ -25,8 +25,10 @@ def merge_datasets(datasets_: list[Any]) -> Any:
         raise DataError("merge_datasets needs at least one data set, got none.")
     if len(datasets_) == 1:
         return datasets_[0]
-    if not all(isinstance(rows, datasets.Dataset) for rows in datasets_):
+    if not all(is_table(rows) for rows in datasets_):
         return ConcatDataset(datasets_)
+    import datasets
+
     try:
         return datasets.concatenate_datasets(datasets_)
     except ValueError as error:

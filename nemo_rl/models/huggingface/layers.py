@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from nemo_rl.utils.errors import ConfigError
 
+if TYPE_CHECKING:
+    # The controller imports this file, and needs no model.
+    from transformers import PreTrainedModel
 
-def body(hf: PreTrainedModel) -> nn.Module:
+
+def body(hf: "PreTrainedModel") -> nn.Module:
     """All of a model but its head, or the model itself where it has no such part.
 
     Llama 4's text models keep it under a name that is not their `base_model_prefix`.
@@ -18,13 +21,13 @@ def body(hf: PreTrainedModel) -> nn.Module:
     return hf.base_model if hf.base_model is not hf else getattr(hf, "model", hf)
 
 
-def hidden_states(hf: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:
+def hidden_states(hf: "PreTrainedModel", model_inputs: dict[str, Any]) -> Tensor:
     """`[b, T, D]` outputs of the body for a model's keyword arguments."""
     hidden: Tensor = body(hf)(**model_inputs, use_cache=False).last_hidden_state
     return hidden
 
 
-def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+def decoder_layers(hf: "PreTrainedModel") -> list[nn.Module]:
     """The repeated blocks of the decoder, in order: the units of sharding.
 
     Raises:

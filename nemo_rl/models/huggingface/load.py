@@ -3,19 +3,17 @@
 Invariant: weights arrive in float32 with nothing quantised, offloaded or spread over devices.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-)
-from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    # Imported where a model is loaded: the controller reads configurations only.
+    from transformers.modeling_utils import PreTrainedModel
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 PRECISIONS: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -45,7 +43,7 @@ def load_causal_lm(
     *,
     config_overrides: dict[str, Any] | None = None,
     attn_implementation: str | None = None,
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """Load configuration and weights onto the CPU, in float32: master weights.
 
     Args:
@@ -61,6 +59,8 @@ def load_causal_lm(
         ConfigError: the model cannot be found, takes no attention function, or an override names no field of its
             configuration.
     """
+    from transformers import AutoModelForCausalLM
+
     config = load_model_config(model_name, config_overrides)
     attention = _attention_choice(config, attn_implementation, AutoModelForCausalLM)
     model = AutoModelForCausalLM.from_pretrained(model_name, config=config, dtype=torch.float32, **attention)
@@ -72,7 +72,7 @@ def load_scoring_model(
     *,
     config_overrides: dict[str, Any] | None = None,
     attn_implementation: str | None = None,
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """Load a language model, or a reward model, as a sequence classifier with one label, in float32.
 
     A head that the weights do not have is drawn at random, the same on every rank and in every run.
@@ -86,6 +86,8 @@ def load_scoring_model(
         ConfigError: the model cannot be found, has no such form, takes no attention function, or an override names
             no field.
     """
+    from transformers import AutoModelForSequenceClassification
+
     config = load_model_config(model_name, config_overrides)
     config.num_labels = 1
     attention = _attention_choice(config, attn_implementation, AutoModelForSequenceClassification)
@@ -101,7 +103,7 @@ def load_scoring_model(
 
 
 def _attention_choice(
-    config: PretrainedConfig, attn_implementation: str | None, kind: type[_BaseAutoModelClass]
+    config: PretrainedConfig, attn_implementation: str | None, kind: "type[_BaseAutoModelClass]"
 ) -> dict[str, str]:
     if attn_implementation is None:
         return {"attn_implementation": "eager"} if _softcaps_attention(config) else {}

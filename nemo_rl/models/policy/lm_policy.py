@@ -24,7 +24,6 @@ from typing import Any, Concatenate
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.core_model_loading import dot_natural_key
 
 from nemo_rl.config import PolicyConfig, TimeoutsConfig, VenvConfig, report_findings
 from nemo_rl.config.rules.model import check_backend
@@ -463,6 +462,9 @@ def join_layers(of_stages: list[tuple[list[str], list[torch.Tensor]]]) -> tuple[
     """The layers of all pipeline stages by their numbers; a stage may hold several runs of them."""
     layers = [pair for names, outputs in of_stages for pair in zip(names, outputs, strict=True)]
     if len(of_stages) > 1:
+        # Imported here, since it brings torch.distributed.tensor and all that is below it.
+        from transformers.core_model_loading import dot_natural_key
+
         layers.sort(key=lambda pair: dot_natural_key(pair[0]))
     return [name for name, _ in layers], [output for _, output in layers]
 

@@ -3,6 +3,15 @@
 Invariant: nothing here imports vllm, so the controller can read it.
 """
 
+LIBRARIES = (
+    "torch._inductor.lowering",
+    "openai.types.responses",
+    "fastapi",
+    "xgrammar",
+    "compressed_tensors.quantization",
+)
+"""Half of what vLLM takes to import, for `distributed.fork_server`; none of it is vLLM's own."""
+
 
 def engine_environment(device: str) -> dict[str, str]:
     """Environment variables for a vLLM actor on `device` ("cpu" or "cuda").

@@ -1,0 +1,71 @@
+"""What each kind of process imports: modules, not seconds, so that a new import at the top of a file is seen."""
+
+import json
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+
+class Budget(NamedTuple):
+    """What a kind of process may import.
+
+    Attributes:
+        imports: where its work begins.
+        modules: at most so many in all; a tenth more than there were when this was written.
+        without: packages that it has no use for.
+    """
+
+    imports: tuple[str, ...]
+    modules: int
+    without: frozenset[str]
+
+
+DATA = frozenset({"datasets", "pandas"})
+MODELS = frozenset({"transformers", "torch._dynamo", "sympy", "math_verify"})
+ENGINES = frozenset({"vllm", "openai", "fastapi", "torch._inductor.lowering"})
+BUDGETS = {
+    "command line": Budget(("nemo_rl.algorithms.runtime.launch",), 600, frozenset({"torch", "ray", "transformers"})),
+    "driver": Budget(
+        ("nemo_rl.algorithms.grpo", "nemo_rl.algorithms.dpo"), 3900, DATA | ENGINES | {"transformers.modeling_utils"}
+    ),
+    "policy worker": Budget(
+        ("nemo_rl.distributed.worker_process", "nemo_rl.models.policy.workers.rank", "nemo_rl.models.dtensor.backend"),
+        3900,
+        DATA | ENGINES,
+    ),
+    "environment actor": Budget(
+        ("nemo_rl.environments.actor", "nemo_rl.environments.math_environment"),
+        2100,
+        DATA | ENGINES | MODELS,
+    ),
+    "engine actor": Budget(
+        (
+            "nemo_rl.distributed.worker_process",
+            "nemo_rl.models.generation.worker",
+            "nemo_rl.models.generation.vllm.engine",
+        ),
+        6100,
+        DATA | {"nemo_rl.models.policy", "nemo_rl.models.dtensor", "nemo_rl.data"},
+    ),
+}
+COUNT = """
+import importlib, json, sys
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+print("MODULES", json.dumps(sorted(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.long if kind.startswith(("policy", "engine")) else ()) for kind in BUDGETS],
+)
+def test_a_process_imports_no_more_than_its_budget(kind: str) -> None:
+    budget = BUDGETS[kind]
+    done = subprocess.run([sys.executable, "-c", COUNT, *budget.imports], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.rpartition("MODULES ")[2])
+    assert not budget.without & set(found)
+    assert len(found) <= budget.modules
