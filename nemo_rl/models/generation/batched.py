@@ -155,6 +155,11 @@ class BatchedEngine(SteppedEngine):
             if row.finish_reason is not None
         ]
 
+    def decode(self, token_ids: list[int]) -> str:
+        """See `SteppedEngine.decode`."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
     def num_tokens(self, request_id: str) -> int:
         """See `SteppedEngine.num_tokens`."""
         return next(len(row.token_ids) for row in (*self._active, *self._waiting) if row.request_id == request_id)

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.registry import ModelRegistry
@@ -95,6 +96,14 @@ class VllmEngine(SteppedEngine):
         """See `SteppedEngine.num_tokens`."""
         num_tokens: int = self._state(request_id).detokenizer.num_output_tokens()
         return num_tokens
+
+    def decode(self, token_ids: list[int]) -> str | None:
+        """See `SteppedEngine.decode`; vLLM's tokenizers of other libraries may write spaces in another way."""
+        tokenizer = self._engine.renderer.tokenizer
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            return None
+        text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def _state(self, request_id: str) -> Any:
         """What vLLM has gathered for a request that is under way."""
