@@ -5,8 +5,8 @@
 
 Runs the driver's own parts, one after the other as a step does: rollouts on the event loop, the batch's tensors, its
 metrics. An engine that answers at once and an environment that pays at once stand for the workers; results arrive
-unpickled, as they would through Ray. Each line gives processor seconds of the parts, and how far the process has grown at its
-peak.
+unpickled, as they would through Ray. Each line gives processor seconds of the parts, and how far the process has grown
+at its peak.
 """
 
 import argparse
@@ -55,9 +55,7 @@ class InstantEngine:
         self._answers = [self._sent(drawn, tokens, tokenizer) for _ in range(64)]
 
     @staticmethod
-    def _sent(
-        drawn: np.random.Generator, tokens: int, tokenizer: PreTrainedTokenizerBase
-    ) -> tuple[bytes, list[bytes]]:
+    def _sent(drawn: np.random.Generator, tokens: int, tokenizer: PreTrainedTokenizerBase) -> tuple[bytes, list[bytes]]:
         """The pickle of an answer, and its arrays beside it."""
         token_ids = drawn.integers(0, tokenizer.vocab_size, tokens, dtype=np.int32)
         result = GenerationResult(

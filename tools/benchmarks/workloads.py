@@ -1,11 +1,11 @@
-r"""The workloads of the comparison with TRL: what is asked, how long an answer may be, and models that can answer.
+"""The workloads of the comparison with TRL: what is asked, how long an answer may be, and models that can answer.
 
-`uniform`: sums of two numbers, answers of about the same length. `skewed`: sums of 2 to 20 numbers with running totals,
-answers of 20 to 250 tokens whose mean is about a quarter of the longest.
+`uniform`: sums of two numbers, answers of about the same length. `skewed`: count from one number to another and say how
+many steps that was, answers of 14 to 251 tokens whose mean is about a quarter of the longest.
 
-Each has one model of a million parameters: `uniform` the shipped one, `skewed` that one trained further. The larger models are the same
-function in more weights, so that every size gives answers of the same lengths. Invariant: one workload and size is one
-folder with the same bytes on every machine, made on first use.
+Each has one model of a million parameters: `uniform` the shipped one, `skewed` that one trained further. The larger
+models are the same function in more weights, so that every size gives answers of the same lengths. Invariant: a folder
+is made on first use, by the seeds below alone.
 """
 
 import logging
@@ -13,8 +13,8 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from side_by_side import BENCH, ROOT
@@ -34,12 +34,17 @@ SIZES = {
     "3m": TinyShape(hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4),
     "25m": TinyShape(hidden_size=512, intermediate_size=1536, num_heads=16, num_kv_heads=8, num_layers=8),
 }
-MAX_TERMS = 20
-TERMS_DECAY = 1.25
-"""Sums of k+1 numbers are as frequent as k to minus this power."""
-SKEWED_RECIPE = Recipe(clean_steps=400, mixed_steps=0, batch_size=16, learning_rate=2e-3)
+MOST_STEPS = 80
+SKEWED_RECIPE = Recipe(clean_steps=300, mixed_steps=0, batch_size=24, learning_rate=2e-3)
 INTO_RESIDUAL = ("embed_tokens.weight", "o_proj.weight", "down_proj.weight")
 """Weights whose output is added to the residual stream."""
+
+
+class Problem(NamedTuple):
+    """A question, and the number that its answer ends with in a box."""
+
+    question: str
+    result: int
 
 
 @dataclass(frozen=True)
@@ -49,58 +54,52 @@ class Workload:
     Attributes:
         max_new_tokens: limit of an answer.
         max_total_tokens: limit of prompt and answer.
-        draw: numbers of one sum.
+        draw: makes a problem.
         make_base: makes the folder of the model of a million parameters, and returns it.
     """
 
     max_new_tokens: int
     max_total_tokens: int
-    draw: Callable[[random.Random], list[int]]
+    draw: Callable[[random.Random], Problem]
     make_base: Callable[[], Path]
 
 
-def draw_terms(count: int, rng: random.Random) -> list[int]:
-    """Numbers of two digits."""
-    return [rng.randint(10, 99) for _ in range(count)]
+def draw_sum(rng: random.Random) -> Problem:
+    """The sum of two numbers of two digits."""
+    left, right = rng.randint(10, 99), rng.randint(10, 99)
+    return Problem(f"{left}+{right}=", left + right)
 
 
-def draw_many(rng: random.Random) -> list[int]:
-    """2 to `MAX_TERMS` numbers, seldom many."""
-    additions = range(1, MAX_TERMS)
-    (count,) = rng.choices(additions, weights=[k**-TERMS_DECAY for k in additions])
-    return draw_terms(count + 1, rng)
+def draw_count(rng: random.Random) -> Problem:
+    """Steps from one number of two digits to another, 1 to `MOST_STEPS`; k steps are as frequent as 1/k."""
+    choices = range(1, MOST_STEPS + 1)
+    (steps,) = rng.choices(choices, weights=[1 / k for k in choices])
+    first = rng.randint(10, 99 - steps)
+    return Problem(f"{first}>{first + steps}=", steps)
 
 
-def running_totals(numbers: list[int]) -> str:
+def counted(problem: Problem) -> str:
     r"""The answer with its working.
 
     Example:
-        >>> running_totals([12, 34, 5])
-        '12+34=46, 46+5=51, \\boxed{51}'
+        >>> counted(Problem("37>40=", 3))
+        '38 39 40 \\boxed{3}'
     """
-    total, steps = numbers[0], []
-    for number in numbers[1:]:
-        steps.append(f"{total}+{number}={total + number}, ")
-        total += number
-    return f"{''.join(steps)}\\boxed{{{total}}}"
-
-
-def problem_of(numbers: list[int]) -> str:
-    """The question."""
-    return "+".join(map(str, numbers)) + "="
+    first = int(problem.question.partition(">")[0])
+    numbers = [f"{first + step} " for step in range(1, problem.result + 1)]
+    return f"{''.join(numbers)}\\boxed{{{problem.result}}}"
 
 
 def make_skewed_base() -> Path:
-    """Train the shipped model on sums with running totals, unless that has been done."""
+    """Train the shipped model on counting, unless that has been done."""
     folder = BENCH / "skewed-1m"
     if not (folder / "model.safetensors").exists():
         logger.info("Training %s, %d steps ...", folder.name, SKEWED_RECIPE.steps)
         tokenizer, model = AutoTokenizer.from_pretrained(TINY_CHAT), _load(TINY_CHAT)
 
         def draw(_: int, rng: random.Random) -> list[tuple[str, str]]:
-            count = rng.randint(2, MAX_TERMS)  # of a step's rows, so that they need little padding
-            sums = [draw_terms(count, rng) for _ in range(SKEWED_RECIPE.batch_size)]
-            return [(problem_of(numbers), running_totals(numbers)) for numbers in sums]
+            problems = [draw_count(rng) for _ in range(SKEWED_RECIPE.batch_size)]
+            return [(problem.question, counted(problem)) for problem in problems]
 
         train_on(model, tokenizer, SKEWED_RECIPE, draw)
         save_tiny_checkpoint(folder, model, tokenizer)
@@ -108,16 +107,16 @@ def make_skewed_base() -> Path:
 
 
 WORKLOADS = {
-    "uniform": Workload(64, 128, partial(draw_terms, 2), lambda: TINY_CHAT),
-    "skewed": Workload(256, 384, draw_many, make_skewed_base),
+    "uniform": Workload(64, 128, draw_sum, lambda: TINY_CHAT),
+    "skewed": Workload(256, 320, draw_count, make_skewed_base),
 }
 
 
 def prompts_of(workload: str) -> list[dict[str, str]]:
     """Rows `{"problem", "answer"}`."""
     rng = random.Random(PROMPT_SEED)
-    sums = map(WORKLOADS[workload].draw, [rng] * NUM_PROMPTS)
-    return [{"problem": problem_of(numbers), "answer": str(sum(numbers))} for numbers in sums]
+    problems = [WORKLOADS[workload].draw(rng) for _ in range(NUM_PROMPTS)]
+    return [{"problem": problem.question, "answer": str(problem.result)} for problem in problems]
 
 
 def find_model(workload: str, size: str) -> Path:

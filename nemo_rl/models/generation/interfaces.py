@@ -72,7 +72,7 @@ class VersionSpan(NamedTuple):
     version: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GenerationResult:
     """One response.
 
