@@ -42,6 +42,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     VersionSpan,
 )
+from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import ConfigError, DataError
 from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.seed import derive_seed
@@ -331,9 +332,7 @@ class RolloutRunner:
         started = time.perf_counter()
         result = await self._generation.generate(GenerationRequest(prefix, sampling, seed))
         sample.generation_s += time.perf_counter() - started
-        text = result.text
-        if text is None:
-            text = self._tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        text = sampled_text(self._tokenizer, result.token_ids) if result.text is None else result.text
         sample.message_log.append(
             {
                 "role": "assistant",

@@ -35,7 +35,7 @@ SIZES = {
     "25m": TinyShape(hidden_size=512, intermediate_size=1536, num_heads=16, num_kv_heads=8, num_layers=8),
 }
 MOST_STEPS = 80
-SKEWED_RECIPE = Recipe(clean_steps=300, mixed_steps=0, batch_size=24, learning_rate=2e-3)
+SKEWED_RECIPE = Recipe(clean_steps=300, mixed_steps=0, batch_size=16, learning_rate=2e-3)
 INTO_RESIDUAL = ("embed_tokens.weight", "o_proj.weight", "down_proj.weight")
 """Weights whose output is added to the residual stream."""
 

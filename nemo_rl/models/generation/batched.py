@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from nemo_rl.models.generation.interfaces import EngineSettings, FinishReason, GenerationRequest
 from nemo_rl.models.generation.sampling import bad_word_ids, banned_tokens, draw
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
+from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import GenerationError
 
 
@@ -157,8 +158,7 @@ class BatchedEngine(SteppedEngine):
 
     def decode(self, token_ids: list[int]) -> str:
         """See `SteppedEngine.decode`."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return sampled_text(self._tokenizer, token_ids)
 
     def num_tokens(self, request_id: str) -> int:
         """See `SteppedEngine.num_tokens`."""

@@ -24,6 +24,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
 )
+from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import NotBuiltError
 from nemo_rl.utils.seed import derive_seed
 
@@ -93,7 +94,7 @@ class VllmGeneration:
         prompts = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in data["prompts"]]
         answers = self._answers(prompts, data.get("stop_strings"), greedy)
         texts = [
-            self._tokenizer.decode(answer.token_ids, skip_special_tokens=True) if answer.text is None else answer.text
+            sampled_text(self._tokenizer, answer.token_ids) if answer.text is None else answer.text
             for answer in answers
         ]
         return BatchedDataDict({"texts": texts})

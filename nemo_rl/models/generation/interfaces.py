@@ -88,8 +88,8 @@ class GenerationResult:
             one where weights were updated while it was written; each token's log-probability is that of its span's
             weights for all tokens before it.
         error: why the engine refused the request; then there are no tokens and no spans.
-        text: the tokens as `tokenizer.decode(token_ids, skip_special_tokens=True)` gives them, so that engines share
-            this work and not the controller does all of it; None leaves it to the reader.
+        text: of the tokens, as `texts.sampled_text` makes it, so that engines share this work and not the controller
+            does all of it; None leaves it to the reader.
     """
 
     token_ids: NDArray[np.int32]

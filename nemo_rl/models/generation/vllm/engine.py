@@ -28,6 +28,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
 )
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
+from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
@@ -98,12 +99,9 @@ class VllmEngine(SteppedEngine):
         return num_tokens
 
     def decode(self, token_ids: list[int]) -> str | None:
-        """See `SteppedEngine.decode`; vLLM's tokenizers of other libraries may write spaces in another way."""
+        """See `SteppedEngine.decode`; what vLLM takes of other libraries may read tokens differently."""
         tokenizer = self._engine.renderer.tokenizer
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            return None
-        text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return sampled_text(tokenizer, token_ids) if isinstance(tokenizer, PreTrainedTokenizerBase) else None
 
     def _state(self, request_id: str) -> Any:
         """What vLLM has gathered for a request that is under way."""
