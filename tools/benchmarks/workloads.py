@@ -1,7 +1,7 @@
 """The workloads of the comparison with TRL: what is asked, how long an answer may be, and models that can answer.
 
 `uniform`: sums of two numbers, answers of about the same length. `skewed`: count from one number to another and say how
-many steps that was, answers of 14 to 251 tokens whose mean is about a quarter of the longest.
+many steps that was, answers of 13 to 251 tokens whose mean is about a quarter of the longest.
 
 Each has one model of a million parameters: `uniform` the shipped one, `skewed` that one trained further. The larger
 models are the same function in more weights, so that every size gives answers of the same lengths. Invariant: a folder
