@@ -15,6 +15,7 @@ seed depends on (run seed, phase, step, group, sample, turn) and on nothing that
 """
 
 import asyncio
+import gc
 import logging
 import time
 from collections import defaultdict
@@ -214,6 +215,9 @@ class RolloutRunner:
                 hand_over(sorted(group, key=lambda t: t.sample_index))
             return sample
 
+        # A collection makes objects that stay. Each time their number has grown by a quarter, Python looks for garbage
+        # among all others too, those of the imported libraries first: a third of the time with 10k samples.
+        gc.freeze()
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(run(start)) for start in starts]
@@ -221,6 +225,7 @@ class RolloutRunner:
             # All samples fail for the same reason as a rule; the first one is the one to read.
             raise failures.exceptions[0] from failures
         finally:
+            gc.unfreeze()
             await self._wait_for_closings()
         return await post_process(self._environments, [task.result() for task in running])
 

@@ -1,6 +1,8 @@
 """Rollouts: order, seeds, turns, limits, and errors that stay errors."""
 
+import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 from rollout_parts import LetterTokenizer, ScriptedEngine, ScriptedEnvironment, graded, prompts
 
+from nemo_rl.environments.interfaces import StepResult
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.metrics import rollout_metrics, validation_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
@@ -67,6 +70,23 @@ def test_the_engines_text_is_taken_and_its_arrays_are_copied(loop: EventLoopThre
     assert (answer["token_ids"].tolist(), answer["token_ids"].dtype) == ([97, 0], torch.int64)
     kept = answer["token_ids"], answer["generation_logprobs"]
     assert not any(np.shares_memory(array, tensor.numpy()) for array, tensor in zip(received, kept, strict=True))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_older_objects_are_left_out_of_garbage_collections_meanwhile(loop: EventLoopThread, fails: bool) -> None:
+    counts = []
+
+    def judge(log: list[dict[str, Any]], meta: Any) -> StepResult:
+        counts.append(gc.get_freeze_count())
+        if fails:
+            raise GenerationError("broken")
+        return graded(1.0)
+
+    runner = make_runner(loop, ScriptedEngine(lambda r: [97, 0]), ScriptedEnvironment(judge))
+    with pytest.raises(GenerationError) if fails else nullcontext():
+        runner.collect(prompts("one"), 1, SAMPLING, KEY)
+    assert counts[0] > 1000
+    assert gc.get_freeze_count() == 0
 
 
 def test_seeds_depend_on_the_key_and_nothing_else(loop: EventLoopThread) -> None:
