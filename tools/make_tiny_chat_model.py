@@ -12,6 +12,7 @@ import argparse
 import logging
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,9 @@ logger = logging.getLogger("make_tiny_chat_model")
 MAX_MISS = 9
 """A hasty answer is off by 1 to 9, so that guessing without working almost never pays."""
 IGNORED_LABEL = -100
+
+type DrawTargets = Callable[[int, random.Random], list[tuple[str, str]]]
+"""Problems and target texts of one step, from its number (from 1) and a source of chance."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,9 @@ def sample_target(left: int, right: int, recipe: Recipe, rng: random.Random) -> 
     return worked_answer(left, right, slip, rng)
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, left: int, right: int) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: str) -> list[int]:
     """Token ids of the chat prompt for one problem, generation prompt included."""
-    turns = [{"role": "user", "content": f"{left}+{right}="}]
+    turns = [{"role": "user", "content": problem}]
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -133,9 +137,25 @@ def collate(rows: list[tuple[list[int], list[int]]], pad_id: int) -> tuple[torch
 
 
 def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
-    """Warm the model up by next-token prediction on sampled targets."""
-    rng = random.Random(recipe.seed)
+    """Warm the model up on two-digit sums: worked ones first, then the mixture."""
     problems = all_problems(held_out=False)
+
+    def draw(step: int, rng: random.Random) -> list[tuple[str, str]]:
+        pairs = []
+        for left, right in rng.choices(problems, k=recipe.batch_size):
+            if step <= recipe.clean_steps:
+                text = worked_answer(left, right, None, rng)
+            else:
+                text = sample_target(left, right, recipe, rng)
+            pairs.append((f"{left}+{right}=", text))
+        return pairs
+
+    train_on(model, tokenizer, recipe, draw)
+
+
+def train_on(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, draw: DrawTargets) -> None:
+    """Train by next-token prediction on the targets that `draw` gives for each step."""
+    rng = random.Random(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     warmup = max(1, recipe.steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -145,13 +165,9 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Re
     model.train()
     for step in range(1, recipe.steps + 1):
         rows = []
-        for left, right in rng.choices(problems, k=recipe.batch_size):
-            if step <= recipe.clean_steps:
-                text = worked_answer(left, right, None, rng)
-            else:
-                text = sample_target(left, right, recipe, rng)
+        for problem, text in draw(step, rng):
             target = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-            rows.append((prompt_ids(tokenizer, left, right), target))
+            rows.append((prompt_ids(tokenizer, problem), target))
         input_ids, labels = collate(rows, tokenizer.pad_token_id)
         logits = model(input_ids=input_ids, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL)
@@ -178,7 +194,7 @@ def accuracy(
         seed: seed of the sampling.
     """
     problems = all_problems(held_out=True)
-    prompts = torch.tensor([prompt_ids(tokenizer, a, b) for a, b in problems])
+    prompts = torch.tensor([prompt_ids(tokenizer, f"{a}+{b}=") for a, b in problems])
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     output = model.generate(

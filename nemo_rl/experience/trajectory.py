@@ -72,12 +72,12 @@ class Trajectory:
     @property
     def length(self) -> int:
         """All tokens, prompt included."""
-        return sum(len(message["token_ids"]) for message in self.message_log)
+        return sum(message["token_ids"].numel() for message in self.message_log)
 
     @property
     def response_length(self) -> int:
         """Tokens written by the policy."""
-        return sum(len(m["token_ids"]) for m in self.message_log if "generation_logprobs" in m)
+        return sum(m["token_ids"].numel() for m in self.message_log if "generation_logprobs" in m)
 
     @property
     def has_reward(self) -> bool:

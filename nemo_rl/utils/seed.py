@@ -6,6 +6,7 @@ order.
 
 import hashlib
 import random
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -34,9 +35,7 @@ def derive_seed(run_seed: int, *path: int | str) -> int:
         >>> derive_seed(42, "rollout", 3, 0) == derive_seed(42, "rollout", 3, 0)
         True
     """
-    digest = hashlib.blake2b(digest_size=8)
-    for part in (run_seed, *path):
-        digest.update(_encode(part))
+    digest = hashlib.blake2b(b"".join(map(_encode, (run_seed, *path))), digest_size=8)
     return int.from_bytes(digest.digest(), "big") >> (64 - _SEED_BITS)
 
 
@@ -51,6 +50,7 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+@lru_cache(maxsize=4096, typed=True)
 def _encode(part: int | str) -> bytes:
     """Encode one part with its kind and length, so that no two paths share an encoding."""
     if isinstance(part, bool) or not isinstance(part, int | str):

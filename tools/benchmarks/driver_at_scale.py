@@ -4,15 +4,14 @@
     python tools/benchmarks/driver_at_scale.py --samples 10240 40960 102400 --tokens 256
 
 Runs the driver's own parts, one after the other as a step does: rollouts on the event loop, the batch's tensors, its
-metrics. An engine that answers at once and an environment that pays at once stand for the workers; results cross a
-pickle as they would cross Ray. Each line gives processor seconds of the parts, and how far the process has grown at its
-peak.
+metrics. An engine that answers at once and an environment that pays at once stand for the workers; results arrive
+unpickled, as they would through Ray. Each line gives processor seconds of the parts, and how far the process has grown
+at its peak.
 """
 
 import argparse
 import multiprocessing
 import pickle
-import random
 import resource
 import sys
 import time
@@ -21,8 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.data.interfaces import Message
@@ -44,25 +44,36 @@ NUM_GENERATIONS = 16
 
 
 class InstantEngine:
-    """Answers every request with tokens drawn beforehand, through a pickle as from another process."""
+    """Answers every request with tokens drawn beforehand.
 
-    def __init__(self, tokens: int, vocab_size: int):
-        drawn = random.Random(0)
-        self._answers = [
-            pickle.dumps(
-                GenerationResult(
-                    [drawn.randrange(vocab_size) for _ in range(tokens)],
-                    [-drawn.random() for _ in range(tokens)],
-                    "stop",
-                    [VersionSpan(0, 1)],
-                )
-            )
-            for _ in range(64)
-        ]
+    An answer arrives as it does from an actor: unpickled, with arrays that are views of received bytes. What an engine
+    does in its own process, such as decoding, is done beforehand.
+    """
+
+    def __init__(self, tokens: int, tokenizer: PreTrainedTokenizerBase):
+        drawn = np.random.default_rng(0)
+        self._answers = [self._sent(drawn, tokens, tokenizer) for _ in range(64)]
+
+    @staticmethod
+    def _sent(drawn: np.random.Generator, tokens: int, tokenizer: PreTrainedTokenizerBase) -> tuple[bytes, list[bytes]]:
+        """The pickle of an answer, and its arrays beside it."""
+        token_ids = drawn.integers(0, tokenizer.vocab_size, tokens, dtype=np.int32)
+        result = GenerationResult(
+            token_ids,
+            -drawn.random(tokens, dtype=np.float32),
+            "stop",
+            [VersionSpan(0, 1)],
+            text=tokenizer.decode(token_ids, skip_special_tokens=True),
+        )
+        buffers: list[pickle.PickleBuffer] = []
+        pickled = pickle.dumps(result, protocol=5, buffer_callback=buffers.append)
+        return pickled, [buffer.raw().tobytes() for buffer in buffers]
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """See `GenerationInterface.generate`."""
-        result: GenerationResult = pickle.loads(self._answers[request.seed % len(self._answers)])
+        pickled, buffers = self._answers[request.seed % len(self._answers)]
+        received = [memoryview(bytearray(buffer)).toreadonly() for buffer in buffers]
+        result: GenerationResult = pickle.loads(pickled, buffers=received)
         return result
 
 
@@ -112,7 +123,7 @@ def prompts(count: int, vocab_size: int) -> BatchedDataDict[Any]:
 def measure(samples: int, tokens: int) -> dict[str, float]:
     """Processor seconds of a step's parts and MiB that the process grew by."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/assets/tiny-chat")
-    engine = InstantEngine(tokens, tokenizer.vocab_size)
+    engine = InstantEngine(tokens, tokenizer)
     loop = EventLoopThread()
     limits = RolloutLimits(max_sequence_length=PROMPT_TOKENS + tokens + 1, max_turns=1, timeout_s=3600)
     runner = RolloutRunner(engine, {"task": InstantEnvironment()}, tokenizer, limits, loop)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Measure GRPO here and in TRL, one after the other, on the same model, prompts and sampling.
 
-    uv run python tools/benchmarks/grpo_vs_trl.py [--models tiny-chat warm-3m] [--steps 150]
+    uv run python tools/benchmarks/grpo_vs_trl.py [--workloads uniform skewed] [--sizes 1m 3m 25m] [--repeats 3]
 
 Makes TRL's environment by itself under `.bench/` (kept for the next time), runs both sides as child processes on the
 same processors, and prints Markdown tables. `side_by_side` measures. Invariant: what the two sides are given is the
@@ -18,15 +18,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from side_by_side import BENCH, ROOT, Run, Step, prepare, ratio, run_side, show, trl_python
+from side_by_side import BENCH, WARM_UP_STEPS, Run, Step, prepare, ratio, run_side, show, trl_python
+from workloads import SIZES, WORKLOADS, find_model, prompts_of
 
 logger = logging.getLogger("grpo_vs_trl")
 
-NUM_PROMPTS = 20_000
-PROMPT_SEED = 1
 SAMPLES_PER_STEP = 64
 GOAL_REWARD = 0.9
-WARM_3M = "warm-3m"
 
 
 @dataclass
@@ -36,12 +34,14 @@ class GRPOStep(Step):
     Attributes:
         reward: mean reward of the step's samples.
         gen_tokens: tokens generated in the step.
+        longest: tokens of the step's longest answer.
         all_tokens: prompt and response tokens of the step.
         generation_s: seconds the side spent in its generation phase.
     """
 
     reward: float
     gen_tokens: float
+    longest: float
     all_tokens: float
     generation_s: float
 
@@ -51,16 +51,17 @@ type GRPORun = Run[GRPOStep]
 
 def read_own(lines: Iterator[str]) -> Iterator[GRPOStep]:
     """Steps from this library's metrics.jsonl: a step is over with its `timing/train` line."""
-    reward, gen_tokens, all_tokens = 0.0, 0.0, 0.0
+    reward, gen_tokens, longest, all_tokens = 0.0, 0.0, 0.0, 0.0
     for line in lines:
         row = json.loads(line)
         values = row["metrics"]
         if row["prefix"] == "train":
             reward = values["reward"]
             gen_tokens = values["mean_gen_tokens_per_sample"] * SAMPLES_PER_STEP
+            longest = values["max_gen_tokens_per_sample"]
             all_tokens = values["total_num_tokens"]
         elif row["prefix"] == "timing/train":
-            yield GRPOStep(reward, gen_tokens, all_tokens, values["generation"])
+            yield GRPOStep(reward, gen_tokens, longest, all_tokens, values["generation"])
 
 
 def read_trl(lines: Iterator[str]) -> Iterator[GRPOStep]:
@@ -70,17 +71,20 @@ def read_trl(lines: Iterator[str]) -> Iterator[GRPOStep]:
         row = json.loads(line)
         all_tokens = row["num_tokens_so_far"] - tokens_before
         tokens_before = row["num_tokens_so_far"]
-        yield GRPOStep(row["reward"], row["mean_gen_tokens"] * SAMPLES_PER_STEP, all_tokens, row["generation_s"])
+        gen_tokens = row["mean_gen_tokens"] * SAMPLES_PER_STEP
+        yield GRPOStep(row["reward"], gen_tokens, row["max_gen_tokens"], all_tokens, row["generation_s"])
 
 
-def own_command(model: Path, folder: Path, arguments: argparse.Namespace) -> tuple[list[str], Path]:
+def own_command(workload: str, size: str, folder: Path, arguments: argparse.Namespace) -> tuple[list[str], Path]:
     """The command of this library's run, without what the other side does not do either, and its metrics file.
 
     Left out are validation, checkpoints and trackers.
     """
+    limits = WORKLOADS[workload]
     overrides = {
-        "policy.model_name": model,
-        "policy.generation.max_new_tokens": 64,
+        "policy.model_name": find_model(workload, size),
+        "policy.generation.max_new_tokens": limits.max_new_tokens,
+        "policy.max_total_sequence_length": limits.max_total_tokens,
         "policy.optimizer.kwargs.lr": 1e-4,
         "policy.optimizer.kwargs.weight_decay": 0.0,
         "policy.max_grad_norm": 1.0,
@@ -91,8 +95,11 @@ def own_command(model: Path, folder: Path, arguments: argparse.Namespace) -> tup
         "grpo.seed": arguments.seed,
         "grpo.val_period": 0,
         "grpo.val_at_start": "false",
-        "data.train.num_samples": NUM_PROMPTS,
-        "data.train.seed": PROMPT_SEED,
+        "data.train.dataset_name": "ResponseDataset",
+        "data.train.data_path": write_prompts(workload),
+        "data.train.input_key": "problem",
+        "data.train.output_key": "answer",
+        "data.train.num_samples": "null",
         "checkpointing.enabled": "false",
         "logger.log_dir": folder / "logs",
         "logger.tensorboard_enabled": "false",
@@ -104,59 +111,30 @@ def own_command(model: Path, folder: Path, arguments: argparse.Namespace) -> tup
     return command, folder / "logs" / "exp_001" / "metrics.jsonl"
 
 
-def run_own(model: Path, folder: Path, arguments: argparse.Namespace) -> GRPORun:
+def run_own(workload: str, size: str, folder: Path, arguments: argparse.Namespace) -> GRPORun:
     """This library."""
-    command, metrics = own_command(model, folder, arguments)
+    command, metrics = own_command(workload, size, folder, arguments)
     return run_side(command, metrics, read_own, folder / "own.log", arguments.threads)
 
 
-def run_trl(model: Path, folder: Path, arguments: argparse.Namespace) -> GRPORun:
+def run_trl(workload: str, size: str, folder: Path, arguments: argparse.Namespace) -> GRPORun:
     """TRL with the settings of `trl_grpo.py`."""
     metrics = folder / "trl.jsonl"
-    command = [str(trl_python()), "tools/benchmarks/trl_grpo.py", "--model", str(model)]
-    command += ["--prompts", str(write_prompts()), "--metrics", str(metrics), "--generation", arguments.trl_generation]
+    command = [str(trl_python()), "tools/benchmarks/trl_grpo.py", "--model", str(find_model(workload, size))]
+    command += ["--prompts", str(write_prompts(workload)), "--metrics", str(metrics)]
+    command += ["--max-new-tokens", str(WORKLOADS[workload].max_new_tokens), "--generation", arguments.trl_generation]
     command += ["--steps", str(arguments.steps), "--threads", str(arguments.threads), "--seed", str(arguments.seed)]
     return run_side(command, metrics, read_trl, folder / "trl.log", arguments.threads)
 
 
-def write_prompts() -> Path:
-    """The arithmetic data set's training rows as JSONL, for the side that cannot import it."""
-    from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
+SIDES = {"nemo_rl": run_own, "TRL": run_trl}
 
-    rows = ArithmeticDataset(num_samples=NUM_PROMPTS, seed=PROMPT_SEED).dataset
-    path = BENCH / "prompts.jsonl"
-    wanted = ({"problem": rows[i]["problem"], "answer": rows[i]["answer"]} for i in range(len(rows)))
-    path.write_text("".join(json.dumps(row) + "\n" for row in wanted), encoding="utf-8")
+
+def write_prompts(workload: str) -> Path:
+    """The workload's rows as JSONL."""
+    path = BENCH / f"{workload}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in prompts_of(workload)), encoding="utf-8")
     return path
-
-
-def find_model(name: str) -> Path:
-    """The folder of a model; the warm one of 3 million parameters is trained on first use.
-
-    Raises:
-        SystemExit: no such model.
-    """
-    if name == "tiny-chat":
-        return ROOT / "examples" / "assets" / "tiny-chat"
-    if name != WARM_3M:
-        raise SystemExit(f"--models: {name!r} is neither tiny-chat nor {WARM_3M}.")
-    folder = BENCH / WARM_3M
-    if not (folder / "model.safetensors").exists():
-        logger.info("Warming a model of 3 million parameters ...")
-        make_warm_model(folder)
-    return folder
-
-
-def make_warm_model(folder: Path) -> None:
-    """Train a wider model with the recipe of tiny-chat."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    from make_tiny_chat_model import Recipe, train
-    from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
-
-    shape = TinyShape(hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4)
-    tokenizer, model = make_char_tokenizer(), make_tiny_model("qwen2", shape)
-    train(model, tokenizer, Recipe(clean_steps=200, mixed_steps=100))
-    save_tiny_checkpoint(folder, model.bfloat16(), tokenizer)
 
 
 FIGURES: dict[str, Callable[[GRPORun], float | None]] = {
@@ -171,18 +149,30 @@ FIGURES: dict[str, Callable[[GRPORun], float | None]] = {
     "seconds to the end of the last step": lambda run: run.steps[-1].seen_at_s,
     "mean reward, first 5 steps": lambda run: mean_reward(run.steps[:5]),
     "mean reward, last 10 steps": lambda run: mean_reward(run.steps[-10:]),
-    "mean tokens of a response": lambda run: mean_length(run),
+    "tokens of a response, mean": lambda run: mean_length(run),
+    "tokens of a step's longest response, median": lambda run: statistics.median(step.longest for step in run.measured),
+    "tokens of the longest response": lambda run: max(step.longest for step in run.measured),
 }
 
 
-def table(name: str, own: GRPORun, trl: GRPORun) -> str:
-    """The comparison as Markdown; ratios are ours over TRL's."""
-    lines = [f"### {name}, {len(own.steps)} and {len(trl.steps)} steps", ""]
+def table(name: str, own: list[GRPORun], trl: list[GRPORun]) -> str:
+    """Medians over the runs of each side, and their ranges, as Markdown; ratios are ours over TRL's."""
+    lines = [f"### {name}: {len(own)} and {len(trl)} runs of {len(own[0].steps)} steps", ""]
     lines += ["| | nemo_rl | TRL | ratio |", "|---|---:|---:|---:|"]
     for label, figure in FIGURES.items():
-        ours, theirs = figure(own), figure(trl)
-        lines.append(f"| {label} | {show(ours)} | {show(theirs)} | {ratio(ours, theirs)} |")
+        ours, theirs = (median_and_range([figure(run) for run in runs]) for runs in (own, trl))
+        lines.append(f"| {label} | {ours[1]} | {theirs[1]} | {ratio(ours[0], theirs[0])} |")
     return "\n".join(lines)
+
+
+def median_and_range(values: list[float | None]) -> tuple[float | None, str]:
+    """Median of the runs that have a value, and how it is shown: with the smallest and the largest if they differ."""
+    found = [value for value in values if value is not None]
+    if not found:
+        return None, show(None)
+    median, least, most = statistics.median(found), show(min(found)), show(max(found))
+    missing = f", {show(None)} {len(values) - len(found)} times" if len(found) < len(values) else ""
+    return median, show(median) + (f" ({least} to {most})" if least != most else "") + missing
 
 
 def tokens_per_second(run: GRPORun, *, generated: bool) -> float:
@@ -212,8 +202,10 @@ def mean_length(run: GRPORun) -> float:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", default=["tiny-chat"], help=f"tiny-chat, {WARM_3M}")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--workloads", nargs="+", default=["uniform"], choices=list(WORKLOADS))
+    parser.add_argument("--sizes", nargs="+", default=["1m"], choices=list(SIZES), help="parameters of the model")
+    parser.add_argument("--steps", type=int, default=60, help="GRPO steps of each run")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each side, in turns")
     parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads of each side")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument(
@@ -223,20 +215,24 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run both sides for each model and print the tables."""
+    """Run both sides in turns for each workload and size, and print the tables."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     arguments = parse_arguments()
+    if arguments.steps <= WARM_UP_STEPS:
+        raise SystemExit(f"--steps: {arguments.steps} leaves nothing after {WARM_UP_STEPS} steps of warm-up.")
     prepare()
-    for name in arguments.models:
-        model = find_model(name)
-        folder = BENCH / "runs" / f"{name}-{int(time.time())}"
-        folder.mkdir(parents=True)
-        logger.info("%s: load average before the start %.1f %.1f %.1f", name, *os.getloadavg())
-        logger.info("%s: nemo_rl, %d steps ...", name, arguments.steps)
-        own = run_own(model, folder, arguments)
-        logger.info("%s: TRL, %d steps ...", name, arguments.steps)
-        trl = run_trl(model, folder, arguments)
-        print(table(name, own, trl) + "\n")
+    for workload in arguments.workloads:
+        for size in arguments.sizes:
+            runs: dict[str, list[GRPORun]] = {side: [] for side in SIDES}
+            for number in range(arguments.repeats):
+                for side in list(SIDES)[:: -1 if number % 2 else 1]:
+                    folder = BENCH / "runs" / f"{workload}-{size}-{side}-{int(time.time())}"
+                    folder.mkdir(parents=True)
+                    logger.info("%s, load average %.1f %.1f %.1f ...", folder.name, *os.getloadavg())
+                    runs[side].append(SIDES[side](workload, size, folder, arguments))
+                    seconds = statistics.median(runs[side][-1].step_seconds)
+                    logger.info("%s: %s s a step", folder.name, show(seconds))
+            print(table(f"{workload}, {size}", *runs.values()) + "\n", flush=True)
 
 
 if __name__ == "__main__":

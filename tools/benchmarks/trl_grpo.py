@@ -78,6 +78,7 @@ class StepLog(TrainerCallback):
             "step": state.global_step,
             "reward": logs["reward"],
             "mean_gen_tokens": logs["completions/mean_length"],
+            "max_gen_tokens": logs["completions/max_length"],
             "num_tokens_so_far": logs["num_tokens"],
             "grad_norm": logs.get("grad_norm"),
             "generation_s": self._clock.take(),
@@ -106,7 +107,7 @@ def training_config(arguments: argparse.Namespace) -> GRPOConfig:
         gradient_accumulation_steps=1,
         num_generations=8,
         num_iterations=1,
-        max_completion_length=64,
+        max_completion_length=arguments.max_new_tokens,
         temperature=1.0,
         top_p=1.0,
         top_k=0,
@@ -136,7 +137,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with problem and answer")
     parser.add_argument("--metrics", type=Path, required=True, help="JSONL to write, one line a step")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="limit of an answer")
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stop-at-reward", type=float, default=2.0, help="end at this mean reward")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=42)

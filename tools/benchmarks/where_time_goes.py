@@ -24,8 +24,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_vs_trl import find_model, own_command
+from grpo_vs_trl import own_command
 from side_by_side import BENCH, WARM_UP_STEPS, Run, Step, cpu_seconds, differences, pss_mb, run_side, show, tree_of
+from workloads import SIZES, WORKLOADS
 
 logger = logging.getLogger("where_time_goes")
 
@@ -245,7 +246,8 @@ def parts_of(stacks: Path) -> Counter[str]:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", default=["tiny-chat"], help="as for grpo_vs_trl.py")
+    parser.add_argument("--workload", default="uniform", choices=list(WORKLOADS), help="as for grpo_vs_trl.py")
+    parser.add_argument("--sizes", nargs="+", default=["1m"], choices=list(SIZES), help="as for grpo_vs_trl.py")
     parser.add_argument("--steps", type=int, default=60, help="of the run that is timed; the other makes as many")
     parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads")
     parser.add_argument("--seed", type=int, default=42)
@@ -259,14 +261,15 @@ def main() -> None:
     arguments = parse_arguments()
     BENCH.mkdir(exist_ok=True)
     (BENCH / ".gitignore").write_text("*\n")
-    for name in arguments.models:
+    for size in arguments.sizes:
+        name = f"{arguments.workload}-{size}"
         folder = BENCH / "runs" / f"parts-{name}-{int(time.time())}"
         logger.info("%s: load average before the start %.1f %.1f %.1f", name, *os.getloadavg())
         runs = []
         profiles = Profiles(folder)
         for part, read in (("timed", read_phases), ("sampled", profiles.read)):
             (folder / part).mkdir(parents=True)
-            command, metrics = own_command(find_model(name), folder / part, arguments)
+            command, metrics = own_command(arguments.workload, size, folder / part, arguments)
             command += arguments.overrides
             runs.append(run_side(command, metrics, read, folder / f"{part}.log", arguments.threads))
         step_s = statistics.median(runs[0].step_seconds)

@@ -49,7 +49,7 @@ def build_training_batch(
     for row, trajectory in enumerate(trajectories):
         start = 0
         for message in trajectory.message_log:
-            stop = start + len(message["token_ids"])
+            stop = start + message["token_ids"].numel()
             input_ids[row, start:stop] = message["token_ids"].numpy()
             if (written := message.get("generation_logprobs")) is not None:
                 token_mask[row, start:stop] = 1.0

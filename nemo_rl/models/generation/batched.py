@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from nemo_rl.models.generation.interfaces import EngineSettings, FinishReason, GenerationRequest
 from nemo_rl.models.generation.sampling import bad_word_ids, banned_tokens, draw
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
+from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import GenerationError
 
 
@@ -154,6 +155,10 @@ class BatchedEngine(SteppedEngine):
             for row in rows
             if row.finish_reason is not None
         ]
+
+    def decode(self, token_ids: list[int]) -> str:
+        """See `SteppedEngine.decode`."""
+        return sampled_text(self._tokenizer, token_ids)
 
     def num_tokens(self, request_id: str) -> int:
         """See `SteppedEngine.num_tokens`."""

@@ -24,6 +24,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
 )
+from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import NotBuiltError
 from nemo_rl.utils.seed import derive_seed
 
@@ -92,7 +93,10 @@ class VllmGeneration:
         """Continue texts: `prompts`, B texts, and perhaps `stop_strings`; returns `texts`."""
         prompts = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in data["prompts"]]
         answers = self._answers(prompts, data.get("stop_strings"), greedy)
-        texts = [self._tokenizer.decode(answer.token_ids, skip_special_tokens=True) for answer in answers]
+        texts = [
+            sampled_text(self._tokenizer, answer.token_ids) if answer.text is None else answer.text
+            for answer in answers
+        ]
         return BatchedDataDict({"texts": texts})
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -144,17 +148,18 @@ def padded(
     prompts: list[list[int]], answers: list[GenerationResult], pad_token_id: int
 ) -> BatchedDataDict[GenerationOutputSpec]:
     """Prompts and answers as tensors, see `GenerationOutputSpec`."""
-    rows = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
-    shape = (len(rows), max(map(len, rows), default=0))
+    lengths = [len(prompt) + len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
+    shape = (len(lengths), max(lengths, default=0))
     output_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
     logprobs = torch.zeros(shape)
-    for index, (prompt, answer, row) in enumerate(zip(prompts, answers, rows, strict=True)):
-        output_ids[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        logprobs[index, len(prompt) : len(row)] = torch.tensor(answer.logprobs)
+    for index, (prompt, answer, length) in enumerate(zip(prompts, answers, lengths, strict=True)):
+        output_ids[index, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+        output_ids[index, len(prompt) : length] = torch.tensor(answer.token_ids)
+        logprobs[index, len(prompt) : length] = torch.tensor(answer.logprobs)
     return BatchedDataDict(
         output_ids=output_ids,
         generation_lengths=torch.tensor([len(answer.token_ids) for answer in answers], dtype=torch.int64),
-        unpadded_sequence_lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
+        unpadded_sequence_lengths=torch.tensor(lengths, dtype=torch.int64),
         logprobs=logprobs,
         truncated=torch.tensor([answer.finish_reason == "length" for answer in answers], dtype=torch.bool),
     )

@@ -7,9 +7,11 @@ token ids and log-probabilities come from the engine once and are never re-token
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypedDict
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.public_names import public_names
@@ -70,26 +72,37 @@ class VersionSpan(NamedTuple):
     version: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GenerationResult:
     """One response.
 
+    Its arrays travel as bytes, and may be a view of Ray's shared memory where they arrive: read-only, and the memory is
+    not free before they are.
+
     Attributes:
-        token_ids: response tokens, stop token included.
-        logprobs: log-probability of each response token under the distribution it was drawn from
+        token_ids: [n] response tokens, stop token included.
+        logprobs: [n] log-probability of each response token under the distribution it was drawn from
             (after bad words, temperature, top-k and top-p).
         finish_reason: "stop" (a stop id or string), "length", or "abort" (ended by `Engine.abort`).
         weight_versions: which weights wrote it: spans that begin with token 0, of rising start and version. More than
             one where weights were updated while it was written; each token's log-probability is that of its span's
             weights for all tokens before it.
         error: why the engine refused the request; then there are no tokens and no spans.
+        text: of the tokens, as `texts.sampled_text` makes it, so that engines share this work and not the controller
+            does all of it; None leaves it to the reader.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
     finish_reason: FinishReason
     weight_versions: list[VersionSpan]
     error: str | None = None
+    text: str | None = None
+
+    @classmethod
+    def refused(cls, error: str) -> Self:
+        """The answer to a request that can never be served."""
+        return cls(np.empty(0, np.int32), np.empty(0, np.float32), "abort", [], error)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nemo_rl.models.generation.interfaces import FinishReason, GenerationRequest, GenerationResult, VersionSpan
@@ -21,7 +22,7 @@ from nemo_rl.utils.errors import GenerationError
 
 
 class Finished(NamedTuple):
-    """A response that is over; fields as in `GenerationResult`."""
+    """A response that is over; fields as in `GenerationResult`, but lists."""
 
     request_id: str
     token_ids: list[int]
@@ -93,6 +94,10 @@ class SteppedEngine(ABC):
     async def wake_up(self) -> None:
         """See `Engine.wake_up`."""
 
+    def decode(self, token_ids: list[int]) -> str | None:
+        """See `GenerationResult.text`."""
+        return None
+
     def generate(self, request_id: str, request: GenerationRequest) -> asyncio.Future[GenerationResult]:
         """See `Engine.generate`."""
         loop = asyncio.get_running_loop()
@@ -145,7 +150,15 @@ class SteppedEngine(ABC):
         for request_id, token_ids, logprobs, reason in finished:
             running = self._running.pop(request_id)
             if not running.answer.done():
-                running.answer.set_result(GenerationResult(token_ids, logprobs, reason, running.versions))
+                running.answer.set_result(
+                    GenerationResult(
+                        np.array(token_ids, dtype=np.int32),
+                        np.array(logprobs, dtype=np.float32),
+                        reason,
+                        running.versions,
+                        text=self.decode(token_ids),
+                    )
+                )
 
     def _pass_on_failure(self, steps: asyncio.Task[None]) -> None:
         """What breaks a step breaks every response under way."""

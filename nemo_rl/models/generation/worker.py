@@ -68,7 +68,7 @@ class GenerationWorker:
         if failure is None:
             self._finished.append((request_id, answer.result()))
         elif isinstance(failure, GenerationError):
-            self._finished.append((request_id, GenerationResult([], [], "abort", [], error=str(failure))))
+            self._finished.append((request_id, GenerationResult.refused(str(failure))))
         else:
             self._failure = failure
         self._has_news.set()

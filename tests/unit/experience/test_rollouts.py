@@ -1,17 +1,21 @@
 """Rollouts: order, seeds, turns, limits, and errors that stay errors."""
 
+import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rollout_parts import LetterTokenizer, ScriptedEngine, ScriptedEnvironment, graded, prompts
 
+from nemo_rl.environments.interfaces import StepResult
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.metrics import rollout_metrics, validation_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Outcome, Trajectory
-from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams, VersionSpan
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, GenerationError
 
 SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(0,))
@@ -49,6 +53,40 @@ def test_trajectories_come_ordered_by_prompt_and_sample_with_the_engines_tokens(
         assert answer["generation_logprobs"].tolist() == [-0.5, -0.5]
         assert (t.reward, t.idx, t.weight_versions) == (2.0, 100 + t.group_index, [(t.prompt_length, 7)])
         assert (t.prompt_length, t.response_length, t.outcome) == (3, 2, Outcome.FINISHED)
+
+
+def test_the_engines_text_is_taken_and_its_arrays_are_copied(loop: EventLoopThread) -> None:
+    received = np.frombuffer(np.array([97, 0], np.int32).tobytes(), np.int32), np.zeros(2, np.float32)
+
+    class Engine(ScriptedEngine):
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            return GenerationResult(*received, "stop", [VersionSpan(0, 7)], text="as the engine reads it")
+
+    environment = ScriptedEnvironment(lambda log, meta: graded(float(log[-1]["content"] == "as the engine reads it")))
+    runner = make_runner(loop, Engine(lambda r: []), environment)
+    (found,) = runner.collect(prompts("one"), 1, SAMPLING, KEY).trajectories
+    answer = found.message_log[-1]
+    assert (answer["content"], found.reward) == ("as the engine reads it", 1.0)
+    assert (answer["token_ids"].tolist(), answer["token_ids"].dtype) == ([97, 0], torch.int64)
+    kept = answer["token_ids"], answer["generation_logprobs"]
+    assert not any(np.shares_memory(array, tensor.numpy()) for array, tensor in zip(received, kept, strict=True))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_older_objects_are_left_out_of_garbage_collections_meanwhile(loop: EventLoopThread, fails: bool) -> None:
+    counts = []
+
+    def judge(log: list[dict[str, Any]], meta: Any) -> StepResult:
+        counts.append(gc.get_freeze_count())
+        if fails:
+            raise GenerationError("broken")
+        return graded(1.0)
+
+    runner = make_runner(loop, ScriptedEngine(lambda r: [97, 0]), ScriptedEnvironment(judge))
+    with pytest.raises(GenerationError) if fails else nullcontext():
+        runner.collect(prompts("one"), 1, SAMPLING, KEY)
+    assert counts[0] > 1000
+    assert gc.get_freeze_count() == 0
 
 
 def test_seeds_depend_on_the_key_and_nothing_else(loop: EventLoopThread) -> None:

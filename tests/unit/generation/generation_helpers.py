@@ -207,6 +207,14 @@ async def load_weights(engine: Engine, tensors: Iterable[tuple[str, torch.Tensor
     return await engine.finish_weight_update(version)
 
 
+def plain(results: Iterable[GenerationResult]) -> list[tuple[Any, ...]]:
+    """Responses in a form that can be compared."""
+    return [
+        (r.token_ids.tolist(), r.logprobs.tolist(), r.finish_reason, r.weight_versions, r.error, r.text)
+        for r in results
+    ]
+
+
 def check_spans(
     request: GenerationRequest,
     result: GenerationResult,
@@ -215,8 +223,9 @@ def check_spans(
 ) -> None:
     """Hold each span of a response, sampled without filters, against the model whose weights wrote it."""
     assert result.weight_versions == spans
-    for (start, version), (end, _) in zip(spans, [*spans[1:], (len(result.token_ids), -1)], strict=True):
-        prefix, span = [*request.prompt_token_ids, *result.token_ids[:start]], result.token_ids[start:end]
+    tokens = result.token_ids.tolist()
+    for (start, version), (end, _) in zip(spans, [*spans[1:], (len(tokens), -1)], strict=True):
+        prefix, span = [*request.prompt_token_ids, *tokens[:start]], tokens[start:end]
         if request.sampling.temperature == 0:
             assert span == logits_of(models[version], prefix, span).argmax(-1).tolist()
         for other, model in models.items():

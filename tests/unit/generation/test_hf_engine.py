@@ -6,6 +6,7 @@ import string
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from generation_helpers import (
@@ -19,6 +20,7 @@ from generation_helpers import (
     logits_of,
     make_model,
     make_settings,
+    plain,
     reference_logprobs,
     save_model,
 )
@@ -49,9 +51,9 @@ def run(engine: HfEngine, requests: list[GenerationRequest]) -> list[GenerationR
 def test_greedy_equals_hugging_face(engine, model):
     results = run(engine, [ask(prompt, temperature=0.0) for prompt in PROMPTS])
     for prompt, result in zip(PROMPTS, results, strict=True):
-        assert result.token_ids == greedy_reference(model, prompt, 12)
+        assert result.token_ids.tolist() == greedy_reference(model, prompt, 12)
         assert result.finish_reason == "length"
-        expected = reference_logprobs(model, prompt, result.token_ids, SamplingParams(temperature=0.0))
+        expected = reference_logprobs(model, prompt, result.token_ids.tolist(), SamplingParams(temperature=0.0))
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
 
 
@@ -69,7 +71,7 @@ def test_greedy_equals_hugging_face(engine, model):
 def test_logprobs_are_those_of_the_distribution_that_was_sampled(engine, model, sampling):
     results = run(engine, [ask(prompt, seed=i, **sampling) for i, prompt in enumerate(PROMPTS)])
     for prompt, result in zip(PROMPTS, results, strict=True):
-        expected = reference_logprobs(model, prompt, result.token_ids, SamplingParams(**sampling))
+        expected = reference_logprobs(model, prompt, result.token_ids.tolist(), SamplingParams(**sampling))
         assert all(map(math.isfinite, expected)), "a filtered token was sampled"
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
 
@@ -79,22 +81,22 @@ def test_bad_words_are_not_written_and_take_their_probability_with_them(engine, 
     prompts = PROMPTS * 4
     free = run(engine, [ask(prompt, seed=i) for i, prompt in enumerate(prompts)])
     printable = tokenizer(string.ascii_letters + string.digits + string.punctuation)["input_ids"]
-    pairs = [pair for result in free for pair in pairwise(result.token_ids) if set(pair) <= set(printable)]
-    counts = Counter(token for result in free for token in result.token_ids if token in printable)
+    pairs = [pair for result in free for pair in pairwise(result.token_ids.tolist()) if set(pair) <= set(printable)]
+    counts = Counter(token for result in free for token in result.token_ids.tolist() if token in printable)
     first, second = pairs[0]
     banned = next(token for token, _ in counts.most_common() if token not in pairs[0])
     words = (tokenizer.decode([banned]), tokenizer.decode([first, second]))
     results = run(engine, [ask(prompt, seed=i, bad_words=words) for i, prompt in enumerate(prompts)])
-    assert any(first in result.token_ids[:-1] for result in results)
+    assert any(first in result.token_ids.tolist()[:-1] for result in results)
     for prompt, result in zip(prompts, results, strict=True):
-        assert banned not in result.token_ids
-        logits = logits_of(model, prompt, result.token_ids).double()
+        assert banned not in result.token_ids.tolist()
+        logits = logits_of(model, prompt, result.token_ids.tolist()).double()
         logits[:, banned] = -math.inf
-        for position, before in enumerate(result.token_ids[:-1], start=1):
+        for position, before in enumerate(result.token_ids.tolist()[:-1], start=1):
             if before == first:
                 logits[position, second] = -math.inf
-                assert result.token_ids[position] != second
-        expected = logits.log_softmax(-1)[range(len(result.token_ids)), result.token_ids]
+                assert result.token_ids.tolist()[position] != second
+        expected = logits.log_softmax(-1)[range(len(result.token_ids)), result.token_ids.tolist()]
         assert result.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
@@ -115,9 +117,9 @@ def test_a_seed_fixes_the_response_whatever_runs_beside_it(engine):
     crowd = [ask(prompt, seed=i) for i, prompt in enumerate(PROMPTS * 2)]
     for place in (0, 4, 10):
         result = run(engine, [*crowd[:place], wanted, *crowd[place:]])[place]
-        assert result.token_ids == alone.token_ids
+        assert result.token_ids.tolist() == alone.token_ids.tolist()
         assert result.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
-    others = {tuple(run(engine, [ask(PROMPTS[1], seed=seed)])[0].token_ids) for seed in range(8)}
+    others = {tuple(run(engine, [ask(PROMPTS[1], seed=seed)])[0].token_ids.tolist()) for seed in range(8)}
     assert len(others) == 8
 
 
@@ -149,8 +151,17 @@ def test_stop_token_ends_the_response_and_stays(engine, model):
     stop = full[5]
     (result,) = run(engine, [ask(PROMPTS[3], temperature=0.0, stop_token_ids=(stop,))])
     assert result.finish_reason == "stop"
-    assert result.token_ids == full[: full.index(stop) + 1]
+    assert result.token_ids.tolist() == full[: full.index(stop) + 1]
     assert len(result.logprobs) == len(result.token_ids)
+
+
+def test_a_response_is_arrays_and_a_text_without_special_tokens(engine, model):
+    tokenizer = make_char_tokenizer()
+    results = run(engine, [ask(prompt, seed=seed) for seed, prompt in enumerate(PROMPTS)])
+    for result in results:
+        assert (result.token_ids.dtype, result.logprobs.dtype) == (np.int32, np.float32)
+        assert result.text == tokenizer.decode(result.token_ids, skip_special_tokens=True)
+    assert any(result.text != tokenizer.decode(result.token_ids) for result in results), "some sampled a special token"
 
 
 def test_stop_string_over_several_tokens(engine, model):
@@ -159,10 +170,10 @@ def test_stop_string_over_several_tokens(engine, model):
     stop = tokenizer.decode(full[3:6])
     (result,) = run(engine, [ask(PROMPTS[0], temperature=0.0, stop_strings=(stop,))])
     assert result.finish_reason == "stop"
-    text = tokenizer.decode(result.token_ids)
+    text = tokenizer.decode(result.token_ids.tolist())
     assert stop in text
-    assert stop not in tokenizer.decode(result.token_ids[:-1])
-    assert result.token_ids == full[: len(result.token_ids)]
+    assert stop not in tokenizer.decode(result.token_ids.tolist()[:-1])
+    assert result.token_ids.tolist() == full[: len(result.token_ids)]
 
 
 def test_limits(engine):
@@ -191,7 +202,7 @@ def test_new_weights_change_the_answers_and_the_version(engine, model):
         assert asyncio.run(load_weights(engine, new.named_parameters(), 7)) == []
         (result,) = run(engine, [ask(PROMPTS[1], temperature=0.0)])
         assert result.weight_versions == [(0, 7)]
-        assert result.token_ids == greedy_reference(new, PROMPTS[1], 12)
+        assert result.token_ids.tolist() == greedy_reference(new, PROMPTS[1], 12)
     finally:
         asyncio.run(load_weights(engine, model.named_parameters(), 0))
 
@@ -231,7 +242,7 @@ def test_an_update_to_the_same_weights_does_not_touch_responses_under_way(engine
         await load_weights(engine, model.named_parameters(), 5)
         return await answers
 
-    assert asyncio.run(synced_on_the_way()) == run(engine, requests)
+    assert plain(asyncio.run(synced_on_the_way())) == plain(run(engine, requests))
 
 
 def test_missing_and_unknown_tensors_are_named(engine, model):

@@ -63,7 +63,11 @@ def test_the_shown_engine_runs_by_its_path(tmp_path: Path, monkeypatch: pytest.M
         for _ in range(6):
             tokens.append(int(weight[tokens[-1]].argmax()))
         expected = [float(weight[a].log_softmax(0)[b]) for a, b in zip(tokens, tokens[1:], strict=False)]
-        assert (result.token_ids, result.finish_reason, result.weight_versions) == (tokens[1:], "length", [(0, 1)])
+        assert (result.token_ids.tolist(), result.finish_reason, result.weight_versions) == (
+            tokens[1:],
+            "length",
+            [(0, 1)],
+        )
         assert result.logprobs == pytest.approx(expected, abs=1e-6)
 
 

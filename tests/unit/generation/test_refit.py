@@ -86,7 +86,7 @@ async def generate_all(engines: EngineGroup, requests: list[GenerationRequest]) 
 def answers(engines: EngineGroup, loop: EventLoopThread) -> list[list[int]]:
     """Greedy answers to all prompts."""
     requests = [ask(prompt, temperature=0.0) for prompt in PROMPTS]
-    return [result.token_ids for result in loop.run(generate_all(engines, requests), 60, "answers")]
+    return [result.token_ids.tolist() for result in loop.run(generate_all(engines, requests), 60, "answers")]
 
 
 def test_engines_that_die_asleep_or_before_they_sleep_are_replaced(engines: EngineGroup, loop: EventLoopThread) -> None:

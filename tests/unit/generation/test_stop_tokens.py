@@ -53,4 +53,4 @@ def test_an_answer_ends_at_the_model_s_second_token_and_keeps_it(tmp_path: Path)
     stop = sampling_params(policy, 258, validation=False).stop_token_ids
     engine = HfEngine(make_settings(tmp_path, "hf"))
     (result,) = asyncio.run(answered(engine, [ask(PROMPTS[1], temperature=0.0, stop_token_ids=stop)]))
-    assert (result.token_ids, result.finish_reason) == (full[: full.index(full[4]) + 1], "stop")
+    assert (result.token_ids.tolist(), result.finish_reason) == (full[: full.index(full[4]) + 1], "stop")

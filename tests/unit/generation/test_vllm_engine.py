@@ -158,7 +158,7 @@ def test_greedy_after_each_update_equals_hugging_face(engines, sender, name):
         for _ in range(2):
             results = engines.generate(name, requests)
             expected = [greedy_reference(model, request.prompt_token_ids, 12) for request in requests]
-            assert [result.token_ids for result in results] == expected
+            assert [result.token_ids.tolist() for result in results] == expected
         assert all(result.weight_versions == [(0, seed)] for result in results)
         assert {result.finish_reason for result in results} == {"length"}
 
@@ -190,7 +190,7 @@ def test_the_engine_does_not_live_on_the_sender_s_memory(engines, sender, name):
     while not sender.next_bucket().is_last:
         pass
     (result,) = engines.generate(name, [ask(PROMPTS[1], temperature=0.0)])
-    assert result.token_ids == greedy_reference(model, PROMPTS[1], 12)
+    assert result.token_ids.tolist() == greedy_reference(model, PROMPTS[1], 12)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -203,7 +203,7 @@ def test_logprobs_equal_hugging_face(engines, sender, name, sampling):
     results = engines.generate(name, [ask(prompt, seed=i, **sampling) for i, prompt in enumerate(prompts)])
     for prompt, result in zip(prompts, results, strict=True):
         assert len(result.logprobs) == len(result.token_ids) == 12
-        expected = reference_logprobs(model, prompt, result.token_ids, SamplingParams(**sampling))
+        expected = reference_logprobs(model, prompt, result.token_ids.tolist(), SamplingParams(**sampling))
         assert all(map(math.isfinite, expected)), "a filtered token was sampled"
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
 
@@ -261,16 +261,16 @@ def test_requests_that_are_ended_are_answered_with_what_they_have(engines, sende
     assert (id_, result.finish_reason) == ("ended", "abort")
     assert 12 <= len(result.token_ids) < 200
     check_spans(ended, result, {33: model}, [(0, 33)])
-    assert engines.generate(name, [stays])[0].token_ids == greedy_reference(model, PROMPTS[3], 12)
+    assert engines.generate(name, [stays])[0].token_ids.tolist() == greedy_reference(model, PROMPTS[3], 12)
 
 
 def test_a_seed_fixes_the_response_whatever_the_order(engines):
     name = "qwen2 tied"
     requests = [ask(prompt, seed=100 + i) for i, prompt in enumerate([*PROMPTS, LONG_PROMPT] * 3)]
-    forward = [result.token_ids for result in engines.generate(name, requests)]
-    backward = [result.token_ids for result in engines.generate(name, requests[::-1])]
+    forward = [result.token_ids.tolist() for result in engines.generate(name, requests)]
+    backward = [result.token_ids.tolist() for result in engines.generate(name, requests[::-1])]
     assert backward[::-1] == forward
-    assert [engines.generate(name, [request])[0].token_ids for request in requests[:3]] == forward[:3]
+    assert [engines.generate(name, [request])[0].token_ids.tolist() for request in requests[:3]] == forward[:3]
     assert len({tuple(tokens) for tokens in forward}) == len(requests)
 
 
@@ -280,7 +280,7 @@ def test_the_number_of_threads_changes_no_bit(engines, name):
     answers = []
     for counts in ([2], [1], [1, 2], [3]):
         engines.look(name, compute_on, counts)
-        answers.append([(result.token_ids, result.logprobs) for result in engines.generate(name, requests)])
+        answers.append([(r.token_ids.tolist(), r.logprobs.tolist()) for r in engines.generate(name, requests)])
     engines.look(name, compute_on, [1])
     assert answers[1:] == answers[:1] * 3
 
@@ -325,7 +325,7 @@ def test_a_broken_off_update_can_be_started_again(engines, sender, name, stop_af
     sync(engines, sender, name, broken_off, version=15, stop_after=stop_after)
     model = update(engines, sender, name, seed=16)
     (result,) = engines.generate(name, [ask(PROMPTS[3], temperature=0.0)])
-    assert result.token_ids == greedy_reference(model, PROMPTS[3], 12)
+    assert result.token_ids.tolist() == greedy_reference(model, PROMPTS[3], 12)
 
 
 @pytest.mark.parametrize(
@@ -366,10 +366,10 @@ def test_stop_tokens_and_stop_strings(engines, sender):
             ask(PROMPTS[3], temperature=0.0, stop_strings=(string,)),
         ],
     )
-    assert by_id.token_ids == full[: full.index(full[5]) + 1]
-    assert by_string.token_ids == full[: len(by_string.token_ids)]
-    assert string in tokenizer.decode(by_string.token_ids)
-    assert string not in tokenizer.decode(by_string.token_ids[:-1])
+    assert by_id.token_ids.tolist() == full[: full.index(full[5]) + 1]
+    assert by_string.token_ids.tolist() == full[: len(by_string.token_ids)]
+    assert string in tokenizer.decode(by_string.token_ids.tolist())
+    assert string not in tokenizer.decode(by_string.token_ids.tolist()[:-1])
     assert by_id.finish_reason == by_string.finish_reason == "stop"
     assert [len(result.logprobs) for result in (by_id, by_string)] == [
         len(result.token_ids) for result in (by_id, by_string)
@@ -385,9 +385,13 @@ def test_a_special_token_can_be_a_stop_string(engines, sender):
     expected = [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
     ends = [tokens.index(258) + 1 if 258 in tokens else 12 for tokens in expected]
     assert min(ends) < 12
-    assert [result.token_ids for result in results] == [
+    assert [result.token_ids.tolist() for result in results] == [
         tokens[:end] for tokens, end in zip(expected, ends, strict=True)
     ]
+    tokenizer = make_char_tokenizer()
+    texts = [tokenizer.decode(result.token_ids, skip_special_tokens=True) for result in results]
+    assert [result.text for result in results] == texts
+    assert not any("<|im_end|>" in text for text in texts)
 
 
 def test_bad_words_are_not_written_and_take_their_probability_with_them(engines, sender):
@@ -398,14 +402,14 @@ def test_bad_words_are_not_written_and_take_their_probability_with_them(engines,
     letter, first, second = (tokenizer(character)["input_ids"][0] for character in "abc")
     requests = [ask(PROMPTS[i % 5], seed=i, bad_words=("a", "bc")) for i in range(60)]
     results = engines.generate(name, requests)
-    assert sum(first in result.token_ids[:-1] for result in results) > 3
+    assert sum(first in result.token_ids.tolist()[:-1] for result in results) > 3
     for request, result in zip(requests, results, strict=True):
-        logits = logits_of(model, request.prompt_token_ids, result.token_ids).double()
+        logits = logits_of(model, request.prompt_token_ids, result.token_ids.tolist()).double()
         logits[:, letter] = -math.inf
-        for position, before in enumerate(result.token_ids[:-1], start=1):
+        for position, before in enumerate(result.token_ids.tolist()[:-1], start=1):
             if before == first:
                 logits[position, second] = -math.inf
-        expected = logits.log_softmax(-1)[range(len(result.token_ids)), result.token_ids]
+        expected = logits.log_softmax(-1)[range(len(result.token_ids)), result.token_ids.tolist()]
         assert result.logprobs == pytest.approx(expected.tolist(), abs=1e-3)
 
 
@@ -415,7 +419,7 @@ def test_keys_of_vllm_cfg_reach_vllm(engines):
     model = MODELS["qwen2 tied"](seed=0)
     requests = [ask(prompt, seed=i, temperature=0.5) for i, prompt in enumerate([*PROMPTS, LONG_PROMPT])]
     for request, result in zip(requests, engines.generate(CONFIGURED, requests), strict=True):
-        raw = reference_logprobs(model, request.prompt_token_ids, result.token_ids, SamplingParams())
+        raw = reference_logprobs(model, request.prompt_token_ids, result.token_ids.tolist(), SamplingParams())
         assert result.logprobs == pytest.approx(raw, abs=1e-3), "raw log-probs do not know of the temperature"
 
 

@@ -61,6 +61,6 @@ def test_log_probabilities_of_exported_checkpoints(tmp_path: Path) -> None:
         for name, model in models.items():
             results = engine.generate(name, requests)
             for request, result in zip(requests, results, strict=True):
-                want = reference_logprobs(model, request.prompt_token_ids, result.token_ids, request.sampling)
+                want = reference_logprobs(model, request.prompt_token_ids, result.token_ids.tolist(), request.sampling)
                 torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(want).float(), rtol=0, atol=2e-4)
-            assert len({tuple(result.token_ids) for result in results}) == len(PROMPTS), "the prompts matter"
+            assert len({tuple(result.token_ids.tolist()) for result in results}) == len(PROMPTS), "the prompts matter"

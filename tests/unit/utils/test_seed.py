@@ -31,6 +31,7 @@ def test_paths_do_not_collide(left, right):
 
 @pytest.mark.parametrize("part", [1.5, True, None, (1,)])
 def test_other_parts_are_refused(part):
+    derive_seed(0, 1)  # equal to True, and remembered
     with pytest.raises(TypeError, match="integers and strings"):
         derive_seed(0, part)
 

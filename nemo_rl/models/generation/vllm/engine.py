@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.registry import ModelRegistry
@@ -27,6 +28,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
 )
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
+from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.threads import ThreadChoice, cores_of_each, start_threads
@@ -108,6 +110,11 @@ class VllmEngine(SteppedEngine):
             return None
         runner = self._engine.model_executor.driver_worker.model_runner
         return start_threads(runner.get_model(), runner.model_config, cores_of_each(settings.workers_on_machine))
+
+    def decode(self, token_ids: list[int]) -> str | None:
+        """See `SteppedEngine.decode`; what vLLM takes of other libraries may read tokens differently."""
+        tokenizer = self._engine.renderer.tokenizer
+        return sampled_text(tokenizer, token_ids) if isinstance(tokenizer, PreTrainedTokenizerBase) else None
 
     def _state(self, request_id: str) -> Any:
         """What vLLM has gathered for a request that is under way."""

@@ -1,0 +1,56 @@
+"""The models of the benchmark against TRL: larger ones are the same function."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TinyShape, make_tiny_model
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "tools/benchmarks"
+
+
+@pytest.fixture
+def workloads(monkeypatch: pytest.MonkeyPatch):
+    """`tools/benchmarks/workloads.py` as a module; it finds its neighbours as a script does."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import workloads
+
+    yield workloads
+    for name in ("workloads", "side_by_side", "make_tiny_chat_model"):
+        sys.modules.pop(name, None)
+
+
+def test_a_widened_model_is_the_same_function_and_trains_all_its_weights(workloads) -> None:
+    small = make_tiny_model(
+        "qwen2", TinyShape(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2, num_kv_heads=1)
+    )
+    for name, parameter in small.named_parameters():
+        if name.endswith(("norm.weight", "bias")):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    shape = TinyShape(hidden_size=128, intermediate_size=160, num_layers=3, num_heads=4, num_kv_heads=2)
+    wide = workloads.widen(small, shape)
+    ids = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(0))
+    expected = small(ids).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(wide(ids).logits, expected, rtol=0, atol=1e-3)
+    optimizer = torch.optim.AdamW(wide.parameters(), weight_decay=0.0)
+    before = {name: weight.detach().clone() for name, weight in wide.named_parameters()}
+    for _ in range(2):  # what does not reach the residual stream at first has a gradient behind the first update
+        optimizer.zero_grad()
+        wide(ids, labels=ids).loss.backward()
+        optimizer.step()
+    for name, weight in wide.named_parameters():
+        assert (weight != before[name]).float().mean() > 0.9, name
+
+
+def test_answers_of_the_skewed_workload_are_a_quarter_of_the_longest(workloads) -> None:
+    rng = workloads.random.Random(0)
+    problems = [workloads.draw_count(rng) for _ in range(20_000)]
+    lengths = [len(workloads.counted(problem)) + 1 for problem in problems]
+    assert (min(lengths), max(lengths)) == (13, 251)
+    assert 0.2 < sum(lengths) / len(lengths) / max(lengths) < 0.3
+    assert workloads.counted(workloads.Problem("37>40=", 3)) == "38 39 40 \\boxed{3}"
+    for problem in problems[:100]:
+        first, last = map(int, problem.question.removesuffix("=").split(">"))
+        assert last - first == problem.result
