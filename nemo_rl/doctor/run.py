@@ -123,10 +123,18 @@ def check_memory(request: RunRequest) -> Finding:
         return skipped(_EVALUATION)
     per_node = config.cluster.policy_ranks_per_node
     host = request.host_bytes and request.host_bytes / per_node
-    available = request.gpu_bytes if config.cluster.uses_gpu else host
+    described = config.cluster.gpu_memory_gb and config.cluster.gpu_memory_gb * 2**30
+    available = described or request.gpu_bytes if config.cluster.uses_gpu else host
     lines, tables = [], []
 
     def look() -> str:
+        if config.cluster.uses_gpu and described and request.gpu_bytes and described > request.gpu_bytes:
+            logger.warning(
+                "cluster.gpu_memory_gb=%g describes larger GPUs than those that are here, which have %s; without it "
+                "these are compared.",
+                config.cluster.gpu_memory_gb,
+                _gib(request.gpu_bytes),
+            )
         for name, section, num_ranks, plan in memory_plans(config.cluster, roles_of(config)):
             if plan is None:
                 lines.append(f"{name}: its backend predicts nothing")

@@ -199,6 +199,21 @@ def test_what_a_run_would_not_refuse_is_a_warning(
         assert text in finding.found
 
 
+@pytest.mark.parametrize(("here_gib", "described", "status"), [(80, 24, "warning"), (24, 80, "warning"), (80, 80, "ok")])
+def test_memory_is_compared_with_the_gpus_that_the_configuration_describes(
+    here_gib: int, described: int, status: str
+) -> None:
+    """As the run does."""
+    file = ROOT / "examples/configs/recipes/llm/grpo-llama3.1-8b-instruct-1n8g-fsdp.yaml"
+    overrides = [f"cluster.gpu_memory_gb={described}", f"policy.tokenizer.name={TINY}"]
+    config = with_local_configs(load_config(file, overrides))
+    finding = check_memory(RunRequest(config, gpu_bytes=here_gib * 2**30, host_bytes=400e9))
+    assert (finding.status, finding.numbers) == (status, {"bytes_for_a_rank": described * 2**30}), finding
+    assert (f"describes larger GPUs than those that are here, which have {here_gib} GiB" in finding.found) == (
+        described > here_gib
+    )
+
+
 def test_a_missing_gpu_is_named(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     status, lines = doctor("cluster.device=cuda", "cluster.gpus_per_node=2", "policy.generation.backend=hf")
