@@ -15,7 +15,7 @@ from nemo_rl.doctor import dummy_step
 from nemo_rl.doctor.algorithms import recipe_of, roles_of
 from nemo_rl.doctor.findings import Check, Finding, skipped
 from nemo_rl.doctor.requests import RunRequest
-from nemo_rl.doctor.runner import as_the_run_says
+from nemo_rl.doctor.runner import as_the_run_says, warnings_of_library
 from nemo_rl.utils.disk_space import free_bytes, readable_bytes
 from nemo_rl.utils.errors import ConfigError
 
@@ -135,7 +135,9 @@ def check_memory(request: RunRequest) -> Finding:
                 config.cluster.gpu_memory_gb,
                 _gib(request.gpu_bytes),
             )
-        for name, section, num_ranks, plan in memory_plans(config.cluster, roles_of(config)):
+        with warnings_of_library():  # of the tokenizer, which the check of the data repeats
+            roles = roles_of(config)
+        for name, section, num_ranks, plan in memory_plans(config.cluster, roles):
             if plan is None:
                 lines.append(f"{name}: its backend predicts nothing")
                 continue
