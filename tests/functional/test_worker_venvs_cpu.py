@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +11,16 @@ import psutil
 import pytest
 from example_runs import ExampleRun, StartExample, of_training, read_metrics
 
+# Runs start in a folder of their own, where a version manager's `uv` may be another one, or none.
+OWN_UV = Path(sys.base_prefix, "bin/uv")
+UV = os.environ.get("UV") or (str(OWN_UV) if OWN_UV.exists() else shutil.which("uv"))
 pytestmark = [
     pytest.mark.long,
     pytest.mark.slow,
     pytest.mark.ray,
     pytest.mark.vllm,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not (os.environ.get("UV") or shutil.which("uv")), reason="uv is not here"),
+    pytest.mark.skipif(UV is None, reason="uv is not here"),
 ]
 
 OVERRIDES = ("grpo.max_num_steps=3", "grpo.val_period=2", "checkpointing.enabled=false")
@@ -44,7 +48,7 @@ def test_ranks_and_engines_in_environments_of_their_own(start_example: StartExam
 
     folder, seconds = tmp_path / "venvs", {}
     for start in ("first", "cached"):
-        environment = {"NEMO_RL_VENV_DIR": str(folder)}
+        environment = {"NEMO_RL_VENV_DIR": str(folder), "UV": str(UV)}
         overrides = (*OVERRIDES, *VENVS)
         run = start_example("run_grpo.py", "grpo_math_cpu.yaml", *overrides, logs=start, environment=environment)
         run.wait_for("validation after step 0", 1200)
