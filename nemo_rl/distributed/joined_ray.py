@@ -17,6 +17,7 @@ from ray._private.node import Node
 
 from nemo_rl.distributed.local_ray import expect_deaths, note_death
 
+_RETRY_S = 0.2
 _PERIOD_S = 3.0
 _GONE_S = 45.0
 """Without an answer of the control service; less than Ray's own 60 s, and time for one that starts again."""
@@ -35,18 +36,21 @@ def watch_joined_ray() -> None:
 
 
 def _await_raylet(node: Node) -> None:
-    """Until the kernel closes the socket that the raylet has listened on."""
-    path = node.raylet_socket_name
-    try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(path)
-            connection.recv(1)
-    except OSError:
-        pass  # reset, or gone before it was connected to
-    place = f"{node.node_ip_address}, in the joined cluster {node.gcs_address},"
-    what = f"The node manager (raylet) of this machine, {place}"
-    logs = f"Its log is in {node.get_logs_dir_path()}."
-    note_death(node, what, f"{what} has ended, and with it the run's workers. {logs} {_GO_ON}")
+    """Until nobody listens on the raylet's socket, which the kernel tells at once, or this process has left."""
+    while ray._private.worker.global_worker.node is node:
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(node.raylet_socket_name)
+                connection.recv(1)
+        except (ConnectionRefusedError, FileNotFoundError):
+            place = f"{node.node_ip_address}, in the joined cluster {node.gcs_address},"
+            what = f"The node manager (raylet) of this machine, {place}"
+            logs = f"Its log is in {node.get_logs_dir_path()}."
+            note_death(node, what, f"{what} has ended, and with it the run's workers. {logs} {_GO_ON}")
+            return
+        except OSError:
+            pass  # it ended this connection, which the next one will explain
+        time.sleep(_RETRY_S)
 
 
 def _await_control_service(node: Node) -> None:

@@ -155,3 +155,28 @@ def test_a_control_service_that_does_not_answer_is_named_in_time(monkeypatch: py
         left.setattr(joined_ray.ray._private.worker.global_worker, "node", None)
         joined_ray._await_control_service(node)
     assert len(noted) == 1
+
+
+def test_a_node_manager_that_only_closes_the_connection_is_not_called_dead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(joined_ray, "note_death", lambda node, what, obituary: noted.append(obituary))
+    monkeypatch.setattr(joined_ray, "_RETRY_S", 0.05)
+    monkeypatch.chdir(tmp_path)  # a path of a socket has 108 bytes
+    node: Any = SimpleNamespace(
+        raylet_socket_name="raylet", node_ip_address="10.0.0.1", gcs_address="a:1", get_logs_dir_path=lambda: "logs"
+    )
+    monkeypatch.setattr(joined_ray.ray._private.worker.global_worker, "node", node)
+    watch = threading.Thread(target=joined_ray._await_raylet, args=(node,), daemon=True)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("raylet")
+        listening.listen()
+        watch.start()
+        for _ in range(3):
+            listening.accept()[0].close()
+        assert watch.is_alive() and noted == []
+    watch.join(10)
+    assert noted[0].startswith(
+        "The node manager (raylet) of this machine, 10.0.0.1, in the joined cluster a:1, has ended"
+    )
