@@ -20,6 +20,7 @@ if [[ ! -d $snapshot ]]; then
   done | tar --create --null --files-from=- | tar --extract --directory="$partial"
   git rev-parse HEAD > "$partial/COMMIT"
   chmod 755 "$partial"
-  mv "$partial" "$snapshot"
+  # Another process may have made it meanwhile.
+  mv --no-target-directory "$partial" "$snapshot" 2> /dev/null || [[ -d $snapshot ]]
 fi
 echo "$snapshot"

@@ -72,8 +72,6 @@ def start_local_ray(
     Raises:
         ResourceInsufficientError: Ray did not start, several times over.
     """
-    global _death
-    _death = None
     # Without this Ray replaces 127.0.0.1 by an address that the network can reach, and all of its processes
     # listen there. The variable tells its other processes the same.
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -116,11 +114,11 @@ class _OwnSession(services.ConsolePopen):
 
 
 def check_local_ray() -> None:
-    """See that the Ray which this process started is whole; a joined cluster is not looked at.
+    """See that the Ray which this process started is whole, or of a joined one what it needs (`joined_ray`).
 
     Raises:
-        RayDiedError: its gcs_server or raylet has ended. What is left of it is ended too, and with it all workers,
-            so that no other wait lasts and nothing is left behind.
+        RayDiedError: its gcs_server or raylet has ended. What is left of what this process started is ended too, and
+            with it all workers, so that no other wait lasts and nothing is left behind.
     """
     if _death is None:
         return
@@ -133,22 +131,34 @@ def check_local_ray() -> None:
 
 def _watch(node: Node) -> None:
     """Start a thread for each daemon that the run cannot do without."""
-    # Registered after Ray's own, so called before it ends the daemons.
-    atexit.register(_expect_ends)
+    expect_deaths()
     for name in _ROLES:
         process = node.all_processes[name][0].process
         threading.Thread(target=_await_end, args=(node, name, process), name=f"{name}-watch", daemon=True).start()
 
 
-def _await_end(node: Node, name: str, process: subprocess.Popen[bytes]) -> None:
+def expect_deaths() -> None:
+    """From here on `note_death` counts, until this process ends."""
     global _death
-    process.wait()
+    _death = None
+    # Registered after Ray's own, so called before it ends the daemons.
+    atexit.register(_expect_ends)
+
+
+def note_death(node: Node, what: str, obituary: str) -> None:
+    """Let every wait end with an error, and say so at once; nothing where this process has left that Ray."""
+    global _death
     with _noting:
         # `ray.shutdown` disconnects the worker from its node before it ends the daemons.
         if _death is None and not _is_exiting and ray._private.worker.global_worker.node is node:
-            what = f"The {_ROLES[name]} of this run's Ray ({name}, pid {process.pid})"
-            _death = RayDiedError(_obituary(what, process.returncode, f"{node.get_logs_dir_path()}/{name}.out"))
+            _death = RayDiedError(obituary)
             logger.error("%s has ended; the run ends too.", what)
+
+
+def _await_end(node: Node, name: str, process: subprocess.Popen[bytes]) -> None:
+    process.wait()
+    what = f"The {_ROLES[name]} of this run's Ray ({name}, pid {process.pid})"
+    note_death(node, what, _obituary(what, process.returncode, f"{node.get_logs_dir_path()}/{name}.out"))
 
 
 def _expect_ends() -> None:

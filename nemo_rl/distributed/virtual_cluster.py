@@ -24,6 +24,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl.distributed.joined_ray import watch_joined_ray
 from nemo_rl.distributed.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
 from nemo_rl.distributed.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
 from nemo_rl.distributed.node_health import lost_nodes
@@ -93,6 +94,7 @@ def init_ray(
             log_to_driver=log_to_driver,
             logging_level=logging.WARNING,
         )
+        watch_joined_ray()
     else:
         context = start_local_ray(
             num_cpus=num_cpus,

@@ -1,13 +1,15 @@
 """The command line of `nemo_rl doctor`.
 
-Light, so that help comes at once. Invariant: the exit status is 0 only without a failure, 1 with one, and 2 where the
-command line itself is wrong.
+Light, so that help comes at once. Invariant: the exit status is 0 only without a failure, 1 with one, 2 where the
+command line itself is wrong, and 128 plus its number after a signal.
 """
 
 import argparse
 import os
 import sys
 from pathlib import Path
+
+from nemo_rl.utils.stop_signals import handlers_kept, leave_at_once
 
 NAME = "doctor"
 SUMMARY = "check this machine or cluster before a run"
@@ -33,14 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Make all checks and show what they found; returns the exit status."""
-    from nemo_rl.doctor.examination import examine
-    from nemo_rl.doctor.report import exit_status, write_json, write_table
-    from nemo_rl.utils.logging_setup import configure_logging
+    with handlers_kept():
+        leave_at_once()
+        from nemo_rl.doctor.examination import examine
+        from nemo_rl.doctor.report import exit_status, write_json, write_table
+        from nemo_rl.utils.logging_setup import configure_logging
 
-    configure_logging()
-    # As for a run: a class of the user's own may lie in the folder that the command was started from.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    findings = examine(arguments)
-    (write_json if arguments.json else write_table)(findings)
-    return exit_status(findings)
+        configure_logging()
+        # As for a run: a class of the user's own may lie in the folder that the command was started from.
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        findings = examine(arguments)
+        (write_json if arguments.json else write_table)(findings)
+        return exit_status(findings)

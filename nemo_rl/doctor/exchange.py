@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -67,7 +68,7 @@ def _run(variables: Sequence[dict[str, object]]) -> tuple[dict[int, str], list[l
         finally:
             for process in ranks:
                 process.kill()
-                process.wait()
+                process.communicate()
         for file in files:
             file.seek(0)
         return missing, [file.read().strip().splitlines() for file in files]
@@ -76,7 +77,7 @@ def _run(variables: Sequence[dict[str, object]]) -> tuple[dict[int, str], list[l
 def _start(variables: dict[str, object], output: IO[str]) -> subprocess.Popen[bytes]:
     environment = os.environ | {name: str(value) for name, value in variables.items()} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "nemo_rl.doctor.exchange"]
-    return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT)
 
 
 def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, str]:
@@ -88,8 +89,15 @@ def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, str]:
     return failed or {rank: "did not answer in time" for rank, process in enumerate(ranks) if process.poll() is None}
 
 
+def _end_with_the_doctor() -> None:
+    """Wait for the end of the input, whose other end no process but the doctor has."""
+    os.read(0, 1)  # not by `sys.stdin`, whose lock the interpreter needs when it ends
+    os._exit(1)
+
+
 def main() -> None:
     """One rank: join, add up a tensor, and on rank 0 say how fast that was."""
+    threading.Thread(target=_end_with_the_doctor, daemon=True).start()
     import torch
     import torch.distributed as dist
 

@@ -15,7 +15,7 @@ from nemo_rl.doctor import dummy_step
 from nemo_rl.doctor.algorithms import recipe_of, roles_of
 from nemo_rl.doctor.findings import Check, Finding, skipped
 from nemo_rl.doctor.requests import RunRequest
-from nemo_rl.doctor.runner import as_the_run_says
+from nemo_rl.doctor.runner import as_the_run_says, warnings_of_library
 from nemo_rl.utils.disk_space import free_bytes, readable_bytes
 from nemo_rl.utils.errors import ConfigError
 
@@ -123,11 +123,21 @@ def check_memory(request: RunRequest) -> Finding:
         return skipped(_EVALUATION)
     per_node = config.cluster.policy_ranks_per_node
     host = request.host_bytes and request.host_bytes / per_node
-    available = request.gpu_bytes if config.cluster.uses_gpu else host
+    described = config.cluster.gpu_memory_gb and config.cluster.gpu_memory_gb * 2**30
+    available = described or request.gpu_bytes if config.cluster.uses_gpu else host
     lines, tables = [], []
 
     def look() -> str:
-        for name, section, num_ranks, plan in memory_plans(config.cluster, roles_of(config)):
+        if config.cluster.uses_gpu and described and request.gpu_bytes and described > request.gpu_bytes:
+            logger.warning(
+                "cluster.gpu_memory_gb=%g describes larger GPUs than those that are here, which have %s; without it "
+                "these are compared.",
+                config.cluster.gpu_memory_gb,
+                _gib(request.gpu_bytes),
+            )
+        with warnings_of_library():  # of the tokenizer, which the check of the data repeats
+            roles = roles_of(config)
+        for name, section, num_ranks, plan in memory_plans(config.cluster, roles):
             if plan is None:
                 lines.append(f"{name}: its backend predicts nothing")
                 continue

@@ -73,7 +73,7 @@ def as_the_run_says(call: Callable[[], str], advice: str = "") -> Finding:
     Returns:
         A failure where the run would refuse to start, a warning where it would warn.
     """
-    with _warnings_of_library() as said:
+    with warnings_of_library() as said:
         try:
             found = call()
         except NemoRLError as error:
@@ -82,18 +82,16 @@ def as_the_run_says(call: Callable[[], str], advice: str = "") -> Finding:
 
 
 @contextmanager
-def _warnings_of_library() -> Iterator[list[str]]:
-    """Collect what the library would log as a warning; nothing of it reaches the console."""
+def warnings_of_library() -> Iterator[list[str]]:
+    """Collect what the library would log as a warning; nothing of it reaches the console, or a collection around it."""
     library = logging.getLogger("nemo_rl")
     said: list[str] = []
-    handler = _Collector(said)
-    propagate, library.propagate = library.propagate, False
-    library.addHandler(handler)
+    before = library.handlers, library.propagate
+    library.handlers, library.propagate = [_Collector(said)], False
     try:
         yield said
     finally:
-        library.removeHandler(handler)
-        library.propagate = propagate
+        library.handlers, library.propagate = before
 
 
 class _Collector(logging.Handler):

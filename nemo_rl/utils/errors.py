@@ -58,7 +58,7 @@ class NodeLostError(WorkerDiedError):
 
 
 class RayDiedError(NemoRLError, RuntimeError):
-    """The Ray that a run started for itself has lost one of its own processes; nothing can go on."""
+    """The Ray of a run has lost a process without which nothing can go on."""
 
 
 class WeightSyncError(NemoRLError, RuntimeError):

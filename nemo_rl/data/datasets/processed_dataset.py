@@ -4,6 +4,7 @@ Invariant: `dataset[i]` depends on the rows only, so any worker process and any 
 """
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from nemo_rl.data.interfaces import (
 )
 from nemo_rl.data.processors import cut_to_stub
 from nemo_rl.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 TaskProcessors = TaskDataProcessFnCallable | Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
 TaskPreprocessors = TaskDataPreProcessFnCallable | Mapping[str, TaskDataPreProcessFnCallable]
@@ -86,7 +89,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
 
         Args:
             num_tried: How many rows.
-            over_long: Whether a row above `max_seq_length` is one of them.
+            over_long: Whether a row above `max_seq_length` is one of them; else it is counted in a warning.
 
         Returns:
             The rows left out.
@@ -95,6 +98,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             DataError: None of the rows tried can be used.
         """
         bad: dict[int, BadRow] = {}
+        num_weightless = 0
         num_tried = min(num_tried, len(self))
         for idx in range(num_tried):
             try:
@@ -103,18 +107,31 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
                 bad[idx] = BadRow(*self.place(idx), _reason(error))
                 continue
             self.stand_in = self.stand_in or datum
-            if over_long and not datum["loss_multiplier"]:
-                reason = f"longer than data.max_input_seq_length={self.max_seq_length} tokens"
-                bad[idx] = BadRow(*self.place(idx), reason)
+            if not datum["loss_multiplier"]:
+                num_weightless += 1
+                if over_long:
+                    bad[idx] = BadRow(*self.place(idx), f"{self._too_long} tokens")
         if not num_tried:
             return []
         if self.stand_in is None or len(bad) == num_tried:
             raise DataError(f"no row can be used: {summarize_bad_rows([*bad.values()], num_tried)}")
         cut_to_stub(self.stand_in, self.max_seq_length)
+        if num_weightless and not over_long:
+            logger.warning(
+                "%d of the first %d rows of %s are %s tokens: they are not sampled and do not train.",
+                num_weightless,
+                num_tried,
+                self.place(0)[0],
+                self._too_long,
+            )
         if bad:
             kept = np.array([idx for idx in range(len(self)) if idx not in bad], dtype=np.int64)
             self.dataset = RowView(self.dataset, kept)
         return list(bad.values())
+
+    @property
+    def _too_long(self) -> str:
+        return f"longer than data.max_input_seq_length={self.max_seq_length}"
 
     def _process(self, idx: int) -> DatumSpec:
         row = self.dataset[idx]

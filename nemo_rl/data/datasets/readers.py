@@ -74,6 +74,8 @@ def read_file(data_path: str) -> RowTable:
     """
     path = Path(data_path).expanduser()
     kind = _kind(path)
+    if path.is_dir():
+        raise DataError(f"data_path {data_path!r} is a folder, though it is named like a file. Name the file in it.")
     if not path.is_file():
         raise DataError(f"data_path {data_path!r} does not exist.{_near_names(path)}")
     if kind is None:

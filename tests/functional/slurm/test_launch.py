@@ -33,7 +33,9 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copy(REPOSITORY / name, root / name)
     (root / "runs").mkdir()
     (root / "runs/my run.sh").write_text("")
-    (root / "runs/small.sh").write_text(RUN)
+    for script in ("runs/small.sh", "more runs/small.sh", "more_runs/small.sh"):
+        (root / script).parent.mkdir(exist_ok=True)
+        (root / script).write_text(RUN)
     (root / "train.py").write_text("print(1)")
     (root / "gone.py").write_text("")
     for command in (
@@ -60,9 +62,9 @@ def test_a_script_is_submitted_as_often_as_it_says_from_a_snapshot(checkout):
     where = {"ACCOUNT": "us", "PARTITION": "big", "CONTAINER": "image", "MOUNTS": "/data:/data"}
     done = run(checkout, "tools/launch", "runs/small.sh", **where)
     assert done.returncode == 0, done.stderr
-    snapshot = checkout / "code_snapshots/small"
+    snapshot = checkout / "code_snapshots/runs-small"
     job = f"{snapshot}|bash runs/small.sh|8|{snapshot}|{snapshot}:{snapshot},/data:/data|none|"
-    job += "--nodes=2|--account=us|--partition=big|--time=240|--job-name=small|ray.sub|"
+    job += "--nodes=2|--account=us|--partition=big|--time=240|--job-name=runs-small|ray.sub|"
     record = checkout.parent / "record"
     assert record.read_text().splitlines() == [job] * 2
     subprocess.run(
@@ -75,13 +77,29 @@ def test_a_script_is_submitted_as_often_as_it_says_from_a_snapshot(checkout):
     assert record.read_text().splitlines()[3:] == [job.replace("|none|", "|75 143|")] * 2
 
 
+def test_scripts_of_one_name_in_two_folders_are_two_experiments(checkout):
+    where = {"ACCOUNT": "us", "PARTITION": "big"}
+    done = run(checkout, "tools/launch", "runs/small.sh", "more runs/small.sh", **where)
+    assert done.returncode == 0, done.stderr
+    jobs = (checkout.parent / "record").read_text().splitlines()
+    for job, name, command in (
+        (jobs[0], "runs-small", "bash runs/small.sh"),
+        (jobs[2], "more_runs-small", r"bash more\ runs/small.sh"),
+    ):
+        assert job.startswith(f"{checkout}/code_snapshots/{name}|{command}|") and f"--job-name={name}|" in job
+    other = run(checkout, "tools/launch", "more_runs/small.sh", **where)
+    assert other.returncode == 2
+    assert "code_snapshots/more_runs-small is the snapshot of another script than more_runs/small.sh" in other.stderr
+
+
 def test_a_script_that_is_not_its_snapshots_is_refused(checkout):
     where = {"ACCOUNT": "us", "PARTITION": "big"}
     assert run(checkout, "tools/launch", "runs/small.sh", DRYRUN="1", **where).returncode == 0
     (checkout / "runs/small.sh").write_text(RUN.replace("240", "60"))
     done = run(checkout, "tools/launch", "runs/small.sh", **where)
     assert done.returncode == 2
-    assert f"runs/small.sh is not the one of its snapshot, {checkout}/code_snapshots/small/runs/small.sh" in done.stderr
+    kept = checkout / "code_snapshots/runs-small/runs/small.sh"
+    assert f"runs/small.sh is not the one of its snapshot, {kept}, which would run" in done.stderr
     assert not (checkout.parent / "record").exists()
 
 
@@ -113,3 +131,15 @@ def test_what_cannot_be_submitted_is_answered(checkout, arguments, variables, an
     assert done.returncode == 2
     assert answer in done.stderr
     assert not (checkout.parent / "record").exists()
+
+
+def test_a_snapshot_that_several_ask_for_at_once_is_one(checkout):
+    path = f"{checkout.parent}/bin{os.pathsep}{os.environ['PATH']}"
+    command = [checkout / "tools/code_snapshot.sh", "one"]
+    asked = [
+        subprocess.Popen(command, env=os.environ | {"PATH": path}, stdout=subprocess.PIPE, text=True) for _ in range(6)
+    ]
+    answers = {(process.communicate()[0], process.returncode) for process in asked}
+    assert answers == {(f"{checkout}/code_snapshots/one\n", 0)}
+    assert [path.name for path in (checkout / "code_snapshots").iterdir()] == ["one"]
+    assert not list((checkout / "code_snapshots/one").glob(".partial*"))

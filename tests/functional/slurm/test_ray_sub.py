@@ -34,6 +34,14 @@ bash -c '
   wait'
 """
 
+ODD = r"""printf '%s\n' "two  spaces" 'single $HOME' "dou\"ble" back\\slash '*' "100%j" # a comment
+echo "line 2
+of two"; cat << 'END'
+here's "one"
+END
+cat; echo "$PWD"; (exit 3)"""
+ODD_FOLDER = """my runs 100%j 'q' "d" $HOME `x`, a;b"""
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -56,6 +64,7 @@ JOBS = {
         "SANDBOX_ENV_VARS": "PLAIN=sesame",
         "BASIC_AUTH": "sesame",
     },
+    "odd": {"folder": ODD_FOLDER, "nodes": "1", "COMMAND": ODD, "PORT": "", "RAY_SUB_REQUEUE_ON": "", "MOUNTS": ""},
     "never_joins": {"COMMAND": "echo started", "STAND_IN_RAY_HANGS": "node2", "RAY_SUB_JOIN_TIMEOUT_S": "10"},
     "stopped_early": {"COMMAND": "echo started", "STAND_IN_RAY_HANGS": "node2",
                       "RAY_SUB_REQUEUE_ON": "75 143", "RAY_SUB_MAX_REQUEUES": "1"},
@@ -83,7 +92,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SlurmJo
     for name, variables in JOBS.items():
         given = dict(variables)
         nodes = int(given.pop("nodes", "2"))
-        running[name] = submit(tmp_path_factory.mktemp(name), nodes, **given)
+        folder = tmp_path_factory.mktemp(name) / given.pop("folder", "")
+        folder.mkdir(exist_ok=True)
+        running[name] = submit(folder, nodes, **given)
     yield running
     for job in running.values():
         job.close()
@@ -103,6 +114,13 @@ def test_the_status_of_the_command_passes_through_and_logs_are_where_the_guide_s
     assert stat.S_IMODE((job.log_dir() / ".ray_auth_token").stat().st_mode) == 0o600
     assert {"STARTED_RAY_HEAD", "READY", "ENDED"} <= {path.name for path in job.log_dir().iterdir()}
     assert not (job.folder / "slurm/job1/requeue").exists()
+
+
+def test_quotes_spaces_and_newlines_of_a_command_and_a_folder_are_kept(jobs):
+    job = jobs["odd"]
+    assert job.finish() == 3, job.output()
+    lines = ["two  spaces", "single $HOME", 'dou"ble', "back\\slash", "*", "100%j", "line 2", "of two", 'here\'s "one"']
+    assert job.log("ray-driver.log").splitlines() == [*lines, str(job.folder)]
 
 
 def test_ports_and_resources_of_head_and_workers(jobs):
@@ -203,6 +221,14 @@ def test_a_container_is_started_on_each_node_and_joined_by_the_command(jobs):
     [
         ({"GPUS_PER_NODE": "many"}, "GPUS_PER_NODE='many' is no number"),
         ({"RAY_SUB_MAX_REQUEUES": "-1"}, "RAY_SUB_MAX_REQUEUES='-1' is no number"),
+        ({"PORT": "01200"}, "PORT='01200' is no number"),
+        ({"CPUS_PER_WORKER": "all"}, "CPUS_PER_WORKER='all' is no number"),
+        ({"DEDICATED_RAY_HEAD": "true"}, "DEDICATED_RAY_HEAD='true' is neither 0 nor 1"),
+        ({"RAY_SUB_REQUEUE_ON": "75,143"}, "RAY_SUB_REQUEUE_ON='75,143' is neither none nor exit statuses"),
+        (
+            {"CONTAINER": "image.sqsh", "STAND_IN_PYXIS": "1", "BASE_LOG_DIR": "/a:b"},
+            "/a:b/1-logs cannot be mounted: a comma or colon",
+        ),
         ({"VIRTUAL_ENV": "/nowhere"}, "CONTAINER is unset and /nowhere/bin/ray does not exist"),
         ({"CONTAINER": "image.sqsh"}, "this Slurm has no --container-image"),
         ({"GPUS_PER_NODE": "8", "GRES_node2": "gpu:a100:6(S:0-1)"}, "node node2 has 6 GPUs (Gres), GPUS_PER_NODE=8"),

@@ -151,12 +151,14 @@ def test_damaged_and_missing_files(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-20])
     (tmp_path / "no.parquet").write_bytes(b"PAR1 not really")
     (tmp_path / "rows.xlsx").write_bytes(b"")
+    (tmp_path / "folder.jsonl").mkdir()
     for name, message in [
         ("cut.jsonl.gz", "cannot be read"),
         ("no.parquet", "cannot be read as .parquet"),
         ("rows.xlsx", r"no known kind; allowed: \*\.jsonl"),
         ("cutt.jsonl.gz", r"does not exist.*Did you mean cut\.jsonl\.gz"),
         ("none/rows.jsonl", "Neither does its folder"),
+        ("folder.jsonl", "is a folder, though it is named like a file"),
     ]:
         with pytest.raises(DataError, match=message):
             read_file(str(tmp_path / name))

@@ -153,7 +153,9 @@ def test_over_long_prompts_are_reported(bare_tokenizer, tmp_path, caplog, num_wo
     rows = [{"input": "1" * (30 if i in (2, 5) else 3), "output": "1"} for i in range(8)]
     path = write_lines(tmp_path / "rows.jsonl", *rows)
     config = data_config(train={"data_path": path}, max_input_seq_length=10)
-    train = setup_response_data(bare_tokenizer, config, ["math"]).train
+    with caplog.at_level(logging.WARNING):
+        train = setup_response_data(bare_tokenizer, config, ["math"]).train
+    assert f"2 of the first 8 rows of {path} are longer than data.max_input_seq_length=10 tokens" in caplog.text
     loader = build_loader(train, 4, shuffle=False, seed=0, num_workers=num_workers)
     with caplog.at_level(logging.WARNING):
         batches = list(loader)

@@ -109,6 +109,16 @@ def loss(policy: RayWorkerGroup, engines: RayWorkerGroup, large: RayVirtualClust
     return found
 
 
+def loss_of_own_node(engines: RayWorkerGroup) -> dict[str, Any]:
+    waits = engines.run_single_worker_single_data("stuck_in_c", 0)
+    print(f"KILL {ADDRESSES[0]} {Path('killed_too').absolute()}", flush=True)
+    start = time.monotonic()
+    return {
+        "own": refusal(lambda: engines.get_worker_result(waits, 0, 60, "generation")),
+        "own_s": time.monotonic() - start,
+    }
+
+
 def main(results: Path) -> None:
     init_ray()
     found: dict[str, Any] = placements()
@@ -121,7 +131,9 @@ def main(results: Path) -> None:
     found |= checks(places)
     engines = group(RayVirtualCluster([1, 1], use_gpus=False), "engine", 1)
     found |= loss(policy, engines, RayVirtualCluster([1, 1], use_gpus=False, cpus_per_bundle=8))
+    found |= loss_of_own_node(engines)
     results.write_text(json.dumps(found))
+    os._exit(0)  # Ray's clean-up would wait for its node
 
 
 if __name__ == "__main__":

@@ -2,14 +2,19 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray_nodes import ray_nodes
 
+from nemo_rl.distributed import joined_ray
 from nemo_rl.distributed.node_choice import NodeRoom, choose_nodes, shortage
 
 HERE = Path(__file__).parent
@@ -72,6 +77,13 @@ def test_nodes_are_compared_before_workers_start(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.ray
+def test_the_loss_of_the_programs_own_node_is_named(found: dict[str, Any]) -> None:
+    own = "RayDiedError: The node manager (raylet) of this machine, 127.0.0.2, in the joined cluster 127.0.0.2:"
+    assert found["own"].startswith(own) and "with it the run's workers" in found["own"]
+    assert found["own_s"] < 15
+
+
+@pytest.mark.ray
 def test_a_lost_node_is_named_whoever_notices_it_first(found: dict[str, Any]) -> None:
     assert found["policy"].startswith("NodeLostError: Node 127.0.0.3 (id ")
     assert "is lost: " in found["policy"] and "It ran policy-1-0 (rank 2)." in found["policy"]
@@ -119,4 +131,52 @@ def test_nodes_of_other_workers_are_kept_away_from() -> None:
     assert shortage([1, 1], {"CPU": 2.0}, nodes, "STRICT_SPREAD", {"id1"}) == (
         "The nodes have: 10.0.0.1: 2 CPUs, 0 GPUs (taken by other workers of this run); 10.0.0.2: 2 CPUs, 0 GPUs; "
         "10.0.0.3: 1 CPUs, 0 GPUs (too small for 1 bundle). 1 node of that size missing."
+    )
+
+
+def test_a_control_service_that_does_not_answer_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(joined_ray, "note_death", lambda node, what, obituary: noted.append(obituary))
+    monkeypatch.setattr(joined_ray, "_PERIOD_S", 0.05)
+    monkeypatch.setattr(joined_ray, "_GONE_S", 0.4)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        node: Any = SimpleNamespace(gcs_address=f"127.0.0.1:{port}")
+        monkeypatch.setattr(joined_ray.ray._private.worker.global_worker, "node", node)
+        watch = threading.Thread(target=joined_ray._await_control_service, args=(node,), daemon=True)
+        watch.start()
+        time.sleep(0.6)
+        assert watch.is_alive() and noted == []
+    watch.join(10)
+    assert noted[0].startswith(
+        f"The control service (gcs_server) of the joined cluster, 127.0.0.1:{port}, has not answered"
+    )
+    with monkeypatch.context() as left:  # a program that has left the cluster does not look any longer
+        left.setattr(joined_ray.ray._private.worker.global_worker, "node", None)
+        joined_ray._await_control_service(node)
+    assert len(noted) == 1
+
+
+def test_a_node_manager_that_only_closes_the_connection_is_not_called_dead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(joined_ray, "note_death", lambda node, what, obituary: noted.append(obituary))
+    monkeypatch.setattr(joined_ray, "_RETRY_S", 0.05)
+    monkeypatch.chdir(tmp_path)  # a path of a socket has 108 bytes
+    node: Any = SimpleNamespace(
+        raylet_socket_name="raylet", node_ip_address="10.0.0.1", gcs_address="a:1", get_logs_dir_path=lambda: "logs"
+    )
+    monkeypatch.setattr(joined_ray.ray._private.worker.global_worker, "node", node)
+    watch = threading.Thread(target=joined_ray._await_raylet, args=(node,), daemon=True)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("raylet")
+        listening.listen()
+        watch.start()
+        for _ in range(3):
+            listening.accept()[0].close()
+        assert watch.is_alive() and noted == []
+    watch.join(10)
+    assert noted[0].startswith(
+        "The node manager (raylet) of this machine, 10.0.0.1, in the joined cluster a:1, has ended"
     )

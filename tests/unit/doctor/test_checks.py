@@ -3,6 +3,7 @@
 import os
 import resource
 import stat
+import tempfile
 import threading
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 from ray._private import utils as ray_utils
 
 from nemo_rl.algorithms.runtime import memory_check
+from nemo_rl.distributed.rendezvous import bind_free_port
 from nemo_rl.doctor import host
-from nemo_rl.doctor.exchange import check_exchange
+from nemo_rl.doctor.exchange import _start, check_exchange
 from nemo_rl.doctor.findings import Check, Finding, Status, ok
 from nemo_rl.doctor.gpus import check_gpus, list_gpus
 from nemo_rl.doctor.requests import NodeRequest
@@ -211,6 +213,17 @@ def test_ranks_exchange_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     finding = check_exchange(NodeRequest(uses_gpu=False, ranks=2), 0)
     assert finding.status is Status.OK, finding
     assert finding.found.startswith("gloo between 2 processes: 17 MB added up in ")
+
+
+def test_a_rank_of_the_exchange_ends_with_the_doctor() -> None:
+    """One that waits for another, which does not come."""
+    with bind_free_port("127.0.0.1", None, None) as bound:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": bound.getsockname()[1]}
+    with tempfile.TemporaryFile("w+") as output:
+        rank = _start(place | {"WORLD_SIZE": 2, "RANK": 0, "NRL_DOCTOR_RANK_ON_GPU": 0}, output)
+        assert rank.stdin is not None
+        rank.stdin.close()
+        assert rank.wait(40) == 1
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from nemo_rl.doctor import command, host, nodes
 from nemo_rl.doctor.findings import skipped
 from nemo_rl.doctor.nodes import NODE_CHECKS
 from nemo_rl.doctor.requests import RunRequest
-from nemo_rl.doctor.run import check_memory, run_checks
+from nemo_rl.doctor.run import check_data, check_memory, run_checks
 from nemo_rl.models.huggingface.known_shapes import with_local_configs
 from nemo_rl.utils.errors import ConfigError
 
@@ -197,6 +198,32 @@ def test_what_a_run_would_not_refuse_is_a_warning(
     assert finding.status == status, finding
     for text in texts:
         assert text in finding.found
+
+
+@pytest.mark.parametrize(
+    ("here_gib", "described", "status"), [(80, 24, "warning"), (24, 80, "warning"), (80, 80, "ok")]
+)
+def test_memory_is_compared_with_the_gpus_that_the_configuration_describes(
+    here_gib: int, described: int, status: str
+) -> None:
+    """As the run does."""
+    file = ROOT / "examples/configs/recipes/llm/grpo-llama3.1-8b-instruct-1n8g-fsdp.yaml"
+    overrides = [f"cluster.gpu_memory_gb={described}", f"policy.tokenizer.name={TINY}"]
+    config = with_local_configs(load_config(file, overrides))
+    finding = check_memory(RunRequest(config, gpu_bytes=here_gib * 2**30, host_bytes=400e9))
+    assert (finding.status, finding.numbers) == (status, {"bytes_for_a_rank": described * 2**30}), finding
+    assert (f"describes larger GPUs than those that are here, which have {here_gib} GiB" in finding.found) == (
+        described > here_gib
+    )
+
+
+def test_what_there_is_to_say_of_the_tokenizer_is_said_by_the_check_of_the_data(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    config = load_config(QUICK_START, [f"policy.tokenizer.name={tmp_path}", "data.train.num_samples=9"])
+    memory, data = (check(RunRequest(config, host_bytes=16e9)) for check in (check_memory, check_data))
+    assert (memory.status, data.status) == ("ok", "failed"), (memory, data)
+    assert "there are 14.9 GiB for a rank" in memory.found and "has no chat template" in data.found
 
 
 def test_a_missing_gpu_is_named(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:

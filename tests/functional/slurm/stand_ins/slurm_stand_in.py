@@ -104,7 +104,8 @@ def _output(pattern: str | None, task: int) -> dict[str, IO[bytes] | int]:
     """With --output both streams of a task go to its file; srun's own words do not."""
     if pattern is None:
         return {}
-    name = re.sub(r"%(\d*)t", lambda found: f"{task:0{found[1] or 0}d}", pattern)
+    values = {"t": str(task), "j": os.environ.get("SLURM_JOB_ID", ""), "%": "%"}
+    name = re.sub(r"%(\d*)([tj%])", lambda found: values[found[2]].zfill(int(found[1] or 0)), pattern)
     return {"stdout": open(name, "wb"), "stderr": subprocess.STDOUT}  # noqa: SIM115 the task's
 
 
