@@ -20,6 +20,7 @@ import atexit
 import gc
 import importlib
 import logging
+import multiprocessing.util
 import os
 import runpy
 import select
@@ -29,12 +30,14 @@ import socket
 import sys
 import tempfile
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_rl.distributed.ray_worker import WorkerStart, receive_start
+from nemo_rl.utils.machine_cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,12 @@ PRELOADED = (
 READ_WHEN_LOADED = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "20000"}
 """What OpenMP is loaded with: Ray's default for workers, and what ranks of a policy want. PyTorch's own number of
 threads is set in each process, see `adopt`."""
-_READ_EARLY = ("OMP_", "GOMP_", "KMP_", "MKL_", "HF_", "TRANSFORMERS_", "TORCH_")
+_READ_EARLY = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "XDG_"),
+    *("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_"),
+)
+_READ_LATE = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "TORCHDYNAMO_DISABLE")
+"""Of these, what `adopt` sets, what ranks are given by the run, and what is read whenever it is needed."""
 
 _socket: str | None = None
 
@@ -72,17 +80,29 @@ def start_fork_server(libraries: Callable[[], Sequence[str]] = tuple) -> None:
         return
     _preload()
     more = libraries()
-    if len(os.listdir("/proc/self/task")) == 1:
-        _socket = _fork_server(more)
+    if _num_threads() == 1:
+        try:
+            _socket = _fork_server(more)
+        except OSError as error:  # no room in the folder for temporary files, or its name is too long for a socket
+            logger.debug("Workers are started anew: %s.", error)
     else:
         logger.debug("This process has threads: workers are started anew.")
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    sys.modules["torch"].set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
+    sys.modules["torch"].set_num_threads(_wanted_threads(os.environ) or usable_cores())
 
 
 def server_socket() -> str | None:
     """Where the server of this process listens; None without one."""
     return _socket
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _wanted_threads(environment: Mapping[str, str]) -> int:
+    """What OpenMP reads for the outermost level; 0 if nothing that it would take."""
+    first = environment.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(first) if first.isdigit() else 0
 
 
 def _preload() -> None:
@@ -107,7 +127,8 @@ def _fork_server(libraries: Sequence[str]) -> str:
     listener.listen(128)
     ours, servers = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(Exception):  # the program may have replaced or closed it
+            stream.flush()
     # What is alive now stays in the forks for ever; a collection that looked at it would write to its pages.
     gc.collect()
     gc.freeze()
@@ -124,19 +145,24 @@ def _fork_server(libraries: Sequence[str]) -> str:
 def needs_own_start(environment: Mapping[str, str]) -> bool:
     """Whether a worker with these variables cannot be a fork, since libraries have read other values already."""
     return any(
-        name.startswith(_READ_EARLY) and READ_WHEN_LOADED.get(name) != value for name, value in environment.items()
+        name.startswith(_READ_EARLY) and READ_WHEN_LOADED.get(name) != value
+        for name, value in environment.items()
+        if name != "TORCHDYNAMO_DISABLE"
     )
+
+
+def _read_before(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that are read before or while something is imported, and by which forks cannot differ."""
+    return {
+        name: value for name, value in environment.items() if name.startswith(_READ_EARLY) and name not in _READ_LATE
+    }
 
 
 def adopt(environment: Mapping[str, str]) -> None:
     """In a worker: give what is imported already the settings that it would have read from these variables."""
     torch: Any = sys.modules.get("torch")
-    threads = environment.get("OMP_NUM_THREADS", "")
-    if torch is not None and threads.isdigit():
-        torch.set_num_threads(int(threads))
-    dynamo: Any = sys.modules.get("torch._dynamo.config")
-    if dynamo is not None and "TORCHDYNAMO_DISABLE" in environment:
-        dynamo.disable = environment["TORCHDYNAMO_DISABLE"] == "1"
+    if torch is not None and (threads := _wanted_threads(environment)):
+        torch.set_num_threads(threads)
 
 
 def _serve(listener: socket.socket, driver: socket.socket, folder: Path, libraries: list[str]) -> NoReturn:
@@ -144,7 +170,7 @@ def _serve(listener: socket.socket, driver: socket.socket, folder: Path, librari
     try:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN)  # meant for the driver, with which this process ends
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
@@ -156,6 +182,8 @@ def _serve(listener: socket.socket, driver: socket.socket, folder: Path, librari
             elif libraries:
                 with suppress(Exception):  # whoever needs it will say what is wrong with it
                     importlib.import_module(libraries.pop(0))
+                if _num_threads() > 1:
+                    break  # not to be forked any more
                 gc.freeze()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -167,13 +195,15 @@ def _fork_worker(listener: socket.socket, driver: socket.socket) -> None:
     connection, _ = listener.accept()
     with connection, suppress(OSError, ValueError):
         start, descriptors = receive_start(connection)
-        if os.fork() == 0:
+        can_fork = _read_before(start.environment) == _read_before(os.environ)
+        if can_fork and os.fork() == 0:
             for end in (connection, listener, driver):
                 end.close()
             _become_worker(start, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        connection.sendall(b"1")
+        if can_fork:
+            connection.sendall(b"1")
 
 
 def _become_worker(start: WorkerStart, descriptors: Sequence[int]) -> NoReturn:
@@ -184,6 +214,8 @@ def _become_worker(start: WorkerStart, descriptors: Sequence[int]) -> NoReturn:
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
             os.close(descriptor)
+        _open_streams()
+        start.take_limits()
         os.setpgid(0, 0)
         os.chdir(start.folder)
         os.environ.clear()
@@ -206,12 +238,37 @@ def _become_worker(start: WorkerStart, descriptors: Sequence[int]) -> NoReturn:
         os._exit(status)
 
 
+def _open_streams() -> None:
+    """Python's streams on this process's own descriptors; the driver may have put others in their place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = open(number, "w" if number else "r", buffering=1, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def _forget_the_driver() -> None:
     """Undo what the driver's program has set for itself before the server was forked."""
+    _forget_exit_handlers()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.getLogger().handlers.clear()
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("nemo_rl").setLevel(logging.NOTSET)
+    sys.excepthook = sys.__excepthook__
+    sys.settrace(None)
+    sys.setprofile(None)
+    gc.enable()
     sys.modules["numpy"].random.seed()  # Python's own generator does so by itself
+
+
+def _forget_exit_handlers() -> None:
+    """Leave to the driver what it does when it ends, such as removing its temporary folders."""
+    atexit._clear()
+    finalize: Any = weakref.finalize
+    finalize._registry.clear()
+    finalize._registered_with_atexit = False
+    multiprocessing_util: Any = multiprocessing.util
+    for handler in (logging.shutdown, multiprocessing_util._exit_function):
+        atexit.register(handler)

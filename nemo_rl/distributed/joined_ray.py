@@ -7,6 +7,7 @@
 `node_health` and the workers' own errors do that.
 """
 
+import os
 import socket
 import threading
 import time
@@ -19,8 +20,8 @@ from nemo_rl.distributed.local_ray import expect_deaths, note_death
 
 _RETRY_S = 0.2
 _PERIOD_S = 3.0
-_GONE_S = 45.0
-"""Without an answer of the control service; less than Ray's own 60 s, and time for one that starts again."""
+_GONE_S = 0.75 * float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112
+"""Without an answer of the control service; less than Ray's own limit, and time for one that starts again."""
 _GO_ON = "Start the run again; with checkpointing.enabled=true it goes on from its last checkpoint."
 
 

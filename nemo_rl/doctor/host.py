@@ -12,6 +12,7 @@ from nemo_rl.doctor.findings import Finding, Status, ok, skipped
 from nemo_rl.doctor.requests import NodeRequest
 from nemo_rl.utils.disk_space import readable_bytes
 from nemo_rl.utils.errors import ResourceInsufficientError
+from nemo_rl.utils.machine_cores import usable_cores
 from nemo_rl.utils.machine_memory import machine_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -91,8 +92,7 @@ def check_temporary_files(request: NodeRequest) -> Finding:
 def check_host_memory(request: NodeRequest) -> Finding:
     """Measure the machine's memory, or the control group's."""
     size = machine_bytes()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return ok(f"{size / 2**30:.3g} GiB, {cores} cores", numbers={"host_bytes": size})
+    return ok(f"{size / 2**30:.3g} GiB, {usable_cores()} cores", numbers={"host_bytes": size})
 
 
 def check_ports(request: NodeRequest) -> Finding:

@@ -52,6 +52,8 @@ __getattr__ = public_names(__name__)
 logger = logging.getLogger(__name__)
 
 _CLOSING_S = 30.0
+_MANY_SAMPLES = 4096
+"""Samples of a collection from which on looking for garbage among all objects costs more than a collection of it."""
 """How long a collection waits for its episodes to be closed; an environment may be busy with a step."""
 
 
@@ -217,7 +219,10 @@ class RolloutRunner:
 
         # A collection makes objects that stay. Each time their number has grown by a quarter, Python looks for garbage
         # among all others too, those of the imported libraries first: a third of the time with 10k samples.
-        gc.freeze()
+        is_large = len(starts) >= _MANY_SAMPLES
+        if is_large:
+            gc.collect()  # what is garbage now would never be looked at again
+            gc.freeze()
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(run(start)) for start in starts]
@@ -225,7 +230,8 @@ class RolloutRunner:
             # All samples fail for the same reason as a rule; the first one is the one to read.
             raise failures.exceptions[0] from failures
         finally:
-            gc.unfreeze()
+            if is_large:
+                gc.unfreeze()
             await self._wait_for_closings()
         return await post_process(self._environments, [task.result() for task in running])
 

@@ -101,7 +101,7 @@ def sampled_batch(engine: HfEngine, num_rows: int = 4) -> BatchedDataDict[Any]:
             "input_ids": torch.tensor([[40 + i, 50, 60, *row.token_ids] for i, row in enumerate(rows)]),
             "input_lengths": torch.full((num_rows,), 11),
             "token_mask": torch.tensor([[0.0] * 3 + [1.0] * 8] * num_rows),
-            "generation_logprobs": torch.tensor([[0.0] * 3 + row.logprobs for row in rows]),
+            "generation_logprobs": torch.tensor([[0.0] * 3 + row.logprobs.tolist() for row in rows]),
         }
     )
 

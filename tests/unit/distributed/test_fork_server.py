@@ -13,19 +13,21 @@ import pytest
 from nemo_rl.distributed import fork_server, ray_worker
 
 DRIVER = """
-import logging, os, signal, sys
+import io, logging, os, signal, sys, tempfile
 from nemo_rl.distributed import fork_server
+kept = tempfile.TemporaryDirectory()
 fork_server.PRELOADED = ("torch", "numpy")
 sys.path.insert(0, "/drivers/own")
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 logging.getLogger().addHandler(logging.StreamHandler())
+own, sys.stdout = sys.stdout, io.StringIO()
 fork_server.start_fork_server(lambda: ("wave",))
 import torch
-print(fork_server.server_socket(), torch.get_num_threads(), flush=True)
+print(fork_server.server_socket(), torch.get_num_threads(), kept.name, file=own, flush=True)
 sys.stdin.read()
 """
 WORKER = """
-import json, logging, os, random, signal, sys
+import json, logging, os, random, resource, signal, sys
 import torch
 import numpy as np
 print(json.dumps(dict(
@@ -33,7 +35,8 @@ print(json.dumps(dict(
     leads_group=os.getpgid(0) == os.getpid(), group=os.getpgid(0),
     term=signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
     child=signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, threads=torch.get_num_threads(),
-    handlers=len(logging.getLogger().handlers),
+    handlers=len(logging.getLogger().handlers), stdout=sys.stdout.fileno(), original=sys.__stdout__.fileno(),
+    open_files=resource.getrlimit(resource.RLIMIT_NOFILE), oom_score=open("/proc/self/oom_score_adj").read().strip(),
     drawn=[random.random(), float(np.random.rand())], torch_seed=torch.initial_seed(), forked="wave" in sys.modules,
     descriptors=sorted(os.listdir("/proc/self/fd"))[:5],
 )), flush=True)
@@ -44,14 +47,14 @@ SETUP = "import sys; print('as Ray would', *sys.argv[1:])"
 
 @pytest.fixture(scope="module")
 def driver() -> Any:
-    """A process with a fork server: its Popen, the server's socket, and the driver's number of threads."""
+    """A process with a fork server: its Popen, the socket, its number of threads, and a temporary folder it has."""
     process = subprocess.Popen(
         [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment()
     )
     assert process.stdout is not None
-    socket, threads = process.stdout.readline().split()
+    socket, threads, folder = process.stdout.readline().split()
     time.sleep(0.2)  # the server imports what the driver does not
-    yield process, socket, int(threads)
+    yield process, socket, int(threads), Path(folder)
     process.kill()
 
 
@@ -75,7 +78,9 @@ def start(folder: Path, socket: str, *arguments: str, status: str = "0", **envir
             str(folder / "worker.py"),
         ]
         subprocess.run(
-            [*command, status, *arguments, "--language=PYTHON"],
+            # As a raylet does: a limit of its own, and a score by which workers end first when memory runs out.
+            ["sh", "-c", 'ulimit -Sn 777; echo 900 > /proc/self/oom_score_adj; exec "$@"', "sh"]
+            + [*command, status, *arguments, "--language=PYTHON"],
             cwd=folder,
             env=_environment(**environment),
             stdout=stream,
@@ -90,7 +95,7 @@ def start(folder: Path, socket: str, *arguments: str, status: str = "0", **envir
 
 
 def test_a_fork_is_the_process_that_it_would_have_been(driver: Any, tmp_path: Path) -> None:
-    _, socket, threads = driver
+    _, socket, threads, temporary = driver
     first = json.loads(start(tmp_path, socket, "--name=a b", COLOR="blue"))
     second = json.loads(start(tmp_path, socket, status="7", OMP_NUM_THREADS="3"))
     assert first["forked"]
@@ -105,11 +110,14 @@ def test_a_fork_is_the_process_that_it_would_have_been(driver: Any, tmp_path: Pa
     assert threads == len(os.sched_getaffinity(0))
     assert not set(first["drawn"]) & set(second["drawn"])
     assert first["torch_seed"] == second["torch_seed"]
+    assert first["open_files"][0] == 777 and first["oom_score"] == "900"
+    assert (first["stdout"], first["original"]) == (1, 1), "the driver has replaced its own"
+    assert temporary.exists(), "what the driver does when it ends is the driver's"
     assert first["descriptors"] == ["0", "1", "2", "3"], "the server's own files are closed"
 
 
 def test_what_a_fork_cannot_be_is_started_as_ray_would(driver: Any, tmp_path: Path) -> None:
-    _, socket, _ = driver
+    _, socket, *_ = driver
     for context in (
         {"env_vars": {"LD_PRELOAD": "x"}},
         {"py_executable": "/other/python"},
@@ -122,6 +130,8 @@ def test_what_a_fork_cannot_be_is_started_as_ray_would(driver: Any, tmp_path: Pa
     empty = json.dumps({"env_vars": {}, "py_executable": sys.executable, "command_prefix": []})
     assert json.loads(start(tmp_path, socket, f"--serialized-runtime-env-context={empty}"))["forked"]
     assert start(tmp_path, str(tmp_path / "no-server")).startswith("as Ray would")
+    for name, value in {"HF_HOME": "/elsewhere", "TORCHINDUCTOR_COMPILE_THREADS": "1"}.items():
+        assert start(tmp_path, socket, **{name: value}).startswith("as Ray would"), "read when it was imported"
 
 
 def test_variables_that_were_read_before_need_a_start_of_their_own() -> None:
@@ -131,10 +141,17 @@ def test_variables_that_were_read_before_need_a_start_of_their_own() -> None:
     assert fork_server.needs_own_start({"OMP_NUM_THREADS": "2"})
     assert fork_server.needs_own_start({"OMP_WAIT_POLICY": "passive"})
     assert fork_server.needs_own_start({"HF_HUB_OFFLINE": "1"})
+    assert fork_server.needs_own_start({"TORCHINDUCTOR_CACHE_DIR": "/x"})
+    assert not fork_server.needs_own_start({"TORCHDYNAMO_DISABLE": "1"})
+
+
+@pytest.mark.parametrize("value", ["0", "4,2", "many", ""])
+def test_odd_numbers_of_threads_are_read_as_openmp_does(value: str) -> None:
+    assert fork_server._wanted_threads({"OMP_NUM_THREADS": value}) == (4 if value == "4,2" else 0)
 
 
 def test_the_server_ends_with_the_driver(driver: Any, tmp_path: Path) -> None:
-    process, socket, _ = driver
+    process, socket, *_ = driver
     assert Path(socket).exists()
     process.kill()
     process.wait()

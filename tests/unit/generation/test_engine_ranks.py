@@ -70,7 +70,7 @@ class EngineOfRanks:
 
     def greedy(self) -> list[list[int]]:
         requests = [ask(prompt, temperature=0.0) for prompt in PROMPTS]
-        return [result.token_ids for result in self.ranks[0].generate("engine", requests)]
+        return [result.token_ids.tolist() for result in self.ranks[0].generate("engine", requests)]
 
     def sync(
         self, tensors: dict[str, torch.Tensor], version: int, damaged: bool = False
@@ -124,7 +124,7 @@ def test_it_writes_what_hugging_face_does_after_each_sync(engine: EngineOfRanks)
         assert engine.greedy() == expected(model)
     sampling = {"temperature": 0.7, "top_k": 20}
     (result,) = engine.ranks[0].generate("engine", [ask(PROMPTS[1], seed=3, **sampling)])
-    reference = reference_logprobs(model, PROMPTS[1], result.token_ids, SamplingParams(**sampling))
+    reference = reference_logprobs(model, PROMPTS[1], result.token_ids.tolist(), SamplingParams(**sampling))
     torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(reference), atol=1e-4, rtol=0)
     of_first, of_second = engine.call("layer_outputs", PROMPTS[1])
     assert of_second == []

@@ -19,6 +19,9 @@ import torch
 from vllm import _custom_ops
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from nemo_rl.utils.machine_cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,8 @@ _WINDOW_S = 0.2
 """/proc counts hundredths of a second."""
 _STAT = Path("/proc/stat")
 _CHECKED_ROWS = (1, 2, 16, 128)
+_MOST_COLUMNS = 8192
+"""Of a product that is asked; with more there is only more to divide among threads beside the sum."""
 
 
 class ThreadChoice:
@@ -75,7 +80,7 @@ def busy_seconds_of_others() -> float:
 
 def cores_of_each(workers_on_machine: int) -> int:
     """Cores of this machine for each of its engines' workers, at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) // workers_on_machine)
+    return max(1, usable_cores() // workers_on_machine)
 
 
 def start_threads(model: torch.nn.Module, config: ModelConfig, num_cores: int) -> ThreadChoice | None:
@@ -91,17 +96,25 @@ def start_threads(model: torch.nn.Module, config: ModelConfig, num_cores: int) -
     """
     products: list[Any] = [module for module in model.modules() if isinstance(module, LinearBase)]
     shapes = [(product.output_size, product.input_size) for product in products]
-    # What the layers have packed is no parameter any more.
-    packed = sum(out * in_ for product, (out, in_) in zip(products, shapes, strict=True) if not product.weight.numel())
-    if packed + sum(parameter.numel() for parameter in model.parameters()) >= SMALL_MODEL:
+    heads: list[Any] = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
+    shapes += [(head.num_embeddings, head.embedding_dim) for head in heads]
+    # What the layers have packed is no parameter any more, and a quantized one may have been none before.
+    packed = [shape for product, shape in zip(products + heads, shapes, strict=True) if not _has_weight(product)]
+    if sum(out * in_ for out, in_ in packed) + sum(each.numel() for each in model.parameters()) >= SMALL_MODEL:
         set_threads(num_cores)
         return None
     assert isinstance(config.dtype, torch.dtype), "vLLM resolves names"
-    if num_cores == 1 or config.use_mla or thread_count_changes_bits(set(shapes), config.dtype):
+    asked = {(min(out, _MOST_COLUMNS), in_) for out, in_ in shapes}
+    if num_cores == 1 or config.use_mla or thread_count_changes_bits(asked, config.dtype):
         return None
     # oneDNN computes a product on as many threads as there were when it met its shape, or on fewer.
     set_threads(2)
     return ThreadChoice(num_cores)
+
+
+def _has_weight(product: Any) -> bool:
+    weight = getattr(product, "weight", None)
+    return weight is not None and weight.numel() > 0
 
 
 def thread_count_changes_bits(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> bool:
@@ -113,6 +126,8 @@ def thread_count_changes_bits(shapes: Iterable[tuple[int, int]], dtype: torch.dt
         shapes: `(out, in)` of each product.
         dtype: of both factors.
     """
+    if not _custom_ops._supports_onednn:
+        return True
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     try:
@@ -127,6 +142,8 @@ def thread_count_changes_bits(shapes: Iterable[tuple[int, int]], dtype: torch.dt
                     logger.info("A product of %s by %s has other last digits on two threads.", rows.shape, shape)
                     return True
         return False
+    except RuntimeError:  # oneDNN has no such product here: vLLM takes another kernel, which this does not ask
+        return True
     finally:
         set_threads(before)
 

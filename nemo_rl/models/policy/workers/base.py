@@ -39,6 +39,7 @@ from nemo_rl.models.policy.metrics import reduce_metrics
 from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
 from nemo_rl.utils.background import in_background
 from nemo_rl.utils.device import device_for, to_host
+from nemo_rl.utils.machine_cores import usable_cores
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.interfaces import TransportSpec
@@ -76,7 +77,7 @@ class WorkerSettings:
         """CPU threads of this process, the same on every start on the same machine."""
         if self.num_threads is not None:
             return self.num_threads
-        return max(1, len(os.sched_getaffinity(0)) // self.ranks_per_node)
+        return max(1, usable_cores() // self.ranks_per_node)
 
 
 @dataclass
