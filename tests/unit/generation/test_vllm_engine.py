@@ -38,10 +38,10 @@ from vllm_looks import (
     bits_change,
     busy_seconds,
     compute_on,
-    large_from,
     storages,
     threads_at_start,
     threads_beside,
+    threads_of_sizes,
 )
 
 from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
@@ -293,12 +293,13 @@ def test_a_second_thread_is_taken_while_others_leave_a_core(engines):
 
 def test_small_models_begin_with_two_threads_and_large_ones_with_all(engines):
     name = "qwen2 tied"
-    assert engines.look(name, threads_at_start, 8) == (2, True)
-    assert engines.look(name, threads_at_start, 1) == (1, False)
-    assert engines.look("latent attention", threads_at_start, 8) == (1, False)
-    # Embeddings 256 x 64 and two layers of 64 wide: some 70,000.
-    assert engines.look(name, large_from, 60_000, 3) == (3, False)
-    assert engines.look(name, large_from, 300_000, 3) == (2, True)
+    assert engines.look(name, threads_at_start, 8) == (1, False), "tiny"
+    # Embeddings 256 x 64 and two layers of 64 wide: some 70,000 parameters.
+    assert engines.look(name, threads_of_sizes, 300_000, 400_000, 3) == (1, False)
+    assert engines.look(name, threads_of_sizes, 10_000, 300_000, 3) == (2, True)
+    assert engines.look(name, threads_of_sizes, 10_000, 300_000, 1) == (1, False)
+    assert engines.look("latent attention", threads_of_sizes, 10_000, 10_000_000, 3) == (1, False)
+    assert engines.look(name, threads_of_sizes, 10_000, 60_000, 3) == (3, False)
 
 
 def test_products_whose_sums_are_divided_among_threads_are_found(engines):

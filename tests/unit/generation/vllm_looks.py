@@ -122,11 +122,11 @@ def bits_change(engine: Any, shape: tuple[int, int]) -> bool:
     return thread_count_changes_bits([shape], torch.float32)
 
 
-def large_from(engine: Any, num_parameters: int, num_cores: int) -> tuple[int, bool]:
-    """As `threads_at_start`, where models are large from so many parameters on."""
+def threads_of_sizes(engine: Any, tiny: int, small: int, num_cores: int) -> tuple[int, bool]:
+    """As `threads_at_start`, where models below the one number of parameters are tiny, and below the other small."""
     from nemo_rl.models.generation.vllm import threads
 
-    with mock.patch.object(threads, "SMALL_MODEL", num_parameters):
+    with mock.patch.multiple(threads, TINY_MODEL=tiny, SMALL_MODEL=small):
         return threads_at_start(engine, num_cores)
 
 

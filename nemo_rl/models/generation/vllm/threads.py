@@ -1,11 +1,12 @@
 """How many CPU threads an engine computes on.
 
-A small model gains about a third from a second thread while a core is free for it, and is several times slower where
-another process wants that core, since threads wait for each other after each operation; so the engine looks, every
-`_WINDOW_S` of computing, how busy the other processes were. A large model takes all cores that are its. Invariant: the
-number of threads changes no bit of a small model's answers, so that a resumed run draws the same tokens: attention does
-not divide rows among threads (`VLLM_CPU_ATTN_SPLIT_KV`; latent attention does, and keeps one), and
-`thread_count_changes_bits` asks the matrix products.
+A model of a few million parameters gains nothing from a second thread. A small one gains a third (measured at 25
+million) while a core is free for it, and is several times slower where another process wants that core, since threads
+wait for each other after each operation; so the engine looks, every `_WINDOW_S` of computing, how busy the other
+processes were. A large model takes all cores that are its. Invariant: the number of threads changes no bit of a small
+model's answers, so that a resumed run draws the same tokens: attention does not divide rows among threads
+(`VLLM_CPU_ATTN_SPLIT_KV`; latent attention does, and keeps one), and `thread_count_changes_bits` asks the matrix
+products.
 """
 
 import logging
@@ -25,6 +26,8 @@ from nemo_rl.utils.machine_cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
+TINY_MODEL = 10_000_000
+"""Parameters from which on a second thread can pay."""
 SMALL_MODEL = 100_000_000
 """Parameters from which on a model is large."""
 _FREE_CORES = 1.5
@@ -100,8 +103,10 @@ def start_threads(model: torch.nn.Module, config: ModelConfig, num_cores: int) -
     shapes += [(head.num_embeddings, head.embedding_dim) for head in heads]
     # What the layers have packed is no parameter any more, and a quantized one may have been none before.
     packed = [shape for product, shape in zip(products + heads, shapes, strict=True) if not _has_weight(product)]
-    if sum(out * in_ for out, in_ in packed) + sum(each.numel() for each in model.parameters()) >= SMALL_MODEL:
+    num_parameters = sum(out * in_ for out, in_ in packed) + sum(each.numel() for each in model.parameters())
+    if num_parameters >= SMALL_MODEL:
         set_threads(num_cores)
+    if not TINY_MODEL <= num_parameters < SMALL_MODEL:
         return None
     assert isinstance(config.dtype, torch.dtype), "vLLM resolves names"
     asked = {(min(out, _MOST_COLUMNS), in_) for out, in_ in shapes}
