@@ -545,6 +545,8 @@ async def test_environments_of_any_kind_reward(cpu_cluster: Any) -> None:
     assert ray.get(actor.step.remote([log], [{}])).rewards.tolist() == [0.5]  # what the program started goes on
     shutdown_environments({"actor": actor, "client": given[3], "class": Own}, {"actor": actor})
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(actor.step.remote([log], [{}]))
+        for _ in range(100):  # Ray does not wait until a killed actor has ended
+            ray.get(actor.step.remote([log], [{}]))
+            await asyncio.sleep(0.1)
     with pytest.raises(NemoRLError, match="shut down"):
         await running[3].step(log, {})
