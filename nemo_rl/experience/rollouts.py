@@ -52,9 +52,9 @@ __getattr__ = public_names(__name__)
 logger = logging.getLogger(__name__)
 
 _CLOSING_S = 30.0
-_MANY_SAMPLES = 4096
-"""Samples of a collection from which on looking for garbage among all objects costs more than a collection of it."""
 """How long a collection waits for its episodes to be closed; an environment may be busy with a step."""
+_MANY_SAMPLES = 4096
+"""Samples of a collection from which on looking for garbage among all objects costs more than leaving them out."""
 
 
 class EnvironmentPort(PostProcessor, Protocol):
