@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_rl.distributed.ray_worker import WorkerStart, receive_start
+from nemo_rl.utils.imports import importing
 from nemo_rl.utils.machine_cores import usable_cores
 
 logger = logging.getLogger(__name__)
@@ -110,8 +111,9 @@ def _preload() -> None:
     before = {name: os.environ.get(name) for name in READ_WHEN_LOADED}
     os.environ.update(READ_WHEN_LOADED)
     try:
-        for module in PRELOADED:
-            importlib.import_module(module)
+        with importing():
+            for module in PRELOADED:
+                importlib.import_module(module)
     finally:
         for name, value in before.items():
             del os.environ[name]
@@ -129,13 +131,12 @@ def _fork_server(libraries: Sequence[str]) -> str:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the program may have replaced or closed it
             stream.flush()
-    # What is alive now stays in the forks for ever; a collection that looked at it would write to its pages.
+    # What is alive now stays, here and in the forks; a collection that looked at it would write to its pages.
     gc.collect()
     gc.freeze()
     if os.fork() == 0:
         ours.close()
         _serve(listener, servers, folder, list(libraries))
-    gc.unfreeze()
     listener.close()
     servers.close()
     ours.detach()  # open until this process ends, however it ends
@@ -180,7 +181,7 @@ def _serve(listener: socket.socket, driver: socket.socket, folder: Path, librari
             if ready:
                 _fork_worker(listener, driver)
             elif libraries:
-                with suppress(Exception):  # whoever needs it will say what is wrong with it
+                with suppress(Exception), importing():  # whoever needs it will say what is wrong with it
                     importlib.import_module(libraries.pop(0))
                 if _num_threads() > 1:
                     break  # not to be forked any more

@@ -11,6 +11,7 @@ import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -92,6 +93,8 @@ class Slot:
 
     def section_for(self, keys: Iterable[str]) -> type[BaseModel] | None:
         """The section that a mapping with these keys most likely is."""
+        if len(self.sections) == 1:
+            return self.sections[0]
         given = set(keys)
         ranked = sorted(self.sections, key=lambda s: -len(given & known_keys(s)))
         return ranked[0] if ranked else None
@@ -120,13 +123,19 @@ class Slot:
         section = self.section_for(value if isinstance(value, Mapping) else ())
         if section is None:
             return FREE
-        field = section.model_fields.get(str(key))
-        if field is not None:
-            return Slot.of(field.annotation, field.metadata)
-        return FREE if str(key) in known_keys(section) else None
+        return _slot_in(section, str(key))
 
 
 FREE = Slot()
+
+
+@cache
+def _slot_in(section: type[BaseModel], key: str) -> Slot | None:
+    """The place below a key of a section; None if it has no such key."""
+    field = section.model_fields.get(key)
+    if field is not None:
+        return Slot.of(field.annotation, field.metadata)
+    return FREE if key in known_keys(section) else None
 
 
 def known_keys(section: type[BaseModel]) -> set[str]:

@@ -103,15 +103,19 @@ def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[s
         ConfigError: an override is wrong.
     """
     sources = Sources.of_layers(layers)
-    tree = _filled(schema, OmegaConf.to_container(merge_layers(layers)))
+    filled, _ = fill_defaults(schema, OmegaConf.to_container(merge_layers(layers)))  # type: ignore[arg-type]
+    tree = OmegaConf.create(filled)
     for text in overrides:
         override = parse_override(text)
         override.key_or_group = in_own_section(schema, override.key_or_group)
         OmegaConf.set_struct(tree, not _names_elsewhere(schema, override))
         apply_to_schema(schema, tree, override, sources)
-        plain: Any = unified(schema, OmegaConf.to_container(tree), newer_wins=True)
+        written: Any = OmegaConf.to_container(tree)
+        plain: Any = unified(schema, written, newer_wins=True)
         refuse_unknown_keys(schema, plain, f"the override {text!r}")
-        tree = _filled(schema, plain)
+        filled, _ = fill_defaults(schema, plain)
+        if filled != written:
+            tree = OmegaConf.create(filled)
     return tree, sources
 
 
@@ -165,10 +169,6 @@ def _names_elsewhere(schema: type[Section], override: Override) -> bool:
         return False
     tree = reduce(lambda below, key: {key: below}, reversed(override.key_or_group.split(".")), value)
     return bool(unified(schema, tree) != tree)
-
-
-def _filled(schema: type[Section], plain: Any) -> DictConfig:
-    return OmegaConf.create(fill_defaults(schema, plain)[0])
 
 
 def validated[Config: Section](

@@ -421,7 +421,7 @@ def test_wrong_configs_are_refused_in_seconds_and_before_ray(write_yaml, tmp_pat
     assert "Ray" not in run.stderr and "Traceback" not in run.stderr
     # Processor time, which other processes lengthen least; an idle machine needs about half of it.
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < (15 if name in IMPORTS_TORCH else 3)
+    assert seconds < (8 if name in IMPORTS_TORCH else 3)
 
 
 def test_trackers(monkeypatch, tmp_path: Path) -> None:
