@@ -98,7 +98,8 @@ class EngineConfig(Section):
     )
     kv_cache_memory_mb: PositiveInt | None = Field(
         default=None,
-        description="Mebibytes of KV cache of an engine; null: from gpu_memory_utilization on GPUs, 256 on the CPU.",
+        description="Mebibytes of KV cache of an engine; null: from gpu_memory_utilization on GPUs, what 256 sequences "
+        "take but at most 256 on the CPU.",
     )
     kv_cache_dtype: Annotated[str, Only(("auto",), "A quantised KV cache")] = Field(
         default="auto", description="Number format of the KV cache."

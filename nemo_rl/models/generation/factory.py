@@ -11,14 +11,18 @@ from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.models.generation.engine_memory import engine_memory
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind
+from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.stop_tokens import stop_token_ids
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
 _WORKER = "nemo_rl.models.generation.worker.GenerationWorker"
-_CPU_KV_CACHE_MB = 256
+_CPU_KV_CACHE_BYTES = 256 << 20
+_CPU_BLOCK_TOKENS = 128
+"""vLLM's unit of a cache on the CPU."""
 _CONCURRENT_CALLS = 64
 
 
@@ -39,8 +43,9 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         raise ConfigError("policy.generation is null, but this algorithm generates. Fill it in.")
     engine = generation.engine
     kv_cache_mb = engine.kv_cache_memory_mb
-    if kv_cache_mb is None and not cluster.uses_gpu:
-        kv_cache_mb = _CPU_KV_CACHE_MB
+    kv_cache_bytes = None if kv_cache_mb is None else kv_cache_mb << 20
+    if kv_cache_bytes is None and not cluster.uses_gpu:
+        kv_cache_bytes = _cpu_kv_cache_bytes(policy, generation)
     return EngineSettings(
         backend=generation.backend,
         model_name=policy.model_name,
@@ -48,7 +53,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         device=cluster.device,
         precision=engine_precision(policy),
         max_model_len=engine.max_model_len,
-        kv_cache_bytes=None if kv_cache_mb is None else kv_cache_mb << 20,
+        kv_cache_bytes=kv_cache_bytes,
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enforce_eager=engine.enforce_eager or not cluster.uses_gpu,
         can_sleep=cluster.uses_gpu and generation.colocated.enabled,
@@ -61,6 +66,20 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         engine_kwargs=_engine_kwargs(policy, generation),
         env_vars=dict(engine.env_vars or {}),
     )
+
+
+def _cpu_kv_cache_bytes(policy: PolicyConfig, generation: GenerationConfig) -> int:
+    """Room for all sequences that may run at once and as many that are over, so that none is evicted; up to 256 MiB."""
+    sequences = engine_kind(generation.backend).cpu_sequences
+    if sequences is None:
+        return _CPU_KV_CACHE_BYTES
+    model = load_model_config(policy.model_name, policy.hf_config_overrides)
+    if not hasattr(model.get_text_config(), "num_attention_heads"):
+        return _CPU_KV_CACHE_BYTES
+    per_token = engine_memory(model, generation, torch_dtype(engine_precision(policy)).itemsize).cache_per_token
+    blocks = -(-generation.engine.max_model_len // _CPU_BLOCK_TOKENS)
+    needed = int(2 * sequences * blocks * _CPU_BLOCK_TOKENS * per_token)
+    return min(needed, _CPU_KV_CACHE_BYTES) if needed else _CPU_KV_CACHE_BYTES
 
 
 def _engine_kwargs(policy: PolicyConfig, generation: GenerationConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_rl.models.generation.interfaces import Engine, EngineSettings
-from nemo_rl.models.generation.vllm.settings import engine_environment
+from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES, engine_environment
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
@@ -22,12 +22,14 @@ class EngineKind:
         rank_path: the same for the workers of an engine behind its first, where they take another class.
         check: dotted path of a function of the sections `policy` and `cluster`, which refuses a model that the engine
             cannot serve before any worker is started, by a `ConfigError`; needs no engine library.
+        cpu_sequences: how many sequences it runs at once on the CPU at the most, if it has such a limit.
     """
 
     path: str
     environment: Callable[[str], dict[str, str]] = lambda device: {}
     rank_path: str | None = None
     check: str | None = None
+    cpu_sequences: int | None = None
 
 
 ENGINES = {
@@ -36,6 +38,7 @@ ENGINES = {
         engine_environment,
         "nemo_rl.models.generation.vllm.ranks.VllmRank",
         "nemo_rl.models.generation.engine_shape.check_model",
+        CPU_SEQUENCES,
     ),
     "hf": EngineKind("nemo_rl.models.generation.hf.engine.HfEngine"),
     "megatron": EngineKind(

@@ -76,6 +76,7 @@ def test_they_are_asked_before_ray_starts(tmp_path) -> None:
 
 def test_engines_of_programs_ask_for_whole_engines_on_each_machine(tmp_path) -> None:
     """Three places on two machines each would be three engines, one of them on both."""
+    DENSE.save_pretrained(tmp_path)
     engine = {"tensor_parallel_size": 2}
     policy = PolicyConfig.build(model_name=str(tmp_path), generation={"engine": engine})
     machines = ClusterConfig.build(device="cpu")
@@ -83,3 +84,22 @@ def test_engines_of_programs_ask_for_whole_engines_on_each_machine(tmp_path) -> 
     assert (settings.num_workers, settings.tensor_parallel_size) == (2, 2)
     with pytest.raises(ConfigError, match=r"\[3, 3\] bundles .* engines of 2 ranks .* Reserve 4, 4\."):
         make_engines(settings, RayVirtualCluster([3, 3], use_gpus=False), machines)
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        # Two layers, keys and values of 2 heads of 16 numbers of 4 bytes; 256 sequences of two blocks of 128 tokens.
+        ({"max_model_len": 200}, 2 * 2 * 2 * 16 * 4 * 256 * 256),
+        ({"max_model_len": 200, "tensor_parallel_size": 2}, 2 * 2 * 1 * 16 * 4 * 256 * 256),
+        ({"max_model_len": 20_000}, 256 << 20),
+        ({"max_model_len": 200, "kv_cache_memory_mb": 3}, 3 << 20),
+    ],
+)
+def test_a_cache_on_the_cpu_is_as_large_as_what_runs_at_once(tmp_path, engine, expected) -> None:
+    Qwen2Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2).save_pretrained(
+        tmp_path
+    )
+    policy = PolicyConfig.build(model_name=str(tmp_path), precision="float32", generation={"engine": engine})
+    settings = engine_settings(policy, ClusterConfig.build(device="cpu"), seed=0, load_weights=False)
+    assert settings.kv_cache_bytes == expected

@@ -31,6 +31,7 @@ from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
+from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
 from nemo_rl.models.generation.vllm.threads import ThreadChoice, cores_of_each, start_threads
 from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
 from nemo_rl.utils.errors import GenerationError
@@ -38,7 +39,6 @@ from nemo_rl.utils.errors import GenerationError
 logger = logging.getLogger(__name__)
 
 _CPU_BATCHED_TOKENS = 4096
-_CPU_SEQUENCES = 128
 
 
 class VllmEngine(SteppedEngine):
@@ -187,7 +187,7 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         # A prompt cut over two steps rewinds its request's generator, which CPU generators cannot.
         values["enable_chunked_prefill"] = False
         values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len)
-        values["max_num_seqs"] = _CPU_SEQUENCES
+        values["max_num_seqs"] = CPU_SEQUENCES
     if settings.kv_cache_bytes is not None:
         values["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     else:

@@ -1,10 +1,10 @@
 """How many CPU threads an engine computes on.
 
-A model of a few million parameters gains nothing from a second thread. A small one gains a third (measured at 25
-million) while a core is free for it, and is several times slower where another process wants that core, since threads
-wait for each other after each operation; so the engine looks, every `_WINDOW_S` of computing, how busy the other
-processes were. A large model takes all cores that are its. Invariant: the number of threads changes no bit of a small
-model's answers, so that a resumed run draws the same tokens: attention does not divide rows among threads
+A model of a million parameters gains nothing from a second thread. A small one gains a fourth to a third (measured at
+3 and 25 million) while a core is free for it, and is several times slower where another process wants that core, since
+threads wait for each other after each operation; so the engine looks, every `_WINDOW_S` of computing, how busy the
+other processes were. A large model takes all cores that are its. Invariant: the number of threads changes no bit of a
+small model's answers, so that a resumed run draws the same tokens: attention does not divide rows among threads
 (`VLLM_CPU_ATTN_SPLIT_KV`; latent attention does, and keeps one), and `thread_count_changes_bits` asks the matrix
 products.
 """
@@ -26,7 +26,7 @@ from nemo_rl.utils.machine_cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
-TINY_MODEL = 10_000_000
+TINY_MODEL = 2_000_000
 """Parameters from which on a second thread can pay."""
 SMALL_MODEL = 100_000_000
 """Parameters from which on a model is large."""
