@@ -22,19 +22,8 @@ SECTIONS = ("policy", "teacher")
 """Sections of the models of a run, in the order of `MasterConfig.models`."""
 
 
-def check_machine(config: MasterConfig | EvalMasterConfig) -> None:
-    """Refuse a configuration that cannot run here.
-
-    Raises:
-        ConfigError: GPUs, a tracker, the log folder, a model, an optimizer, a schedule or an environment is not to
-            be had, or a model does not fit its mesh.
-    """
-    check_host(config)
-    check_models(config)
-
-
 def check_host(config: MasterConfig | EvalMasterConfig) -> None:
-    """The part of `check_machine` that imports nothing large.
+    """Refuse a configuration that cannot run here; imports nothing large.
 
     Raises:
         ConfigError: GPUs, a tracker, the log folder or a model is not to be had.
@@ -47,7 +36,7 @@ def check_host(config: MasterConfig | EvalMasterConfig) -> None:
 
 
 def check_models(config: MasterConfig | EvalMasterConfig) -> None:
-    """Refuse what no machine can run: the part of `check_machine` that asks models and environments alone.
+    """Refuse what no machine can run, by asking models and environments alone.
 
     Raises:
         ConfigError: an optimizer, a schedule or an environment is not to be had, or a model does not fit its mesh.

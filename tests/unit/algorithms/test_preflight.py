@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from nemo_rl.algorithms import grpo, sft
 from nemo_rl.algorithms.rollout import start as rollout_start
 from nemo_rl.algorithms.runtime.launch import launch
-from nemo_rl.algorithms.runtime.preflight import check_machine
+from nemo_rl.algorithms.runtime.preflight import check_models
 from nemo_rl.algorithms.supervised import start as supervised_start
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, SFTMasterConfig, load_config
 from nemo_rl.environments.loading import load_env_class
@@ -51,16 +51,16 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     ],
 )
 def test_optimizer_and_schedule(override, message):
-    check_machine(load_config(SFT, schema=SFTMasterConfig))
+    check_models(load_config(SFT, schema=SFTMasterConfig))
     with pytest.raises(ConfigError, match=message):
-        check_machine(load_config(SFT, [override], schema=SFTMasterConfig))
+        check_models(load_config(SFT, [override], schema=SFTMasterConfig))
 
 
 def test_environments_that_the_data_asks_for():
     with pytest.raises(ConfigError, match="unknown environment 'mathe'. Did you mean 'math'?"):
         config = load_config(GRPO, ["+env.mathe={}", "data.default.env_name=mathe"], schema=GRPOMasterConfig)
-        check_machine(config)
-    check_machine(load_config(GRPO, ["+env.mathe={}"], schema=GRPOMasterConfig))
+        check_models(config)
+    check_models(load_config(GRPO, ["+env.mathe={}"], schema=GRPOMasterConfig))
 
 
 def test_a_class_in_the_folder_the_run_was_started_from(tmp_path, monkeypatch, capsys):
