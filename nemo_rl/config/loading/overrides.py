@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
+from nemo_rl.config.base.names import OVERRIDE_MARKER
 from nemo_rl.config.base.structure import find_slot, known_keys, value_at
 from nemo_rl.config.loading.sources import Sources
 from nemo_rl.config.loading.unknown_keys import explain_unknown
@@ -95,6 +96,7 @@ def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override
         OverridesError: as `apply_override`, with the nearest valid key where one is unknown.
     """
     path = override.key_or_group.split(".")
+    _refuse_marker(path, override)
     tree: Any = OmegaConf.to_container(cfg, resolve=False)
     slot = find_slot(schema, path, tree)
     typed = slot is not None and (slot.annotation is not None or _is_dormant(schema, path, tree))
@@ -112,6 +114,15 @@ def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override
     if not already_null:
         apply_override(cfg, override)
     sources.overrides.append((override.key_or_group, str(override.input_line)))
+
+
+def _refuse_marker(path: Sequence[str], override: Override) -> None:
+    value = None if override.type == OverrideType.DEL else override.value()
+    if OVERRIDE_MARKER in path or (isinstance(value, dict) and OVERRIDE_MARKER in value):
+        raise OverridesError(
+            f"cannot apply the override {override.input_line!r}: {OVERRIDE_MARKER} is for files, where it drops what a "
+            "file below has written in the same mapping. Here take away single keys, with ~key."
+        )
 
 
 def _clear_other_kind(cfg: DictConfig, override: Override, current: Any) -> None:

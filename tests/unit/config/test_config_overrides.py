@@ -131,6 +131,12 @@ def test_unknown_key_in_an_override(minimal: Path) -> None:
         load_config(minimal, ["data.train=[{dataset_name: gsm8k, seedd: 3}]"])
 
 
+@pytest.mark.parametrize("override", ["+grpo._override_=true", "policy.optimizer.kwargs={_override_: true, lr: 1}"])
+def test_the_marker_of_files_says_what_to_write_instead(minimal: Path, override: str) -> None:
+    with pytest.raises(OverridesError, match=r"_override_ is for files.* with ~key"):
+        load_config(minimal, [override])
+
+
 def test_derived_defaults_follow_overrides(minimal: Path) -> None:
     config = load_config(
         minimal,
