@@ -38,6 +38,7 @@ from typing import Any, NoReturn
 
 from nemo_rl.distributed.ray_worker import WorkerStart, receive_start
 from nemo_rl.utils.machine_cores import usable_cores
+from nemo_rl.utils.stop_signals import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +122,6 @@ def _preload() -> None:
 
 def _fork_server(libraries: Sequence[str]) -> str:
     """Fork it; the path of its socket."""
-    folder = Path(tempfile.mkdtemp(prefix="nrl-fork-"))
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(folder / "socket"))
-    listener.listen(128)
     ours, servers = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the program may have replaced or closed it
@@ -132,14 +129,31 @@ def _fork_server(libraries: Sequence[str]) -> str:
     # What is alive now stays in the forks for ever; a collection that looked at it would write to its pages.
     gc.collect()
     gc.freeze()
-    if os.fork() == 0:
-        ours.close()
-        _serve(listener, servers, folder, list(libraries))
-    gc.unfreeze()
-    listener.close()
-    servers.close()
+    # The program may leave on these signals, and only the server would remove the folder. There they stay blocked,
+    # since it ends with the driver, for which they are meant.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="nrl-fork-"))
+        _fork_at(folder, servers, ours, libraries)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        gc.unfreeze()
     ours.detach()  # open until this process ends, however it ends
     return str(folder / "socket")
+
+
+def _fork_at(folder: Path, servers: socket.socket, ours: socket.socket, libraries: Sequence[str]) -> None:
+    """Fork the server to a socket in a folder, which is its own from then on."""
+    try:
+        with servers, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(folder / "socket"))
+            listener.listen(128)
+            if os.fork() == 0:
+                ours.close()
+                _serve(listener, servers, folder, list(libraries))
+    except OSError:
+        shutil.rmtree(folder)
+        raise
 
 
 def needs_own_start(environment: Mapping[str, str]) -> bool:
@@ -169,8 +183,6 @@ def _serve(listener: socket.socket, driver: socket.socket, folder: Path, librari
     """Fork a worker for each request, until the driver has ended."""
     try:
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)  # meant for the driver, with which this process ends
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):

@@ -178,3 +178,44 @@ fork_server.start_fork_server()
 os._exit(fork_server.server_socket() is not None)
 """
     subprocess.run([sys.executable, "-c", code], check=True, env=_environment(), timeout=60)
+
+
+STUB = """
+import os, signal, sys, types
+from nemo_rl.distributed import fork_server
+from nemo_rl.utils.stop_signals import leave_at_once
+leave_at_once()
+torch = types.SimpleNamespace(set_num_threads=lambda number: None)
+fork_server._preload = lambda: sys.modules.update(torch=torch)
+fork = os.fork
+def interrupted_fork():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return fork()
+def failing_fork():
+    raise BlockingIOError("Resource temporarily unavailable")
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "status"),
+    [
+        ("os.fork = interrupted_fork", 143),
+        ("os.fork = failing_fork", 0),
+        ("fork_server.tempfile.tempdir = 'x' * 100; os.mkdir('x' * 100)", 0),
+    ],
+    ids=["a signal", "no more processes", "a name too long for a socket"],
+)
+def test_no_folder_is_left_behind(then: str, status: int, tmp_path: Path) -> None:
+    code = f"""{STUB}
+{then}
+fork_server.start_fork_server()
+assert fork_server.server_socket() is None
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""
+    environment = _environment(TMPDIR=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, timeout=60, check=False)
+    assert done.returncode == status
+    end = time.monotonic() + 10
+    while list(tmp_path.rglob("nrl-fork-*")):
+        assert time.monotonic() < end
+        time.sleep(0.02)
