@@ -29,6 +29,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,9 @@ _READ_EARLY = (
 )
 _READ_LATE = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "TORCHDYNAMO_DISABLE")
 """Of these, what `adopt` sets, what ranks are given by the run, and what is read whenever it is needed."""
+
+_LAST_WORDS_S = 2.0
+"""How long workers may take to see that the driver has ended."""
 
 _socket: str | None = None
 
@@ -197,9 +201,29 @@ def _serve(listener: socket.socket, driver: socket.socket, folder: Path, librari
                 if _num_threads() > 1:
                     break  # not to be forked any more
                 gc.freeze()
+        else:
+            listener.close()
+            _end_workers()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
+
+
+def _end_workers() -> None:
+    """Kill what does not end with the driver by itself: a worker that had yet to meet its raylet tries for a minute."""
+    end = time.monotonic() + _LAST_WORDS_S
+    while (workers := _children()) and time.monotonic() < end:
+        time.sleep(0.05)
+    for worker in workers:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    """Processes that this one has forked, where the kernel lists them."""
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return []
 
 
 def _fork_worker(listener: socket.socket, driver: socket.socket) -> None:

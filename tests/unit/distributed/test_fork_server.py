@@ -27,7 +27,7 @@ print(fork_server.server_socket(), torch.get_num_threads(), kept.name, file=own,
 sys.stdin.read()
 """
 WORKER = """
-import json, logging, os, random, resource, signal, sys
+import json, logging, os, random, resource, signal, sys, time
 import torch
 import numpy as np
 print(json.dumps(dict(
@@ -40,6 +40,8 @@ print(json.dumps(dict(
     drawn=[random.random(), float(np.random.rand())], torch_seed=torch.initial_seed(), forked="wave" in sys.modules,
     descriptors=sorted(os.listdir("/proc/self/fd"))[:5],
 )), flush=True)
+if "--stay" in sys.argv:
+    time.sleep(60)
 sys.exit(int(sys.argv[1]))
 """
 SETUP = "import sys; print('as Ray would', *sys.argv[1:])"
@@ -150,13 +152,14 @@ def test_odd_numbers_of_threads_are_read_as_openmp_does(value: str) -> None:
     assert fork_server._wanted_threads({"OMP_NUM_THREADS": value}) == (4 if value == "4,2" else 0)
 
 
-def test_the_server_ends_with_the_driver(driver: Any, tmp_path: Path) -> None:
+def test_the_server_and_its_workers_end_with_the_driver(driver: Any, tmp_path: Path) -> None:
     process, socket, *_ = driver
-    assert Path(socket).exists()
+    worker = json.loads(start(tmp_path, socket, "--stay"))["group"]
+    assert Path(socket).exists() and Path(f"/proc/{worker}").exists()
     process.kill()
     process.wait()
     end = time.monotonic() + 10
-    while Path(socket).exists():
+    while Path(socket).exists() or Path(f"/proc/{worker}").exists():
         assert time.monotonic() < end
         time.sleep(0.02)
     assert start(tmp_path, socket).startswith("as Ray would")
