@@ -34,6 +34,7 @@ print(json.dumps(dict(
     argv=sys.argv, main=__name__, path=sys.path[0], folder=os.getcwd(), color=os.environ.get("COLOR"),
     leads_group=os.getpgid(0) == os.getpid(), group=os.getpgid(0),
     term=signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+    blocked=len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     child=signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, threads=torch.get_num_threads(),
     handlers=len(logging.getLogger().handlers), stdout=sys.stdout.fileno(), original=sys.__stdout__.fileno(),
     open_files=resource.getrlimit(resource.RLIMIT_NOFILE), oom_score=open("/proc/self/oom_score_adj").read().strip(),
@@ -105,7 +106,7 @@ def test_a_fork_is_the_process_that_it_would_have_been(driver: Any, tmp_path: Pa
     assert (first["main"], first["path"], first["folder"]) == ("__main__", str(tmp_path), str(tmp_path))
     assert (first["color"], second["color"]) == ("blue", None)
     assert first["leads_group"] and first["group"] != second["group"]
-    assert first["term"] and first["child"]
+    assert first["term"] and first["child"] and not first["blocked"]
     assert first["handlers"] == 0
     # Ray's default for workers; the driver computes with as many threads as it would have without a server.
     assert (first["threads"], second["threads"]) == (1, 3)
