@@ -29,6 +29,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ from typing import Any, NoReturn
 from nemo_rl.distributed.ray_worker import WorkerStart, receive_start
 from nemo_rl.utils.imports import importing
 from nemo_rl.utils.machine_cores import usable_cores
+from nemo_rl.utils.stop_signals import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,9 @@ _READ_EARLY = (
 )
 _READ_LATE = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "TORCHDYNAMO_DISABLE")
 """Of these, what `adopt` sets, what ranks are given by the run, and what is read whenever it is needed."""
+
+_LAST_WORDS_S = 2.0
+"""How long workers may take to see that the driver has ended."""
 
 _socket: str | None = None
 
@@ -123,10 +128,6 @@ def _preload() -> None:
 
 def _fork_server(libraries: Sequence[str]) -> str:
     """Fork it; the path of its socket."""
-    folder = Path(tempfile.mkdtemp(prefix="nrl-fork-"))
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(folder / "socket"))
-    listener.listen(128)
     ours, servers = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the program may have replaced or closed it
@@ -134,13 +135,30 @@ def _fork_server(libraries: Sequence[str]) -> str:
     # What is alive now stays, here and in the forks; a collection that looked at it would write to its pages.
     gc.collect()
     gc.freeze()
-    if os.fork() == 0:
-        ours.close()
-        _serve(listener, servers, folder, list(libraries))
-    listener.close()
-    servers.close()
+    # The program may leave on these signals, and only the server would remove the folder. There they stay blocked,
+    # since it ends with the driver, for which they are meant.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="nrl-fork-"))
+        _fork_at(folder, servers, ours, libraries)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     ours.detach()  # open until this process ends, however it ends
     return str(folder / "socket")
+
+
+def _fork_at(folder: Path, servers: socket.socket, ours: socket.socket, libraries: Sequence[str]) -> None:
+    """Fork the server to a socket in a folder, which is its own from then on."""
+    try:
+        with servers, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(folder / "socket"))
+            listener.listen(128)
+            if os.fork() == 0:
+                ours.close()
+                _serve(listener, servers, folder, list(libraries))
+    except OSError:
+        shutil.rmtree(folder)
+        raise
 
 
 def needs_own_start(environment: Mapping[str, str]) -> bool:
@@ -170,8 +188,6 @@ def _serve(listener: socket.socket, driver: socket.socket, folder: Path, librari
     """Fork a worker for each request, until the driver has ended."""
     try:
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)  # meant for the driver, with which this process ends
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
@@ -186,9 +202,29 @@ def _serve(listener: socket.socket, driver: socket.socket, folder: Path, librari
                 if _num_threads() > 1:
                     break  # not to be forked any more
                 gc.freeze()
+        else:
+            listener.close()
+            _end_workers()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
+
+
+def _end_workers() -> None:
+    """Kill what does not end with the driver by itself: a worker that had yet to meet its raylet tries for a minute."""
+    end = time.monotonic() + _LAST_WORDS_S
+    while (workers := _children()) and time.monotonic() < end:
+        time.sleep(0.05)
+    for worker in workers:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    """Processes that this one has forked, where the kernel lists them."""
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return []
 
 
 def _fork_worker(listener: socket.socket, driver: socket.socket) -> None:

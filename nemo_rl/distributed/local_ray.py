@@ -45,7 +45,12 @@ LIVENESS_PERIOD_S = 1.0
 LOOPBACK = "127.0.0.1"
 _CPU_OBJECT_STORE_BYTES = 1 << 30
 _UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server")
-_SYSTEM_CONFIG = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
+_SYSTEM_CONFIG = {
+    "prestart_worker_first_driver": False,
+    "enable_worker_prestart": False,
+    # Nobody starts it again; after SIGTERM it may live on without an answer, so that no wait would end before.
+    "gcs_rpc_server_reconnect_timeout_s": 20,
+}
 _SETUP_WORKER = str(Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py")
 _START_ATTEMPTS = 3
 _ROLES = {"gcs_server": "control service", "raylet": "node manager"}

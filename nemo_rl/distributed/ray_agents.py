@@ -28,7 +28,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main(kind: str, session_dir: str, node_id: str, *rest: str) -> None:
     """Write the ports; returns never."""
-    parent = os.getppid()
+    # Not who the parent is now: the raylet may have ended already.
+    parent = int(os.environ["RAY_RAYLET_PID"])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     folder = Path(session_dir)
     if kind == "dashboard":

@@ -193,6 +193,7 @@ def ask_all(
         for name, value in rollouts.metrics.items():
             logger.info("%s %g", name, value)
         if signals is not None and signals.received is not None and stop < total:
+            signals.all_is_saved(RunInterruptedError.exit_status)
             raise RunInterruptedError(
                 f"{signals.received.name} was received. The answers to {stop} of {total} prompts are written; "
                 "the same command goes on."

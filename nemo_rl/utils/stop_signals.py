@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any, Self
 
@@ -36,10 +37,14 @@ def leave_at_once() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
+    _leave_with(128 + number, "nothing more was saved", number, frame)
+
+
+def _leave_with(status: int, said: str, number: int, frame: FrameType | None) -> None:
     # Not by `logging`: the signal may have come in the middle of a record.
     with suppress(OSError):
-        os.write(2, f"\n{signal.Signals(number).name}: ended at once, nothing more was saved.\n".encode())
-    os._exit(128 + number)
+        os.write(2, f"\n{signal.Signals(number).name}: ended at once, {said}.\n".encode())
+    os._exit(status)
 
 
 @contextmanager
@@ -83,6 +88,12 @@ class DeferredSignals:
     def stop(self) -> None:
         """Put the former handlers back; nothing happens when the grace time ends."""
         self._stopped.set()
+        _restore(self._before)
+
+    def all_is_saved(self, status: int) -> None:
+        """From now on a signal that would end the program at once ends it with this status, also after `stop`."""
+        leave = partial(_leave_with, status, "all is saved")
+        self._before = {number: leave if handler is _leave else handler for number, handler in self._before.items()}
         _restore(self._before)
 
     def act_at_once(self) -> None:

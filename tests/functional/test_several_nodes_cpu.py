@@ -1,5 +1,6 @@
 """GRPO over two Ray nodes on this machine: it learns as on one, and a node that is lost is named or replaced."""
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from example_runs import ExampleRun, ExampleRuns, Metrics, StartExample, of_training, read_metrics
 from ray_nodes import RayNodes, ray_nodes
+from small_disk import fill, small_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -97,3 +99,29 @@ def test_colocated_engines_on_both_nodes(start_example: StartExample, one_node: 
     assert run.finish() == 0, run.log()[-3000:]
     metrics = of_training(read_metrics(run.log_dir))
     assert [metrics["train", step, "reward"] for step in (1, 2)] == [one_node["train", s, "reward"] for s in (1, 2)]
+
+
+def test_a_full_disk_costs_what_was_not_saved_yet(start_example: StartExample, nodes: RayNodes, tmp_path: Path) -> None:
+    with small_disk(tmp_path, "90m") as disk:
+        checkpoints = disk / "checkpoints"
+        saved = (
+            "checkpointing.save_period=2",
+            f"checkpointing.checkpoint_dir={checkpoints}",
+            "grpo.val_at_start=false",
+        )
+        command = ({"RAY_ADDRESS": nodes.address}, 6, "cluster.num_nodes=2", *APART, *saved)
+        run = start(start_example, *command)
+        run.wait_for("step 2/6", 400)
+        # Half of a checkpoint fits, so that one begins to be written.
+        filling = fill(disk, leave_bytes=6_000_000)
+        assert run.finish() == 1, run.log()[-3000:]
+        named = re.escape(f"could not be written to {checkpoints}: no space left on device (a checkpoint takes 12.")
+        assert re.search(rf"CheckpointError: step_6 {named}.*step_2 is complete and stays\.", run.log())
+        assert re.search(rf" E step_4 {named}.* Training goes on; the next save, or the one", run.log())
+        assert [path.name for path in checkpoints.glob("*step_*")] == ["step_2"]
+
+        filling.unlink()
+        resumed = start(start_example, *command)
+        assert resumed.finish() == 0, resumed.log()[-3000:]
+        assert f"Resuming from {checkpoints}/step_2" in resumed.log()
+        assert (checkpoints / "step_6/policy/weights").is_dir()

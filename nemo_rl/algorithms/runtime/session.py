@@ -245,6 +245,7 @@ class Session:
         if self._interrupted:
             if step == 0:
                 self._signals.act_at_once()
+            self._signals.all_is_saved(RunInterruptedError.exit_status)
             saved = f"The checkpoint of step {step} is complete" if step else "No step was finished"
             raise RunInterruptedError(f"{reason}. {saved}; the same command goes on.")
 

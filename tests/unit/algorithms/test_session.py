@@ -18,7 +18,7 @@ from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import CheckpointError, NothingToLearnError, RunInterruptedError, WorkerDiedError
 from nemo_rl.utils.logger import Logger
-from nemo_rl.utils.stop_signals import STOP_SIGNALS
+from nemo_rl.utils.stop_signals import STOP_SIGNALS, handlers_kept, leave_at_once
 
 
 class Data:
@@ -393,6 +393,21 @@ def test_a_signal_ends_the_run_behind_the_step_with_a_checkpoint(tmp_path: Path,
     again = Data()
     resumed, _ = make_session(tmp_path, Cadence(9, save_period=100), again)
     assert train(resumed, again) == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_second_signal_behind_the_checkpoint_changes_no_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(9), data)
+    with handlers_kept():
+        leave_at_once()
+        with pytest.raises(RunInterruptedError):
+            interrupted(session, data, 3, signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    assert ended == [RunInterruptedError.exit_status]
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:

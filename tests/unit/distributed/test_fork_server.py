@@ -27,19 +27,22 @@ print(fork_server.server_socket(), torch.get_num_threads(), kept.name, file=own,
 sys.stdin.read()
 """
 WORKER = """
-import json, logging, os, random, resource, signal, sys
+import json, logging, os, random, resource, signal, sys, time
 import torch
 import numpy as np
 print(json.dumps(dict(
     argv=sys.argv, main=__name__, path=sys.path[0], folder=os.getcwd(), color=os.environ.get("COLOR"),
     leads_group=os.getpgid(0) == os.getpid(), group=os.getpgid(0),
     term=signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+    blocked=len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     child=signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, threads=torch.get_num_threads(),
     handlers=len(logging.getLogger().handlers), stdout=sys.stdout.fileno(), original=sys.__stdout__.fileno(),
     open_files=resource.getrlimit(resource.RLIMIT_NOFILE), oom_score=open("/proc/self/oom_score_adj").read().strip(),
     drawn=[random.random(), float(np.random.rand())], torch_seed=torch.initial_seed(), forked="wave" in sys.modules,
     descriptors=sorted(os.listdir("/proc/self/fd"))[:5],
 )), flush=True)
+if "--stay" in sys.argv:
+    time.sleep(60)
 sys.exit(int(sys.argv[1]))
 """
 SETUP = "import sys; print('as Ray would', *sys.argv[1:])"
@@ -103,7 +106,7 @@ def test_a_fork_is_the_process_that_it_would_have_been(driver: Any, tmp_path: Pa
     assert (first["main"], first["path"], first["folder"]) == ("__main__", str(tmp_path), str(tmp_path))
     assert (first["color"], second["color"]) == ("blue", None)
     assert first["leads_group"] and first["group"] != second["group"]
-    assert first["term"] and first["child"]
+    assert first["term"] and first["child"] and not first["blocked"]
     assert first["handlers"] == 0
     # Ray's default for workers; the driver computes with as many threads as it would have without a server.
     assert (first["threads"], second["threads"]) == (1, 3)
@@ -150,13 +153,14 @@ def test_odd_numbers_of_threads_are_read_as_openmp_does(value: str) -> None:
     assert fork_server._wanted_threads({"OMP_NUM_THREADS": value}) == (4 if value == "4,2" else 0)
 
 
-def test_the_server_ends_with_the_driver(driver: Any, tmp_path: Path) -> None:
+def test_the_server_and_its_workers_end_with_the_driver(driver: Any, tmp_path: Path) -> None:
     process, socket, *_ = driver
-    assert Path(socket).exists()
+    worker = json.loads(start(tmp_path, socket, "--stay"))["group"]
+    assert Path(socket).exists() and Path(f"/proc/{worker}").exists()
     process.kill()
     process.wait()
     end = time.monotonic() + 10
-    while Path(socket).exists():
+    while Path(socket).exists() or Path(f"/proc/{worker}").exists():
         assert time.monotonic() < end
         time.sleep(0.02)
     assert start(tmp_path, socket).startswith("as Ray would")
@@ -178,3 +182,44 @@ fork_server.start_fork_server()
 os._exit(fork_server.server_socket() is not None)
 """
     subprocess.run([sys.executable, "-c", code], check=True, env=_environment(), timeout=60)
+
+
+STUB = """
+import os, signal, sys, types
+from nemo_rl.distributed import fork_server
+from nemo_rl.utils.stop_signals import leave_at_once
+leave_at_once()
+torch = types.SimpleNamespace(set_num_threads=lambda number: None)
+fork_server._preload = lambda: sys.modules.update(torch=torch)
+fork = os.fork
+def interrupted_fork():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return fork()
+def failing_fork():
+    raise BlockingIOError("Resource temporarily unavailable")
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "status"),
+    [
+        ("os.fork = interrupted_fork", 143),
+        ("os.fork = failing_fork", 0),
+        ("fork_server.tempfile.tempdir = 'x' * 100; os.mkdir('x' * 100)", 0),
+    ],
+    ids=["a signal", "no more processes", "a name too long for a socket"],
+)
+def test_no_folder_is_left_behind(then: str, status: int, tmp_path: Path) -> None:
+    code = f"""{STUB}
+{then}
+fork_server.start_fork_server()
+assert fork_server.server_socket() is None
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""
+    environment = _environment(TMPDIR=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, timeout=60, check=False)
+    assert done.returncode == status
+    end = time.monotonic() + 10
+    while list(tmp_path.rglob("nrl-fork-*")):
+        assert time.monotonic() < end
+        time.sleep(0.02)

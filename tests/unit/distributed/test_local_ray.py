@@ -93,6 +93,23 @@ def test_a_death_that_makes_ray_end_the_driver_is_logged_before() -> None:
     assert f"The node manager of this run's Ray (raylet, pid {raylet}) has ended; the run ends too." in done.stderr
 
 
+@pytest.mark.long
+def test_a_signal_to_all_processes_ends_a_run_that_waits_for_the_control_service() -> None:
+    """It stops to serve on SIGTERM, and may not end; Ray's C++ waits for it wherever it is asked."""
+    started = time.monotonic()
+    done = run_script("""
+        from ray.util.placement_group import placement_group_table
+        init_ray(num_cpus=1)
+        cluster = RayVirtualCluster([1], use_gpus=False)
+        for daemon in ray._private.worker._global_node.all_processes.values():
+            os.kill(daemon[0].process.pid, signal.SIGTERM)
+        time.sleep(2)
+        placement_group_table(cluster.get_placement_groups()[0])
+    """)
+    assert done.returncode == 1, done.stderr
+    assert time.monotonic() - started < 50
+
+
 def test_ray_is_started_again_when_its_parts_were_too_slow() -> None:
     done = run_script("""
         import logging

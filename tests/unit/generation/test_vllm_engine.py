@@ -38,6 +38,7 @@ from vllm_looks import (
     bits_change,
     busy_seconds,
     compute_on,
+    meeting_file,
     storages,
     threads_at_start,
     threads_beside,
@@ -422,6 +423,10 @@ def test_keys_of_vllm_cfg_reach_vllm(engines):
     for request, result in zip(requests, engines.generate(CONFIGURED, requests), strict=True):
         raw = reference_logprobs(model, request.prompt_token_ids, result.token_ids.tolist(), SamplingParams())
         assert result.logprobs == pytest.approx(raw, abs=1e-3), "raw log-probs do not know of the temperature"
+
+
+def test_no_file_is_left_behind(engines):
+    assert engines.look(CONFIGURED, meeting_file).endswith("(deleted)")
 
 
 def test_limits_and_refusals(engines):

@@ -1,6 +1,7 @@
 """What tests want to know of a vLLM engine; functions that run in its process (`engine_process.EngineProcess.look`)."""
 
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +54,16 @@ def named_shared_memory(engine: Any) -> list[str]:
     """Shared memory of the process that would be left behind if it were killed now."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
     return sorted({line.split("/dev/shm/")[1] for line in mapped if "/dev/shm/" in line and "(deleted)" not in line})
+
+
+def meeting_file(engine: Any) -> str:
+    """Of the file by which the engine's process group has met: what its name stands for."""
+    from torch.distributed import distributed_c10d
+
+    store: Any = distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return os.readlink(store.path)
 
 
 class _Cycle:

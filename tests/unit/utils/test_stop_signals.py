@@ -30,8 +30,11 @@ while signals.received is None:
     time.sleep(0.01)
 print("noted", flush=True)
 time.sleep(float(sys.argv[2]))
+if sys.argv[3:]:
+    signals.all_is_saved(75)
 signals.stop()
 print("safe", flush=True)
+time.sleep(60 if sys.argv[3:] else 0)
 """
 
 
@@ -85,6 +88,19 @@ def test_a_second_signal_is_not_deferred(program: list[subprocess.Popen[str]]) -
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 128 + signal.SIGTERM
     assert "SIGTERM: ended at once" in errors
+
+
+def test_a_signal_behind_the_save_ends_the_program_with_the_status_of_a_save(
+    program: list[subprocess.Popen[str]],
+) -> None:
+    process = start(program, "60", "0", "saves")
+    process.send_signal(signal.SIGTERM)
+    wait_for(process, "noted")
+    wait_for(process, "safe")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 75
+    assert "SIGTERM: ended at once, all is saved." in errors
 
 
 def test_the_grace_time_ends(program: list[subprocess.Popen[str]]) -> None:

@@ -6,6 +6,7 @@ divides logits by the same temperature agrees.
 """
 
 import logging
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import uniproc_executor
 
 from nemo_rl.models.generation.interfaces import (
     EngineSettings,
@@ -53,6 +55,9 @@ class VllmEngine(SteppedEngine):
         arguments = engine_arguments(settings)
         if settings.device == "cpu":
             _prepare_for_cpu(arguments)
+        if hasattr(os, "memfd_create"):
+            # vLLM would leave a file in the folder for temporary files.
+            uniproc_executor.get_file_store_init_method = _nameless_file
         # Names the limits of a batch that vLLM takes where the arguments have none: those of offline generation.
         self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         self._threads = self._start_threads(settings)
@@ -237,6 +242,11 @@ def sampled_logprobs(token_ids: list[int], logprobs: object) -> list[float]:
             f"vLLM returned log-probabilities of {len(table_ids)} tokens for {len(token_ids)} sampled ones."
         )
     return values
+
+
+def _nameless_file() -> str:
+    """Where an engine of one process meets itself: a file that is gone with this process, however it ends."""
+    return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('vllm-store')}"
 
 
 def _prepare_for_cpu(arguments: EngineArgs) -> None:
