@@ -93,6 +93,20 @@ def test_a_death_that_makes_ray_end_the_driver_is_logged_before() -> None:
     assert f"The node manager of this run's Ray (raylet, pid {raylet}) has ended; the run ends too." in done.stderr
 
 
+def test_ray_outlives_the_thread_that_asked_for_it() -> None:
+    done = run_script("""
+        starter = threading.Thread(target=init_ray, kwargs={"num_cpus": 1})
+        starter.start()
+        starter.join()
+        time.sleep(1)
+        local_ray.check_local_ray()
+        print("ANSWER", ray.get(ray.remote(lambda: 7).remote()))
+    """)
+    assert "ANSWER 7" in done.stdout, done.stderr
+    assert "has ended" not in done.stderr, done.stderr
+    assert done.returncode == 0
+
+
 def test_ray_is_started_again_when_its_parts_were_too_slow() -> None:
     done = run_script("""
         import logging
