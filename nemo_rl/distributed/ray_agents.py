@@ -28,7 +28,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main(kind: str, session_dir: str, node_id: str, *rest: str) -> None:
     """Write the ports; returns never."""
-    parent = os.getppid()
+    # The raylet's own word: one that ended before this line has left its agent to another parent.
+    parent = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     folder = Path(session_dir)
     if kind == "dashboard":

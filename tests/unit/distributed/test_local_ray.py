@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.distributed import ray_agents
 from nemo_rl.distributed.worker_process import process_start_ticks
 
 pytestmark = pytest.mark.ray
@@ -135,3 +136,10 @@ def test_ray_is_started_again_when_its_parts_were_too_slow() -> None:
     assert "Ray did not start (attempt 1 of 3): The current node timed out" in done.stderr
     assert done.returncode == 1
     assert "ResourceInsufficientError: Ray did not start on this machine in 3 attempts" in done.stderr
+
+
+def test_an_agent_that_starts_after_its_raylet_has_ended_ends(tmp_path: Path) -> None:
+    raylet = subprocess.Popen([sys.executable, "-c", ""])
+    raylet.wait()
+    agent = [sys.executable, "-I", "-S", ray_agents.__file__, "dashboard", str(tmp_path), "node"]
+    assert subprocess.run(agent, env={"RAY_RAYLET_PID": str(raylet.pid)}, timeout=20, check=False).returncode == 0
