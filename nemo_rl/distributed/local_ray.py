@@ -22,6 +22,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,8 @@ def start_local_ray(
         # Ray's handler would drain the node for seconds while it starts.
         _replaced(ray_utils, {"set_sigterm_handler": _keep_handler, **unasked}),
     ):
-        context = _init_patiently(
+        context = _on_lasting_thread(
+            _init_patiently,
             address="local",
             num_cpus=num_cpus,
             include_dashboard=include_dashboard,
@@ -183,6 +185,27 @@ def _obituary(what: str, status: int, log_path: str) -> str:
         f"for the kernel's out-of-memory killer in the machine's log and at the end of {log_path}. Start the run "
         "again; with checkpointing.enabled=true it goes on from its last checkpoint."
     )
+
+
+def _on_lasting_thread(start: Callable[..., Any], **arguments: Any) -> Any:
+    """Call `start` on a thread that lasts as long as this process, the main one where that calls.
+
+    The kernel ends Ray's daemons with their parent (PR_SET_PDEATHSIG), and means by it the thread that started them.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return start(**arguments)
+    started: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            started.set_result(start(**arguments))
+        except BaseException as error:
+            started.set_exception(error)
+        else:
+            threading.Event().wait()
+
+    threading.Thread(target=run, name="ray-start", daemon=True).start()
+    return started.result()
 
 
 def _init_patiently(**arguments: Any) -> Any:

@@ -110,6 +110,20 @@ def test_a_signal_to_all_processes_ends_a_run_that_waits_for_the_control_service
     assert time.monotonic() - started < 50
 
 
+def test_ray_outlives_the_thread_that_asked_for_it() -> None:
+    done = run_script("""
+        starter = threading.Thread(target=init_ray, kwargs={"num_cpus": 1})
+        starter.start()
+        starter.join()
+        time.sleep(1)
+        local_ray.check_local_ray()
+        print("ANSWER", ray.get(ray.remote(lambda: 7).remote()))
+    """)
+    assert "ANSWER 7" in done.stdout, done.stderr
+    assert "has ended" not in done.stderr, done.stderr
+    assert done.returncode == 0
+
+
 def test_ray_is_started_again_when_its_parts_were_too_slow() -> None:
     done = run_script("""
         import logging

@@ -97,7 +97,6 @@ def mixture_config(arch: str) -> PretrainedConfig:
         qk_nope_head_dim=32,
         qk_rope_head_dim=64,
         v_head_dim=32,
-        topk_method="noaux_tc",
         scoring_func="sigmoid",
         rope_parameters={
             "rope_type": "yarn",

@@ -36,6 +36,7 @@ from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
 from nemo_rl.models.generation.vllm.threads import ThreadChoice, cores_of_each, start_threads
 from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
+from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.utils.errors import GenerationError
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         "load_format": "auto" if settings.load_weights else "dummy",
         "logprobs_mode": "processed_logprobs",
         "seed": settings.seed,
-        "hf_overrides": settings.hf_overrides,
+        "hf_overrides": _routing_method(settings) | settings.hf_overrides,
         "disable_log_stats": True,
     }
     if settings.num_workers > 1:
@@ -198,6 +199,16 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
     else:
         values["gpu_memory_utilization"] = settings.gpu_memory_utilization
     return EngineArgs(**(values | settings.engine_kwargs))
+
+
+def _routing_method(settings: EngineSettings) -> dict[str, str]:
+    """What makes vLLM give DeepSeek-V3's routers their bias, which transformers' always have.
+
+    The published `config.json` has this key; one that transformers makes has not, and vLLM then refuses the bias.
+    """
+    model = load_model_config(settings.model_name, settings.hf_overrides)
+    is_unnamed = model.model_type == "deepseek_v3" and getattr(model, "topk_method", None) is None
+    return {"topk_method": "noaux_tc"} if is_unnamed else {}
 
 
 def sampling_params(sampling: SamplingParams, seed: int, room: int) -> VllmSamplingParams:
