@@ -223,16 +223,20 @@ class RolloutRunner:
         if is_large:
             gc.collect()  # what is garbage now would never be looked at again
             gc.freeze()
+        failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(run(start)) for start in starts]
         except ExceptionGroup as failures:
-            # All samples fail for the same reason as a rule; the first one is the one to read.
-            raise failures.exceptions[0] from failures
+            failure = failures.exceptions[0]
         finally:
             if is_large:
                 gc.unfreeze()
             await self._wait_for_closings()
+        if failure is not None:
+            # All samples fail for the same reason as a rule. Raised here, it keeps its cause, the worker's traceback,
+            # and the others, hundreds of copies, are not printed with it.
+            raise failure
         return await post_process(self._environments, [task.result() for task in running])
 
     async def _run_sample(

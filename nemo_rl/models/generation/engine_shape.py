@@ -12,6 +12,8 @@ from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.utils.errors import ConfigError
 
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""`vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes`."""
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -19,8 +21,8 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """Refuse a model that vLLM computes wrongly or cannot divide; see `registry.EngineKind.check`.
 
     Raises:
-        ConfigError: the model does not divide into the ranks of an engine; latent attention (DeepSeek-V3 and its like)
-            with plain rotary embeddings on a CPU.
+        ConfigError: the model does not divide into the ranks of an engine; on a CPU, heads of a size that vLLM does not
+            have there, or latent attention (DeepSeek-V3 and its like) with plain rotary embeddings.
     """
     assert policy.generation is not None
     model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
@@ -28,10 +30,17 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     if cluster.uses_gpu:
         return
     rope = getattr(model, "rope_parameters", None) or {}
-    if getattr(model, "kv_lora_rank", None) and rope.get("rope_type", "default") == "default":
+    heads = getattr(model, "num_attention_heads", None)
+    size = getattr(model, "head_dim", None) or (model.hidden_size // heads if heads else None)
+    lacks = None
+    if getattr(model, "kv_lora_rank", None):
+        if rope.get("rope_type", "default") == "default":
+            lacks = "latent attention (MLA) with plain rotary embeddings, which vLLM computes wrongly on CPUs"
+    elif size is not None and size not in _CPU_HEAD_SIZES:
+        lacks = f"attention heads of {size}; vLLM's on CPUs are of {', '.join(map(str, _CPU_HEAD_SIZES))}"
+    if lacks is not None:
         raise ConfigError(
-            f"policy.model_name={policy.model_name!r} has latent attention (MLA) with plain rotary embeddings, which "
-            "vLLM computes wrongly on CPUs. Set policy.generation.backend=hf, or use GPUs."
+            f"policy.model_name={policy.model_name!r} has {lacks}. Set policy.generation.backend=hf, or use GPUs."
         )
 
 

@@ -1,6 +1,7 @@
 """Rollouts: order, seeds, turns, limits, and errors that stay errors."""
 
 import gc
+import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -162,6 +163,21 @@ def test_a_failed_grading_is_an_outcome_and_never_a_zero(loop: EventLoopThread) 
     assert metrics["reward"] == 1.0
     assert metrics["num_reward_errors"] == 1.0
     assert metrics["reward_error_rate"] == 0.5
+
+
+def test_the_failure_of_all_samples_is_told_once_and_with_its_own_cause(loop: EventLoopThread) -> None:
+    failure = AssertionError("engine broke")
+    failure.__cause__ = RuntimeError("traceback of the worker")
+
+    def script(request: GenerationRequest) -> list[int]:
+        raise failure
+
+    runner = make_runner(loop, ScriptedEngine(script), ScriptedEnvironment(lambda log, meta: graded(1.0)))
+    with pytest.raises(AssertionError, match="engine broke") as caught:
+        runner.collect(prompts("a", "b"), 8, SAMPLING, KEY)
+    told = "".join(traceback.format_exception(caught.value))
+    assert told.count("engine broke") == 1
+    assert "traceback of the worker" in told
 
 
 def test_reward_components_are_kept_and_summed(loop: EventLoopThread) -> None:

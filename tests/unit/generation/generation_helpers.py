@@ -16,6 +16,7 @@ from tiny_models import (
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    GptOssConfig,
     MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -81,6 +82,10 @@ def mixture_config(arch: str) -> PretrainedConfig:
     if arch == "qwen3_moe":
         return Qwen3MoeConfig(
             **sizes, num_key_value_heads=1, head_dim=32, num_experts=4, moe_intermediate_size=48, norm_topk_prob=True
+        )
+    if arch == "gpt_oss":
+        return GptOssConfig(
+            **sizes, num_key_value_heads=1, head_dim=32, num_local_experts=4, intermediate_size=64, sliding_window=8
         )
     return DeepseekV3Config(
         **sizes,

@@ -1,9 +1,12 @@
 """Models that an engine computes wrongly are refused in the driver, before any worker."""
 
+import importlib.util
+
 import pytest
 from transformers import DeepseekV3Config, Qwen2Config
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.models.generation.engine_shape import _CPU_HEAD_SIZES
 from nemo_rl.models.generation.factory import check_engine_model
 from nemo_rl.utils.errors import ConfigError
 
@@ -22,6 +25,23 @@ def test_latent_attention_with_plain_rotary_embeddings_is_refused_in_vllm_on_cpu
         check_engine_model(policy(tmp_path, plain), CPU)
     check_engine_model(policy(tmp_path, plain, "hf"), CPU)
     check_engine_model(policy(tmp_path, plain), ClusterConfig.build(device="cuda"))
+
+
+def test_heads_that_vllm_does_not_have_on_cpus_are_refused(tmp_path):
+    small = Qwen2Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(ConfigError, match=r"attention heads of 16; vLLM's on CPUs are of 32, .*backend=hf"):
+        check_engine_model(policy(tmp_path, small), CPU)
+    check_engine_model(policy(tmp_path, small, "hf"), CPU)
+    check_engine_model(policy(tmp_path, small), ClusterConfig.build(device="cuda"))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm")
+def test_the_sizes_of_heads_are_vllms():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(_CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
 
 
 @pytest.mark.parametrize("model", [DeepseekV3Config(kv_lora_rank=16, rope_parameters=YARN), Qwen2Config()])

@@ -26,6 +26,7 @@ from generation_helpers import (
     make_mixture,
     make_model,
     make_settings,
+    mixture_config,
     reference_logprobs,
     restrict_vocabulary,
     save_model,
@@ -67,6 +68,7 @@ MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "qwen3 experts": partial(make_mixture, "qwen3_moe"),
     "mixtral": partial(make_mixture, "mixtral"),
     "latent attention": partial(make_mixture, "deepseek_v3"),
+    "gpt-oss": partial(make_mixture, "gpt_oss"),
     "qwen2 tied": partial(make_model, "qwen2", True),
     "llama untied": partial(make_model, "llama", False),
 }
@@ -176,6 +178,7 @@ def test_an_update_keeps_every_tensor_where_it_is(engines, sender, name):
 def test_limits_of_a_batch_are_those_of_offline_generation_on_gpus(engines, tmp_path):
     """vLLM knows none for engines without a usage: 128 sequences, 2048 tokens. Those of the CPU fix its results."""
     assert engines.look("qwen2 tied", batch_limits) == (128, 4096)
+    mixture_config("mixtral").save_pretrained(tmp_path)
     settings = make_settings(tmp_path, "vllm", device="cuda", max_model_len=4096)
     sizes = {"NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-80GB": 80, "NVIDIA B200": 180}
     limits = {gpu: engines.look("qwen2 tied", batch_limits_on, gpu, size, settings) for gpu, size in sizes.items()}

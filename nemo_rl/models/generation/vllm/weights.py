@@ -4,9 +4,13 @@ vLLM rearranges weights once they are loaded: packed matrix products and experts
 update goes through vLLM's own layerwise reload on every platform: layers take the layout of a checkpoint, and each is
 rearranged anew when its last tensor has come, into the storage it had (so CUDA graphs stay valid). Two packings on CPUs
 are out of its reach and are made here: experts are packed only with a new kernel, and a tied output head has a packed
-copy of its own. Invariant: after `finish_reload` the model answers with the tensors that were loaded.
+copy of its own. GPT-OSS copies some tensors past vLLM's loaders, which a reload would lose: attention sinks stay in
+place, and experts come one by one. Invariant: after `finish_reload` the model answers with the tensors that were
+loaded.
 """
 
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,8 +21,11 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.platforms import current_platform
+
+_STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
+_GPT_OSS_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 
 def begin_reload(worker: Any) -> None:
@@ -31,6 +38,11 @@ def begin_reload(worker: Any) -> None:
         if any(get_layerwise_info(module).can_load() for module in model.modules()):
             finalize_layerwise_reload(model, worker.model_runner.model_config)
         initialize_layerwise_reload(model)
+        for module in model.modules():
+            if "sinks" in module._parameters:
+                info = get_layerwise_info(module)
+                _place_kernel_tensors(module, info)
+                info.reset()
     if current_platform.is_cpu():
         for module in model.modules():
             if isinstance(module, RoutedExperts):
@@ -40,8 +52,24 @@ def begin_reload(worker: Any) -> None:
 
 def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Load some tensors, of which a rank takes its part."""
+    runner = worker.model_runner
+    given: Iterable[tuple[str, torch.Tensor]] = tensors
+    if runner.model_config.hf_text_config.model_type == "gpt_oss":
+        given = one_by_one(tensors)
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
-        worker.unbound -= set(worker.model_runner.get_model().load_weights(iter(tensors)))
+        worker.unbound -= set(runner.get_model().load_weights(iter(given)))
+
+
+def one_by_one(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The experts of GPT-OSS under the names of single ones; other tensors as they are."""
+    for name, tensor in tensors:
+        stack = _STACKED_EXPERTS.fullmatch(name)
+        if stack is None:
+            yield name, tensor
+            continue
+        layer, projection, bias = stack.groups()
+        kind = f"{_GPT_OSS_NAMES[projection]}_{'bias' if bias else 'weight'}"
+        yield from ((f"{layer}.{expert}.{kind}", part) for expert, part in enumerate(tensor))
 
 
 def finish_reload(worker: Any) -> list[str]:
@@ -51,7 +79,8 @@ def finish_reload(worker: Any) -> list[str]:
         Names of the engine parameters that no tensor went to and that need one of their own, and of the layers that
         got only a part of theirs. A tied output head shares the embedding's storage and needs none.
     """
-    model, unbound = worker.model_runner.get_model(), worker.unbound
+    model = worker.model_runner.get_model()
+    unbound = worker.unbound | lost_tensors(model, worker.unbound)
     heads = {name: m for name, m in model.named_modules() if isinstance(m, ParallelLMHead)}
     if getattr(worker.model_runner.model_config.hf_text_config, "tie_word_embeddings", False):
         unbound = unbound - {f"{name}.weight" for name in heads}
@@ -62,6 +91,16 @@ def finish_reload(worker: Any) -> list[str]:
             for head in heads.values():
                 head.quant_method.process_weights_after_loading(head)
     return sorted(unbound)
+
+
+def lost_tensors(model: torch.nn.Module, unbound: set[str]) -> set[str]:
+    """Parameters that the model says it has loaded, of layers whose loaders saw nothing: vLLM keeps the old values."""
+    names = set()
+    for layer, module in model.named_modules():
+        info = get_layerwise_info(module)
+        if info.load_numel == 0 and info.load_numel_total:
+            names |= {f"{layer}.{own}" for own, _ in module.named_parameters(recurse=False)} - unbound
+    return names
 
 
 def incomplete_layers(model: torch.nn.Module) -> set[str]:
