@@ -102,7 +102,6 @@ def mixture_config(arch: str) -> PretrainedConfig:
         qk_nope_head_dim=32,
         qk_rope_head_dim=64,
         v_head_dim=32,
-        scoring_func="sigmoid",
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 10000.0,

@@ -42,6 +42,7 @@ from nemo_rl.utils.errors import GenerationError
 logger = logging.getLogger(__name__)
 
 _CPU_BATCHED_TOKENS = 4096
+_DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 class VllmEngine(SteppedEngine):
@@ -179,7 +180,7 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         "load_format": "auto" if settings.load_weights else "dummy",
         "logprobs_mode": "processed_logprobs",
         "seed": settings.seed,
-        "hf_overrides": _routing_method(settings) | settings.hf_overrides,
+        "hf_overrides": _routing(settings) | settings.hf_overrides,
         "disable_log_stats": True,
     }
     if settings.num_workers > 1:
@@ -201,14 +202,16 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
     return EngineArgs(**(values | settings.engine_kwargs))
 
 
-def _routing_method(settings: EngineSettings) -> dict[str, str]:
-    """What makes vLLM give DeepSeek-V3's routers their bias, which transformers' always have.
+def _routing(settings: EngineSettings) -> dict[str, str]:
+    """What makes vLLM route as transformers' DeepSeek-V3 always does: by sigmoids, with a bias.
 
-    The published `config.json` has this key; one that transformers makes has not, and vLLM then refuses the bias.
+    The published `config.json` says so; one that transformers makes does not, and vLLM then refuses the bias and takes
+    the softmax.
     """
     model = load_model_config(settings.model_name, settings.hf_overrides)
-    is_unnamed = model.model_type == "deepseek_v3" and getattr(model, "topk_method", None) is None
-    return {"topk_method": "noaux_tc"} if is_unnamed else {}
+    if model.model_type != "deepseek_v3":
+        return {}
+    return {key: value for key, value in _DEEPSEEK_V3_ROUTING.items() if getattr(model, key, None) is None}
 
 
 def sampling_params(sampling: SamplingParams, seed: int, room: int) -> VllmSamplingParams:
