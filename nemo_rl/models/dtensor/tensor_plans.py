@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
@@ -72,7 +73,7 @@ def _gpt_oss(config: Any) -> dict[str, Style]:
 
 
 def _phi3(config: Any) -> dict[str, Style]:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_size(config)
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     return {
         "layers.*.self_attn.qkv_proj": Style("column", (queries, keys, keys)),

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nemo_rl.config import GenerationConfig
-from nemo_rl.models.huggingface.sizes import parameters_of
+from nemo_rl.models.huggingface.sizes import head_size, parameters_of
 
 _BATCHED_TOKENS, _SEQUENCES = 16384, 1024
 """What vLLM runs at once at the most on devices of 70 GiB and more (`EngineArgs.get_batch_defaults`)."""
@@ -57,5 +57,4 @@ def cached_numbers(text: Any, tensor: int) -> float:
     if getattr(text, "kv_lora_rank", None):  # latent attention: the same vector for all heads, so on every rank
         return float(layers * (text.kv_lora_rank + text.qk_rope_head_dim))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return float(layers * 2 * -(-heads // tensor) * size)
+    return float(layers * 2 * -(-heads // tensor) * head_size(text))

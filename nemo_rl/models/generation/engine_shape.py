@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.utils.errors import ConfigError
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -30,14 +31,13 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     if cluster.uses_gpu:
         return
     rope = getattr(model, "rope_parameters", None) or {}
-    heads = getattr(model, "num_attention_heads", None)
-    size = getattr(model, "head_dim", None) or (model.hidden_size // heads if heads else None)
+    has_heads = getattr(model, "num_attention_heads", None)
     lacks = None
     if getattr(model, "kv_lora_rank", None):
         if rope.get("rope_type", "default") == "default":
             lacks = "latent attention (MLA) with plain rotary embeddings, which vLLM computes wrongly on CPUs"
-    elif size is not None and size not in _CPU_HEAD_SIZES:
-        lacks = f"attention heads of {size}; vLLM's on CPUs are of {', '.join(map(str, _CPU_HEAD_SIZES))}"
+    elif has_heads and head_size(model) not in _CPU_HEAD_SIZES:
+        lacks = f"attention heads of {head_size(model)}; vLLM's on CPUs are of {', '.join(map(str, _CPU_HEAD_SIZES))}"
     if lacks is not None:
         raise ConfigError(
             f"policy.model_name={policy.model_name!r} has {lacks}. Set policy.generation.backend=hf, or use GPUs."

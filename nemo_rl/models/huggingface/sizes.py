@@ -1,10 +1,10 @@
-"""The number of parameters of a model, from the headers of its files or from its configuration; no weight is read."""
+"""Sizes of a model: parameters, from the headers of its files or its configuration, and heads; no weight is read."""
 
 import json
 import struct
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
 
@@ -15,6 +15,12 @@ if TYPE_CHECKING:  # they take seconds to import, and a wrong configuration is a
 
 _COUNTED: dict[str, int] = {}
 """By configuration; making a large model takes a second, even without memory."""
+
+
+def head_size(text: Any) -> int:
+    """Numbers of an attention head, from the configuration of a text model that has attention."""
+    size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return size
 
 
 def count_parameters(model_name: str) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.models.megatron.conversion.layouts import Grouped, Stacked
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
 
@@ -68,7 +69,7 @@ def _attention(
 ) -> Iterator[Rule]:
     """Attention with grouped heads; a bias of None is as the configuration says."""
     configured = bool(getattr(config, "attention_bias", False))
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_size(config)
     groups = Grouped(config.num_attention_heads // config.num_key_value_heads, head_dim)
     for kind in ("weight", "bias") if (configured if qkv_bias is None else qkv_bias) else ("weight",):
         parts = tuple(Part(f"{theirs}{name}_proj.{kind}") for name in "qkv")

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.utils.errors import ConfigError
 
 _SCALED_BY_LENGTH = ("dynamic", "longrope")
@@ -92,7 +93,7 @@ def decoder_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
         "ffn_hidden_size": hf_config.intermediate_size,
         "num_attention_heads": heads,
         "num_query_groups": hf_config.num_key_value_heads,
-        "kv_channels": getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+        "kv_channels": head_size(hf_config),
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf_config.rms_norm_eps,
         "gated_linear_unit": True,
@@ -143,7 +144,7 @@ def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rot
     require(hf_config, where, kind in ("default", "linear", "llama3", "yarn"), f"rope_type={kind}: {why}")
     require(hf_config, where, parameters.get("partial_rotary_factor", 1.0) == 1.0, "all of a head is rotated")
     if kind == "default":
-        width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+        width = head_size(hf_config)
         return Rotary(1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"), layer_type=layer_type)
     return Rotary(frequencies, scaling)
