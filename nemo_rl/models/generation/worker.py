@@ -24,6 +24,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.registry import make_engine
 from nemo_rl.utils.errors import GenerationError
+from nemo_rl.utils.host_allocator import keep_freed_memory
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightReceiver
 from nemo_rl.weight_sync.interfaces import TransportSpec
@@ -48,6 +49,8 @@ class GenerationWorker:
         self._finished: list[tuple[str, GenerationResult]] = []
         self._failure: BaseException | None = None
         self._has_news = asyncio.Event()
+        if settings.device == "cpu":
+            keep_freed_memory()
 
     async def ready(self) -> int:
         """Answers once the engine is built; returns the worker's rank."""

@@ -41,9 +41,11 @@ from vllm_looks import (
     compute_on,
     meeting_file,
     storages,
+    take_bursts,
     threads_at_start,
     threads_beside,
     threads_of_sizes,
+    turns_taken,
 )
 
 from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
@@ -293,17 +295,60 @@ def test_a_second_thread_is_taken_while_others_leave_a_core(engines):
     name = "qwen2 tied"
     assert engines.look(name, threads_beside, 2, [0.1, 0.9, 2.0, 0.4]) == [2, 1, 1, 2]
     assert engines.look(name, threads_beside, 8, [0.0, 6.0, 7.0]) == [2, 2, 1]
+    assert engines.look(name, threads_beside, 2, [0.1, 0.9], True, False) == [1, 1]
+    assert engines.look(name, threads_beside, 2, [0.1, 0.9, 0.1], True, True) == [2, 1, 2]
 
 
 def test_small_models_begin_with_two_threads_and_large_ones_with_all(engines):
     name = "qwen2 tied"
-    assert engines.look(name, threads_at_start, 8) == (1, False), "tiny"
+    assert engines.look(name, threads_at_start, 8) == (2, "two for prompts"), "tiny"
     # Embeddings 256 x 64 and two layers of 64 wide: some 70,000 parameters.
-    assert engines.look(name, threads_of_sizes, 300_000, 400_000, 3) == (1, False)
-    assert engines.look(name, threads_of_sizes, 10_000, 300_000, 3) == (2, True)
-    assert engines.look(name, threads_of_sizes, 10_000, 300_000, 1) == (1, False)
-    assert engines.look("latent attention", threads_of_sizes, 10_000, 10_000_000, 3) == (1, False)
-    assert engines.look(name, threads_of_sizes, 10_000, 60_000, 3) == (3, False)
+    assert engines.look(name, threads_of_sizes, 300_000, 400_000, 3) == (2, "two for prompts")
+    assert engines.look(name, threads_of_sizes, 10_000, 300_000, 3) == (2, "two for all")
+    assert engines.look(name, threads_of_sizes, 10_000, 300_000, 1) == (1, "as they are")
+    assert engines.look("latent attention", threads_of_sizes, 10_000, 10_000_000, 3) == (1, "as they are")
+    assert engines.look(name, threads_of_sizes, 10_000, 60_000, 3) == (3, "as they are")
+
+
+BURST_REQUESTS = [
+    *[ask(prompt, seed=100 + i, max_new_tokens=3 + 5 * i) for i, prompt in enumerate([*PROMPTS, LONG_PROMPT])],
+    *[
+        ask(prompt, seed=200 + i, max_new_tokens=40, stop_token_ids=tuple(range(5, 20)))
+        for i, prompt in enumerate(PROMPTS)
+    ],
+    ask(PROMPTS[0], seed=300, max_new_tokens=1),
+    ask(PROMPTS[0], seed=301, max_new_tokens=1000),
+]
+"""Responses that end at other steps: by their lengths, by stop tokens, and where the context ends."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bursts_change_no_bit_and_save_turns_of_the_scheduler(engines, name):
+    answers, turns = [], []
+    for on in (False, True):
+        engines.look(name, take_bursts, on)
+        results = engines.generate(name, BURST_REQUESTS)
+        answers.append([(r.token_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in results])
+        turns.append(engines.look(name, turns_taken))
+    assert answers[1] == answers[0]
+    assert {len(tokens) for tokens, _, _ in answers[0]} >= {1, 3, 8}
+    assert {reason for _, _, reason in answers[0]} == {"stop", "length"}
+    longest = max(len(tokens) for tokens, _, _ in answers[0])
+    assert turns[0] >= longest > 40
+    assert turns[1] < 0.5 * turns[0]
+
+
+def test_no_burst_is_taken_where_the_text_may_end_a_response(engines):
+    engines.look("qwen2 tied", take_bursts, True)
+    (result,) = engines.generate("qwen2 tied", [ask(PROMPTS[0], max_new_tokens=20, stop_strings=("\x00\x00\x00",))])
+    assert engines.look("qwen2 tied", turns_taken) >= len(result.token_ids) > 1
+
+
+def test_a_burst_ends_when_its_time_is_over(engines):
+    engines.look("qwen2 tied", take_bursts, True, 0.0)
+    (result,) = engines.generate("qwen2 tied", [ask(PROMPTS[0], max_new_tokens=20)])
+    assert engines.look("qwen2 tied", turns_taken) >= len(result.token_ids) == 20
+    engines.look("qwen2 tied", take_bursts, True)
 
 
 def test_products_whose_sums_are_divided_among_threads_are_found(engines):

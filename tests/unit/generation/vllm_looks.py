@@ -72,7 +72,7 @@ class _Cycle:
     def __init__(self, counts: Sequence[int]):
         self._counts = itertools.cycle(counts)
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, reads_prompts: bool) -> None:
         from nemo_rl.models.generation.vllm.threads import set_threads
 
         set_threads(next(self._counts))
@@ -86,7 +86,9 @@ def compute_on(engine: Any, counts: Sequence[int]) -> None:
     engine._threads = _Cycle(counts)
 
 
-def threads_beside(engine: Any, num_cores: int, others: Sequence[float]) -> list[int]:
+def threads_beside(
+    engine: Any, num_cores: int, others: Sequence[float], decodes_on_one: bool = False, reads_prompts: bool = False
+) -> list[int]:
     """Threads after each of some windows in which other processes use so many cores, steps of 10 ms."""
     import torch
 
@@ -94,13 +96,13 @@ def threads_beside(engine: Any, num_cores: int, others: Sequence[float]) -> list
 
     before, found = torch.get_num_threads(), []
     clock, used = [0.0], [0.0]
-    choice = threads.ThreadChoice(num_cores)
+    choice = threads.ThreadChoice(num_cores, decodes_on_one=decodes_on_one)
     with mock.patch.multiple(
         threads, time=SimpleNamespace(monotonic=lambda: clock[0]), busy_seconds_of_others=lambda: used[0]
     ):
         for busy in others:
             for step in range(30):
-                choice.begin_step()
+                choice.begin_step(reads_prompts=reads_prompts)
                 clock[0], used[0] = clock[0] + 0.01, used[0] + 0.01 * busy
                 choice.end_step(has_more=step < 29)
             clock[0], used[0] = clock[0] + 5, used[0] + 5 * num_cores  # the trainer's turn
@@ -109,8 +111,8 @@ def threads_beside(engine: Any, num_cores: int, others: Sequence[float]) -> list
     return found
 
 
-def threads_at_start(engine: Any, num_cores: int) -> tuple[int, bool]:
-    """Threads that the engine's model begins with, and whether they may change."""
+def threads_at_start(engine: Any, num_cores: int) -> tuple[int, str]:
+    """Threads that the engine's model begins with, and what becomes of them."""
     import torch
 
     from nemo_rl.models.generation.vllm import threads
@@ -121,7 +123,24 @@ def threads_at_start(engine: Any, num_cores: int) -> tuple[int, bool]:
     choice = threads.start_threads(runner.get_model(), runner.model_config, num_cores)
     found = torch.get_num_threads()
     threads.set_threads(before)
-    return found, choice is not None
+    if choice is None:
+        return found, "as they are"
+    return found, "two for prompts" if choice._decodes_on_one else "two for all"
+
+
+def take_bursts(engine: Any, on: bool, most_s: float = 10.0) -> None:
+    """Whether several steps are taken for one turn of the scheduler; counts turns from now on."""
+    from nemo_rl.models.generation.vllm import bursts
+
+    bursts._MOST_S = most_s
+    engine._engine.model_executor._scheduler = engine._scheduler if on else None
+    engine._turns_before = engine._scheduler.current_step
+
+
+def turns_taken(engine: Any) -> int:
+    """Turns of vLLM's scheduler since `take_bursts`."""
+    turns: int = engine._scheduler.current_step - engine._turns_before
+    return turns
 
 
 def bits_change(engine: Any, shape: tuple[int, int]) -> bool:
@@ -133,7 +152,7 @@ def bits_change(engine: Any, shape: tuple[int, int]) -> bool:
     return thread_count_changes_bits([shape], torch.float32)
 
 
-def threads_of_sizes(engine: Any, tiny: int, small: int, num_cores: int) -> tuple[int, bool]:
+def threads_of_sizes(engine: Any, tiny: int, small: int, num_cores: int) -> tuple[int, str]:
     """As `threads_at_start`, where models below the one number of parameters are tiny, and below the other small."""
     from nemo_rl.models.generation.vllm import threads
 

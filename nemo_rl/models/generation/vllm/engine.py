@@ -31,6 +31,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.models.generation.vllm.bursts import BurstExecutor
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
@@ -63,6 +64,7 @@ class VllmEngine(SteppedEngine):
         # Names the limits of a batch that vLLM takes where the arguments have none: those of offline generation.
         self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         self._threads = self._start_threads(settings)
+        self._take_bursts(settings)
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
         """See `SteppedEngine.add_request`."""
@@ -85,7 +87,7 @@ class VllmEngine(SteppedEngine):
     def step(self) -> list[Finished]:
         """See `SteppedEngine.step`."""
         if self._threads is not None:
-            self._threads.begin_step()
+            self._threads.begin_step(reads_prompts=self._scheduler.get_request_counts()[1] > 0)
         finished = []
         for output in self._engine.step():
             if isinstance(output, RequestOutput) and output.finished:
@@ -117,6 +119,16 @@ class VllmEngine(SteppedEngine):
             return None
         runner = self._engine.model_executor.driver_worker.model_runner
         return start_threads(runner.get_model(), runner.model_config, cores_of_each(settings.workers_on_machine))
+
+    @property
+    def _scheduler(self) -> Any:
+        client: Any = self._engine.engine_core
+        return client.engine_core.scheduler
+
+    def _take_bursts(self, settings: EngineSettings) -> None:
+        """On CPUs, for an engine of one process; `vllm_kwargs` may ask for another executor."""
+        if settings.device == "cpu" and isinstance(self._engine.model_executor, BurstExecutor):
+            self._engine.model_executor.go_on_for(self._scheduler)
 
     def decode(self, token_ids: list[int]) -> str | None:
         """See `SteppedEngine.decode`; what vLLM takes of other libraries may read tokens differently."""
@@ -195,6 +207,8 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         values["enable_chunked_prefill"] = False
         values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len)
         values["max_num_seqs"] = CPU_SEQUENCES
+        if settings.num_workers == 1:
+            values["distributed_executor_backend"] = BurstExecutor
     if settings.kv_cache_bytes is not None:
         values["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     else:

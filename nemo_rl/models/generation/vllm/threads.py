@@ -1,12 +1,12 @@
 """How many CPU threads an engine computes on.
 
-A model of a million parameters gains nothing from a second thread. A small one gains a fourth to a third (measured at
-3 and 25 million) while a core is free for it, and is several times slower where another process wants that core, since
-threads wait for each other after each operation; so the engine looks, every `_WINDOW_S` of computing, how busy the
-other processes were. A large model takes all cores that are its. Invariant: the number of threads changes no bit of a
-small model's answers, so that a resumed run draws the same tokens: attention does not divide rows among threads
-(`VLLM_CPU_ATTN_SPLIT_KV`; latent attention does, and keeps one), and `thread_count_changes_bits` asks the matrix
-products.
+A small model gains a fourth to a third from a second thread (measured at 3 and 25 million parameters) while a core is
+free for it, and is several times slower where another process wants that core, since threads wait for each other after
+each operation; so the engine looks, every `_WINDOW_S` of computing, how busy the other processes were. One of a million
+gains as much where it reads prompts, and next to nothing where it decodes. A large model takes all cores that are its.
+Invariant: the number of threads changes no bit of a small model's answers, so that a resumed run draws the same tokens:
+attention does not divide rows among threads (`VLLM_CPU_ATTN_SPLIT_KV`; latent attention does, and keeps one), and
+`thread_count_changes_bits` asks the matrix products.
 """
 
 import logging
@@ -27,7 +27,7 @@ from nemo_rl.utils.machine_cores import usable_cores
 logger = logging.getLogger(__name__)
 
 TINY_MODEL = 2_000_000
-"""Parameters from which on a second thread can pay."""
+"""Parameters from which on a second thread can pay when a model decodes."""
 SMALL_MODEL = 100_000_000
 """Parameters from which on a model is large."""
 _FREE_CORES = 1.5
@@ -45,17 +45,21 @@ class ThreadChoice:
 
     Args:
         num_cores: cores that are this engine's.
+        decodes_on_one: take two only for steps that read prompts.
     """
 
-    def __init__(self, num_cores: int):
+    def __init__(self, num_cores: int, *, decodes_on_one: bool = False):
         self._num_cores = num_cores
+        self._decodes_on_one = decodes_on_one
+        self._core_is_free = True
         self._window: tuple[float, float] | None = None
         """When the measurement began, and what other processes had used by then."""
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, reads_prompts: bool) -> None:
         """The engine computes."""
         if self._window is None:
             self._window = (time.monotonic(), busy_seconds_of_others())
+        set_threads(2 if self._core_is_free and (reads_prompts or not self._decodes_on_one) else 1)
 
     def end_step(self, *, has_more: bool) -> None:
         """The engine has computed; `has_more` tells whether it does so again at once."""
@@ -64,7 +68,7 @@ class ThreadChoice:
         seconds = time.monotonic() - began
         if seconds >= _WINDOW_S:
             others = (busy_seconds_of_others() - busy) / seconds
-            set_threads(2 if self._num_cores - others >= _FREE_CORES else 1)
+            self._core_is_free = self._num_cores - others >= _FREE_CORES
         if seconds >= _WINDOW_S or not has_more:
             self._window = None
 
@@ -106,7 +110,6 @@ def start_threads(model: torch.nn.Module, config: ModelConfig, num_cores: int) -
     num_parameters = sum(out * in_ for out, in_ in packed) + sum(each.numel() for each in model.parameters())
     if num_parameters >= SMALL_MODEL:
         set_threads(num_cores)
-    if not TINY_MODEL <= num_parameters < SMALL_MODEL:
         return None
     assert isinstance(config.dtype, torch.dtype), "vLLM resolves names"
     asked = {(min(out, _MOST_COLUMNS), in_) for out, in_ in shapes}
@@ -114,7 +117,7 @@ def start_threads(model: torch.nn.Module, config: ModelConfig, num_cores: int) -
         return None
     # oneDNN computes a product on as many threads as there were when it met its shape, or on fewer.
     set_threads(2)
-    return ThreadChoice(num_cores)
+    return ThreadChoice(num_cores, decodes_on_one=num_parameters < TINY_MODEL)
 
 
 def _has_weight(product: Any) -> bool:

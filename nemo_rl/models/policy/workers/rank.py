@@ -12,6 +12,7 @@ from nemo_rl.distributed.process_group import init_process_group
 from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
 from nemo_rl.utils.device import device_for
 from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.host_allocator import keep_freed_memory
 from nemo_rl.utils.imports import import_dotted
 from nemo_rl.utils.seed import derive_seed, set_seed
 
@@ -42,3 +43,5 @@ class PolicyRank(PolicyWorker):
         )
         set_seed(derive_seed(settings.seed, "policy", *layout.random_path(rank)))
         super().__init__(backend, config, gives_scores=rank in layout.result_ranks)
+        if torch_device.type == "cpu":
+            keep_freed_memory()

@@ -1,0 +1,37 @@
+"""Freed memory stays with the process that asks for that."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys
+import torch
+from nemo_rl.utils.host_allocator import keep_freed_memory
+
+def use(num_blocks):
+    blocks = [torch.ones(8 << 18) for _ in range(num_blocks)]  # 8 MiB each
+
+def faults(rounds):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(rounds):
+        use(8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+faults(5)
+print(faults(40))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives memory back so eagerly")
+def test_memory_that_was_used_once_is_not_asked_for_again() -> None:
+    faults, faults_kept = (
+        int(subprocess.check_output([sys.executable, "-c", PROGRAM, mode], text=True)) for mode in ("plain", "keep")
+    )
+    pages_of_a_round = 8 * (8 << 20) // 4096
+    assert faults > pages_of_a_round
+    assert faults_kept < 0.01 * pages_of_a_round
