@@ -9,7 +9,7 @@ pieces' queries cover the row in order and without gaps; their keys may overlap.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -64,6 +64,30 @@ class Piece(NamedTuple):
         return self.queries * self.keys - self.queries * (self.queries - 1) // 2
 
 
+class Run(NamedTuple):
+    """Segments of one length, end to end.
+
+    Attributes:
+        length: tokens of each.
+        segments: how many.
+    """
+
+    length: int
+    segments: int
+
+    def stacked(self, tensor: Tensor) -> Tensor:
+        """Segments `[b, H, segments * length, D]` as rows `[b * segments, H, length, D]`."""
+        if self.segments == 1:
+            return tensor
+        return tensor.unflatten(2, (self.segments, self.length)).transpose(1, 2).flatten(0, 1)
+
+    def end_to_end(self, tensor: Tensor) -> Tensor:
+        """The way back."""
+        if self.segments == 1:
+            return tensor
+        return tensor.unflatten(0, (-1, self.segments)).transpose(1, 2).flatten(2, 3)
+
+
 class Bounds(NamedTuple):
     """A plan as varlen kernels take it.
 
@@ -113,6 +137,12 @@ class AttentionPlan:
         """The tensors `[b, H, T, D]` of each piece."""
         queries = query.split([piece.queries for piece in self.pieces], dim=2)
         return zip(queries, self._by_piece(key), self._by_piece(value), strict=True)
+
+    def runs(self) -> list[Run] | None:
+        """Which pieces one call of a kernel can take; None where pieces are no segments of their own."""
+        if any((piece.query_start, piece.query_stop) != (piece.key_start, piece.key_stop) for piece in self.pieces):
+            return None
+        return [Run(length, len(list(equal))) for length, equal in groupby(piece.queries for piece in self.pieces)]
 
     def keys_in_a_row(self, tensor: Tensor) -> Tensor:
         """Keys or values `[b, H, T, D]` laid out piece after piece."""
