@@ -1,6 +1,6 @@
 """Say where the time of a GRPO step goes: by phase, by process, and inside the processes.
 
-    uv run --extra cpu python tools/benchmarks/where_time_goes.py [--models tiny-chat warm-3m] [--steps 60]
+    uv run --extra cpu python tools/benchmarks/where_time_goes.py [--sizes 1m 3m] [--steps 60]
 
 Runs the same GRPO run as `grpo_vs_trl` and prints four Markdown tables for each model: processor seconds and memory of
 each kind of process at the end of the first step, which is the start; seconds of the phases of a step (the run's own

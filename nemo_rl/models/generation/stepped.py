@@ -55,7 +55,7 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     def step(self) -> list[Finished]:
-        """Advance all queued requests by about one token; returns what finished."""
+        """Advance all queued requests by a token or a few; returns what finished."""
 
     @abstractmethod
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
