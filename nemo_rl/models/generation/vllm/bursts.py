@@ -36,10 +36,11 @@ class BurstExecutor(UniProcExecutor):
 
     def go_on_for(self, scheduler: Any) -> None:
         """Take bursts from now on, unless what is configured needs a turn of the scheduler for each token."""
-        if type(scheduler) is not Scheduler or scheduler.num_lookahead_tokens > 0:
-            return
+        # Asynchronous scheduling has a scheduler of its own; recurrent states are kept as they are in each turn.
+        plain = type(scheduler) is Scheduler and scheduler.connector is None and scheduler.ec_connector is None
         groups = scheduler.kv_cache_config.kv_cache_groups
-        if all(isinstance(group.kv_cache_spec, AttentionSpec) for group in groups):
+        attends = all(isinstance(group.kv_cache_spec, AttentionSpec) for group in groups)
+        if plain and attends and self.vllm_config.speculative_config is None:
             scheduler.num_lookahead_tokens = _MOST_STEPS - 1
             self._scheduler = scheduler
 
