@@ -7,7 +7,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import resource, sys
+import ctypes, resource, sys
 import torch
 from nemo_rl.utils.host_allocator import keep_freed_memory
 
@@ -20,6 +20,7 @@ def faults(rounds):
         use(8)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
+ctypes.CDLL(None).mallopt(-3, 128 << 10)  # where glibc begins, before it adapts to what it sees
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 faults(5)
@@ -33,5 +34,5 @@ def test_memory_that_was_used_once_is_not_asked_for_again() -> None:
         int(subprocess.check_output([sys.executable, "-c", PROGRAM, mode], text=True)) for mode in ("plain", "keep")
     )
     pages_of_a_round = 8 * (8 << 20) // 4096
-    assert faults > pages_of_a_round
+    assert faults > 30 * pages_of_a_round
     assert faults_kept < 0.01 * pages_of_a_round
