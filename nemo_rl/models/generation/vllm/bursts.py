@@ -83,11 +83,11 @@ def most_steps(scheduler: Scheduler, scheduled: SchedulerOutput, requests: Seque
     all_decode = len(requests) == len(scheduled.num_scheduled_tokens) == scheduled.total_num_scheduled_tokens
     if not all_decode or scheduler.get_request_counts() != (len(requests), 0) or any(map(_needs_text, requests)):
         return 1
-    rooms = (
+    tokens_left = (
         min(request.max_tokens - request.num_output_tokens, scheduler.max_model_len - request.num_tokens)
         for request in requests
     )
-    return min(rooms, default=1)
+    return min(tokens_left, default=1)
 
 
 def _needs_text(request: Request) -> bool:
