@@ -15,7 +15,6 @@ seed depends on (run seed, phase, step, group, sample, turn) and on nothing that
 """
 
 import asyncio
-import gc
 import logging
 import time
 from collections import defaultdict
@@ -45,6 +44,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import ConfigError, DataError
+from nemo_rl.utils.garbage import search_all_objects_rarely
 from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.seed import derive_seed
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 _CLOSING_S = 30.0
 """How long a collection waits for its episodes to be closed; an environment may be busy with a step."""
 _MANY_SAMPLES = 4096
-"""Samples of a collection from which on looking for garbage among all objects costs more than leaving them out."""
+"""Samples of a collection from which on looking for garbage among all objects took a third of the driver's time."""
 
 
 class EnvironmentPort(PostProcessor, Protocol):
@@ -199,6 +199,8 @@ class RolloutRunner:
         key: RolloutKey,
         hand_over: Callable[[list[Trajectory]], None],
     ) -> dict[str, float]:
+        if prompts.size * num_generations >= _MANY_SAMPLES:
+            search_all_objects_rarely()
         starts = [start for group in range(prompts.size) for start in _starts(prompts, group, num_generations)]
         for start in starts:
             if start.task_name not in self._environments:
@@ -217,12 +219,6 @@ class RolloutRunner:
                 hand_over(sorted(group, key=lambda t: t.sample_index))
             return sample
 
-        # A collection makes objects that stay. Each time their number has grown by a quarter, Python looks for garbage
-        # among all others too, those of the imported libraries first: a third of the time with 10k samples.
-        is_large = len(starts) >= _MANY_SAMPLES
-        if is_large:
-            gc.collect()  # what is garbage now would never be looked at again
-            gc.freeze()
         failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -230,8 +226,6 @@ class RolloutRunner:
         except ExceptionGroup as failures:
             failure = failures.exceptions[0]
         finally:
-            if is_large:
-                gc.unfreeze()
             await self._wait_for_closings()
         if failure is not None:
             # All samples fail for the same reason as a rule. Raised here, it keeps its cause, the worker's traceback,
@@ -255,9 +249,12 @@ class RolloutRunner:
             if self._begin(sample, start):
                 await self._play(sample, sampling, prompt_stops, key)
         finally:
-            closing = asyncio.create_task(environment.close_episode(sample.episode))
-            self._closings.add(closing)
-            closing.add_done_callback(self._closings.discard)
+            # Started at once: where an environment has nothing to close it is over already.
+            loop = asyncio.get_running_loop()
+            closing = asyncio.Task(environment.close_episode(sample.episode), loop=loop, eager_start=True)
+            if not closing.done():
+                self._closings.add(closing)
+                closing.add_done_callback(self._closings.discard)
         return sample
 
     async def _wait_for_closings(self) -> None:

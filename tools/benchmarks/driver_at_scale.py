@@ -6,7 +6,7 @@
 Runs the driver's own parts, one after the other as a step does: rollouts on the event loop, the batch's tensors, its
 metrics. An engine that answers at once and an environment that pays at once stand for the workers; results arrive
 unpickled, as they would through Ray. Each line gives processor seconds of the parts, and how far the process has grown
-at its peak.
+at its peak: for the first step, which gets its memory from the system, and, by medians, for those behind it.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
+from nemo_rl.experience.trajectory import Rollouts
 from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
@@ -120,8 +122,8 @@ def prompts(count: int, vocab_size: int) -> BatchedDataDict[Any]:
     )
 
 
-def measure(samples: int, tokens: int) -> dict[str, float]:
-    """Processor seconds of a step's parts and MiB that the process grew by."""
+def measure(samples: int, tokens: int, steps: int) -> dict[str, dict[str, float]]:
+    """Processor seconds of the parts of the first step and of later ones, and MiB that the process grew by."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/assets/tiny-chat")
     engine = InstantEngine(tokens, tokenizer)
     loop = EventLoopThread()
@@ -132,6 +134,18 @@ def measure(samples: int, tokens: int) -> dict[str, float]:
     collect(prompts(1, tokenizer.vocab_size), key=RolloutKey(0, "train", 0))
     rows = prompts(samples // NUM_GENERATIONS, tokenizer.vocab_size)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    taken = []
+    for step in range(1, steps + 1):
+        parts = take_step(partial(collect, rows, key=RolloutKey(0, "train", step)), tokenizer.pad_token_id or 0)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        taken.append(parts | {"all": sum(parts.values()), "MiB": grown / 1024})
+    loop.close()
+    first, *later = taken
+    return {"first": first} | ({"later": {name: median(t[name] for t in later) for name in first}} if later else {})
+
+
+def take_step(collect: Callable[[], Rollouts], pad_token_id: int) -> dict[str, float]:
+    """Processor seconds of each part."""
     parts: dict[str, float] = {}
 
     def timed[T](name: str, work: Callable[[], T]) -> T:
@@ -140,29 +154,28 @@ def measure(samples: int, tokens: int) -> dict[str, float]:
         parts[name] = time.process_time() - start
         return value
 
-    found = timed("rollouts", lambda: collect(rows, key=RolloutKey(0, "train", 1)))
+    found = timed("rollouts", collect)
     if failed := [t.error for t in found.trajectories if not t.has_reward]:
         raise RuntimeError(f"{len(failed)} rollouts failed, such as: {failed[0]}")
-    batch = partial(build_training_batch, found.trajectories, tokenizer.pad_token_id or 0, mask_truncated=False)
-    timed("tensors", batch)
+    timed("tensors", partial(build_training_batch, found.trajectories, pad_token_id, mask_truncated=False))
     timed("metrics", lambda: rollout_metrics(found.trajectories))
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    loop.close()
-    return parts | {"all": sum(parts.values()), "MiB": grown / 1024}
+    return parts
 
 
 def main() -> None:
-    """Print a line for each number of samples, each in a process of its own."""
+    """Print two lines for each number of samples, each number in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", default=[10_240])
     parser.add_argument("--tokens", type=int, default=1_024)
+    parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
     processes = multiprocessing.get_context("spawn")
     for samples in options.samples:
         with processes.Pool(1) as pool:
-            figures = pool.apply(measure, (samples, options.tokens))
-        shown = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
-        sys.stdout.write(f"{samples:8,} samples of {options.tokens:,} tokens: {shown}\n")
+            figures = pool.apply(measure, (samples, options.tokens, options.steps))
+        for when, parts in figures.items():
+            shown = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
+            sys.stdout.write(f"{samples:8,} samples of {options.tokens:,} tokens, {when:5}: {shown}\n")
         sys.stdout.flush()
 
 
