@@ -1,23 +1,29 @@
 """Turn one microbatch of rows into model inputs, and scored tokens back into `[b, T - 1]`.
 
 Between the data (`[b, T]`, right padded) and a backend's forward. A microbatch runs either padded,
-trimmed to its longest row, or packed: all rows laid end to end in one row with restarting positions.
+trimmed to its longest row, or packed: all rows laid end to end in one row with restarting positions,
+those with the same prompt behind one copy of it (`shared_prompts`) where that is asked for.
 No attention mask is made: with right padding and causal attention no real token sees padding, and an
 all-ones mask would switch transformers' own packing detection off.
 
 Invariant: the loss sees the same `[b, T - 1]` log-probabilities, in the same places, either way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_rl.data.packing import find_families
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
+from nemo_rl.models.shared_prompts import share_prompts
 from nemo_rl.utils.device import to_device
+
+type Places = Callable[[Tensor, Tensor], Tensor]
+"""Rows and columns of tokens to their places in the flattened model tokens."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +33,12 @@ class InputLayout:
     Attributes:
         packed: lay rows end to end instead of padding them.
         round_to: the model's sequence length is rounded up to a multiple of this many tokens.
+        shares_prompts: packed rows with the same prompt have one copy of it.
     """
 
     packed: bool
     round_to: int = 1
+    shares_prompts: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,14 +98,14 @@ def build_model_inputs(
         layout: padded or packed.
         device: where the model runs.
     """
-    input_ids, lengths = rows["input_ids"], rows["input_lengths"].tolist()
+    input_ids = rows["input_ids"]
     num_rows, width = input_ids.shape
     wanted = wanted & (torch.arange(1, width)[None, :] < rows["input_lengths"][:, None])
     row_K, column_K = wanted.nonzero(as_tuple=True)
-    model_inputs, starts, real = _lay_out(input_ids, lengths, layout)
+    model_inputs, places, real = _lay_out(rows, layout)
     return ModelInputs(
         model_inputs=_on(device, model_inputs),
-        positions_K=to_device(starts[row_K] + column_K, device),
+        positions_K=to_device(places(row_K, column_K), device),
         targets_K=to_device(input_ids[row_K, column_K + 1], device),
         places_K=to_device(row_K * (width - 1) + column_K, device),
         shape=(num_rows, width - 1),
@@ -135,11 +143,11 @@ def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: 
         device: where the model runs.
     """
     input_ids, last_B = rows["input_ids"], rows["input_lengths"] - 1
-    model_inputs, starts, real = _lay_out(input_ids, rows["input_lengths"].tolist(), layout)
+    model_inputs, places, real = _lay_out(rows, layout)
     row_B = torch.arange(len(last_B))
     return ModelInputs(
         model_inputs=_on(device, model_inputs),
-        positions_K=to_device(starts + last_B, device),
+        positions_K=to_device(places(row_B, last_B), device),
         targets_K=to_device(input_ids[row_B, last_B], device),
         places_K=to_device(row_B, device),
         shape=(len(last_B), 1),
@@ -162,10 +170,10 @@ def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout
     input_ids, lengths = rows["input_ids"], rows["input_lengths"]
     num_rows, width = input_ids.shape
     row_K, column_K = (torch.arange(width)[None, :] < lengths[:, None]).nonzero(as_tuple=True)
-    model_inputs, starts, real = _lay_out(input_ids, lengths.tolist(), layout)
+    model_inputs, places, real = _lay_out(rows, layout)
     return ModelInputs(
         model_inputs=_on(device, model_inputs),
-        positions_K=to_device(starts[row_K] + column_K, device),
+        positions_K=to_device(places(row_K, column_K), device),
         targets_K=to_device(input_ids[row_K, column_K], device),
         places_K=to_device(row_K * width + column_K, device),
         shape=(num_rows, width),
@@ -207,15 +215,27 @@ def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def _lay_out(input_ids: Tensor, lengths: Sequence[int], layout: InputLayout) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """The model's arguments, where each row begins in the flattened model tokens, and which of these are real."""
-    if layout.packed:
+def _lay_out(rows: BatchedDataDict[Any], layout: InputLayout) -> tuple[dict[str, Any], Places, Tensor]:
+    """The model's arguments, where in the flattened model tokens those of the rows are, and which of these are real."""
+    input_ids, lengths = rows["input_ids"], rows["input_lengths"].tolist()
+    families = find_families(rows) if layout.packed and layout.shares_prompts else []
+    if any(family.shared for family in families):
+        shared = share_prompts(input_ids, lengths, families, layout.round_to)
+        model_inputs, ends = shared.model_inputs, torch.tensor([shared.num_tokens])
+        places: Places = shared.places
+    elif layout.packed:
         model_inputs = _packed(input_ids, lengths, layout.round_to)
-        starts, ends = torch.tensor([0, *lengths[:-1]]).cumsum(0), torch.tensor([sum(lengths)])
+        places, ends = _from(torch.tensor([0, *lengths[:-1]]).cumsum(0)), torch.tensor([sum(lengths)])
     else:
         model_inputs = _padded(input_ids, lengths, layout.round_to)
-        starts, ends = torch.arange(len(lengths)) * model_inputs["input_ids"].shape[1], torch.tensor(lengths)
-    return model_inputs, starts, torch.arange(model_inputs["input_ids"].shape[1])[None, :] < ends[:, None]
+        starts = torch.arange(len(lengths)) * model_inputs["input_ids"].shape[1]
+        places, ends = _from(starts), torch.tensor(lengths)
+    return model_inputs, places, torch.arange(model_inputs["input_ids"].shape[1])[None, :] < ends[:, None]
+
+
+def _from(starts_B: Tensor) -> Places:
+    """Places of tokens of rows that lie in one piece."""
+    return lambda row_K, column_K: starts_B[row_K] + column_K
 
 
 def _on(device: torch.device, model_inputs: dict[str, Any]) -> dict[str, Any]:

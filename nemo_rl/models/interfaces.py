@@ -42,6 +42,7 @@ class PolicyBackend(ABC):
 
     Attributes:
         device: where this rank computes.
+        shares_prompts: whether `run` takes packed rows that have one copy of a prompt (`models.shared_prompts`).
 
     Args:
         config: the policy section.
@@ -53,6 +54,7 @@ class PolicyBackend(ABC):
     """
 
     device: torch.device
+    shares_prompts: bool = False
 
     @abstractmethod
     def __init__(

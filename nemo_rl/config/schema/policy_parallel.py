@@ -259,6 +259,12 @@ class SequencePackingConfig(Section):
         Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"],
         BeforeValidator(lambda name: _ANOTHER_NAME.get(name, name) if isinstance(name, str) else name),
     ] = Field(default="modified_first_fit_decreasing", description="How sequences are assigned to rows.")
+    share_prompts: bool = Field(
+        default=True,
+        description="Compute the prompt of several packed sequences once; the same scores and gradients up to "
+        "rounding. With the DTensor backend, without context and pipeline parallelism, for models of which only "
+        "attention connects tokens and whose experts are not trained.",
+    )
     sequence_length_round: PositiveInt = Field(
         default=64, description="No effect: packed rows are rounded up to make_sequence_length_divisible_by only."
     )

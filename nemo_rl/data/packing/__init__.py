@@ -10,6 +10,7 @@ from nemo_rl.data.packing.algorithms import (
     SequencePacker,
     get_packer,
 )
+from nemo_rl.data.packing.families import Family, find_families
 from nemo_rl.data.packing.metrics import PackingMetrics
 from nemo_rl.data.packing.plan import (
     FixedSize,
@@ -17,11 +18,13 @@ from nemo_rl.data.packing.plan import (
     MicrobatchStrategy,
     Packed,
     TokenBudget,
+    plan_families,
     plan_microbatches,
 )
 
 __all__ = [
     "ConcatenativePacker",
+    "Family",
     "FirstFitDecreasingPacker",
     "FirstFitPacker",
     "FirstFitShufflePacker",
@@ -34,6 +37,8 @@ __all__ = [
     "PackingMetrics",
     "SequencePacker",
     "TokenBudget",
+    "find_families",
     "get_packer",
+    "plan_families",
     "plan_microbatches",
 ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nemo_rl.data.packing.algorithms import PackingAlgorithm, get_packer, spread_bins
+from nemo_rl.data.packing.families import Family, divide_families
 from nemo_rl.utils.errors import DataError
 
 
@@ -129,6 +130,46 @@ def plan_microbatches(
     return _deal(bins, [_padded_tokens(costs, rows) for rows in bins], num_shards)
 
 
+def plan_families(
+    families: Sequence[Family], lengths: Sequence[int], num_shards: int, strategy: Packed
+) -> MicrobatchPlan:
+    """Plan rows of which a microbatch holds the prompt once, where they share one.
+
+    Families that stay together take fewer tokens, parts of them let shards come out equal: of some ways to divide them
+    the one whose busiest shard has least to do.
+
+    Args:
+        families: of all rows.
+        lengths: tokens of each row.
+        num_shards: data-parallel ranks.
+        strategy: how microbatches are packed.
+
+    Raises:
+        DataError: as `plan_microbatches`.
+    """
+    busiest: dict[int, MicrobatchPlan] = {}
+    if any(family.shared for family in families) and max(lengths) <= strategy.capacity:
+        total = sum(family.tokens(lengths) for family in families)
+        for parts in (1, 2, 4):
+            most_tokens = min(strategy.capacity, -(-total // (parts * num_shards)))
+            together = list(divide_families(families, lengths, most_tokens))
+            tokens = [family.tokens(lengths) for family in together]
+            try:
+                plan = plan_microbatches(tokens, num_shards, strategy)
+            except DataError:
+                continue  # too few parts for as many microbatches on each shard
+            most = max(sum(tokens[family] for family in plan.shard_rows(shard)) for shard in range(num_shards))
+            busiest.setdefault(most, _with_rows(plan, [family.rows for family in together]))
+    return busiest[min(busiest)] if busiest else plan_microbatches(lengths, num_shards, strategy)
+
+
+def _with_rows(plan: MicrobatchPlan, units: Sequence[Sequence[int]]) -> MicrobatchPlan:
+    """A plan of units as one of their rows."""
+    return MicrobatchPlan(
+        [[[row for unit in batch for row in units[unit]] for batch in shard] for shard in plan.shards]
+    )
+
+
 def _plan_groups(
     lengths: Sequence[int], num_shards: int, strategy: MicrobatchStrategy, group_size: int
 ) -> MicrobatchPlan:
@@ -145,13 +186,8 @@ def _plan_groups(
         rounded = [[-(-length // strategy.round_to) * strategy.round_to for length in group] for group in groups]
         packed = isinstance(strategy, Packed)
         costs = [sum(group) if packed else group_size * max(group) for group in rounded]
-    plan = plan_microbatches(costs, num_shards, strategy)
-    return MicrobatchPlan(
-        [
-            [[group * group_size + row for group in batch for row in range(group_size)] for batch in shard]
-            for shard in plan.shards
-        ]
-    )
+    units = [range(start, start + group_size) for start in range(0, len(lengths), group_size)]
+    return _with_rows(plan_microbatches(costs, num_shards, strategy), units)
 
 
 def _plan_fixed(lengths: Sequence[int], num_shards: int, size: int) -> MicrobatchPlan:

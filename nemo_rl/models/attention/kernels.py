@@ -34,7 +34,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scori
     kernel = None if plain else find_kernel(query, key, value, scoring)
     if kernel is not None:
         return _in_one_call(kernel, query, key, value, plan, scoring)
-    runs = plan.runs() if scoring.is_plain and query.shape[2] == key.shape[2] else None
+    runs = plan.runs(key.shape[2]) if scoring.is_plain else None
     if runs is None:
         parts = [_attend_piece(q, k, v, scoring) for q, k, v in plan.cut(query, key, value)]
     else:
@@ -43,11 +43,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scori
 
 
 def _run_by_run(runs: Sequence[Run], query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> list[Tensor]:
-    """Segments of one length in one call: the same bits as one by one, in three quarters of the time."""
-    lengths = [run.length * run.segments for run in runs]
-    parts = zip(runs, *(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    """Pieces of one size in one call: the same bits as one by one, in three quarters of the time."""
+    queries = query.split([run.queries * run.pieces for run in runs], dim=2)
+    keys, values = (tensor.split([run.keys * run.pieces for run in runs], dim=2) for tensor in (key, value))
     return [
-        run.end_to_end(_attend_piece(run.stacked(q), run.stacked(k), run.stacked(v), scoring)) for run, q, k, v in parts
+        run.end_to_end(_attend_piece(run.stacked(q), run.stacked(k), run.stacked(v), scoring))
+        for run, q, k, v in zip(runs, queries, keys, values, strict=True)
     ]
 
 

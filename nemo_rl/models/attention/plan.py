@@ -65,27 +65,29 @@ class Piece(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Segments of one length, end to end.
+    """Pieces of one size, end to end.
 
     Attributes:
-        length: tokens of each.
-        segments: how many.
+        queries: of each.
+        keys: of each.
+        pieces: how many.
     """
 
-    length: int
-    segments: int
+    queries: int
+    keys: int
+    pieces: int
 
     def stacked(self, tensor: Tensor) -> Tensor:
-        """Segments `[b, H, segments * length, D]` as rows `[b * segments, H, length, D]`."""
-        if self.segments == 1:
+        """Pieces `[b, H, pieces * length, D]` as rows `[b * pieces, H, length, D]`."""
+        if self.pieces == 1:
             return tensor
-        return tensor.unflatten(2, (self.segments, self.length)).transpose(1, 2).flatten(0, 1)
+        return tensor.unflatten(2, (self.pieces, -1)).transpose(1, 2).flatten(0, 1)
 
     def end_to_end(self, tensor: Tensor) -> Tensor:
         """The way back."""
-        if self.segments == 1:
+        if self.pieces == 1:
             return tensor
-        return tensor.unflatten(0, (-1, self.segments)).transpose(1, 2).flatten(2, 3)
+        return tensor.unflatten(0, (-1, self.pieces)).transpose(1, 2).flatten(2, 3)
 
 
 class Bounds(NamedTuple):
@@ -138,14 +140,25 @@ class AttentionPlan:
         queries = query.split([piece.queries for piece in self.pieces], dim=2)
         return zip(queries, self._by_piece(key), self._by_piece(value), strict=True)
 
-    def runs(self) -> list[Run] | None:
-        """Which pieces one call of a kernel can take; None where pieces are no segments of their own."""
-        if any((piece.query_start, piece.query_stop) != (piece.key_start, piece.key_stop) for piece in self.pieces):
-            return None
-        return [Run(length, len(list(equal))) for length, equal in groupby(piece.queries for piece in self.pieces)]
+    def runs(self, keys: int) -> list[Run] | None:
+        """Which pieces one call of a kernel can take; None where they do not divide so many keys between them."""
+        return self._runs if self._divides(keys) else None
+
+    @cached_property
+    def _runs(self) -> list[Run]:
+        sizes = groupby((piece.queries, piece.keys) for piece in self.pieces)
+        return [Run(*size, len(list(equal))) for size, equal in sizes]
+
+    def _divides(self, keys: int) -> bool:
+        """Whether the pieces' keys lie piece after piece, and there are so many."""
+        edges = [(piece.key_start, piece.key_stop) for piece in self.pieces]
+        adjoin = all(stop == start for (_, stop), (start, _) in pairwise(edges))
+        return adjoin and edges[0][0] == 0 and edges[-1][1] == keys
 
     def keys_in_a_row(self, tensor: Tensor) -> Tensor:
         """Keys or values `[b, H, T, D]` laid out piece after piece."""
+        if self._divides(tensor.shape[2]):
+            return tensor
         parts = self._by_piece(tensor)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 

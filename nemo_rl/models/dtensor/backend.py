@@ -102,11 +102,13 @@ class DTensorBackend(PolicyBackend):
         self._density = sampling_density(config)
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
-        self.model, unread = build_model(config, seed)
+        self.model, unread, can_share_prompts = build_model(config, seed)
         meshes = Meshes.build(layout, device.type)
         if layout.pp > 1:
             keep_stage(self.model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
         self._balance = watch_experts(self.model.hf, config, device, meshes) if init_optimizer else None
+        # The balance counts tokens, of a prompt as many as there are rows.
+        self.shares_prompts = can_share_prompts and self._balance is None
         if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
         shard(self.model, meshes, ShardingSpec.of(config, device))

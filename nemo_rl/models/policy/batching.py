@@ -19,6 +19,8 @@ from nemo_rl.data.packing import (
     MicrobatchStrategy,
     Packed,
     TokenBudget,
+    find_families,
+    plan_families,
     plan_microbatches,
 )
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -73,15 +75,21 @@ def logprob_strategy(config: PolicyConfig, micro_batch_size: int | None = None) 
 
 
 def shard_batch(
-    data: BatchedDataDict[Any], num_shards: int, strategy: MicrobatchStrategy, group_size: int = 1
+    data: BatchedDataDict[Any],
+    num_shards: int,
+    strategy: MicrobatchStrategy,
+    group_size: int = 1,
+    *,
+    shares_prompts: bool = False,
 ) -> ShardedBatch:
     """Deal the rows to the ranks.
 
     Args:
-        data: at least one row, with `input_lengths`.
+        data: at least one row, with `input_lengths`; with `input_ids` and `token_mask` where prompts are shared.
         num_shards: data-parallel ranks.
         strategy: how microbatches are formed.
         group_size: consecutive rows that stay in one microbatch.
+        shares_prompts: a packed microbatch holds the prompt of several rows once.
 
     Raises:
         DataError: rows do not divide into groups, or a row is longer than a microbatch may be.
@@ -93,7 +101,11 @@ def shard_batch(
         strategy = FixedSize(min(strategy.size, rows_per_shard))
         multiple = num_shards * strategy.size
     filled = with_filler_rows(data, -num_rows % multiple)
-    plan = plan_microbatches(filled["input_lengths"].tolist(), num_shards, strategy, group_size)
+    lengths = filled["input_lengths"].tolist()
+    if shares_prompts and group_size == 1 and isinstance(strategy, Packed):
+        plan = plan_families(find_families(filled), lengths, num_shards, strategy)
+    else:
+        plan = plan_microbatches(lengths, num_shards, strategy, group_size)
     shards = range(num_shards)
     return ShardedBatch(
         data=[filled.select_indices(plan.shard_rows(shard)) for shard in shards],

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import PolicyConfig, TimeoutsConfig, VenvConfig, report_findings
 from nemo_rl.config.rules.model import check_backend
+from nemo_rl.data.packing import MicrobatchStrategy
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES
 from nemo_rl.distributed.parallel_layout import ParallelLayout
@@ -158,6 +159,9 @@ class Policy(PolicyInterface):
             setup_timeout_s=self._timeouts.setup_s,
             call_timeout_s=self._timeouts.train_s,
         )
+        packing = config.sequence_packing
+        asks = packing.enabled and packing.share_prompts
+        self._shares_prompts = asks and all(self._run_everywhere("shares_prompts", "starting the policy"))
         if weights_path is not None:
             self._load_checkpoint(weights_path, optimizer_path)
 
@@ -206,7 +210,7 @@ class Policy(PolicyInterface):
             self.onload_optimizer()
         for number in wanted:
             batch, valid = counted[number]
-            sharded = shard_batch(batch, self.data_parallel_size, strategy, group_size)
+            sharded = self._shard(batch, strategy, group_size)
             parts = self._run_sharded(
                 "train",
                 sharded,
@@ -419,7 +423,8 @@ class Policy(PolicyInterface):
         require_keys(data, SCORING_KEYS, f"Policy.{method}")
         if self.config.reward_model_cfg.enabled and method != "score":
             raise ConfigError(f"Policy.{method} needs a language model; this one is a reward model, see Policy.score.")
-        wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in SCORING_KEYS})
+        keys = (*SCORING_KEYS, "token_mask") if self._shares_prompts and "token_mask" in data else SCORING_KEYS
+        wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys})
         wanted.check_rows()
         return wanted
 
@@ -428,10 +433,13 @@ class Policy(PolicyInterface):
     ) -> tuple[ShardedBatch, list[Any]]:
         """Score at least one row on all ranks; the ranks' answers and how to put them back in order."""
         strategy = logprob_strategy(self.config, micro_batch_size)
-        sharded = shard_batch(self._scoring_rows(method, data), self.data_parallel_size, strategy)
+        sharded = self._shard(self._scoring_rows(method, data), strategy)
         if self.config.offload_optimizer_for_logprob:
             self.offload_optimizer()  # until the next update
         return sharded, self._run_sharded(method, sharded, **common)
+
+    def _shard(self, rows: BatchedDataDict[Any], strategy: MicrobatchStrategy, group_size: int = 1) -> ShardedBatch:
+        return shard_batch(rows, self.data_parallel_size, strategy, group_size, shares_prompts=self._shares_prompts)
 
     @_in_turn
     def _run_sharded(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:

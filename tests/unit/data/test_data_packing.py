@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.data.packing import (
+    Family,
     FixedSize,
     Packed,
     PackingAlgorithm,
     TokenBudget,
     get_packer,
+    plan_families,
     plan_microbatches,
 )
 from nemo_rl.utils.errors import DataError
@@ -201,3 +203,45 @@ def test_pairs_that_cannot_stay_together():
         plan_microbatches([1] * 6, 1, FixedSize(3), group_size=2)
     with pytest.raises(DataError, match="longer than the 64 tokens"):
         plan_microbatches([40, 30], 1, Packed(CAPACITY), group_size=2)
+
+
+GROUPS = [Family([0, 1, 2, 3], 10), Family([4, 5, 6, 7], 20), Family([8], 0)]
+GROUP_LENGTHS = [15, 15, 16, 12, 25, 30, 22, 24, 33]
+
+
+def shared_tokens(rows: list[int]) -> int:
+    """Tokens of a microbatch that holds each prompt once."""
+    return sum(
+        Family([row for row in rows if row in f.rows], f.shared).tokens(GROUP_LENGTHS)
+        for f in GROUPS
+        if set(rows) & set(f.rows)
+    )
+
+
+@pytest.mark.parametrize("capacity", [33, 40, 64, 200])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 9])
+def test_families_fill_microbatches_that_hold_each_prompt_once(capacity, num_shards) -> None:
+    plan = plan_families(GROUPS, GROUP_LENGTHS, num_shards, Packed(capacity))
+    assert sorted(plan.row_order) == list(range(9))
+    assert len({len(shard) for shard in plan.shards}) == 1
+    assert all(rows and shared_tokens(rows) <= capacity for shard in plan.shards for rows in shard)
+
+
+def test_families_stay_whole_where_they_fit_and_shards_come_out_equal() -> None:
+    (shard,) = plan_families(GROUPS, GROUP_LENGTHS, 1, Packed(200)).shards
+    assert shard == [[4, 5, 6, 7, 8, 0, 1, 2, 3]]
+    # 28, 41 and 33 tokens: two shards could not be nearer to each other.
+    loads = [shared_tokens(rows) for (rows,) in plan_families(GROUPS, GROUP_LENGTHS, 2, Packed(200)).shards]
+    assert sorted(loads) == [41, 61]
+    # Four shards, three families: some are divided.
+    assert all(plan_families(GROUPS, GROUP_LENGTHS, 4, Packed(200)).shards)
+
+
+def test_families_are_planned_as_rows_where_nothing_is_shared() -> None:
+    alone = [Family([row], 0) for row in range(9)]
+    assert plan_families(alone, GROUP_LENGTHS, 2, Packed(64)) == plan_microbatches(GROUP_LENGTHS, 2, Packed(64))
+
+
+def test_a_row_of_a_family_that_is_too_long_is_named() -> None:
+    with pytest.raises(DataError, match="row 8 has 33"):
+        plan_families(GROUPS, GROUP_LENGTHS, 1, Packed(32))

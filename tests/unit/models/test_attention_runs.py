@@ -37,7 +37,7 @@ def test_runs_have_the_bits_of_single_segments_in_fewer_calls(scoring, rows, dty
     with mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as kernel:
         found = outputs(qkv, plan, scoring)
         assert kernel.call_count == len([9, 7, 33, 1, 9])
-    with mock.patch.object(AttentionPlan, "runs", lambda self: None):
+    with mock.patch.object(AttentionPlan, "runs", lambda self, keys: None):
         one_by_one = outputs(qkv, plan, scoring)
     assert all(torch.equal(a, b) for a, b in zip(found, one_by_one, strict=True))
 
@@ -53,6 +53,29 @@ def test_a_segment_sees_itself_only() -> None:
         torch.testing.assert_close(found[:, :, start:stop], want)
 
 
-@pytest.mark.parametrize("pieces", [[Piece(0, 4, 0, 4), Piece(4, 8, 0, 8)], [Piece(0, 4, 4, 8), Piece(4, 8, 0, 4)]])
-def test_pieces_that_see_others_have_no_runs(pieces) -> None:
-    assert AttentionPlan(pieces).runs() is None
+@pytest.mark.parametrize(
+    ("pieces", "keys"),
+    [
+        ([Piece(0, 4, 0, 4), Piece(4, 8, 0, 8)], 8),
+        ([Piece(0, 4, 4, 8), Piece(4, 8, 0, 4)], 8),
+        ([Piece(0, 4, 0, 4)], 8),
+        ([Piece(0, 4, 2, 8)], 8),
+    ],
+)
+def test_pieces_that_do_not_divide_the_keys_have_no_runs(pieces, keys) -> None:
+    assert AttentionPlan(pieces).runs(keys) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_runs_of_pieces_with_more_keys_than_queries_are_single_pieces_up_to_rounding(dtype) -> None:
+    sizes = [(5, 5), (3, 8), (3, 8), (3, 9)]
+    edges = [list(pairwise(accumulate(lengths, initial=0))) for lengths in zip(*sizes, strict=True)]
+    plan = AttentionPlan([Piece(*queries, *keys) for queries, keys in zip(*edges, strict=True)])
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, 14, 16), (1, 2, 30, 16), (1, 2, 30, 16)]
+    qkv = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    found = outputs(qkv, plan, Scoring())
+    with mock.patch.object(AttentionPlan, "runs", lambda self, keys: None):
+        one_by_one = outputs(qkv, plan, Scoring())
+    for a, b in zip(found, one_by_one, strict=True):
+        torch.testing.assert_close(a, b)

@@ -4,13 +4,14 @@
 attention at load, and `choice` says what a policy section needs of it.
 """
 
-from nemo_rl.models.dtensor.attention.choice import attention_to_load, choose_attention
+from nemo_rl.models.dtensor.attention.choice import attention_to_load, can_share_prompts, choose_attention
 from nemo_rl.models.dtensor.attention.function import VARLEN_ATTENTION, register_varlen_attention, varlen_attention
 from nemo_rl.models.dtensor.attention.probe import use_registered_attention, verify_division, verify_packing
 
 __all__ = [
     "VARLEN_ATTENTION",
     "attention_to_load",
+    "can_share_prompts",
     "choose_attention",
     "register_varlen_attention",
     "use_registered_attention",

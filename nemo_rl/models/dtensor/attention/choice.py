@@ -1,11 +1,20 @@
 """Which attention a policy section needs, and which one its architecture takes."""
 
+import logging
+
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.models.dtensor.attention.function import VARLEN_ATTENTION, register_varlen_attention
-from nemo_rl.models.dtensor.attention.probe import Forward, logits, use_registered_attention
+from nemo_rl.models.dtensor.attention.probe import (
+    Forward,
+    logits,
+    use_registered_attention,
+    verify_shared_prompts,
+)
 from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def attention_to_load(config: PolicyConfig) -> str | None:
@@ -41,3 +50,23 @@ def choose_attention(twin: PreTrainedModel, config: PolicyConfig, forward: Forwa
             "row. Set policy.dtensor_cfg.sequence_parallel=false for this model."
         )
     return chosen
+
+
+def can_share_prompts(twin: PreTrainedModel, config: PolicyConfig, forward: Forward = logits) -> bool:
+    """Find out whether packed rows may have one copy of a prompt, where that is asked for and tokens are not divided.
+
+    Args:
+        twin: as `choose_attention` left it.
+        config: the policy section.
+        forward: what is compared.
+    """
+    packing, section = config.sequence_packing, config.dtensor_cfg
+    divided = section.context_parallel_size > 1 or section.pipeline_parallel_size > 1
+    if divided or not (packing.enabled and packing.share_prompts):
+        return False
+    try:
+        verify_shared_prompts(twin, forward)
+    except ConfigError as error:
+        logger.info("Prompts are not shared: %s", error)
+        return False
+    return True

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.data.packing import Family
 from nemo_rl.models.attention.plan import AttentionPlan, Piece
 from nemo_rl.models.dtensor.attention.function import VARLEN_ATTENTION, register_varlen_attention
 from nemo_rl.models.huggingface.load import WITHOUT_PACKING
 from nemo_rl.models.inputs import packed_model_inputs
+from nemo_rl.models.shared_prompts import share_prompts
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,8 @@ Forward = Callable[[PreTrainedModel, dict[str, Any]], Tensor]
 """A model and its inputs to the `[b, T, ...]` outputs that are compared."""
 
 _LENGTHS = (11, 9)
+_ALIKE = 5
+"""Tokens that both sequences begin with."""
 _STRIDE = 7
 _WINDOW = 4
 _WITHOUT_DIVISION = "Set policy.dtensor_cfg.context_parallel_size=1 for this model."
@@ -99,6 +103,19 @@ def verify_division(model: PreTrainedModel, forward: Forward = logits) -> None:
     _verify(model, forward, "divided", _shuffled, _WITHOUT_DIVISION)
 
 
+def verify_shared_prompts(model: PreTrainedModel, forward: Forward = logits) -> None:
+    """Check that packed sequences with one copy of their prompt score as they do padded.
+
+    Args:
+        model: the unsharded model, with `attn_implementation=VARLEN_ATTENTION`.
+        forward: what is compared; logits by default.
+
+    Raises:
+        ConfigError: the outputs differ, or the model's forward does not accept the arguments.
+    """
+    _verify(model, forward, "shared", _shared)
+
+
 type _LayOut = Callable[[list[Tensor]], tuple[dict[str, Any], Callable[[Tensor], Tensor]]]
 """Segments to a model's arguments, and to what brings its outputs into the order of the segments' tokens."""
 
@@ -110,6 +127,7 @@ def _verify(model: PreTrainedModel, forward: Forward, layout: str, lay_out: _Lay
         raise ConfigError(f"{name} uses chunked attention, which the registered attention does not know. {way_out}")
     device = next(model.parameters()).device
     tokens = (torch.arange(sum(_LENGTHS), device=device) * 7 + 3) % model.config.get_text_config().vocab_size
+    tokens[_LENGTHS[0] :][:_ALIKE] = tokens[:_ALIKE]
     segments = list(tokens.split(_LENGTHS))
     was_training = model.training
     model.eval()
@@ -160,6 +178,16 @@ def _shuffled(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor]
     row = _Shuffled(order)
     shuffled = {key: packed[key][:, order] for key in ("input_ids", "position_ids")}
     return shuffled | {"divided_row": row}, lambda output: output[0][row.places]
+
+
+def _shared(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
+    ids = nn.utils.rnn.pad_sequence(segments, batch_first=True)
+    layout = share_prompts(ids.cpu(), _LENGTHS, [Family([0, 1], _ALIKE)], round_to=1)
+    model_inputs = {k: v.to(ids.device) if isinstance(v, Tensor) else v for k, v in layout.model_inputs.items()}
+    rows = torch.arange(2).repeat_interleave(torch.tensor(_LENGTHS))
+    columns = torch.cat([torch.arange(length) for length in _LENGTHS])
+    places = layout.places(rows, columns).to(ids.device)
+    return model_inputs, lambda output: output[0][places]
 
 
 class _Shuffled:

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ class PolicyWorker:
 
     def __init__(self, backend: PolicyBackend, config: PolicyConfig, *, gives_scores: bool = True) -> None:
         self.backend = backend
-        self._layout = input_layout(config)
+        self._layout = replace(input_layout(config), shares_prompts=backend.shares_prompts)
         self._gives_scores = gives_scores
         self._sender: WeightSender | None = None
         self._saving: Future[None] | None = None
@@ -189,6 +189,10 @@ class PolicyWorker:
 
         self.backend.run(inputs, forward_step, backward=False)
         return self._given(scores)
+
+    def shares_prompts(self) -> bool:
+        """Whether this rank's packed rows have one copy of a prompt, so that more of them fit."""
+        return self._layout.shares_prompts
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[Tensor]]:
         """The names of the decoder layers, and the hidden states `[T, D]` float32 behind each for one sequence."""

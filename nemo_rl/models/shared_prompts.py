@@ -1,0 +1,119 @@
+"""Prompts that several rows of a packed microbatch begin with, laid out once.
+
+    row 0: prompt a, answer        packed:  a, answer, a, answer, b, answer
+    row 1: prompt a, answer   ─►
+    row 2: prompt b, answer        shared:  a, own part of row 0, own part of row 1, row 2
+
+Everything but attention treats tokens one by one, and what a token becomes depends on those before it alone. So the
+samples of a group need their prompt once: 16 answers as long as their prompt are 17 parts in place of 32. Attention
+alone sees whole rows: its keys are laid out with the prompt in front of each own part. Invariant: scores and gradients
+are those of the rows one by one; the order of sums differs, so the last digits may. Who belongs together is found by
+`data.packing.families`.
+
+Source: Prefix Grouper (Liu et al. 2025, arXiv:2506.05433).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.data.packing import Family
+from nemo_rl.models.attention.plan import AttentionPlan, Piece
+
+
+class SharedPrompts:
+    """The `DividedRow` of such a layout: attention's keys with the prompt in front of each row's own part.
+
+    Args:
+        lengths: tokens of the parts of the layout, which add up to its length.
+        prompts: for each part the part that stands before its keys; None for prompts and rows by themselves.
+    """
+
+    def __init__(self, lengths: Sequence[int], prompts: Sequence[int | None]) -> None:
+        self._lengths, self._parts = list(lengths), list(enumerate(prompts))
+        before = [0 if prompt is None else lengths[prompt] for prompt in prompts]
+        queries = pairwise(accumulate(lengths, initial=0))
+        keys = pairwise(accumulate(map(sum, zip(before, lengths, strict=True)), initial=0))
+        self.plan = AttentionPlan([Piece(*query, *key) for query, key in zip(queries, keys, strict=True)])
+
+    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `DividedRow`."""
+        return query, self._with_prompts(key), self._with_prompts(value)
+
+    def leave(self, out: Tensor) -> Tensor:
+        """See `DividedRow`."""
+        return out
+
+    def heads_of(self, per_head: Tensor) -> Tensor:
+        """See `DividedRow`."""
+        return per_head
+
+    def _with_prompts(self, tensor: Tensor) -> Tensor:
+        parts = tensor.split(self._lengths, dim=2)
+        laid_out = [[parts[part]] if prompt is None else [parts[prompt], parts[part]] for part, prompt in self._parts]
+        return torch.cat([tokens for run in laid_out for tokens in run], dim=2)
+
+
+@dataclass(frozen=True)
+class SharedLayout:
+    """Where the tokens of the rows are.
+
+    Attributes:
+        model_inputs: keyword arguments of the model, as of a packed row, but `divided_row` in place of its bounds.
+        shared_B: tokens of each row that lie in its family's prompt.
+        prompt_B: where the prompt begins.
+        own_B: where the row would begin if it lay in front of its own part.
+        num_tokens: all, without the rounding.
+    """
+
+    model_inputs: dict[str, Any]
+    shared_B: Tensor
+    prompt_B: Tensor
+    own_B: Tensor
+    num_tokens: int
+
+    def places(self, row_K: Tensor, column_K: Tensor) -> Tensor:
+        """Places of tokens of the rows in the layout."""
+        in_prompt = column_K < self.shared_B[row_K]
+        return torch.where(in_prompt, self.prompt_B[row_K], self.own_B[row_K]) + column_K
+
+
+def share_prompts(input_ids: Tensor, lengths: Sequence[int], families: Sequence[Family], round_to: int) -> SharedLayout:
+    """Lay the rows of a microbatch out: first the prompts, then what each row has of its own, shortest keys first.
+
+    So parts of one length lie side by side, and one call of a kernel takes them.
+
+    Args:
+        input_ids: `[b, T]` int64, right padded.
+        lengths: tokens of each row.
+        families: every row in one.
+        round_to: the layout is rounded up to a multiple of so many tokens, by a part that nothing attends to.
+    """
+    shared_B, prompt_B, own_B = (torch.zeros(len(lengths), dtype=torch.int64) for _ in range(3))
+    prompts = sorted((family for family in families if family.shared), key=lambda family: family.shared)
+    parts: list[tuple[Tensor, int, int | None]] = []
+    start = 0
+    for family in prompts:
+        parts.append((input_ids[family.rows[0], : family.shared], 0, None))
+        shared_B[family.rows], prompt_B[family.rows] = family.shared, start
+        start += family.shared
+    number_of = {row: number for number, family in enumerate(prompts) for row in family.rows}
+    for row in sorted(range(len(lengths)), key=lambda row: (int(shared_B[row]), lengths[row], row)):
+        shared = int(shared_B[row])
+        parts.append((input_ids[row, shared : lengths[row]], shared, number_of.get(row)))
+        own_B[row] = start - shared
+        start += lengths[row] - shared
+    if filler := -start % round_to:
+        parts.append((input_ids.new_zeros(filler), 0, None))
+    ids, before, prompt_of = zip(*parts, strict=True)
+    positions = [torch.arange(first, first + len(part)) for part, first in zip(ids, before, strict=True)]
+    model_inputs = {
+        "input_ids": torch.cat(ids)[None],
+        "position_ids": torch.cat(positions)[None],
+        "divided_row": SharedPrompts([len(part) for part in ids], prompt_of),
+    }
+    return SharedLayout(model_inputs, shared_B, prompt_B, own_B, start)
