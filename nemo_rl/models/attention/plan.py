@@ -142,22 +142,23 @@ class AttentionPlan:
 
     def runs(self, keys: int) -> list[Run] | None:
         """Which pieces one call of a kernel can take; None where they do not divide so many keys between them."""
-        return self._runs if self._divides(keys) else None
+        return self._runs if self._adjoining_keys == keys else None
 
     @cached_property
     def _runs(self) -> list[Run]:
         sizes = groupby((piece.queries, piece.keys) for piece in self.pieces)
         return [Run(*size, len(list(equal))) for size, equal in sizes]
 
-    def _divides(self, keys: int) -> bool:
-        """Whether the pieces' keys lie piece after piece, and there are so many."""
-        edges = [(piece.key_start, piece.key_stop) for piece in self.pieces]
-        adjoin = all(stop == start for (_, stop), (start, _) in pairwise(edges))
-        return adjoin and edges[0][0] == 0 and edges[-1][1] == keys
+    @cached_property
+    def _adjoining_keys(self) -> int | None:
+        """Keys that the pieces divide between them, one piece after the other; None where they do not."""
+        edges = [0, *(edge for piece in self.pieces for edge in (piece.key_start, piece.key_stop))]
+        adjoin = all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=False))
+        return edges[-1] if adjoin else None
 
     def keys_in_a_row(self, tensor: Tensor) -> Tensor:
         """Keys or values `[b, H, T, D]` laid out piece after piece."""
-        if self._divides(tensor.shape[2]):
+        if self._adjoining_keys == tensor.shape[2]:
             return tensor
         parts = self._by_piece(tensor)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
