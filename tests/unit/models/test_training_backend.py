@@ -183,6 +183,7 @@ def test_a_stage_without_scores_gives_none() -> None:
 
     class FirstStage:
         device = torch.device("cpu")
+        shares_prompts = False
 
         def run(self, microbatches, forward_step, *, backward):
             self.seen = len(microbatches)

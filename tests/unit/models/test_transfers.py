@@ -64,6 +64,7 @@ def test_scores_are_waited_for_once(monkeypatch) -> None:
 
     class Backend:
         device = torch.device("cuda")
+        shares_prompts = False
 
         def run(self, microbatches, forward_step, *, backward):
             for index, microbatch in enumerate(microbatches):
