@@ -34,6 +34,8 @@ ROWS_PER_STEP = 64
 """Rows of one optimizer update; 32 pairs."""
 ROWS_PER_MICROBATCH = 8
 TOKENS_PER_MICROBATCH = ROWS_PER_MICROBATCH * MAX_TOKENS
+TOKENS_OF_PAIRS = 5 * MAX_TOKENS
+"""Of a packed microbatch of pairs: as many as the other side's padded ones have, 2,021 in the mean."""
 PACKED_ROWS_PER_STEP = 3
 """Packed rows of one of TRL's updates: as many tokens as 64 rows have."""
 LEARNING_RATE = 1e-4
@@ -207,6 +209,7 @@ def config_file(algorithm: str) -> Path:
 def own_overrides(case: Case, model: Path, text: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """This library's settings, without what the other side does not do either."""
     units = 1 if case.algorithm == "sft" else 2
+    tokens = TOKENS_PER_MICROBATCH if units == 1 else TOKENS_OF_PAIRS
     return {
         **data_overrides(case.algorithm, text),
         "policy.model_name": model,
@@ -214,7 +217,7 @@ def own_overrides(case: Case, model: Path, text: Path, folder: Path, arguments: 
         "policy.train_micro_batch_size": ROWS_PER_MICROBATCH // units,
         "policy.logprob_batch_size": ROWS_PER_MICROBATCH,
         "policy.sequence_packing.enabled": str(case.packed).lower(),
-        "policy.sequence_packing.train_mb_tokens": TOKENS_PER_MICROBATCH,
+        "policy.sequence_packing.train_mb_tokens": tokens,
         "policy.sequence_packing.logprob_mb_tokens": TOKENS_PER_MICROBATCH,
         "policy.max_grad_norm": 1.0,
         "policy.scheduler": "null",
