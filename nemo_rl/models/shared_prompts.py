@@ -93,20 +93,20 @@ def share_prompts(input_ids: Tensor, lengths: Sequence[int], families: Sequence[
         families: every row in one.
         round_to: the layout is rounded up to a multiple of so many tokens, by a part that nothing attends to.
     """
-    shared_B, prompt_B, own_B = (torch.zeros(len(lengths), dtype=torch.int64) for _ in range(3))
     prompts = sorted((family for family in families if family.shared), key=lambda family: family.shared)
+    shared, prompt_starts, own_starts = ([0] * len(lengths) for _ in range(3))
+    number_of: dict[int, int] = {}
     parts: list[tuple[Tensor, int, int | None]] = []
     start = 0
-    for family in prompts:
+    for number, family in enumerate(prompts):
         parts.append((input_ids[family.rows[0], : family.shared], 0, None))
-        shared_B[family.rows], prompt_B[family.rows] = family.shared, start
+        for row in family.rows:
+            shared[row], prompt_starts[row], number_of[row] = family.shared, start, number
         start += family.shared
-    number_of = {row: number for number, family in enumerate(prompts) for row in family.rows}
-    for row in sorted(range(len(lengths)), key=lambda row: (int(shared_B[row]), lengths[row], row)):
-        shared = int(shared_B[row])
-        parts.append((input_ids[row, shared : lengths[row]], shared, number_of.get(row)))
-        own_B[row] = start - shared
-        start += lengths[row] - shared
+    for row in sorted(range(len(lengths)), key=lambda row: (shared[row], lengths[row], row)):
+        parts.append((input_ids[row, shared[row] : lengths[row]], shared[row], number_of.get(row)))
+        own_starts[row] = start - shared[row]
+        start += lengths[row] - shared[row]
     if filler := -start % round_to:
         parts.append((input_ids.new_zeros(filler), 0, None))
     ids, before, prompt_of = zip(*parts, strict=True)
@@ -116,4 +116,5 @@ def share_prompts(input_ids: Tensor, lengths: Sequence[int], families: Sequence[
         "position_ids": torch.cat(positions)[None],
         "divided_row": SharedPrompts([len(part) for part in ids], prompt_of),
     }
+    shared_B, prompt_B, own_B = (torch.tensor(of_rows) for of_rows in (shared, prompt_starts, own_starts))
     return SharedLayout(model_inputs, shared_B, prompt_B, own_B, start)

@@ -56,9 +56,12 @@ def divide_families(families: Sequence[Family], lengths: Sequence[int], most_tok
     """Families of at most so many tokens each, where rows allow it; rows of a family stay in order."""
     for family in families:
         taken: list[int] = []
+        tokens = family.shared
         for row in family.rows:
-            if taken and Family([*taken, row], family.shared).tokens(lengths) > most_tokens:
+            own = lengths[row] - family.shared
+            if taken and tokens + own > most_tokens:
                 yield Family(taken, family.shared)
-                taken = []
+                taken, tokens = [], family.shared
             taken.append(row)
+            tokens += own
         yield Family(taken, family.shared)

@@ -230,7 +230,7 @@ def test_families_fill_microbatches_that_hold_each_prompt_once(capacity, num_sha
 def test_families_stay_whole_where_they_fit_and_shards_come_out_equal() -> None:
     (shard,) = plan_families(GROUPS, GROUP_LENGTHS, 1, Packed(200)).shards
     assert shard == [[4, 5, 6, 7, 8, 0, 1, 2, 3]]
-    # 28, 41 and 33 tokens: two shards could not be nearer to each other.
+    # 28, 41 and 33 tokens: parts of half as much would leave the busier shard with more.
     loads = [shared_tokens(rows) for (rows,) in plan_families(GROUPS, GROUP_LENGTHS, 2, Packed(200)).shards]
     assert sorted(loads) == [41, 61]
     # Four shards, three families: some are divided.
