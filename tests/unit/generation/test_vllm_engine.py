@@ -6,12 +6,15 @@ transport.
 
 import importlib.util
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -94,14 +97,20 @@ def configured_settings(folder: str) -> EngineSettings:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Empty, as on a new machine."""
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path) -> Iterator[EngineProcess]:
     settings = {}
     for name, make in MODELS.items():
         folder = tmp_path_factory.mktemp("model")
         save_model(folder, make(seed=0))
         settings[name] = make_settings(folder, "vllm")
     settings[CONFIGURED] = configured_settings(settings["qwen2 tied"].model_name)
-    with EngineProcess(settings) as process:
+    with mock.patch.dict(os.environ, {"VLLM_CACHE_ROOT": str(vllm_cache)}), EngineProcess(settings) as process:
         for name in settings:  # a mixture first: vLLM makes its groups of experts with the first engine of a process
             process.call(name, "ready")
         yield process
@@ -471,6 +480,11 @@ def test_keys_of_vllm_cfg_reach_vllm(engines):
     for request, result in zip(requests, engines.generate(CONFIGURED, requests), strict=True):
         raw = reference_logprobs(model, request.prompt_token_ids, result.token_ids.tolist(), SamplingParams())
         assert result.logprobs == pytest.approx(raw, abs=1e-3), "raw log-probs do not know of the temperature"
+
+
+def test_no_class_is_inspected_in_another_process(engines, vllm_cache):
+    """vLLM writes down what such a process has found."""
+    assert not (vllm_cache / "modelinfos").exists()
 
 
 def test_no_file_is_left_behind(engines):
