@@ -5,22 +5,18 @@ rank; `ParallelLayout` says which rows a rank gets and whose results count. Flow
 
     batch ─► global batches ─► plan (data.packing) ─► each data-parallel rank its rows ─► workers ─► gather, reorder
 
-Every call blocks with a deadline from `cluster.timeouts`; a worker that raises or dies ends the call
+Every call blocks with a deadline, and threads take turns (`rank_calls`); a worker that raises or dies ends the call
 with its error, and the group with it.
 
-Invariant: results do not depend on the number of ranks or on how microbatches are formed. Threads take turns (`held`),
-so that all ranks get calls in one order, and a weight stream never meets weights that an update has changed halfway.
+Invariant: results do not depend on the number of ranks or on how microbatches are formed.
 """
 
-import functools
-import logging
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from os import PathLike
 from pathlib import Path
-from typing import Any, Concatenate
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -29,11 +25,10 @@ from nemo_rl.config import PolicyConfig, TimeoutsConfig, VenvConfig, report_find
 from nemo_rl.config.rules.model import check_backend
 from nemo_rl.data.packing import MicrobatchStrategy
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.named_sharding import REPLICATED_AXES
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_builder import plan_places
-from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.losses.interfaces import AnyLossFunction, LossInputType
 from nemo_rl.models.backends import training_backend
 from nemo_rl.models.policy.batching import (
@@ -54,12 +49,11 @@ from nemo_rl.models.policy.interfaces import (
     TrainResult,
 )
 from nemo_rl.models.policy.portable_loss import make_portable
+from nemo_rl.models.policy.rank_calls import RankCalls
 from nemo_rl.models.policy.train_results import join_ranks, train_result
 from nemo_rl.models.policy.workers.base import WorkerSettings
 from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
-from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
-
-logger = logging.getLogger(__name__)
+from nemo_rl.utils.errors import ConfigError
 
 _WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
 # By default OpenMP threads spin for so long at a barrier that one busy core stalls a step for seconds;
@@ -67,17 +61,6 @@ _WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 SCORING_KEYS = ("input_ids", "input_lengths")
-
-
-def _in_turn[**P, R](method: "Callable[Concatenate[Policy, P], R]") -> "Callable[Concatenate[Policy, P], R]":
-    """A method that holds the policy while it runs."""
-
-    @functools.wraps(method)
-    def call(self: "Policy", *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.held():
-            return method(self, *args, **kwargs)
-
-    return call
 
 
 class Policy(PolicyInterface):
@@ -131,8 +114,6 @@ class Policy(PolicyInterface):
         self.config = config
         self.tokenizer = tokenizer
         self.weight_version = 0
-        self._turn = threading.RLock()
-        self._num_calls = 0
         self._complete_checkpoint: Callable[[], None] | None = None
         self._timeouts = timeouts or TimeoutsConfig()
         self._backend = training_backend(config)
@@ -159,9 +140,10 @@ class Policy(PolicyInterface):
             setup_timeout_s=self._timeouts.setup_s,
             call_timeout_s=self._timeouts.train_s,
         )
+        self._ranks = RankCalls(self.worker_group, self.layout, self._timeouts)
         packing = config.sequence_packing
         asks = packing.enabled and packing.share_prompts
-        self._shares_prompts = asks and all(self._run_everywhere("shares_prompts", "starting the policy"))
+        self._shares_prompts = asks and all(self._ranks.everywhere("shares_prompts", "starting the policy"))
         if weights_path is not None:
             self._load_checkpoint(weights_path, optimizer_path)
 
@@ -170,7 +152,6 @@ class Policy(PolicyInterface):
         """Ranks that work on different rows."""
         return self.layout.data_parallel_size
 
-    @_in_turn
     def train(
         self,
         data: BatchedDataDict[Any],
@@ -206,22 +187,23 @@ class Policy(PolicyInterface):
         group_size = getattr(loss_fn, "rows_per_unit", 1)
         strategy = training_strategy(self.config, mbs, group_size)
         updates: list[dict[str, float]] = [{} for _ in counted]
-        if self.config.offload_optimizer_for_logprob and wanted and not eval_mode:
-            self.onload_optimizer()
-        for number in wanted:
-            batch, valid = counted[number]
-            sharded = self._shard(batch, strategy, group_size)
-            parts = self._run_sharded(
-                "train",
-                sharded,
-                loss_fn=loss_fn,
-                global_valid=valid,
-                eval_mode=eval_mode,
-                last_update=number == wanted[-1],
-            )
-            updates[number] = join_ranks(parts, valid, eval_mode)
-        if wanted and not eval_mode:
-            self.weight_version += 1
+        with self.held():
+            if self.config.offload_optimizer_for_logprob and wanted and not eval_mode:
+                self.onload_optimizer()
+            for number in wanted:
+                batch, valid = counted[number]
+                sharded = self._shard(batch, strategy, group_size)
+                parts = self._ranks.with_rows(
+                    "train",
+                    sharded,
+                    loss_fn=loss_fn,
+                    global_valid=valid,
+                    eval_mode=eval_mode,
+                    last_update=number == wanted[-1],
+                )
+                updates[number] = join_ranks(parts, valid, eval_mode)
+            if wanted and not eval_mode:
+                self.weight_version += 1
         return train_result(updates, loss_fn)
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
@@ -237,7 +219,7 @@ class Policy(PolicyInterface):
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[torch.Tensor]]:
         """The names of the decoder layers, and the hidden states `[T, D]` float32 behind each for one sequence."""
-        reports: list[tuple[list[str], list[torch.Tensor]]] = self._run_everywhere(
+        reports: list[tuple[list[str], list[torch.Tensor]]] = self._ranks.everywhere(
             "layer_outputs", "comparing layers", token_ids=token_ids
         )
         return join_layers([reports[rank] for rank in self.layout.stage_ranks])
@@ -319,7 +301,7 @@ class Policy(PolicyInterface):
             background: return when the ranks have copied their state; `finalize_async_save` completes the checkpoint.
         """
         self.finalize_async_save()
-        self._run_everywhere(
+        self._ranks.everywhere(
             "save_checkpoint",
             "writing a checkpoint",
             weights_path=_absolute(weights_path),
@@ -341,7 +323,7 @@ class Policy(PolicyInterface):
     def checkpoint_is_written(self) -> bool:
         """Whether the ranks write nothing in the background any more; does not wait for them."""
         return self._complete_checkpoint is None or all(
-            self._run_everywhere("checkpoint_is_written", "asking for the checkpoint")
+            self._ranks.everywhere("checkpoint_is_written", "asking for the checkpoint")
         )
 
     def finalize_async_save(self) -> None:
@@ -353,47 +335,28 @@ class Policy(PolicyInterface):
         """
         complete, self._complete_checkpoint = self._complete_checkpoint, None
         if complete is not None:
-            self._run_everywhere("finish_checkpoint", "writing a checkpoint in the background")
+            self._ranks.everywhere("finish_checkpoint", "writing a checkpoint in the background")
             complete()
 
     def offload_optimizer(self) -> None:
         """Move optimizer state to host memory, to make room for colocated engines on GPUs."""
-        self._run_everywhere("move_optimizer_state", "offloading the optimizer", to_host=True)
+        self._ranks.everywhere("move_optimizer_state", "offloading the optimizer", to_host=True)
 
     def onload_optimizer(self) -> None:
         """Move optimizer state back to the GPUs before training."""
-        self._run_everywhere("move_optimizer_state", "onloading the optimizer", to_host=False)
+        self._ranks.everywhere("move_optimizer_state", "onloading the optimizer", to_host=False)
 
     def offload_weights(self) -> None:
         """Move the weights of a frozen model to host memory, to make room for those who share its GPUs."""
-        self._run_everywhere("move_weights", "offloading the weights", to_host=True)
+        self._ranks.everywhere("move_weights", "offloading the weights", to_host=True)
 
     def onload_weights(self) -> None:
         """Move the weights back to the GPUs before the model is used."""
-        self._run_everywhere("move_weights", "onloading the weights", to_host=False)
+        self._ranks.everywhere("move_weights", "onloading the weights", to_host=False)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep other threads from calling the ranks, for a weight stream; one thread may nest it.
-
-        An update of several global batches may take long, but each of its calls of the ranks has a deadline.
-
-        Raises:
-            DeadlineExceededError: another thread holds the policy, and no call of the ranks has ended for the longest
-                time that one may take.
-        """
-        longest, num_calls = max(self._timeouts.train_s, self._timeouts.checkpoint_s), -1
-        while not self._turn.acquire(timeout=longest):
-            if num_calls == self._num_calls:
-                raise DeadlineExceededError(
-                    f"Another thread has held the policy, without a call of its ranks that ended, for more than "
-                    f"{longest:g} s (cluster.timeouts: train_s, checkpoint_s)."
-                )
-            num_calls = self._num_calls
-        try:
-            yield
-        finally:
-            self._turn.release()
+    def held(self) -> AbstractContextManager[None]:
+        """Keep other threads from calling the ranks, for a weight stream; see `RankCalls.held`."""
+        return self._ranks.held()
 
     def shutdown(self) -> bool:
         """End the ranks; returns whether all of them ended cleanly."""
@@ -403,7 +366,7 @@ class Policy(PolicyInterface):
         """Restore the ranks; when that fails nobody has a policy to shut down, so they end here."""
         with ExitStack() as undo:
             undo.callback(self.worker_group.shutdown, force=True)
-            self._run_everywhere(
+            self._ranks.everywhere(
                 "load_checkpoint",
                 "reading a checkpoint",
                 weights_path=_absolute(weights_path),
@@ -436,34 +399,10 @@ class Policy(PolicyInterface):
         sharded = self._shard(self._scoring_rows(method, data), strategy)
         if self.config.offload_optimizer_for_logprob:
             self.offload_optimizer()  # until the next update
-        return sharded, self._run_sharded(method, sharded, **common)
+        return sharded, self._ranks.with_rows(method, sharded, **common)
 
     def _shard(self, rows: BatchedDataDict[Any], strategy: MicrobatchStrategy, group_size: int = 1) -> ShardedBatch:
         return shard_batch(rows, self.data_parallel_size, strategy, group_size, shares_prompts=self._shares_prompts)
-
-    @_in_turn
-    def _run_sharded(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:
-        """Call a method on every rank with the rows of its data-parallel rank; their results in that order."""
-        future = self.worker_group.run_all_workers_sharded_data(
-            method,
-            in_sharded_axes=["data_parallel"],
-            replicate_on_axes=list(REPLICATED_AXES),
-            return_from_workers=self.layout.result_ranks,
-            common_kwargs=common,
-            data=sharded.data,
-            sizes=sharded.sizes,
-        )
-        return self._answers(future, f"policy {method}")
-
-    @_in_turn
-    def _run_everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
-        future = self.worker_group.run_all_workers_single_data(method, **kwargs)
-        return self._answers(future, phase, self._timeouts.checkpoint_s)
-
-    def _answers(self, future: MultiWorkerFuture, phase: str, timeout_s: float | None = None) -> list[Any]:
-        answers = self.worker_group.get_all_worker_results(future, timeout_s=timeout_s, phase=phase)
-        self._num_calls += 1
-        return answers
 
 
 def join_layers(of_stages: list[tuple[list[str], list[torch.Tensor]]]) -> tuple[list[str], list[torch.Tensor]]:

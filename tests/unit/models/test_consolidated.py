@@ -2,7 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from nemo_rl.models.dtensor import checkpoint_io
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.rank_calls import RankCalls
 
 CPU = torch.device("cpu")
 
@@ -27,8 +29,9 @@ class InProcessPolicy(Policy):
         self.config, self.tokenizer, self._rank = config, make_char_tokenizer(), backend
         self._backend = training_backend(config)
         self._complete_checkpoint = None
+        self._ranks = cast(RankCalls, SimpleNamespace(everywhere=self._save))
 
-    def _run_everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
+    def _save(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
         optimizer = kwargs["optimizer_path"]
         self._rank.save(CheckpointPaths(Path(kwargs["weights_path"]), optimizer and Path(optimizer)))
         return [None]

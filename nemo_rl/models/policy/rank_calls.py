@@ -1,0 +1,82 @@
+"""Calls of a policy's ranks: one thread at a time, each with a deadline from `cluster.timeouts`.
+
+Invariant: all ranks get calls in one order, and whoever holds them, as a weight stream does, meets no weights that an
+update has changed halfway.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nemo_rl.config import TimeoutsConfig
+from nemo_rl.distributed.named_sharding import REPLICATED_AXES
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
+from nemo_rl.models.policy.batching import ShardedBatch
+from nemo_rl.utils.errors import DeadlineExceededError
+
+
+class RankCalls:
+    """Calls methods of the ranks and waits for what they return; one that raises or dies ends the call with its error.
+
+    Args:
+        workers: the ranks.
+        layout: whose rows a rank gets, and whose results count.
+        timeouts: deadlines.
+    """
+
+    def __init__(self, workers: RayWorkerGroup, layout: ParallelLayout, timeouts: TimeoutsConfig) -> None:
+        self._workers = workers
+        self._layout = layout
+        self._timeouts = timeouts
+        self._turn = threading.RLock()
+        self._num_ended = 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other threads from calling the ranks; one thread may nest it.
+
+        An update of several global batches may take long, but each of its calls of the ranks has a deadline.
+
+        Raises:
+            DeadlineExceededError: another thread holds the ranks, and no call has ended for the longest time that one
+                may take.
+        """
+        longest, num_ended = max(self._timeouts.train_s, self._timeouts.checkpoint_s), -1
+        while not self._turn.acquire(timeout=longest):
+            if num_ended == self._num_ended:
+                raise DeadlineExceededError(
+                    f"Another thread has held the policy, without a call of its ranks that ended, for more than "
+                    f"{longest:g} s (cluster.timeouts: train_s, checkpoint_s)."
+                )
+            num_ended = self._num_ended
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def with_rows(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:
+        """Call a method on every rank with the rows of its data-parallel rank; their results in that order."""
+        with self.held():
+            future = self._workers.run_all_workers_sharded_data(
+                method,
+                in_sharded_axes=["data_parallel"],
+                replicate_on_axes=list(REPLICATED_AXES),
+                return_from_workers=self._layout.result_ranks,
+                common_kwargs=common,
+                data=sharded.data,
+                sizes=sharded.sizes,
+            )
+            return self._answers(future, f"policy {method}")
+
+    def everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
+        """Call a method on every rank with the same arguments; `phase` names the work in messages."""
+        with self.held():
+            future = self._workers.run_all_workers_single_data(method, **kwargs)
+            return self._answers(future, phase, self._timeouts.checkpoint_s)
+
+    def _answers(self, future: MultiWorkerFuture, phase: str, timeout_s: float | None = None) -> list[Any]:
+        answers = self._workers.get_all_worker_results(future, timeout_s=timeout_s, phase=phase)
+        self._num_ended += 1
+        return answers
