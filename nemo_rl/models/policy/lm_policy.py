@@ -355,7 +355,11 @@ class Policy(PolicyInterface):
         self._ranks.everywhere("move_weights", "onloading the weights", to_host=False)
 
     def held(self) -> AbstractContextManager[None]:
-        """Keep other threads from calling the ranks, for a weight stream; see `RankCalls.held`."""
+        """Keep other threads from calling the ranks, for a weight stream; one thread may nest it.
+
+        Raises:
+            DeadlineExceededError: another thread holds the policy for too long, see `RankCalls.held`.
+        """
         return self._ranks.held()
 
     def shutdown(self) -> bool:
