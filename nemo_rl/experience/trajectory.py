@@ -22,6 +22,11 @@ class Outcome(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
 
 
+def is_right(reward: float | None) -> bool:
+    """Whether an answer with this reward counts as right in training metrics: it is above 0."""
+    return reward is not None and reward > 0
+
+
 @dataclass
 class Trajectory:
     """One sample's message log with its reward.

@@ -4,7 +4,7 @@ Invariant: everything a worker must know about a loss before calling it is an at
 to probe for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, Protocol
 
@@ -34,6 +34,14 @@ class LossInputType(Enum):
     """Teacher and student logits of a draft model."""
 
 
+def extreme_of(name: str) -> Callable[[Iterable[float]], float] | None:
+    """`min` for metrics named `min_...` or `..._min`, `max` in the same way, None for all others."""
+    for word, extreme in (("min", min), ("max", max)):
+        if name.startswith(f"{word}_") or name.endswith(f"_{word}"):
+            return extreme
+    return None
+
+
 class LossFunction(Protocol):
     """A loss over one microbatch, already divided by the denominators of the global batch.
 
@@ -43,8 +51,8 @@ class LossFunction(Protocol):
         needs_reference: Whether `data` must hold `reference_policy_logprobs [B, T]`.
         rows_per_unit: Consecutive rows that must stay in one microbatch: 2 for pairs, else 1.
 
-    A sequence-level loss whose other metrics are means over tokens names those that are not in an attribute
-    `loss_terms`.
+    A loss some of whose metrics are means over tokens and some over sequences names the latter in an attribute
+    `sequence_means`; without it all of them are of the kind of `loss_type`.
     """
 
     loss_type: LossType
@@ -70,8 +78,8 @@ class LossFunction(Protocol):
             global_valid_toks: `sum(token_mask[:, 1:] * sample_mask[:, None])` over the same rows.
 
         Returns:
-            Scalar loss, and metrics that may be summed over microbatches and ranks; names that end
-            in `_min` and `_max` are reduced by minimum and maximum.
+            Scalar loss, and metrics that may be summed over microbatches and ranks; those that are a minimum or
+            maximum by their name (`extreme_of`) are reduced by it.
         """
         ...
 

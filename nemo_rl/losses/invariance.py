@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl.losses.interfaces import LossData, LossFunction
+from nemo_rl.losses.interfaces import LossData, LossFunction, extreme_of
 
 EXTRA_PADDING = 3
 """Columns of garbage that the padding check appends."""
@@ -56,8 +56,8 @@ def check_invariance(
 
     Everything is computed in float64. Checked: each way to cut the rows into consecutive
     microbatches of equal size, one uneven cut, contiguous and round-robin shards with two
-    microbatches each, shuffled rows, and right padding filled with garbage. Metrics are summed,
-    those ending in `_min` and `_max` reduced by minimum and maximum.
+    microbatches each, shuffled rows, and right padding filled with garbage. Metrics are summed, or
+    reduced as `interfaces.extreme_of` says.
 
     Args:
         loss_fn: The loss.
@@ -163,10 +163,8 @@ def _select(data: dict[str, object], rows: list[int]) -> dict[str, object]:
 def _reduce_into(metrics: dict[str, Tensor], name: str, value: Tensor) -> None:
     if name not in metrics:
         metrics[name] = value
-    elif name.endswith("_min"):
-        metrics[name] = torch.minimum(metrics[name], value)
-    elif name.endswith("_max"):
-        metrics[name] = torch.maximum(metrics[name], value)
+    elif extreme := extreme_of(name):
+        metrics[name] = torch.as_tensor(extreme([float(metrics[name]), float(value)]), dtype=torch.float64)
     else:
         metrics[name] = metrics[name] + value
 

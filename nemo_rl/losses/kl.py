@@ -12,6 +12,7 @@ has the gradient of `log p`, adds the second, the score-function part.
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from nemo_rl.utils.errors import ConfigError
@@ -64,8 +65,8 @@ def calculate_kl(
             policy's samples, with the same gradient in expectation.
 
     Returns:
-        KL estimate per token, same shape. Entries that the output clamp limits have no gradient at all; those that
-        only the input clamp limits keep the gradient of their weight.
+        KL estimate per token, same shape. Entries that a clamp limits have no gradient: where the log-ratio is limited
+        the weight keeps its value and loses its gradient.
 
     Raises:
         ConfigError: `kl_type` is unknown.
@@ -74,10 +75,12 @@ def calculate_kl(
         raise ConfigError(
             f"loss_fn.reference_policy_kl_type={kl_type!r} is unknown; choose one of {', '.join(KL_ESTIMATORS)}."
         )
-    log_ratio = logprobs_reference - logprobs
+    log_ratio, weights = logprobs_reference - logprobs, importance_sampling_weights
     if input_clamp_value is not None:
+        if weights is not None:
+            weights = torch.where(log_ratio.detach().abs() > input_clamp_value, weights.detach(), weights)
         log_ratio = log_ratio.clamp(-input_clamp_value, input_clamp_value)
     kl = KL_ESTIMATORS[kl_type](log_ratio)
-    if importance_sampling_weights is not None:
-        kl = kl * importance_sampling_weights
+    if weights is not None:
+        kl = kl * weights
     return kl if output_clamp_value is None else kl.clamp(-output_clamp_value, output_clamp_value)

@@ -28,6 +28,7 @@ class PolicyBatch:
         num_tokens_B: `sum(token_mask)` per sample, filtered tokens included.
         sample_mask_B: Weight of each sample.
         num_filtered_tokens: Scalar, tokens dropped because some log-probability was -inf.
+        positive_BT: 1 on the tokens of answers with a positive reward; without rewards, of a positive advantage.
     """
 
     logprobs_BT: Tensor
@@ -39,6 +40,7 @@ class PolicyBatch:
     num_tokens_B: Tensor
     sample_mask_B: Tensor
     num_filtered_tokens: Tensor
+    positive_BT: Tensor
 
 
 def make_policy_batch(
@@ -53,7 +55,8 @@ def make_policy_batch(
     Args:
         next_token_logprobs_BT: `[B, T-1]`, log-probabilities of tokens 1..T-1.
         data: Holds `advantages`, `generation_logprobs`, `token_mask` `[B, T]`, `sample_mask [B]`,
-            and, where used, `prev_logprobs` and `reference_policy_logprobs` `[B, T]`.
+            and, where used, `prev_logprobs` and `reference_policy_logprobs` `[B, T]`; may hold
+            `positive_examples [B]`, 1 for answers with a positive reward.
         on_policy: Take the current log-probabilities, detached, as `prev_logprobs`. Also done when
             `data` has no `prev_logprobs`.
         use_reference: Whether the reference log-probabilities are needed.
@@ -73,16 +76,19 @@ def make_policy_batch(
     def clean(values_BT: Tensor) -> Tensor:
         return torch.where(mask_BT != 0, values_BT, 0.0)
 
+    advantages_BT = clean(_shift(data["advantages"]))
+    positive_B = data.get("positive_examples")
     return PolicyBatch(
         logprobs_BT=clean(current_BT),
         prev_logprobs_BT=clean(prev_BT),
         generation_logprobs_BT=clean(generation_BT),
         reference_logprobs_BT=None if reference_BT is None else clean(reference_BT),
-        advantages_BT=clean(_shift(data["advantages"])),
+        advantages_BT=advantages_BT,
         mask_BT=mask_BT,
         num_tokens_B=token_mask_BT.sum(-1),
         sample_mask_B=sample_mask_B,
         num_filtered_tokens=((full_mask_BT != 0) & impossible_BT).sum(),
+        positive_BT=(advantages_BT > 0 if positive_B is None else (positive_B != 0)[:, None]).to(current_BT.dtype),
     )
 
 

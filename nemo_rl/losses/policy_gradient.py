@@ -4,6 +4,7 @@ Composed of `ratios`, `objectives`, `kl`, `policy_batch` and `mismatch`. Invaria
 construction, by choosing a function; `__call__` runs the same lines for all of them.
 
     loss = reduce(w * objective(log p, ratio, A)) + beta * reduce(KL to the reference)
+           + mu * reduce(-log p on answers with a positive reward)
 
 `reduce` sums over tokens and divides by the global token count, or by a constant for each sample (Dr.GRPO), or by each
 sample's own length; the last two divide by the global sample count besides. The KL term has the full gradient of the
@@ -12,7 +13,7 @@ divergence, score-function part included, see `kl`.
 Legend: `B` samples, `T` predicted positions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from nemo_rl.config import ClippedPGLossConfig, check_loss_options, report_findings
 from nemo_rl.losses.interfaces import LossData, LossInputType, LossMetrics, LossType
 from nemo_rl.losses.kl import calculate_kl
-from nemo_rl.losses.mismatch import mismatch_metrics
+from nemo_rl.losses.mismatch import after_mask, mismatch_metrics, sequence_error_metrics, sequence_errors
 from nemo_rl.losses.objectives import clip_ratio, make_objective
 from nemo_rl.losses.policy_batch import PolicyBatch, make_policy_batch
 from nemo_rl.losses.ratios import (
@@ -29,8 +30,9 @@ from nemo_rl.losses.ratios import (
     RatioFn,
     make_truncation,
     sequence_mean_ratio,
-    sequence_product_ratio,
+    sequence_product_weight,
     token_ratio,
+    token_weight,
 )
 from nemo_rl.losses.reductions import (
     masked_max,
@@ -71,8 +73,10 @@ class ClippedPGLossFn:
         self.loss_type = LossType.TOKEN_LEVEL if counts_tokens else LossType.SEQUENCE_LEVEL
         self.needs_reference = cfg.reference_policy_kl_penalty != 0 and not cfg.use_kl_in_reward
         is_sequence_level = cfg.sequence_level_importance_ratios
-        self._ratio: RatioFn = sequence_mean_ratio if is_sequence_level else token_ratio
-        self._raw_weight: RatioFn = sequence_product_ratio if is_sequence_level else token_ratio
+        # A ratio that is 1 anyway has the policy gradient only token by token, where advantages differ in a sequence.
+        has_sequence_ratio = is_sequence_level and not cfg.force_on_policy_ratio
+        self._ratio: RatioFn = sequence_mean_ratio if has_sequence_ratio else token_ratio
+        self._raw_weight: RatioFn = sequence_product_weight if is_sequence_level else token_weight
         self._truncation = make_truncation(
             cfg.truncated_importance_sampling_type,
             cfg.truncated_importance_sampling_ratio_min,
@@ -86,7 +90,7 @@ class ClippedPGLossFn:
             use_cispo=cfg.use_cispo,
         )
         self._penalties = _make_penalties(cfg, self.needs_reference)
-        self.loss_terms = ("loss", "kl_penalty", *self._penalties)
+        self.sequence_means = _sequence_means(cfg, self.loss_type, self._penalties)
 
     def __call__(
         self,
@@ -101,7 +105,10 @@ class ClippedPGLossFn:
             next_token_logprobs: `[B, T-1]`, log-probabilities of tokens 1..T-1 under the policy.
             data: `advantages`, `generation_logprobs`, `token_mask` `[B, T]`, `sample_mask [B]`;
                 `prev_logprobs [B, T]` unless the update is on-policy; `reference_policy_logprobs
-                [B, T]` if `needs_reference`.
+                [B, T]` if `needs_reference`. May hold `positive_examples [B]`, 1 for answers with a positive
+                reward (without it a positive advantage decides), and, without `prev_logprobs`,
+                `num_counted_samples [B]`, in every row the samples of the global batch that have a token that counts
+                (without it `global_valid_seqs`).
             global_valid_seqs: `sum(sample_mask)` over the global batch.
             global_valid_toks: Tokens that count in the global batch.
 
@@ -116,7 +123,9 @@ class ClippedPGLossFn:
         )
         ratio_BT = self._ratio(batch.logprobs_BT - batch.prev_logprobs_BT, batch.mask_BT)
         weights = self._importance_weights(batch)
-        surrogate_BT = weights.weights_BT * self._objective(batch.logprobs_BT, ratio_BT, batch.advantages_BT)
+        surrogate_BT = self._objective(batch.logprobs_BT, ratio_BT, batch.advantages_BT)
+        if self.cfg.use_importance_sampling_correction:
+            surrogate_BT = weights.weights_BT * surrogate_BT
 
         def reduce(loss_BT: Tensor) -> Tensor:
             if self.loss_type is LossType.TOKEN_LEVEL:
@@ -132,18 +141,14 @@ class ClippedPGLossFn:
         metrics |= {"loss": loss.detach(), "num_valid_samples": batch.sample_mask_B.sum()}
         metrics |= self._ratio_metrics(batch, ratio_BT.detach(), global_valid_toks)
         metrics |= self._weight_metrics(batch, weights, global_valid_seqs, global_valid_toks)
-        metrics |= mismatch_metrics(batch, global_valid_toks)
+        metrics |= mismatch_metrics(batch, global_valid_toks, self.cfg.reference_policy_kl_type)
+        if "prev_logprobs" not in data:
+            metrics |= _sequence_metrics(batch, data.get("num_counted_samples"), global_valid_seqs)
         return loss, metrics
 
-    def _log_weight(self, batch: PolicyBatch) -> Tensor:
-        return batch.prev_logprobs_BT - batch.generation_logprobs_BT
-
     def _importance_weights(self, batch: PolicyBatch) -> ImportanceWeights:
-        """Weights `p_prev / p_engine`, truncated as configured; all 1 without correction."""
-        log_weight_BT = self._log_weight(batch)
-        if not self.cfg.use_importance_sampling_correction:
-            zeros_BT = log_weight_BT.new_zeros(log_weight_BT.shape)
-            return ImportanceWeights(zeros_BT + 1, zeros_BT)
+        """Weights `p_prev / p_engine`, truncated as configured."""
+        log_weight_BT = batch.prev_logprobs_BT - batch.generation_logprobs_BT
         raw_BT = self._raw_weight(log_weight_BT, batch.mask_BT)
         return self._truncation(raw_BT, log_weight_BT, batch.mask_BT)
 
@@ -170,10 +175,11 @@ class ClippedPGLossFn:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> LossMetrics:
-        """Means over tokens, or over sequences of what is one value for a sequence."""
-        raw_weight_BT = self._raw_weight(self._log_weight(batch), batch.mask_BT)
-        is_sequence_weight = self.cfg.sequence_level_importance_ratios
-        is_sequence_bound = is_sequence_weight or self.cfg.truncated_importance_sampling_type == "seq-mask-tis"
+        """The weights after truncation and the share of them that it touched.
+
+        A weight of each sequence is averaged over sequences; the share is over tokens, with seq-mask-tis over
+        sequences.
+        """
 
         def mean(values_BT: Tensor, per_sequence: bool) -> Tensor:
             if per_sequence:
@@ -181,9 +187,34 @@ class ClippedPGLossFn:
             return masked_mean(values_BT, batch.mask_BT, None, global_valid_toks)
 
         return {
-            "sampling_importance_ratio": mean(raw_weight_BT, is_sequence_weight),
-            "is_oob_ratio": mean(weights.is_out_of_bounds_BT, is_sequence_bound),
+            "sampling_importance_ratio": mean(weights.weights_BT, self.cfg.sequence_level_importance_ratios),
+            "is_oob_ratio": mean(
+                weights.is_out_of_bounds_BT, self.cfg.truncated_importance_sampling_type == "seq-mask-tis"
+            ),
         }
+
+
+def _sequence_means(cfg: ClippedPGLossConfig, loss_type: LossType, penalties: Iterable[str]) -> frozenset[str]:
+    """The metrics that are means over sequences; the others are means over tokens."""
+    names = {"mean_seq_mult_prob_error", "mean_seq_mult_prob_error_after_mask"}
+    if loss_type is LossType.SEQUENCE_LEVEL:
+        names |= {"loss", "kl_penalty", *penalties}
+    if cfg.sequence_level_importance_ratios:
+        names.add("sampling_importance_ratio")
+    if cfg.truncated_importance_sampling_type == "seq-mask-tis":
+        names.add("is_oob_ratio")
+    return frozenset(names)
+
+
+def _sequence_metrics(
+    batch: PolicyBatch, num_counted_B: Tensor | None, global_valid_seqs: Tensor | float
+) -> LossMetrics:
+    """Mismatch by sequence, for updates whose `prev_logprobs` are known only here; no sample is masked then."""
+    current_BT = batch.prev_logprobs_BT
+    errors_B = sequence_errors(current_BT, batch.generation_logprobs_BT, batch.mask_BT)
+    num_samples = global_valid_seqs if num_counted_B is None else num_counted_B.max()
+    metrics = sequence_error_metrics(errors_B, batch.mask_BT.sum(-1), num_samples)
+    return metrics | after_mask(metrics)
 
 
 def sequence_mean(
@@ -204,9 +235,20 @@ def sequence_mean(
 
 def _make_penalties(cfg: ClippedPGLossConfig, needs_reference: bool) -> dict[str, tuple[float, TermFn]]:
     """The terms beside the surrogate: metric name -> (coefficient, per-token term)."""
-    if not needs_reference:
-        return {}
-    return {"kl_penalty": (cfg.reference_policy_kl_penalty, partial(kl_to_reference, cfg=cfg))}
+    penalties: dict[str, tuple[float, TermFn]] = {}
+    if needs_reference:
+        penalties["kl_penalty"] = (cfg.reference_policy_kl_penalty, partial(kl_to_reference, cfg=cfg))
+    if cfg.positive_example_nll_weight != 0:
+        penalties["positive_nll_loss"] = (cfg.positive_example_nll_weight, positive_nll)
+    return penalties
+
+
+def positive_nll(batch: PolicyBatch) -> Tensor:
+    """`-log p` on answers with a positive reward, 0 on others: imitation of right answers, VAPO, arXiv 2504.05118.
+
+    There the sum is divided by the tokens of right answers; here by what the whole loss is divided by.
+    """
+    return -batch.logprobs_BT * batch.positive_BT
 
 
 def kl_to_reference(batch: PolicyBatch, *, cfg: ClippedPGLossConfig) -> Tensor:

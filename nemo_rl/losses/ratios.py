@@ -1,7 +1,7 @@
 """Policy ratios and importance weights: how far two policies are apart on the sampled tokens.
 
 `policy_gradient` picks one ratio and one weight function at construction. Invariant: a ratio function is
-differentiable in the current log-probabilities, an importance weight never is.
+differentiable in the current log-probabilities and bounded; an importance weight is neither, and 0 where it overflows.
 
 Legend: `B` samples, `T` predicted positions.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_rl.losses.reductions import masked_mean, masked_sum
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are limited to this size before `exp`, which keeps float32 away from infinity."""
+"""Log-ratios of a differentiable ratio are limited to this size before `exp`, which keeps float32 finite."""
 
 type RatioFn = Callable[[Tensor, Tensor], Tensor]
 """(log_ratio_BT, mask_BT) -> ratio_BT."""
@@ -59,16 +59,26 @@ def sequence_mean_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return bounded_exp(mean_B1).expand_as(log_ratio_BT)
 
 
-def sequence_product_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`p(y|x) / q(y|x)` of the whole sequence, on each of its tokens: the unbiased weight."""
+def token_weight(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """`p(token) / q(token)` for each token, of any size; infinite where the number format ends."""
+    return log_ratio_BT.exp()
+
+
+def sequence_product_weight(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """`p(y|x) / q(y|x)` of the whole sequence, on each of its tokens: the unbiased weight, of any size."""
     kept_BT = (mask_BT != 0).to(log_ratio_BT.dtype)
     total_B1 = masked_sum(log_ratio_BT, kept_BT, dim=-1)[:, None]
-    return bounded_exp(total_B1).expand_as(log_ratio_BT)
+    return total_B1.exp().expand_as(log_ratio_BT)
+
+
+def without_overflow(weights: Tensor) -> Tensor:
+    """The weights, and 0 where they are infinite: a token that far off teaches nothing."""
+    return torch.where(weights.isinf(), 0.0, weights)
 
 
 def untruncated(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor) -> ImportanceWeights:
-    """The raw weights as they are."""
-    return ImportanceWeights(raw_BT, torch.zeros_like(raw_BT))
+    """The raw weights as they are, but 0 where they overflow."""
+    return ImportanceWeights(without_overflow(raw_BT), torch.zeros_like(raw_BT))
 
 
 def truncate(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: float, high: float) -> ImportanceWeights:
@@ -79,7 +89,7 @@ def truncate(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: floa
 def drop_tokens(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: float, high: float) -> ImportanceWeights:
     """`w` inside `[low, high]` and 0 outside: IcePop, arXiv 2510.18855."""
     outside_BT = _is_outside(raw_BT, low, high)
-    return ImportanceWeights(raw_BT * (1 - outside_BT), outside_BT)
+    return ImportanceWeights(_kept(raw_BT, outside_BT), outside_BT)
 
 
 def drop_sequences(
@@ -87,7 +97,11 @@ def drop_sequences(
 ) -> ImportanceWeights:
     """The raw weights, but 0 on a sequence whose geometric mean token ratio lies outside."""
     outside_BT = _is_outside(sequence_mean_ratio(log_ratio_BT, mask_BT), low, high)
-    return ImportanceWeights(raw_BT * (1 - outside_BT), outside_BT)
+    return ImportanceWeights(_kept(raw_BT, outside_BT), outside_BT)
+
+
+def _kept(raw_BT: Tensor, outside_BT: Tensor) -> Tensor:
+    return torch.where(outside_BT != 0, 0.0, without_overflow(raw_BT))
 
 
 def _is_outside(values: Tensor, low: float, high: float) -> Tensor:

@@ -7,7 +7,13 @@ detached: same numbers, a third less work. Invariant: a pass is skipped only whe
 
 from dataclasses import dataclass
 
-from nemo_rl.algorithms.rollout.training_batch import mask_mismatched_sequences
+import torch
+
+from nemo_rl.algorithms.rollout.training_batch import (
+    mask_mismatched_sequences,
+    masked_metrics,
+    num_counted_samples,
+)
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.models.policy.interfaces import PolicyInterface
 
@@ -34,8 +40,10 @@ class PolicyScoring:
     def apply(self, batch: StepBatch) -> dict[str, float]:
         """Write `prev_logprobs` and `reference_policy_logprobs` `[B, T]` as far as the run needs them.
 
+        Without `prev_logprobs` the loss measures the mismatch of each sequence, so it is told how many there are.
+
         Returns:
-            Metrics of the mismatch mask, if it is on.
+            Metrics of the mismatch of sequences, and of the mask that follows from it.
         """
         tensors = batch.tensors
         if self.needs_prev:
@@ -43,6 +51,9 @@ class PolicyScoring:
         if self.needs_reference:
             scored = self.policy.get_reference_policy_logprobs(tensors)
             tensors["reference_policy_logprobs"] = scored["reference_logprobs"]
-        if self.max_sequence_error is None:
-            return {}
-        return mask_mismatched_sequences(tensors, self.max_sequence_error)
+        if not self.needs_prev:
+            count = float(num_counted_samples(tensors))
+            tensors["num_counted_samples"] = torch.full_like(tensors["sample_mask"], count)
+            return masked_metrics()
+        rewards = [trajectory.reward for trajectory in batch.trajectories]
+        return mask_mismatched_sequences(tensors, rewards, self.max_sequence_error)

@@ -4,6 +4,7 @@ Invariant: rows keep the order of the trajectories; a token counts in the loss o
 only if it has a reward, where the algorithm learns from rewards.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
+from nemo_rl.losses.mismatch import sequence_error_metrics, sequence_errors
 
 
 class TrainingBatch(TypedDict, total=False):
@@ -28,6 +30,8 @@ class TrainingBatch(TypedDict, total=False):
     advantages: Tensor  # [B, T] float32
     prev_logprobs: Tensor  # [B, T] float32; absent when the update is exactly on-policy
     reference_policy_logprobs: Tensor  # [B, T] float32; absent without a KL term
+    positive_examples: Tensor  # [B] float32, 1 on answers with a positive reward
+    num_counted_samples: Tensor  # [B] float32, all equal: samples with a token that counts; absent with prev_logprobs
 
 
 def build_training_batch(
@@ -73,22 +77,55 @@ def _weight(trajectory: Trajectory, mask_truncated: bool, needs_reward: bool) ->
     return trajectory.loss_multiplier
 
 
-def mask_mismatched_sequences(batch: BatchedDataDict[TrainingBatch], threshold: float) -> dict[str, float]:
-    """Take samples out of the loss whose training and generation log-probs disagree too much.
+def num_counted_samples(batch: BatchedDataDict[TrainingBatch]) -> int:
+    """Samples of the batch that have a token that counts in the loss."""
+    return int(_counted(batch).any(1).sum())
 
-    Sets `sample_mask` to 0 where the mean over the sample's tokens of `exp(|prev - generation|)` exceeds
-    `threshold`.
+
+def mask_mismatched_sequences(
+    batch: BatchedDataDict[TrainingBatch], rewards: Sequence[float | None], threshold: float | None
+) -> dict[str, float]:
+    """Measure how much training and generation log-probs of each sample disagree, and mask those beyond a threshold.
+
+    The error of a sample is the mean over its tokens of `exp(|prev - generation|)`. Sets `sample_mask` to 0 where it
+    exceeds `threshold`.
+
+    Args:
+        batch: with `prev_logprobs`.
+        rewards: of the B samples; a positive one is a right answer.
+        threshold: largest error that stays in the loss; None masks nothing.
 
     Returns:
-        Metrics: largest and mean ratio, number of samples masked.
+        Metrics: largest, smallest and mean error of the samples with a token that counts, before and after masking (0
+        where there is no such sample); how many were masked, and which share of these was right.
     """
-    mask = batch["token_mask"] * batch["sample_mask"][:, None]
-    difference = (batch["prev_logprobs"] - batch["generation_logprobs"]).abs()
-    ratios = (difference.exp() * mask).sum(1) / mask.sum(1).clamp(min=1)
-    exceeds = ratios > threshold
-    batch["sample_mask"] = batch["sample_mask"] * (~exceeds)
-    return {
-        "max_seq_mult_prob_error": float(ratios.max()),
-        "mean_seq_mult_prob_error": float(ratios.mean()),
-        "num_masked_seqs": float(exceeds.sum()),
-    }
+    counted_BT = _counted(batch)
+    errors_B = sequence_errors(batch["prev_logprobs"][:, 1:], batch["generation_logprobs"][:, 1:], counted_BT)
+    exceeds_B = errors_B > (math.inf if threshold is None else threshold)
+    before = _error_metrics(errors_B, counted_BT.any(1))
+    batch["sample_mask"] = batch["sample_mask"] * (~exceeds_B)
+    after = _error_metrics(errors_B, _counted(batch).any(1))
+    right_B = torch.tensor([is_right(reward) for reward in rewards])
+    num_masked = float(exceeds_B.sum())
+    return (
+        before
+        | {f"{name}_after_mask": value for name, value in after.items()}
+        | masked_metrics(num_masked, float((right_B & exceeds_B).sum()))
+    )
+
+
+def masked_metrics(num_masked: float = 0.0, num_right: float = 0.0) -> dict[str, float]:
+    """How many samples were masked for their error, and which share of them was right (0 if there are none)."""
+    return {"num_masked_seqs": num_masked, "masked_correct_pct": num_right / max(num_masked, 1.0)}
+
+
+def _counted(batch: BatchedDataDict[TrainingBatch]) -> Tensor:
+    """`[B, T - 1]` bool: predicted tokens that count in the loss."""
+    return (batch["token_mask"][:, 1:] != 0) & (batch["sample_mask"][:, None] != 0)
+
+
+def _error_metrics(errors_B: Tensor, counted_B: Tensor) -> dict[str, float]:
+    num_samples = int(counted_B.sum())
+    if num_samples == 0:
+        return dict.fromkeys(sequence_error_metrics(errors_B, counted_B, 0), 0.0)
+    return {name: float(value) for name, value in sequence_error_metrics(errors_B, counted_B, num_samples).items()}

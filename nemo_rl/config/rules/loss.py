@@ -13,7 +13,7 @@ from nemo_rl.config.schema.policy import PolicyConfig
 def check_loss(grpo: GRPOConfig, policy: PolicyConfig, loss: ClippedPGLossConfig) -> Findings:
     """Loss options contradict neither each other nor the run."""
     penalty = f"loss_fn.reference_policy_kl_penalty={loss.reference_policy_kl_penalty:g}"
-    if grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty > 0:
+    if grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty != 0:
         yield (
             f"{penalty} needs the reference policy, but "
             "grpo.skip_reference_policy_logprobs_calculation=true. Set the penalty to 0 or the skip to false."
@@ -39,17 +39,11 @@ def check_loss_options(loss: ClippedPGLossConfig) -> Findings:
 
 
 def _check_ratio(loss: ClippedPGLossConfig) -> Findings:
-    if loss.disable_ppo_ratio:
-        for key, used in (
-            ("use_cispo=true", loss.use_cispo),
-            ("sequence_level_importance_ratios=true", loss.sequence_level_importance_ratios),
-            (f"ratio_clip_c={loss.ratio_clip_c}", loss.ratio_clip_c is not None),
-        ):
-            if used:
-                yield (
-                    f"loss_fn.{key} shapes the probability ratio, which loss_fn.disable_ppo_ratio=true "
-                    "takes away. Keep one of the two."
-                )
+    if loss.disable_ppo_ratio and loss.use_cispo:
+        yield (
+            "loss_fn.use_cispo=true shapes the probability ratio, which loss_fn.disable_ppo_ratio=true takes away. "
+            "Keep one of the two."
+        )
     if loss.use_cispo and loss.ratio_clip_c is not None:
         yield "loss_fn.use_cispo=true has no dual clip. Set loss_fn.ratio_clip_c=null."
     if loss.use_cispo and loss.force_on_policy_ratio:

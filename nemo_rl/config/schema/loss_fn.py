@@ -3,7 +3,8 @@
 Rules between keys are in `config.rules.loss`. Invariant: each key only selects a formula.
 """
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -13,13 +14,16 @@ from nemo_rl.config.base.section import Section
 class ClippedPGLossConfig(Section):
     """How the clipped policy-gradient loss is formed."""
 
-    later: ClassVar[dict[str, str]] = {
-        "positive_example_nll_weight": "an extra likelihood loss on correct samples (VAPO)",
-    }
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """The dual clip of a ratio that is not there."""
+        told = {"ratio_clip_c": "disable_ppo_ratio takes the ratio away"} if values.get("disable_ppo_ratio") else {}
+        return {**super().without_effect(values), **(told if values.get("ratio_clip_c") is not None else {})}
 
-    reference_policy_kl_penalty: NonNegativeFloat = Field(
+    reference_policy_kl_penalty: float = Field(
         default=0.01,
-        description="Weight of the KL term against the reference policy; 0 switches it off. With top_k or top_p both "
+        description="Weight of the KL term against the reference policy; 0 switches it off, a negative one drives the "
+        "policy away from the reference. With top_k or top_p both "
         "sides are filtered (in NeMo RL neither), so that the KL is that of the distribution that is sampled from.",
     )
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field(
@@ -27,10 +31,12 @@ class ClippedPGLossConfig(Section):
         description="Estimator of the per-token KL divergence; the gradients of k1 and k3 are those of the divergence "
         "in expectation, that of k2 is about twice as large.",
     )
-    kl_input_clamp_value: PositiveFloat | None = Field(
-        default=20.0, description="Bound in nats on the log ratio before the KL estimator; null: none."
+    kl_input_clamp_value: NonNegativeFloat | None = Field(
+        default=20.0,
+        description="Bound in nats on the log ratio before the KL estimator, beyond which a token has no gradient of "
+        "the KL term; null: none.",
     )
-    kl_output_clamp_value: PositiveFloat | None = Field(
+    kl_output_clamp_value: NonNegativeFloat | None = Field(
         default=10.0,
         description="Bound in nats on a token's weighted KL estimate, beyond which it has no gradient; null: none.",
     )
@@ -46,8 +52,9 @@ class ClippedPGLossConfig(Section):
     use_kl_in_reward: bool = Field(
         default=False, description="Subtract the KL term from the reward instead of adding it to the loss."
     )
-    ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.2, description="Lower clip epsilon: the ratio is clipped below 1 - ratio_clip_min."
+    ratio_clip_min: NonNegativeFloat = Field(
+        default=0.2,
+        description="Lower clip epsilon: the ratio is clipped below 1 - ratio_clip_min; from 1 on it never is.",
     )
     ratio_clip_max: Annotated[float, Field(gt=-1)] = Field(
         default=0.2,
@@ -58,7 +65,8 @@ class ClippedPGLossConfig(Section):
     )
     disable_ppo_ratio: bool = Field(
         default=False,
-        description="Use the REINFORCE loss -A log p, without ratio and clipping; with force_on_policy_ratio the value "
+        description="Use the REINFORCE loss -A log p, without ratio and clipping (ratio_clip_c has no effect, and "
+        "sequence_level_importance_ratios is about the correction weights alone); with force_on_policy_ratio the value "
         "is -A, the gradient the same.",
     )
     force_on_policy_ratio: bool = Field(
@@ -70,7 +78,8 @@ class ClippedPGLossConfig(Section):
     )
     sequence_level_importance_ratios: bool = Field(
         default=False,
-        description="GSPO: one ratio per sequence, the geometric mean over its tokens; needs token_level_loss=false.",
+        description="GSPO: one ratio per sequence, the geometric mean over its tokens, and one correction weight, "
+        "their product; needs token_level_loss=false.",
     )
     token_level_loss: bool = Field(
         default=True, description="Average the loss over all tokens (true) or over sequences first (false)."
@@ -94,4 +103,9 @@ class ClippedPGLossConfig(Section):
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = Field(
         default=None,
         description="Lower bound of the correction weight, needed by icepop and seq-mask-tis; null with tis: 0.",
+    )
+    positive_example_nll_weight: NonNegativeFloat = Field(
+        default=0.0,
+        description="VAPO: weight of the negative log-likelihood of answers with a positive reward, summed over their "
+        "tokens and divided by what the rest of the loss is divided by; 0 switches it off.",
     )

@@ -1,19 +1,18 @@
 """Reduce metrics over microbatches, ranks and optimizer updates.
 
 Workers reduce over microbatches, the controller over ranks and updates. Invariant: losses divide their metrics by
-global counts, so the parts of one update add up; names say what is a count (`is_count`) and what is an extreme (`_min`,
-`_max`); everything else is a mean.
+global counts, so the parts of one update add up; names say what is a count (`is_count`) and what is an extreme
+(`interfaces.extreme_of`); everything else is a mean.
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from nemo_rl.losses.interfaces import AnyLossFunction, LossType
+from nemo_rl.losses.interfaces import AnyLossFunction, LossType, extreme_of
 
 _OF_THE_OPTIMIZER = ("lr", "grad_norm")
-_EXTREMES: dict[str, Callable[[Iterable[float]], float]] = {"_min": min, "_max": max}
 
 
 def is_count(name: str) -> bool:
@@ -24,21 +23,22 @@ def is_count(name: str) -> bool:
 def mean_weight(name: str, loss_fn: AnyLossFunction) -> str:
     """The count that a mean is weighted by: valid tokens or valid sequences, whichever it is a mean over.
 
-    That is what the loss divides by. A loss of another kind than its diagnostics names the metrics that follow it in
-    `loss_terms`; the others are means over tokens.
+    A loss with means of both kinds names those over sequences in `sequence_means`; the metrics of any other are
+    divided by what the loss is divided by.
     """
-    terms = getattr(loss_fn, "loss_terms", None)
-    over_tokens = getattr(loss_fn, "loss_type", LossType.TOKEN_LEVEL) is LossType.TOKEN_LEVEL
-    return "global_valid_toks" if over_tokens or (terms is not None and name not in terms) else "global_valid_seqs"
+    loss_type = getattr(loss_fn, "loss_type", LossType.TOKEN_LEVEL)
+    names = getattr(loss_fn, "sequence_means", None)
+    over_sequences = loss_type is LossType.SEQUENCE_LEVEL if names is None else name in names
+    return "global_valid_seqs" if over_sequences else "global_valid_toks"
 
 
 def reduce_metrics(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """Join the metrics of parts of one global batch: sums, or extremes for `_min` and `_max`."""
+    """Join the metrics of parts of one global batch: sums, or what `extreme_of` says."""
     values: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
             values.setdefault(name, []).append(float(value))
-    return {name: float(_EXTREMES.get(name[-4:], sum)(numbers)) for name, numbers in values.items()}
+    return {name: float((extreme_of(name) or sum)(numbers)) for name, numbers in values.items()}
 
 
 def join_updates(updates: Sequence[Mapping[str, float]], loss_fn: AnyLossFunction) -> dict[str, float]:
@@ -58,8 +58,8 @@ def join_updates(updates: Sequence[Mapping[str, float]], loss_fn: AnyLossFunctio
         values = [update[name] for update in having]
         if is_count(name):
             joined[name] = sum(values)
-        elif name[-4:] in _EXTREMES:
-            joined[name] = _EXTREMES[name[-4:]](values)
+        elif extreme := extreme_of(name):
+            joined[name] = extreme(values)
         elif name in _OF_THE_OPTIMIZER:
             joined[name] = statistics.fmean(values)
         else:

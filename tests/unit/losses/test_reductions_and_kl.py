@@ -187,18 +187,57 @@ def test_importance_weights_make_the_estimate_on_policy():
 
 
 def test_weights_multiply_before_the_output_clamp():
-    """Beyond the output clamp nothing has a gradient; beyond the input clamp alone the weight keeps its own."""
-    policy = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    weights = torch.tensor([0.5, 3.0, 3.0], dtype=torch.float64) * policy.exp()
-    reference = torch.tensor([-1.5, -1.5, -9.0], dtype=torch.float64)
+    """Beyond a clamp, of the estimate or of the log-ratio, nothing has a gradient; the values are the same."""
+    policy = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([0.5, 3.0, 3.0, 3.0], dtype=torch.float64) * policy.exp()
+    reference = torch.tensor([-1.5, -1.5, -9.0, 9.0], dtype=torch.float64)
     kl = calculate_kl(policy, reference, "k1", 2.0, 5.0, weights)
-    assert kl.tolist() == [0.75, 4.5, 5.0]
+    assert kl.tolist() == [0.75, 4.5, 5.0, -5.0]
     kl.sum().backward()
-    assert policy.grad.tolist() == [0.5 * (1 + 1.5), 3 * (1 + 1.5), 0]
+    assert policy.grad.tolist() == [0.5 * (1 + 1.5), 3 * (1 + 1.5), 0, 0]
     policy.grad = None
-    kl = calculate_kl(policy, reference, "k1", 2.0, 10.0, weights.detach() * policy.exp())
+    kl = calculate_kl(policy, reference, "k1", 2.0, None, weights.detach() * policy.exp())
     kl.sum().backward()
-    assert kl.tolist()[2] == policy.grad.tolist()[2] == 6.0
+    assert kl.tolist() == [0.75, 4.5, 6.0, -6.0]
+    assert policy.grad.tolist() == [0.5 * (1 + 1.5), 3 * (1 + 1.5), 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_log_ratio_beyond_its_clamp_has_no_gradient_in_the_loss(kind):
+    """Without an output clamp; the token within the clamp keeps the whole gradient of its weighted estimate."""
+    cfg = ClippedPGLossConfig.build(
+        reference_policy_kl_type=kind,
+        reference_policy_kl_penalty=1.0,
+        kl_input_clamp_value=1.0,
+        kl_output_clamp_value=None,
+    )
+    policy = torch.tensor([[-1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    data = {
+        "advantages": torch.zeros(1, 3, dtype=torch.float64),
+        "generation_logprobs": torch.tensor([[0.0, -1.0, -1.0]], dtype=torch.float64),
+        "reference_policy_logprobs": torch.tensor([[0.0, -1.6, -6.0]], dtype=torch.float64),
+        "token_mask": torch.tensor([[0.0, 1, 1]], dtype=torch.float64),
+        "sample_mask": torch.ones(1, dtype=torch.float64),
+    }
+    loss, metrics = ClippedPGLossFn(cfg)(policy, data=data, global_valid_seqs=1.0, global_valid_toks=2.0)
+    loss.backward()
+
+    def estimate(x):
+        return {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[kind]
+
+    assert float(metrics["kl_penalty"]) == pytest.approx((estimate(-0.6) + estimate(-1.0)) / 2, rel=1e-12)
+    slope = {"k1": 1.0, "k2": 0.6, "k3": 1 - math.exp(-0.6)}[kind]  # of the estimate; its weight adds its value
+    expected = [(slope + estimate(-0.6)) / 2, 0.0]
+    assert policy.grad.tolist()[0] == pytest.approx(expected, rel=1e-12)
+
+
+def test_clamps_of_zero_leave_nothing_of_the_term():
+    policy = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-2.0], dtype=torch.float64)
+    for clamps in ((0.0, None), (None, 0.0)):
+        kl = calculate_kl(policy, reference, "k3", *clamps, importance_sampling_weights=policy.exp())
+        kl.sum().backward()
+        assert kl.item() == 0 and policy.grad.item() == 0
 
 
 def test_kl_clamps():

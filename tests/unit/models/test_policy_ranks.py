@@ -227,8 +227,11 @@ def test_a_microbatch_in_which_nothing_counts_trains_as_if_it_were_absent(tmp_pa
 
 
 def test_metrics_add_up_and_extremes_stay_extremes() -> None:
-    parts = [{"loss": 1.0, "x_min": 2.0, "x_max": 5.0}, {"loss": torch.tensor(3.0), "x_min": 1.0, "x_max": 4.0}]
-    assert reduce_metrics(parts) == {"loss": 4.0, "x_min": 1.0, "x_max": 5.0}
+    parts = [
+        {"loss": 1.0, "x_min": 2.0, "x_max": 5.0, "min_y": 3.0, "max_y": 3.0},
+        {"loss": torch.tensor(3.0), "x_min": 1.0, "x_max": 4.0, "min_y": 2.0, "max_y": 4.0},
+    ]
+    assert reduce_metrics(parts) == {"loss": 4.0, "x_min": 1.0, "x_max": 5.0, "min_y": 2.0, "max_y": 4.0}
 
 
 class SequenceLoss(WeightedNLL):
@@ -236,7 +239,7 @@ class SequenceLoss(WeightedNLL):
 
 
 class SequenceLossWithTokenMetrics(SequenceLoss):
-    loss_terms = ("loss",)
+    sequence_means = frozenset({"loss"})
 
 
 def test_updates_are_joined_as_if_they_were_one_batch() -> None:
