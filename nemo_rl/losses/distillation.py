@@ -76,7 +76,8 @@ class DistillationLossFn:
 
         Returns:
             Scalar loss, and `loss`, `forward_kl`, `reverse_kl`, `student_topk_mass`, `student_entropy` (the last
-            three as far as the inputs allow), `num_unmasked_tokens`, `num_valid_samples`.
+            three as far as the inputs allow), `num_unmasked_tokens`, and `num_valid_samples`: all samples with an
+            answer, also those with `sample_mask` 0, as in NeMo RL.
 
         Raises:
             ValueError: `H_all` is needed and missing.
@@ -100,7 +101,7 @@ class DistillationLossFn:
             "forward_kl": mean(forward_BT.detach()),
             "student_topk_mass": mean(student_topk_logprobs.detach().exp().sum(-1)),
             "num_unmasked_tokens": mask_BT.sum(),
-            "num_valid_samples": sample_mask_B.sum(),
+            "num_valid_samples": (data["token_mask"][:, 1:] != 0).any(-1).sum(),
         }
         if reverse_BT is not None:
             metrics["reverse_kl"] = mean(reverse_BT.detach())

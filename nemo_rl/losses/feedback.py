@@ -69,7 +69,7 @@ class KTOLossFn:
 
         Returns:
             Scalar loss; `loss`, `accuracy` (share of rows on their side of the baseline), `kl_baseline`,
-            `rewards_chosen_mean` and `rewards_rejected_mean` (of desirable and undesirable rows),
+            `rewards_chosen_mean` and `rewards_rejected_mean` (r of desirable and undesirable rows, without beta),
             `rewards_margin_mean` (their difference), `num_valid_samples`.
         """
         dtype, beta = next_token_logprobs.dtype, self.cfg.reference_policy_kl_penalty
@@ -88,7 +88,7 @@ class KTOLossFn:
             return safe_divide(masked_sum(values_B.detach(), mask_B), global_valid_seqs)
 
         def mean_of(chosen_B: Tensor, count: Tensor) -> Tensor:
-            return safe_divide(masked_sum(beta * log_ratio_B.detach() * chosen_B, mask_B), count)
+            return safe_divide(masked_sum(log_ratio_B.detach() * chosen_B, mask_B), count)
 
         loss = safe_divide(masked_sum(loss_B, mask_B), global_valid_seqs)
         num_desirable = count_B.max()

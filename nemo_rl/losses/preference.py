@@ -79,27 +79,33 @@ class PreferenceLossFn:
         """
         scores_B = logits.squeeze(-1) if logits.ndim == 2 else logits
         mask_P = pair_mask(data["sample_mask"].to(scores_B.dtype))
-        return self._reduce_pairs(scores_B, mask_P, data.get("margin"), global_valid_seqs)
+        loss = self._mean_pair_loss(scores_B, mask_P, data.get("margin"), global_valid_seqs)
+        return loss, {"loss": loss.detach()} | reward_metrics(scores_B, mask_P, global_valid_seqs)
 
-    def _reduce_pairs(
+    def _mean_pair_loss(
         self, rewards_B: Tensor, mask_P: Tensor, margin_B: Tensor | None, global_valid_seqs: Tensor | float
-    ) -> tuple[Tensor, LossMetrics]:
+    ) -> Tensor:
         chosen_P, rejected_P = split_pairs(rewards_B)
         # Half of it on either side leaves the sum of the two rewards, which a pair loss may look at, as it is.
         handicap_P = 0.0 if margin_B is None else margin_B[0::2].to(rewards_B.dtype) / 2
+        loss_P = self._pair_loss(chosen_P - handicap_P, rejected_P + handicap_P)
+        return mean_over_pairs(loss_P, mask_P, global_valid_seqs)
 
-        def mean(values_P: Tensor) -> Tensor:
-            return mean_over_pairs(values_P, mask_P, global_valid_seqs)
 
-        loss = mean(self._pair_loss(chosen_P - handicap_P, rejected_P + handicap_P))
-        return loss, {
-            "loss": loss.detach(),
-            "accuracy": mean((chosen_P > rejected_P).to(loss.dtype)),
-            "rewards_chosen_mean": mean(chosen_P.detach()),
-            "rewards_rejected_mean": mean(rejected_P.detach()),
-            "rewards_margin_mean": mean((chosen_P - rejected_P).detach()),
-            "num_valid_samples": mask_P.sum(),
-        }
+def reward_metrics(rewards_B: Tensor, mask_P: Tensor, global_valid_seqs: Tensor | float) -> LossMetrics:
+    """How the chosen answers compare with the rejected ones: means over the valid pairs of the global batch."""
+    chosen_P, rejected_P = split_pairs(rewards_B.detach())
+
+    def mean(values_P: Tensor) -> Tensor:
+        return mean_over_pairs(values_P, mask_P, global_valid_seqs)
+
+    return {
+        "accuracy": mean((chosen_P > rejected_P).to(rewards_B.dtype)),
+        "rewards_chosen_mean": mean(chosen_P),
+        "rewards_rejected_mean": mean(rejected_P),
+        "rewards_margin_mean": mean(chosen_P - rejected_P),
+        "num_valid_samples": mask_P.sum(),
+    }
 
 
 class DPOLossFn(PreferenceLossFn):
@@ -143,8 +149,8 @@ class DPOLossFn(PreferenceLossFn):
             global_valid_toks: Unused; part of the call of every loss.
 
         Returns:
-            Scalar loss; metrics of `PreferenceLossFn` with `sft_loss` and `preference_loss`, both
-            before their weights.
+            Scalar loss; metrics of `PreferenceLossFn`, whose rewards are log-ratios in nats, without beta; `sft_loss`
+            (0 without a weight) and `preference_loss`, both before their weights.
 
         Raises:
             DataError: The number of rows is odd.
@@ -157,22 +163,21 @@ class DPOLossFn(PreferenceLossFn):
             log_ratio_BT = next_token_logprobs - data["reference_policy_logprobs"][:, 1:]
         average = self.cfg.preference_average_log_probs or self.variant.average
         log_ratio_B = _per_row(log_ratio_BT, mask_BT, average)
-        rewards_B = self.cfg.reference_policy_kl_penalty * log_ratio_B
-        preference_loss, metrics = self._reduce_pairs(rewards_B, mask_P, data.get("margin"), global_valid_seqs)
-
-        logprob_B = _per_row(next_token_logprobs, mask_BT, self.cfg.sft_average_log_probs or self.variant.sft_average)
-        chosen_P, _ = split_pairs(logprob_B)
-        sft_loss = mean_over_pairs(-chosen_P, mask_P, global_valid_seqs)
-
+        preference_loss = self._mean_pair_loss(
+            self.cfg.reference_policy_kl_penalty * log_ratio_B, mask_P, data.get("margin"), global_valid_seqs
+        )
         loss = self.cfg.preference_loss_weight * preference_loss
+        sft_loss = loss.new_zeros(())
         if self.cfg.sft_loss_weight != 0:
+            average = self.cfg.sft_average_log_probs or self.variant.sft_average
+            chosen_P, _ = split_pairs(_per_row(next_token_logprobs, mask_BT, average))
+            sft_loss = mean_over_pairs(-chosen_P, mask_P, global_valid_seqs)
             loss = loss + self.cfg.sft_loss_weight * sft_loss
-        metrics |= {
+        return loss, reward_metrics(log_ratio_B, mask_P, global_valid_seqs) | {
             "loss": loss.detach(),
             "preference_loss": preference_loss.detach(),
             "sft_loss": sft_loss.detach(),
         }
-        return loss, metrics
 
 
 def split_pairs(rows_B: Tensor) -> tuple[Tensor, Tensor]:

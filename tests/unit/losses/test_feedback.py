@@ -38,7 +38,7 @@ def make_batch(seed=3):
 
 
 def reference(logprobs, data):
-    """(loss, reward of each row that counts) from the paper, row by row."""
+    """(loss, log-ratio of each row that counts) from the paper, row by row."""
     total, rewards = 0.0, {}
     for row in range(B):
         if not COUNTS[row]:
@@ -48,7 +48,7 @@ def reference(logprobs, data):
             for t in range(T - 1)
             if data["token_mask"][row, t + 1]
         )
-        rewards[row] = BETA * ratio
+        rewards[row] = ratio
         if DESIRABLE[row]:
             total += 1.3 * (1 - sigmoid(BETA * (ratio - BASELINE)))
         else:
@@ -70,7 +70,7 @@ def test_loss_gradient_and_metrics():
         assert leaf.grad[row, 1].item() == pytest.approx(slope, abs=1e-8)
     good = [reward for row, reward in rewards.items() if DESIRABLE[row]]
     bad = [reward for row, reward in rewards.items() if not DESIRABLE[row]]
-    right = sum((reward > BETA * BASELINE) == bool(DESIRABLE[row]) for row, reward in rewards.items())
+    right = sum((reward > BASELINE) == bool(DESIRABLE[row]) for row, reward in rewards.items())
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
         {
             "loss": expected,

@@ -142,13 +142,14 @@ def test_dpo_equals_the_reference(options):
     expected, preference, sft, gradient, rewards = reference_dpo(logprobs, data, loss_fn.cfg)
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(leaf.grad, gradient)
-    chosen = [rewards[row] for row in rewards if row % 2 == 0]
-    rejected = [rewards[row] for row in rewards if row % 2 == 1]
+    beta = loss_fn.cfg.reference_policy_kl_penalty
+    chosen = [rewards[row] / beta for row in rewards if row % 2 == 0]
+    rejected = [rewards[row] / beta for row in rewards if row % 2 == 1]
     wins = sum(c > r for c, r in zip(chosen, rejected, strict=True))
     expected_metrics = {
         "loss": expected,
         "preference_loss": preference,
-        "sft_loss": sft,
+        "sft_loss": sft if loss_fn.cfg.sft_loss_weight else 0.0,
         "accuracy": wins / 3,
         "rewards_chosen_mean": sum(chosen) / 3,
         "rewards_rejected_mean": sum(rejected) / 3,
@@ -157,6 +158,24 @@ def test_dpo_equals_the_reference(options):
     }
     assert {k: float(v) for k, v in metrics.items()} == pytest.approx(expected_metrics, rel=1e-12)
     check_invariance(loss_fn, logprobs, data, rows_per_unit=2)
+
+
+def test_dpo_metrics_by_hand():
+    """Log-ratios of 0.5 + 0.2 for the chosen and of -0.4 for the rejected answer; beta is in the loss alone."""
+    policy = torch.tensor([[-1.0, -2.0], [-3.0, -9.0]], dtype=torch.float64)
+    data = {
+        "reference_policy_logprobs": torch.tensor([[0.0, -1.5, -2.2], [0.0, -2.6, -1.0]], dtype=torch.float64),
+        "token_mask": torch.tensor([[0.0, 1, 1], [0, 1, 0]], dtype=torch.float64),
+        "sample_mask": torch.ones(2, dtype=torch.float64),
+    }
+    _, metrics = make_dpo()(policy, data=data, **denominators(data))
+    assert float(metrics["rewards_chosen_mean"]) == pytest.approx(0.7, rel=1e-12)
+    assert float(metrics["rewards_rejected_mean"]) == pytest.approx(-0.4, rel=1e-12)
+    assert float(metrics["rewards_margin_mean"]) == pytest.approx(1.1, rel=1e-12)
+    assert float(metrics["preference_loss"]) == pytest.approx(-math.log(sigmoid(BETA * 1.1)), rel=1e-12)
+    assert float(metrics["sft_loss"]) == 0.0
+    _, metrics = make_dpo(sft_loss_weight=0.5)(policy, data=data, **denominators(data))
+    assert float(metrics["sft_loss"]) == pytest.approx(1.0 + 2.0, rel=1e-12)  # before its weight
 
 
 def test_dpo_starts_at_ln_2():
