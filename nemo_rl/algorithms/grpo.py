@@ -7,12 +7,14 @@ configuration dict.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.credit.assignment import CreditAssignment
+from nemo_rl.algorithms.credit.reward_shaping import scale_rewards
 from nemo_rl.algorithms.rollout.scoring import PolicyScoring
 from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
@@ -99,7 +101,8 @@ def recipe(config: GRPOMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRe
     def source(fresh: FreshRollouts) -> RolloutSource:
         if not grpo.use_dynamic_sampling:
             return fresh
-        return DynamicSampling(fresh, grpo.num_prompts_per_step, grpo.dynamic_sampling_max_gen_batches)
+        scale = partial(scale_rewards, config=grpo.reward_scaling)
+        return DynamicSampling(fresh, grpo.num_prompts_per_step, grpo.dynamic_sampling_max_gen_batches, scale)
 
     return RolloutRecipe(
         tokenizer=tokenizer,

@@ -1,18 +1,25 @@
 """Advantages: what each sampled token is worth, from the rewards of its group.
 
-Invariant: a sample whose `valid_mask` is 0 (an error, or truncated and filtered) enters no baseline, no deviation and
-no whitening, and its advantage is 0.
+Invariant: a sample whose `valid_mask` is 0 (it has no reward) enters no baseline, no deviation and no whitening; and an
+advantage is 0 wherever the loss does not count. Samples that only the loss leaves out stay in baseline and deviation.
 
 Legend: `B` samples, `T` tokens, `K` reward components.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.credit.group_statistics import group_advantage, group_ids_from_prompts, whiten
+from nemo_rl.algorithms.credit.group_statistics import (
+    group_advantage,
+    group_ids_from_prompts,
+    sample_std_plus_epsilon,
+    std_with_floor,
+    whiten,
+)
 from nemo_rl.config import (
     AdvantageEstimatorConfig,
     ClippedPGLossConfig,
@@ -23,12 +30,14 @@ from nemo_rl.config import (
 from nemo_rl.losses.kl import calculate_kl
 from nemo_rl.utils.errors import ConfigError, DataError
 
+logger = logging.getLogger(__name__)
+
 
 class AdvantageExtras(TypedDict, total=False):
     """What an estimator may use beside prompts, rewards and mask."""
 
     group_ids: Tensor  # [B] int64; rows with equal ids are answers to one prompt
-    valid_mask: Tensor  # [B]; 0 keeps a sample out of all statistics
+    valid_mask: Tensor  # [B]; 0 keeps a sample out of all statistics, since it has no reward
     reward_components: Mapping[str, Tensor]  # name -> [B]
     logprobs_policy: Tensor  # [B, T]
     logprobs_reference: Tensor  # [B, T]
@@ -56,7 +65,7 @@ class AdvantageEstimator(Protocol):
             prompt_ids: `[B, T_prompt]` padded prompts; rows with equal prompts form a group. May be
                 None when `group_ids` is given, which decides then.
             rewards: `[B]` float.
-            mask: `[B, T]`, 1 where the loss counts.
+            mask: `[B, T]`, non-zero where the loss counts: 0 on whole samples that it leaves out.
             **extras: See `AdvantageExtras`.
 
         Returns:
@@ -121,8 +130,8 @@ class GDPOAdvantageEstimator:
     """Each reward component is normalised within its group, then they are added with weights.
 
     A component with a wide range cannot drown one with a narrow range. The weighted sum is whitened over the
-    batch's valid samples once more (sample deviation), which keeps its size the same for any number and range of
-    components; without `normalize_rewards` that is the only normalisation.
+    batch's samples that have a reward (sample deviation), which keeps its size the same for any number and range
+    of components; without `normalize_rewards` that is the only normalisation.
     """
 
     needs_logprobs = False
@@ -162,7 +171,7 @@ class GDPOAdvantageEstimator:
                 leave_one_out=self.leave_one_out,
                 normalize=self.normalize,
             )
-        return _per_token(whiten(advantage_B, valid_B, unbiased=True), mask, rewards.dtype)
+        return _per_token(whiten(advantage_B, valid_B, sample_std_plus_epsilon), mask, rewards.dtype)
 
     def _weights(self, names: list[str]) -> list[float]:
         weights_K = self.reward_weights
@@ -177,7 +186,7 @@ class GDPOAdvantageEstimator:
 
 
 class ReinforcePlusPlusAdvantageEstimator:
-    """REINFORCE++, arXiv 2501.03262: whitened over all valid tokens of the batch.
+    """REINFORCE++, arXiv 2501.03262: whitened over all tokens of the batch that count in the loss.
 
     A_t = r - beta * KL_t with `loss_fn.use_kl_in_reward`; with `kl_to_go` the sum of the KL of this and all later
     tokens that count, as in the paper, instead of KL_t. With `minus_baseline` the group's mean reward is subtracted
@@ -207,7 +216,7 @@ class ReinforcePlusPlusAdvantageEstimator:
         advantages_BT = score_B[:, None] * mask_BT
         if self.needs_logprobs:
             advantages_BT = advantages_BT - self._kl_penalty(mask_BT, extras)
-        return whiten(advantages_BT, mask_BT).to(rewards.dtype)
+        return whiten(advantages_BT, mask_BT, std_with_floor).to(rewards.dtype)
 
     def _scores(self, prompt_ids: Tensor | None, rewards: Tensor, extras: AdvantageExtras) -> tuple[Tensor, Tensor]:
         """Reward of each sample, minus its group's mean if asked, and the valid mask."""
@@ -279,6 +288,11 @@ def make_advantage_estimator(grpo_config: GRPOConfig, loss_config: ClippedPGLoss
     if config.name not in ESTIMATORS:
         raise ConfigError(f"grpo.adv_estimator.name={config.name!r} is unknown; choose one of {', '.join(ESTIMATORS)}.")
     report_findings(check_advantages(grpo_config, loss_config))
+    if config.name == "gdpo" and grpo_config.reward_shaping.enabled:
+        logger.warning(
+            "grpo.reward_shaping changes the total reward (filtered_reward); the advantages of "
+            "grpo.adv_estimator.name=gdpo are made of reward components, which it leaves as they are."
+        )
     estimator = ESTIMATORS[config.name](config, loss_config)
     low, high = grpo_config.advantage_clip_low, grpo_config.advantage_clip_high
     if low is None and high is None:

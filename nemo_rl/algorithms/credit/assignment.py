@@ -1,7 +1,7 @@
 """From rewards to the advantage of every token: scaling, shaping, group statistics, whitening.
 
-Invariant: samples without a reward take part in no statistic, and the environment's own reward stays on the trajectory
-for metrics.
+Invariant: samples without a reward take part in no statistic; samples with one do, also where the loss leaves them out;
+and the environment's own reward stays on the trajectory for metrics.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, shape_reward
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
+from nemo_rl.losses.reductions import masked_mean
 
 
 class CreditAssignment:
@@ -38,7 +39,10 @@ class CreditAssignment:
         return self.assign(batch.tensors, batch.trajectories)
 
     def assign(self, batch: BatchedDataDict[Any], trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Write `advantages [B, T]` into the batch.
+        """Write `advantages [B, T]` and `positive_examples [B]` into the batch.
+
+        A sample that the loss leaves out (`sample_mask` 0) stays in baselines and deviations, because its reward says
+        how hard the prompt is; whitening over tokens is over those that count. Its own advantage is 0.
 
         Args:
             batch: a training batch whose rows are the trajectories, in order.
@@ -47,22 +51,23 @@ class CreditAssignment:
         Returns:
             Metrics: shaped reward and spread of the advantages.
         """
-        valid_B = batch["sample_mask"]
+        weight_B = batch["sample_mask"]
+        mask_BT = batch["token_mask"] * weight_B[:, None]
         rewards_B = self._training_rewards(trajectories)
         extras: AdvantageExtras = {
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
-            "valid_mask": valid_B,
+            "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
             "reward_components": self._components(trajectories),
         }
         if self.needs_logprobs:
             extras["logprobs_policy"] = batch["prev_logprobs"]
             extras["logprobs_reference"] = batch["reference_policy_logprobs"]
-        advantages = self._estimator.compute_advantage(None, rewards_B, batch["token_mask"], **extras)
+        advantages = self._estimator.compute_advantage(None, rewards_B, mask_BT, **extras)
         batch["advantages"] = advantages.float()
-        counted = advantages[(batch["token_mask"] * valid_B[:, None]) > 0]
+        batch["positive_examples"] = torch.tensor([float(is_right(t.reward)) for t in trajectories])
         return {
-            "filtered_reward": float((rewards_B * valid_B).sum() / valid_B.sum().clamp(min=1)),
-            **_spread("advantages", counted),
+            "filtered_reward": float(masked_mean(rewards_B, weight_B)),
+            **_spread("advantages", advantages[mask_BT > 0]),
         }
 
     def _training_rewards(self, trajectories: Sequence[Trajectory]) -> Tensor:

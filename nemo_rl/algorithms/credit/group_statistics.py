@@ -6,6 +6,7 @@ rounding noise that a division would blow up.
 Legend: `B` samples, `T` tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,9 @@ from nemo_rl.losses.reductions import masked_mean, masked_var
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
+
+VARIANCE_FLOOR = 1e-8
+"""Smallest variance that REINFORCE++ divides by the root of."""
 
 RELATIVE_SPREAD_FLOOR = 1e-14
 """Variances below this share of the group's own scale are rounding noise, hence 0."""
@@ -127,19 +131,33 @@ def group_advantage(
     return torch.where(valid_mask_B != 0, advantage_B, 0.0)
 
 
-def whiten(values: Tensor, mask: Tensor, *, unbiased: bool = False) -> Tensor:
-    """Shift and scale the kept entries to mean 0 and variance 1; others become 0.
+type Divisor = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(values, 0/1 mask, mean) -> what whitening divides by."""
+
+
+def sample_std_plus_epsilon(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
+    """The sample deviation (n - 1) plus `STD_EPSILON`."""
+    return masked_var(values, mask, mean=mean, unbiased=True).sqrt() + STD_EPSILON
+
+
+def std_with_floor(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
+    """The population's deviation (n), at least the root of `VARIANCE_FLOOR`."""
+    return masked_var(values, mask, mean=mean, unbiased=False).clamp(min=VARIANCE_FLOOR).sqrt()
+
+
+def whiten(values: Tensor, mask: Tensor, divisor: Divisor) -> Tensor:
+    """Shift the kept entries to mean 0 and divide them by their deviation; others become 0.
 
     Entries that are all equal become 0.
 
     Args:
         values: Any shape.
         mask: Same shape, non-zero for entries that are kept.
-        unbiased: Take the sample variance (n - 1) instead of the population's.
+        divisor: `sample_std_plus_epsilon` or `std_with_floor`.
     """
     kept = (mask != 0).to(values.dtype)
     mean = masked_mean(values, kept)
-    std = masked_var(values, kept, mean=mean, unbiased=unbiased).sqrt()
+    std = masked_var(values, kept, mean=mean, unbiased=False).sqrt()
     is_noise = std <= RELATIVE_SPREAD_FLOOR * (1 + mean.abs())
-    scaled = (values - mean) / (std + STD_EPSILON)
+    scaled = (values - mean) / divisor(values, kept, mean)
     return torch.where(is_noise | (mask == 0), 0.0, scaled)

@@ -49,7 +49,8 @@ def overlong_penalty(
     Args:
         response_lengths_B: Generated tokens per sample.
         max_response_length: Tokens at which the penalty is full.
-        overlong_buffer_length: Tokens over which it ramps.
+        overlong_buffer_length: Tokens over which it ramps; more than `max_response_length` tokens begin with a part of
+            the penalty.
         overlong_buffer_penalty: Size of the full penalty, not negative.
         limited: Never take more than the full penalty.
     """
@@ -96,7 +97,7 @@ def shape_rewards(
         config: The section.
 
     Raises:
-        ConfigError: A value that the chosen penalty needs is missing, or the buffer is longer than the answer.
+        ConfigError: A value that the chosen penalty needs is missing.
     """
     if not config.enabled:
         return rewards_B

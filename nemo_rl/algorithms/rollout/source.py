@@ -7,9 +7,12 @@ ahead of it.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from nemo_rl.experience.metrics import mean_metrics
 from nemo_rl.experience.prompt_stream import DataExhausted, PromptStream
@@ -117,18 +120,23 @@ class FreshRollouts:
 class DynamicSampling:
     """DAPO's dynamic sampling (Yu et al. 2025, section 3.2): only groups whose rewards differ teach.
 
-    Collects until `num_groups` groups have more than one distinct reward; surplus groups are dropped.
+    Collects until `num_groups` groups have more than one distinct reward, after the scaling of rewards, which may cut
+    different ones to the same; surplus groups are dropped.
 
     Args:
         inner: what to collect from.
         num_groups: groups per step.
         max_rounds: collections per step before giving up.
+        scale: how rewards `[G]` are scaled before they become advantages; None leaves them.
     """
 
-    def __init__(self, inner: FreshRollouts, num_groups: int, max_rounds: int):
+    def __init__(
+        self, inner: FreshRollouts, num_groups: int, max_rounds: int, scale: Callable[[Tensor], Tensor] | None = None
+    ):
         self._inner = inner
         self._num_groups = num_groups
         self._max_rounds = max_rounds
+        self._scale = scale
         self.metrics: dict[str, float] = {}
 
     @property
@@ -150,7 +158,7 @@ class DynamicSampling:
             num_seen += len(groups)
             rounds.append(Rollouts([t for group in groups for t in group.trajectories], self._inner.metrics))
             some_reward = some_reward or any(t.has_reward for t in rounds[-1].trajectories)
-            differing = [group for group in groups if _rewards_differ(group)]
+            differing = [group for group in groups if self._rewards_differ(group)]
             yield from differing[: self._num_groups - num_kept]
             num_kept += len(differing)
             if num_kept >= self._num_groups:
@@ -186,6 +194,6 @@ class DynamicSampling:
             "dynamic_sampling_kept_share": num_kept / num_seen,
         }
 
-
-def _rewards_differ(group: Group) -> bool:
-    return len({t.reward for t in group.trajectories if t.has_reward}) > 1
+    def _rewards_differ(self, group: Group) -> bool:
+        rewards_G = torch.tensor([t.reward for t in group.trajectories if t.has_reward], dtype=torch.float64)
+        return len((self._scale(rewards_G) if self._scale else rewards_G).unique()) > 1

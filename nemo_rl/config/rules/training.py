@@ -162,11 +162,6 @@ def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
             f"grpo.advantage_clip_low={low} and grpo.advantage_clip_high={high} must have 0 between "
             "them, the advantage of an average answer. Give low <= 0 <= high, or null."
         )
-    if grpo.reward_shaping.enabled and estimator.name == "gdpo":
-        yield (
-            "grpo.reward_shaping.enabled=true changes the total reward, of which grpo.adv_estimator.name=gdpo reads "
-            "only the components. Set it to false, or choose another estimator."
-        )
     if estimator.reward_weights is not None and estimator.name != "gdpo":
         yield "grpo.adv_estimator.reward_weights only works with grpo.adv_estimator.name=gdpo."
     if estimator.std_level == "batch" and (estimator.name != "grpo" or not estimator.normalize_rewards):
@@ -213,7 +208,7 @@ def check_reward_scaling(scaling: RewardScalingConfig) -> Findings:
 
 
 def check_reward_shaping(shaping: RewardShapingConfig) -> Findings:
-    """The chosen penalty has its values, and the buffer fits into the answer."""
+    """The chosen penalty has its values."""
     if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
         return
     needed = ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty")
@@ -222,12 +217,6 @@ def check_reward_shaping(shaping: RewardShapingConfig) -> Findings:
         yield (
             f"grpo.reward_shaping.enabled=true needs a value for {', '.join(empty)}, or "
             "grpo.reward_shaping.stop_properly_penalty_coef instead."
-        )
-    elif (shaping.overlong_buffer_length or 0) > (shaping.max_response_length or 0):
-        yield (
-            f"grpo.reward_shaping.overlong_buffer_length={shaping.overlong_buffer_length} is longer than "
-            f"grpo.reward_shaping.max_response_length={shaping.max_response_length}. "
-            "The penalty grows over the last part of the answer: choose a shorter buffer."
         )
 
 

@@ -12,6 +12,8 @@ from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.credit.group_statistics import (
     calculate_baseline_and_std_per_prompt,
     group_ids_from_prompts,
+    sample_std_plus_epsilon,
+    std_with_floor,
     whiten,
 )
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
@@ -269,7 +271,7 @@ def reference_reinforce_plus_plus(minus_baseline, valid, kl=None, beta=0.0, kl_t
     mean, std = statistics.fmean(raw.values()), statistics.pstdev(raw.values())
     result = torch.zeros(6, 4)
     for (b, t), value in raw.items():
-        result[b, t] = (value - mean) / (std + 1e-6)
+        result[b, t] = (value - mean) / math.sqrt(max(std**2, 1e-8))
     return result
 
 
@@ -297,20 +299,57 @@ def test_reinforce_plus_plus_with_kl_in_the_reward(kl_to_go):
         subject.compute_advantage(PROMPTS, REWARDS, MASK)
 
 
+@pytest.mark.parametrize("divisor", [sample_std_plus_epsilon, std_with_floor])
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans()), min_size=1, max_size=20))
-def test_whitening(entries):
+@given(entries=st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans()), min_size=1, max_size=20))
+def test_whitening(divisor, entries):
     values = torch.tensor([v for v, _ in entries], dtype=torch.float64)
     mask = torch.tensor([m for _, m in entries]).double()
-    result = whiten(values, mask)
+    result = whiten(values, mask, divisor)
     assert torch.isfinite(result).all() and not result[mask == 0].any()
     kept = result[mask != 0]
     if len(kept):
         assert kept.mean().item() == pytest.approx(0, abs=1e-5)
         assert kept.pow(2).mean().item() <= 1 + 1e-9
     original = values[mask != 0]
-    if len(kept) and original.std(correction=0) > 0.1:
-        assert kept.std(correction=0).item() == pytest.approx(1, rel=1e-4)
+    correction = int(divisor is sample_std_plus_epsilon)
+    if len(kept) > correction and original.std(correction=correction) > 0.1:
+        assert kept.std(correction=correction).item() == pytest.approx(1, rel=1e-4)
+
+
+def test_reinforce_plus_plus_divides_by_the_root_of_the_variance():
+    """Rewards 1 and 0 on one token each: mean 1/2, variance 1/4, so exactly 1 and -1, without an epsilon."""
+    subject = estimator(name="reinforce_plus_plus", minus_baseline=False)
+    ids, mask = torch.tensor([0, 0]), torch.ones(2, 1)
+    result = subject.compute_advantage(None, torch.tensor([1.0, 0.0], dtype=torch.float64), mask, group_ids=ids)
+    assert result[:, 0].tolist() == [1.0, -1.0]
+    # Variance (1e-5 / 2)^2 = 2.5e-11 is below 1e-8: the deviations are divided by 1e-4.
+    close = subject.compute_advantage(None, torch.tensor([1e-5, 0.0], dtype=torch.float64), mask, group_ids=ids)
+    assert close[:, 0].tolist() == pytest.approx([0.05, -0.05], rel=1e-9)
+
+
+def test_kl_in_the_reward_has_the_clamps_of_the_loss():
+    """Log-ratios of 3 and 0.5 with a clamp of 1: k1 penalties of 1 and 0.5. NeMo RL always clamps at 20 and 10."""
+    loss = {
+        "use_kl_in_reward": True,
+        "reference_policy_kl_penalty": 0.2,
+        "reference_policy_kl_type": "k1",
+        "kl_input_clamp_value": 1.0,
+    }
+    subject = estimator(loss, name="reinforce_plus_plus", minus_baseline=False)
+    policy, reference = torch.tensor([[-1.0], [-1.0]]), torch.tensor([[-4.0], [-1.5]])
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    result = subject.compute_advantage(
+        None,
+        rewards,
+        torch.ones(2, 1),
+        group_ids=torch.tensor([0, 0]),
+        logprobs_policy=policy,
+        logprobs_reference=reference,
+    )
+    raw = [1.0 - 0.2 * 1.0, 0.0 - 0.2 * 0.5]
+    mean, std = statistics.fmean(raw), statistics.pstdev(raw)
+    assert result[:, 0].tolist() == pytest.approx([(value - mean) / std for value in raw], rel=1e-9)
 
 
 def test_advantages_of_a_group_sum_to_zero_without_leave_one_out():

@@ -1,5 +1,7 @@
-"""From trajectories to advantages: what scaling and shaping touch."""
+"""From trajectories to advantages: what scaling and shaping touch, and which samples enter which statistic."""
 
+import logging
+import math
 import statistics
 
 import pytest
@@ -9,7 +11,7 @@ from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.credit.assignment import CreditAssignment
 from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
-from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.experience.trajectory import Outcome, Trajectory
 
 REWARDS = [{"right": 1.0, "points": 80.0}, {"right": 0.0, "points": 20.0}, {"right": 0.0, "points": 65.0}]
 SCALING = {"enabled": True, "source_min": 0.0, "source_max": 50.0, "target_min": -1.0, "target_max": 1.0}
@@ -47,3 +49,78 @@ def test_other_estimators_scale_the_total():
     totals = [1.0, -1 + 40 / 50, 1.0]
     assert advantages == pytest.approx([t - statistics.fmean(totals) for t in totals], rel=1e-5)
     assert metrics["filtered_reward"] == pytest.approx(statistics.fmean(totals))
+
+
+def credited(estimator, mask_truncated=True, **grpo):
+    """Advantages of a prompt's four answers: rewards 1, 0 and 3 (cut off), and one that could not be graded."""
+    rewards = [1.0, 0.0, 3.0, None]
+    trajectories = [trajectory(i, {"all": reward or 0.0}) for i, reward in enumerate(rewards)]
+    trajectories[2].outcome = Outcome.TRUNCATED
+    trajectories[3].outcome, trajectories[3].reward = Outcome.REWARD_ERROR, None
+    batch = build_training_batch(trajectories, pad_token_id=0, mask_truncated=mask_truncated)
+    config = GRPOConfig.build(adv_estimator=estimator, **grpo)
+    credit = CreditAssignment(make_advantage_estimator(config, ClippedPGLossConfig.build()), config)
+    metrics = credit.assign(batch, trajectories)
+    assert batch["positive_examples"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert not batch["advantages"][2 if mask_truncated else 3].any()
+    return batch["advantages"][:, 1].tolist(), metrics
+
+
+def test_an_answer_that_the_loss_leaves_out_stays_in_the_baseline():
+    """GRPO's mean of 1, 0 and 3 is 4/3, its deviation root(7/3); the answer without a reward is in neither."""
+    advantages, metrics = credited({"use_leave_one_out_baseline": False})
+    std = math.sqrt(((1 - 4 / 3) ** 2 + (4 / 3) ** 2 + (3 - 4 / 3) ** 2) / 2)
+    assert advantages == pytest.approx([(1 - 4 / 3) / (std + 1e-6), (0 - 4 / 3) / (std + 1e-6), 0.0, 0.0])
+    assert metrics["filtered_reward"] == pytest.approx((1 + 0) / 2)
+    assert metrics["advantages/min"] == pytest.approx(advantages[1])
+
+
+def test_leave_one_out_baselines_are_of_all_other_answers_with_a_reward():
+    """The others of 1 are 0 and 3: mean 1.5, deviation 1.5 root(2); those of 0 are 1 and 3: 2 and root(2)."""
+    advantages, _ = credited({"use_leave_one_out_baseline": True})
+    assert advantages == pytest.approx(
+        [(1 - 1.5) / (1.5 * math.sqrt(2) + 1e-6), (0 - 2) / (math.sqrt(2) + 1e-6), 0.0, 0.0]
+    )
+    rloo, _ = credited({"name": "rloo"})
+    assert rloo == pytest.approx([1 - 1.5, 0 - 2.0, 0.0, 0.0])
+
+
+def test_gdpo_whitens_over_all_answers_with_a_reward():
+    """One component without normalisation: 1, 0 and 3 less 4/3, whitened over the three."""
+    advantages, _ = credited({"name": "gdpo", "normalize_rewards": False, "use_leave_one_out_baseline": False})
+    centred = [1 - 4 / 3, -4 / 3, 3 - 4 / 3]
+    std = statistics.stdev(centred)
+    assert advantages == pytest.approx([centred[0] / (std + 1e-6), centred[1] / (std + 1e-6), 0.0, 0.0], rel=1e-5)
+
+
+def test_reinforce_plus_plus_subtracts_the_whole_baseline_and_whitens_what_is_trained_on():
+    """Less 4/3, the tokens of the two answers in the loss are -1/3 and -4/3: mean -5/6, deviation 1/2."""
+    advantages, _ = credited({"name": "reinforce_plus_plus"})
+    assert advantages == pytest.approx([1.0, -1.0, 0.0, 0.0])
+    everything, _ = credited({"name": "reinforce_plus_plus"}, mask_truncated=False)
+    centred = [1 - 4 / 3, -4 / 3, 3 - 4 / 3]
+    assert everything == pytest.approx([value / statistics.pstdev(centred) for value in centred] + [0.0])
+    plain, _ = credited({"name": "reinforce_plus_plus", "minus_baseline": False})
+    assert plain == pytest.approx([1.0, -1.0, 0.0, 0.0])  # 1 and 0: mean 1/2, deviation 1/2
+
+
+def test_shaping_with_gdpo_changes_the_total_alone(caplog):
+    shaping = {"enabled": True, "max_response_length": 2, "overlong_buffer_length": 1, "overlong_buffer_penalty": 0.5}
+    estimator = {"name": "gdpo", "normalize_rewards": False}
+    plain, metrics = assign(adv_estimator=estimator)
+    assert not caplog.messages
+    with caplog.at_level(logging.WARNING):
+        shaped, with_penalty = assign(adv_estimator=estimator, reward_shaping=shaping)
+    assert shaped == plain
+    assert with_penalty["filtered_reward"] == pytest.approx(metrics["filtered_reward"] - 0.5)
+    assert len(caplog.messages) == 1 and "which it leaves as they are" in caplog.messages[0]
+
+
+def test_the_mean_of_weighted_rewards_divides_by_their_weights():
+    trajectories = [trajectory(i, {"all": reward}) for i, reward in enumerate((1.0, 0.0))]
+    for weighted in trajectories:
+        weighted.loss_multiplier = 0.25
+    batch = build_training_batch(trajectories, pad_token_id=0, mask_truncated=False)
+    config = GRPOConfig.build()
+    credit = CreditAssignment(make_advantage_estimator(config, ClippedPGLossConfig.build()), config)
+    assert credit.assign(batch, trajectories)["filtered_reward"] == pytest.approx(0.5)

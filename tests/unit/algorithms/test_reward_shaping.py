@@ -68,8 +68,9 @@ def test_shaping_follows_its_section():
     assert limited.tolist() == pytest.approx([-1.0, -0.75, 0.0])
     with pytest.raises(ConfigError, match="needs a value for overlong_buffer_penalty"):
         shape_rewards(REWARDS, lengths, truncated, shaping(overlong_buffer_penalty=None))
-    with pytest.raises(ConfigError, match="overlong_buffer_length=120 is longer"):
-        shape_rewards(REWARDS, lengths, truncated, shaping(overlong_buffer_length=120))
+    # A buffer of 120 tokens before 100: an answer of n tokens is n + 20 tokens into it.
+    longer = shape_rewards(REWARDS, lengths, truncated, shaping(overlong_buffer_length=120))
+    assert longer.tolist() == pytest.approx([0 - 70 / 120, 0.25 - 110 / 120, 1 - 120 / 120])
 
 
 def test_batches_are_shaped_by_their_generated_tokens():

@@ -1,6 +1,8 @@
 """From trajectories to batches and advantages; sources of rollouts; which forward passes run."""
 
+import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,11 +10,15 @@ import torch
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.credit.assignment import CreditAssignment
+from nemo_rl.algorithms.credit.reward_shaping import scale_rewards
+from nemo_rl.algorithms.rollout.scoring import PolicyScoring
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group
 from nemo_rl.algorithms.rollout.training_batch import build_training_batch, mask_mismatched_sequences
-from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
+from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, RewardScalingConfig
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.utils.errors import NothingToLearnError
 
 
@@ -107,15 +113,86 @@ def test_scaling_and_shaping_change_advantages_but_not_the_reward_metric() -> No
     assert [t.reward for t in trajectories] == [1.0, 0.0]
 
 
-def test_sequences_whose_probabilities_disagree_are_masked() -> None:
-    trajectories = [make_trajectory(0, 1.0), make_trajectory(0, 0.0)]
+def scored(*errors: float) -> Any:
+    """A batch of samples of three tokens, the first of which the trainer gives e^error times the engine's p."""
+    trajectories = [make_trajectory(0, 1.0) for _ in errors]
     batch = build_training_batch(trajectories, 0, mask_truncated=False)
     batch["prev_logprobs"] = batch["generation_logprobs"].clone()
-    batch["prev_logprobs"][1, 2] += 3.0
-    metrics = mask_mismatched_sequences(batch, threshold=2.0)
-    assert batch["sample_mask"].tolist() == [1, 0]
-    assert metrics["num_masked_seqs"] == 1
-    assert metrics["max_seq_mult_prob_error"] == pytest.approx((2.718281828**3 + 2) / 3, rel=1e-5)
+    batch["prev_logprobs"][:, 2] += torch.tensor(errors)
+    return batch
+
+
+def error_metrics(largest: float, smallest: float, mean: float, suffix: str = "") -> dict[str, float]:
+    names = (f"{kind}_seq_mult_prob_error{suffix}" for kind in ("max", "min", "mean"))
+    return dict(zip(names, (largest, smallest, mean), strict=True))
+
+
+def test_sequences_whose_probabilities_disagree_are_masked() -> None:
+    """Samples of three tokens with a mean of (e^x + 2) / 3; of the two beyond 2 one has a positive reward."""
+    batch = scored(0.0, 3.0, 2.0, 0.5)
+    metrics = mask_mismatched_sequences(batch, [1.0, 0.5, 0.0, None], threshold=2.0)
+    none, three, two, half = ((math.exp(x) + 2) / 3 for x in (0.0, 3.0, 2.0, 0.5))
+    assert batch["sample_mask"].tolist() == [1, 0, 0, 1]
+    assert metrics == pytest.approx(
+        {
+            **error_metrics(three, none, (none + three + two + half) / 4),
+            **error_metrics(half, none, (none + half) / 2, "_after_mask"),
+            "num_masked_seqs": 2.0,
+            "masked_correct_pct": 0.5,
+        },
+        rel=1e-5,
+    )
+
+
+def test_errors_of_sequences_are_means_over_samples_with_a_token_that_counts() -> None:
+    """One sample of four is masked already and one has no token: a mean over all of them would be below 1."""
+    batch = scored(1.0, 0.0, 5.0, 5.0)
+    batch["sample_mask"][2] = 0
+    batch["token_mask"][3] = 0
+    batch["prev_logprobs"][:, 0] = -200.0  # the prompt's, which do not count, may overflow
+    first = (math.exp(1.0) + 2) / 3
+    metrics = mask_mismatched_sequences(batch, [1.0] * 4, threshold=None)
+    expected = error_metrics(first, 1.0, (first + 1) / 2) | error_metrics(first, 1.0, (first + 1) / 2, "_after_mask")
+    assert metrics == pytest.approx(expected | {"num_masked_seqs": 0.0, "masked_correct_pct": 0.0}, rel=1e-6)
+    assert batch["sample_mask"].tolist() == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("threshold", [None, 1.5])
+def test_errors_of_no_sequence_are_zero(threshold: float | None) -> None:
+    batch = scored(1.0, 2.0)
+    batch["sample_mask"][:] = 0
+    metrics = mask_mismatched_sequences(batch, [1.0, 1.0], threshold)
+    assert len(metrics) == 8 and not any(metrics.values())
+    beyond = mask_mismatched_sequences(scored(3.0, 4.0), [0.0, 0.0], 1.5)
+    assert beyond["num_masked_seqs"] == 2
+    assert {value for name, value in beyond.items() if name.endswith("_after_mask")} == {0.0}
+
+
+class Scores:
+    """A policy that gives every token one log-probability."""
+
+    def get_logprobs(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"logprobs": torch.full_like(batch["generation_logprobs"], -1.0)}
+
+
+@pytest.mark.parametrize("needs_prev", [False, True])
+def test_errors_of_sequences_are_always_logged(needs_prev: bool) -> None:
+    """By this stage where it has `prev_logprobs`; else by the loss, whose update is the first to know them."""
+    trajectories = [make_trajectory(0, 1.0), make_trajectory(0, 0.0, outcome=Outcome.TRUNCATED)]
+    tensors = build_training_batch(trajectories, 0, mask_truncated=True)
+    stage = PolicyScoring(Scores(), needs_prev, needs_reference=False)  # type: ignore[arg-type]
+    metrics = stage.apply(StepBatch(tensors, trajectories))
+    if not needs_prev:
+        assert tensors["num_counted_samples"].tolist() == [1.0, 1.0]
+        tensors["advantages"] = torch.zeros_like(tensors["token_mask"])
+        logprobs = torch.full_like(tensors["token_mask"][:, 1:], -1.0)
+        loss_fn = ClippedPGLossFn(ClippedPGLossConfig.build(reference_policy_kl_penalty=0.0))
+        metrics |= loss_fn(logprobs, tensors, global_valid_seqs=1.0, global_valid_toks=3.0)[1]
+    # The engine's log-probabilities are -1, -1 and -2.
+    error = (1 + 1 + math.exp(1.0)) / 3
+    expected = error_metrics(error, error, error) | error_metrics(error, error, error, "_after_mask")
+    expected |= {"num_masked_seqs": 0.0, "masked_correct_pct": 0.0}
+    assert {name: float(metrics[name]) for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
 class Rounds:
@@ -146,6 +223,14 @@ def test_dynamic_sampling_keeps_groups_that_differ_and_asks_again() -> None:
     assert source.metrics["dynamic_sampling_num_discarded_valid_samples"] == 2
     assert source.metrics["dynamic_sampling_kept_share"] == 0.5
     assert source.metrics["math/round"] == 0.5
+
+
+def test_dynamic_sampling_looks_at_scaled_rewards() -> None:
+    """60 and 80 points are both cut to 50: such a group has no advantage."""
+    rounds = Rounds([[60.0, 80.0], [20.0, 80.0]])
+    scale = partial(scale_rewards, config=RewardScalingConfig.build(enabled=True, source_max=50.0))
+    source = DynamicSampling(rounds, num_groups=1, max_rounds=1, scale=scale)  # type: ignore[arg-type]
+    assert [group.order for group in source.next_groups(1)] == [(0, 1)]
 
 
 def test_dynamic_sampling_ends_the_run_in_order_when_nothing_differs_any_more() -> None:
