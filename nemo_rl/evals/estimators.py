@@ -1,10 +1,10 @@
 """Scores of one prompt from n graded answers: pass@k and cons@k.
 
-Pure functions of plain numbers. Invariant: a score is the expected result of drawing k of the n answers, so it does not
-depend on their order.
+Pure functions of plain numbers. Invariant: a score is the expected result of drawing k of the n answers, each choice of
+k equally likely.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
 from math import comb
@@ -35,14 +35,15 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def consensus_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
     """Probability that the majority of k answers, drawn from the n there are, is right.
 
-    Equal texts are one vote together; an answer that is None does not vote. Answers with equally many votes
-    win with equal probability. Where copies of one text were graded differently, it is right to that share.
+    Equal texts are one vote together, and so are answers that are None. Drawn answers keep their order, and of
+    answers with equally many votes the one that comes first wins. Where copies of one text were graded differently,
+    the first of them that was drawn decides.
 
-    Computed exactly: for each right text g and each number j of its votes, count the ways in which the other
-    drawn answers give no other text more than j votes (`_ways_below`).
+    Computed exactly: for each answer and each number of votes, count the draws in which it is the first copy of its
+    text, the text has that many votes, and no other text has more, or as many and comes earlier (`_ways_to_lose`).
 
     Args:
-        answers: the extracted answer of each sample, in a normal form.
+        answers: the extracted answer of each sample, in a normal form; None where there is none.
         correct: whether each sample was graded as right.
         k: answers drawn without replacement.
 
@@ -56,41 +57,35 @@ def consensus_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: in
     n = len(answers)
     if len(correct) != n or not 1 <= k <= n:
         raise ValueError(f"cons@{k} of {n} answers and {len(correct)} grades: needs as many grades, 1 <= k <= n")
-    grades: dict[str, list[bool]] = defaultdict(list)
-    for answer, grade in zip(answers, correct, strict=True):
-        if answer is not None:
-            grades[answer].append(grade)
-    num_silent = n - sum(map(len, grades.values()))
-    wins = Fraction(0)
-    for text, copies in grades.items():
-        if any(copies):
-            others = [len(rest) for name, rest in grades.items() if name != text]
-            wins += Fraction(sum(copies), len(copies)) * _wins(len(copies), others, num_silent, k)
-    return float(wins / comb(n, k))
+    places: dict[str | None, list[int]] = defaultdict(list)
+    for place, answer in enumerate(answers):
+        places[answer].append(place)
+    wins = 0
+    for first in (place for place, grade in enumerate(correct) if grade):
+        later = sum(place > first for place in places[answers[first]])
+        others = [
+            (len(found), sum(place > first for place in found))
+            for text, found in places.items()
+            if text != answers[first]
+        ]
+        for votes in range(1, min(later + 1, k) + 1):
+            wins += comb(later, votes - 1) * _ways_to_lose(others, votes, k - votes)
+    return float(Fraction(wins, comb(n, k)))
 
 
-def _wins(num_copies: int, others: Sequence[int], num_silent: int, k: int) -> Fraction:
-    """Ways to draw k answers in which a text with `num_copies` copies wins; a tie of t + 1 counts 1 / (t + 1)."""
-    wins = Fraction(0)
-    for votes in range(1, min(num_copies, k) + 1):
-        ways = _ways_below(others, votes, k - votes)
-        for (used, ties), count in ways.items():
-            silent = comb(num_silent, k - votes - used)
-            wins += Fraction(comb(num_copies, votes) * count * silent, ties + 1)
-    return wins
+def _ways_to_lose(others: Sequence[tuple[int, int]], votes: int, num_drawn: int) -> int:
+    """Ways to draw `num_drawn` answers from texts that all lose against an answer with `votes` votes.
 
-
-def _ways_below(sizes: Sequence[int], limit: int, room: int) -> Counter[tuple[int, int]]:
-    """Ways to draw at most `room` answers from texts of these sizes, none of them more than `limit` times.
-
-    Returns:
-        Number of ways by (answers drawn, texts drawn exactly `limit` times).
+    Args:
+        others: of each text, its copies, and those of them that come after the winner's first one.
+        votes: a text may have fewer, or as many if all of its drawn copies come after.
+        num_drawn: answers drawn from these texts together.
     """
-    ways: Counter[tuple[int, int]] = Counter({(0, 0): 1})
-    for size in sizes:
-        longer: Counter[tuple[int, int]] = Counter()
-        for (used, ties), count in ways.items():
-            for drawn in range(min(size, limit, room - used) + 1):
-                longer[used + drawn, ties + (drawn == limit)] += count * comb(size, drawn)
-        ways = longer
-    return ways
+    ways = [1] + [0] * num_drawn
+    for copies, after in others:
+        own = [comb(copies, drawn) for drawn in range(votes)] + [comb(after, votes)]
+        ways = [
+            sum(own[drawn] * ways[total - drawn] for drawn in range(min(votes, total) + 1))
+            for total in range(num_drawn + 1)
+        ]
+    return ways[num_drawn]

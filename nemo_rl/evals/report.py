@@ -111,7 +111,9 @@ def prompt_score(metric: str, k: int) -> PromptScore:
 
 
 def average(score_prompt: PromptScore, prompts: Sequence[Sequence[AnswerRecord]]) -> Score:
-    """Mean of the prompts' scores with its standard error."""
+    """Mean of the prompts' scores with its standard error; 0 of no prompt."""
+    if not prompts:
+        return Score(0.0, 0.0, 0)
     scores = [score_prompt(answers) for answers in prompts]
     value, count = mean(scores), len(scores)
     variance = sum((score - value) ** 2 for score in scores) / max(count - 1, 1)
@@ -157,10 +159,10 @@ def _companions(n: int) -> Iterator[tuple[str, PromptScore]]:
 
 def _answer_statistics(records: Sequence[AnswerRecord]) -> dict[str, float]:
     outcomes = Counter(record.outcome for record in records)
-    count = len(records)
+    count = max(len(records), 1)
     return {
-        "num_answers": float(count),
-        "mean_response_length": mean([float(record.response_length) for record in records]),
+        "num_answers": float(len(records)),
+        "mean_response_length": sum(record.response_length for record in records) / count,
         "truncated_share": outcomes[Outcome.TRUNCATED] / count,
         "without_answer_share": sum(record.answer is None for record in records) / count,
         "num_not_graded": float(outcomes[Outcome.REWARD_ERROR]),

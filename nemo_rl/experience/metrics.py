@@ -1,13 +1,14 @@
 """Numbers about a set of trajectories, under the field's names.
 
-Invariant: means over rewards use only samples that have one; how many do not is a metric of its own.
+Invariant: means over rewards use only samples that have one, how many do not is a metric of its own, and a mean of
+nothing is left out.
 """
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
+from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory, is_right
 
 
 def mean(values: Sequence[float]) -> float:
@@ -25,7 +26,7 @@ def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Metrics of a training collection, to be logged under `train/`."""
+    """Metrics of a training collection, to be logged under `train/`; those of rewards if there is one."""
     responses = [t.response_length for t in trajectories]
     rewards = [t.reward for t in trajectories if t.reward is not None]
     outcomes = Counter(t.outcome for t in trajectories)
@@ -53,7 +54,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "total_num_tokens": float(sum(t.length for t in trajectories)),
         "mean_environment_s": mean([t.environment_s for t in trajectories]),
     }
-    return metrics | _component_means(trajectories)
+    return _known(metrics) | _component_means(trajectories)
+
+
+def _known(metrics: dict[str, float]) -> dict[str, float]:
+    """Without the means of nothing."""
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def _component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -67,8 +73,8 @@ def _component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def validation_metrics(trajectories: Sequence[Trajectory], num_generations: int) -> dict[str, float]:
     """Metrics of a validation: `accuracy` is the mean reward, `pass_k` the share of prompts solved at least once.
 
-    A sample whose grading failed counts as not solved in `pass_k` and is left out of `accuracy`;
-    `num_reward_errors` says how many.
+    An answer solves its prompt if its reward is above 0. A sample whose grading failed counts as not solved in `pass_k`
+    and is left out of `accuracy`; `num_reward_errors` says how many.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     metrics = {
@@ -79,9 +85,8 @@ def validation_metrics(trajectories: Sequence[Trajectory], num_generations: int)
         "truncation_rate": mean([float(t.outcome == Outcome.TRUNCATED) for t in trajectories]),
     }
     if num_generations > 1:
-        best: dict[int, float] = defaultdict(float)
+        solved: dict[int, bool] = defaultdict(bool)
         for trajectory in trajectories:
-            group = trajectory.group_index
-            best[group] = max(best[group], trajectory.reward or 0.0)
-        metrics["pass_k"] = mean([float(value >= 1.0) for value in best.values()])
-    return metrics
+            solved[trajectory.group_index] |= is_right(trajectory.reward)
+        metrics["pass_k"] = mean([float(value) for value in solved.values()])
+    return _known(metrics)

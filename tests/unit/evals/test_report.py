@@ -37,12 +37,19 @@ def test_scores_by_hand() -> None:
     assert report.score.value == pytest.approx((0.5 + 0 + 1 + 0) / 4)
     assert report.score.standard_error == pytest.approx((0.6875 / 3 / 4) ** 0.5)
     assert report.companions["pass@2"].value == pytest.approx(2 / 4)
-    assert report.companions["cons@2"].value == pytest.approx((0.5 + 0 + 1 + 0) / 4)
+    # Of the tie between 1 and 2 the first wins; 3 and 2 are wrong, and so is None.
+    assert report.companions["cons@2"].value == pytest.approx((1 + 0 + 1 + 0) / 4)
     assert "pass@1" not in report.companions
     assert report.topics["algebra"].value == pytest.approx(0.75)
     assert report.topics["geometry"].value == 0.0
     assert report.answers["num_not_graded"] == 1
     assert report.answers["without_answer_share"] == pytest.approx(2 / 8)
+
+
+def test_nothing_to_report_is_no_nan() -> None:
+    report = make_report(eval_config("eval.num_tests_per_prompt=2"), [])
+    numbers = [report.score.value, report.score.standard_error, *report.answers.values()]
+    assert numbers == [0.0] * len(numbers)
 
 
 def test_the_block() -> None:

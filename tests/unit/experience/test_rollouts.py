@@ -1,6 +1,7 @@
 """Rollouts: order, seeds, turns, limits, and errors that stay errors."""
 
 import gc
+import math
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -268,3 +269,16 @@ def test_validation_metrics_by_hand() -> None:
     assert metrics["pass_k"] == 0.5
     assert metrics["avg_length"] == 4
     assert metrics["num_reward_errors"] == 1
+    # A reward above 0 solves a prompt: the first of these does, 0 and -1 do not.
+    partly = [sample(0, 0.5), sample(0, 0.0), sample(1, -1.0), sample(1, 0.0), sample(2, None)]
+    assert validation_metrics(partly, num_generations=2)["pass_k"] == pytest.approx(1 / 3)
+
+
+def test_means_of_nothing_are_left_out() -> None:
+    log = [{"role": "user", "content": "", "token_ids": torch.zeros(4, dtype=torch.int64)}]
+    failed = Trajectory(0, 0, 0, "game", log, 4, reward=None, outcome=Outcome.REWARD_ERROR)
+    for found in ([failed, failed], []):
+        for metrics in (rollout_metrics(found), validation_metrics(found, num_generations=2)):
+            assert all(math.isfinite(value) for value in metrics.values())
+            assert not {"reward", "mean_total_reward", "max_total_reward", "accuracy"} & metrics.keys()
+            assert metrics["num_reward_errors"] == len(found)
