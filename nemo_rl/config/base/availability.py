@@ -20,18 +20,19 @@ class Only:
 
     Attributes:
         allowed: values that are accepted.
-        feature: what the other values would switch on.
+        feature: what the other values would switch on: one text for all of them, or one for each.
     """
 
     allowed: tuple[Any, ...]
-    feature: str
+    feature: str | Mapping[Any, str]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def _check(self, value: Any) -> Any:
         if value not in self.allowed:
-            raise PydanticCustomError("not_available", f"{NOT_BUILT}: {{feature}}", {"feature": self.feature})
+            feature = self.feature if isinstance(self.feature, str) else self.feature[value]
+            raise PydanticCustomError("not_available", f"{NOT_BUILT}: {{feature}}", {"feature": feature})
         return value
 
 

@@ -11,12 +11,12 @@ from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.rollout_training import RolloutTrainingConfig
 
+_BUILT = ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus")
+_PPO = "PPO with a value model (grpo and rloo need none)"
+
 AdvantageEstimatorName = Annotated[
-    Literal["grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus", "opd"],
-    Only(
-        ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus"),
-        "Multi-teacher on-policy distillation",
-    ),
+    Literal["grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus", "opd", "gae", "raw", "raw_reward"],
+    Only(_BUILT, {"opd": "Multi-teacher on-policy distillation", **dict.fromkeys(("gae", "raw", "raw_reward"), _PPO)}),
 ]
 
 
@@ -65,14 +65,20 @@ class RewardScalingConfig(Section):
 class RewardShapingConfig(Section):
     """DAPO's penalties on over-long answers."""
 
-    enabled: bool = Field(default=False, description="Apply the length penalties below to each reward; not with gdpo.")
+    enabled: bool = Field(
+        default=False,
+        description="Apply the length penalties below to each total reward; gdpo's advantages are made of components, "
+        "which have no penalty.",
+    )
     max_response_length: PositiveInt | None = derived(
         "${policy.max_total_sequence_length}",
         "Answer length in tokens at which the penalty is full; all turns count (in NeMo RL the first only), since "
         "all of them are trained on.",
     )
     overlong_buffer_length: NonNegativeInt | None = Field(
-        default=128, description="Tokens before max_response_length over which the penalty grows linearly."
+        default=128,
+        description="Tokens before max_response_length over which the penalty grows linearly; more tokens than that "
+        "give the shortest answer a part of the penalty.",
     )
     overlong_buffer_penalty: NonNegativeFloat | None = Field(
         default=1.0, description="Penalty at max_response_length, subtracted from the reward."
@@ -134,8 +140,8 @@ class GRPOConfig(RolloutTrainingConfig):
     )
     use_dynamic_sampling: bool = Field(
         default=False,
-        description="DAPO: drop prompts whose rewards are all equal and draw others instead; with the leave-one-out "
-        "baseline too, where NeMo RL drops single answers whose peers are all equal.",
+        description="DAPO: drop prompts whose rewards, scaled, are all equal and draw others instead; with "
+        "the leave-one-out baseline too, where NeMo RL drops single answers whose peers are all equal.",
     )
     batch_multiplier: Annotated[float, Field(ge=1)] = Field(
         default=1.0, description="With dynamic sampling: prompts drawn per round over num_prompts_per_step."
@@ -145,7 +151,8 @@ class GRPOConfig(RolloutTrainingConfig):
     )
     seq_logprob_error_threshold: PositiveFloat | None = Field(
         default=None,
-        description="Mask a sequence whose mean ratio of training to generation probability exceeds this; null: never.",
+        description="Mask a sequence whose mean ratio of training to generation probability exceeds this (its reward "
+        "stays in the baseline of the others); null: never.",
     )
     skip_reference_policy_logprobs_calculation: bool = Field(
         default=False,

@@ -28,7 +28,9 @@ class RolloutTrainingConfig(Section):
     )
     seed: NonNegativeInt = Field(default=42, description="Seed of data order, initialisation and sampling.")
     overlong_filtering: bool = Field(
-        default=False, description="Give answers that hit the length limit no weight in the loss."
+        default=False,
+        description="Give answers that hit the length limit no weight in the loss; their rewards stay in the baseline "
+        "of the others.",
     )
     val_period: int = Field(
         default=10, ge=-1, description="Validate every this many steps; 0 or -1: only at start or end."
@@ -45,7 +47,9 @@ class RolloutTrainingConfig(Section):
         default=256, description="Prompts validated in total; null: all of the validation data."
     )
     val_num_generations_per_prompt: PositiveInt = Field(
-        default=1, description="Answers per validation prompt; more than 1 adds the metric pass_k."
+        default=1,
+        description="Answers per validation prompt; more than 1 adds the metric pass_k, the share of prompts with a "
+        "reward above 0.",
     )
     stop_at_validation_metric: str | None = Field(
         default=None, description="Validation metric, e.g. accuracy, that ends the run early; null: none."

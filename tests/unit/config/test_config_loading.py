@@ -1,5 +1,6 @@
 """From files to typed sections: unknown keys, types, features that do not exist yet, building in code."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,18 @@ def test_features_that_do_not_exist_are_refused(minimal: Path, override: str) ->
     with pytest.raises(ConfigError, match="not built yet") as caught:
         load_config(minimal, [override])
     assert override.partition("=")[0].lstrip("+").removesuffix(".enabled") in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gae", "raw", "raw_reward"])
+def test_estimators_of_ppo_are_named_as_such(minimal: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"adv_estimator.name=.*not built yet: PPO with a value model"):
+        load_config(minimal, [f"grpo.adv_estimator.name={name}"])
+
+
+def test_a_dual_clip_without_a_ratio_is_told(minimal: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "nemo_rl.config"):
+        load_config(minimal, ["loss_fn.disable_ppo_ratio=true", "loss_fn.ratio_clip_c=3"])
+    assert "loss_fn.ratio_clip_c (disable_ppo_ratio takes the ratio away)" in caplog.text
 
 
 def test_disabled_features_and_meaningless_keys_are_accepted(write_yaml) -> None:
