@@ -134,6 +134,13 @@ def test_a_good_enough_validation_ends_the_run(tmp_path: Path, caplog: pytest.Lo
     assert (tmp_path / "checkpoints/step_4").exists()
 
 
+def test_a_validation_without_a_graded_answer_does_not_end_the_run(tmp_path: Path) -> None:
+    data = Data()
+    cadence = Cadence(4, val_period=2, save_period=100, stop_metric="pass_k", stop_threshold=0.8)
+    session, _ = make_session(tmp_path, cadence, data, {2: 0.5, 4: 0.85})
+    assert train(session, data) == [1, 2, 3, 4]  # its validation has `accuracy` alone
+
+
 def test_an_error_in_a_step_is_not_swallowed_and_saves_nothing_new(tmp_path: Path) -> None:
     data = Data()
     session, _ = make_session(tmp_path, Cadence(9, save_period=2), data)

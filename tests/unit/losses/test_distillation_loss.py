@@ -227,3 +227,14 @@ def test_top_k_of_the_vocabulary_in_chunks() -> None:
     values, ids = topk_logits(hidden, weight, TopK(4, vocab_size=6), chunk_size=5)
     torch.testing.assert_close(values, logits[:, :6].topk(4).values)
     assert ids.max() < 6
+
+
+def test_num_valid_samples_are_all_answers_and_no_filler_rows() -> None:
+    """Of six rows one is masked, and one has no token that could count, as rows that fill a batch up."""
+    student, _, data = make_batch(3)
+    data["sample_mask"] = torch.tensor([1.0, 1, 0, 1, 1, 0])
+    data["token_mask"] = torch.ones(B, T)
+    data["token_mask"][5] = 0
+    metrics = FromLogits(loss_of("forward", False))(student, data, **denominators(data))[1]
+    assert float(metrics["num_valid_samples"]) == 5
+    assert float(metrics["num_unmasked_tokens"]) == 4 * (T - 1)

@@ -264,6 +264,15 @@ def test_filtered_logprobs_and_gradients() -> None:
         torch.testing.assert_close(g, w, rtol=0, atol=1e-11)
 
 
+def test_a_sampled_token_outside_the_filter_stays_in_the_distribution() -> None:
+    """Top-1 of (0.5, 0.3, 0.2) keeps the first; the sampled last one is 0.2 of the 0.7 that both have."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log().requires_grad_(True)
+    logprobs, _ = logprobs_from_logits(logits, torch.tensor([2]), density=SamplingDensity(top_k=1))
+    assert logprobs.exp().item() == pytest.approx(0.2 / 0.7, rel=1e-12)
+    logprobs.sum().backward()
+    assert logits.grad.tolist()[0] == pytest.approx([-0.5 / 0.7, 0.0, 1 - 0.2 / 0.7], rel=1e-12)
+
+
 @pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
 def test_densities_that_are_none_are_refused(bad) -> None:
     with pytest.raises(ConfigError):
