@@ -14,7 +14,7 @@ def test_learns(start_example: StartExample, tmp_path) -> None:
     assert metrics["validation", 0, "preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert metrics["train", 1, "loss"] == pytest.approx(math.log(2), abs=1e-5)
     margins = [metrics["validation", step, "rewards_margin_mean"] for step in (0, 10, 20)]
-    assert margins[0] == pytest.approx(0, abs=1e-6)
+    assert margins[0] == pytest.approx(0, abs=1e-5)
     assert margins[2] > margins[1] > 0
     assert metrics["validation", 20, "accuracy"] > 0.6
 
@@ -41,7 +41,7 @@ def test_kto_starts_at_one_half_and_learns(start_example: StartExample) -> None:
     assert metrics["train", 1, "kl_baseline"] == pytest.approx(0, abs=1e-4)
     for prefix in ("validation", "validation-easy"):
         assert metrics[prefix, 0, "loss"] == pytest.approx(0.5, abs=1e-6)
-        assert metrics[prefix, 0, "rewards_margin_mean"] == pytest.approx(0, abs=1e-6)
+        assert metrics[prefix, 0, "rewards_margin_mean"] == pytest.approx(0, abs=1e-5)
         losses = [metrics[prefix, step, "loss"] for step in (20, 40)]
         margins = [metrics[prefix, step, "rewards_margin_mean"] for step in (20, 40)]
         assert losses[1] < losses[0]
