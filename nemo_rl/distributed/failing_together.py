@@ -39,6 +39,17 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise CheckpointError("; ".join(reasons))
 
 
+def require_readable(error: dcp.CheckpointException) -> None:
+    """Raise the CheckpointError with which a rank refused a file, if one did: it says more than what follows from it.
+
+    Raises:
+        CheckpointError: as said.
+    """
+    refused = next((reason for reason, _ in error.failures.values() if isinstance(reason, CheckpointError)), None)
+    if refused is not None:
+        raise CheckpointError(str(refused)) from error
+
+
 def reasons_of(error: dcp.CheckpointException) -> str:
     """What the ranks met, without their stacks; the whole error is the cause of what is raised from it."""
     return "; ".join(dict.fromkeys(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values()))

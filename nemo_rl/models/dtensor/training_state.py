@@ -27,10 +27,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.distributed.failing_together import failing_together, reasons_of
+from nemo_rl.distributed.failing_together import failing_together, reasons_of, require_readable
 from nemo_rl.models.dtensor.optimizer import OptimizerSettings, groups_now, hyperparameters_now
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.dtensor.pipeline.weights import names_here
+from nemo_rl.models.plain_checkpoint import METADATA_FILE, only_plain_values, read_metadata
 from nemo_rl.models.staging import Keep, Write, as_it_is
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.plain_load import load_plain
@@ -142,9 +143,13 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
     del now["param_groups"][1:]  # a checkpoint that has them may have others, but always a first one
     now["state"] = _known_states(hf, now["state"], with_copies=True)
     state: dict[str, Any] = {"optim": now if groups is None else {"state": now["state"]}}
+    with failing_together():
+        read_metadata(path / METADATA_FILE)
     try:
-        dcp.load(state, checkpoint_id=str(path))
+        with only_plain_values():
+            dcp.load(state, checkpoint_id=str(path))
     except dcp.CheckpointException as error:
+        require_readable(error)
         raise CheckpointError(
             f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {reasons_of(error)}"
         ) from error

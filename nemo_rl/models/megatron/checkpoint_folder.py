@@ -21,6 +21,7 @@ from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.models.huggingface.tensor_files import MAX_FILE_BYTES, write_model_files
 from nemo_rl.models.low_rank import ADAPTER_PARAMETERS, merged
 from nemo_rl.models.megatron.saved_tensors import SavedTensors, by_parameter
+from nemo_rl.models.plain_checkpoint import METADATA_FILE
 from nemo_rl.utils.errors import CheckpointError
 from nemo_rl.utils.manifest import find_damage
 
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 ITERATION = "iter_0000000"
 """Subfolder of a weights folder that holds the tensors."""
-_METADATA = ".metadata"
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 
 
@@ -45,11 +45,12 @@ def find_weights(path: Path) -> Path:
     """
     given = path.expanduser()
     for folder in (given, given / "weights", given / "policy" / "weights", given.parent):
-        if (folder / ITERATION / _METADATA).exists() and (folder != given.parent or given.name == ITERATION):
+        if (folder / ITERATION / METADATA_FILE).exists() and (folder != given.parent or given.name == ITERATION):
             return folder
     raise CheckpointError(
         f"{str(given)!r} is no policy checkpoint of Megatron Core: neither it nor its policy/weights has a folder "
-        f"{ITERATION} with {_METADATA}. Give a step folder, for example results/grpo/step_10, or its policy/weights."
+        f"{ITERATION} with {METADATA_FILE}. Give a step folder, for example results/grpo/step_10, or its "
+        "policy/weights."
     )
 
 

@@ -3,7 +3,6 @@
 Invariant: of the files no more is in memory than one rank's part of one tensor, beside the whole tensor.
 """
 
-import pickle
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,9 +14,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from nemo_rl.distributed.failing_together import reasons_of
+from nemo_rl.models.plain_checkpoint import METADATA_FILE, only_plain_values, read_metadata
 from nemo_rl.utils.errors import CheckpointError
 
-_BROKEN = (OSError, RuntimeError, ValueError, KeyError, AssertionError, EOFError, pickle.UnpicklingError)
+_BROKEN = (OSError, RuntimeError, ValueError, KeyError, AssertionError, EOFError)
 
 
 class SavedTensors:
@@ -36,11 +36,8 @@ class SavedTensors:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reader = dcp.FileSystemReader(folder)
-        try:
-            self._metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        except (*_BROKEN, AttributeError) as error:
-            raise self._damaged(error) from error
+        self._metadata = read_metadata(folder / METADATA_FILE)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         found = self._metadata.state_dict_metadata.items()
         self._held = {name: held for name, held in found if isinstance(held, TensorStorageMetadata)}
         self.names = list(self._held)
@@ -68,9 +65,12 @@ class SavedTensors:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(targets, self._metadata, is_coordinator=True)
         try:
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
+            with only_plain_values():
+                self._reader.read_data(planner.create_local_plan(), planner).wait()
         except dcp.CheckpointException as error:
             raise CheckpointError(f"{self._folder} is damaged: {reasons_of(error)}") from error
+        except CheckpointError:
+            raise
         except _BROKEN as error:
             raise self._damaged(error) from error
         return whole

@@ -20,6 +20,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -29,9 +30,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch import Tensor
 
-from nemo_rl.distributed.failing_together import failing_together, reasons_of
+from nemo_rl.distributed.failing_together import failing_together, reasons_of, require_readable
+from nemo_rl.models.plain_checkpoint import METADATA_FILE, only_plain_values, read_metadata
 from nemo_rl.models.staging import Keep, Write, as_it_is
 from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.utils.plain_load import load_plain
 
 OPTIMIZER_FORMAT = "fully_reshardable"
 """Each moment is a tensor of its parameter's shape, so that any mesh reads what another one wrote."""
@@ -144,9 +147,9 @@ def read(folder: Path, state: Sharded) -> dict[str, Any]:
     Raises:
         CheckpointError: the folder is damaged, in another format, or of another model.
     """
-    with failing_together(), _named(folder, "cannot be read"):
+    with failing_together(), _named(folder, "cannot be read"), only_plain_values():
         _check_format(folder)
-    with failing_together(), _named(folder, "does not fit, or is damaged"):
+    with failing_together(), _named(folder, "does not fit, or is damaged"), only_plain_values():
         loaded, lacked, unknown = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
         for names, problem in ((unknown, "it lacks"), (lacked, "this model has no")):
             found = sorted(name for name in names if not name.endswith(_EXTRA_STATE))
@@ -156,6 +159,10 @@ def read(folder: Path, state: Sharded) -> dict[str, Any]:
 
 
 def _check_format(folder: Path) -> None:
+    read_metadata(folder / METADATA_FILE)
+    common = folder / COMMON_STATE_FNAME
+    if common.exists():  # written by older releases of Megatron Core; an environment variable lets it execute code
+        load_plain(common)
     content = dist_checkpointing.load_content_metadata(str(folder)) or {}
     found = content.get("distrib_optim_sharding_type", OPTIMIZER_FORMAT)
     if found != OPTIMIZER_FORMAT:
@@ -173,6 +180,7 @@ def _named(folder: Path, problem: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except dcp.CheckpointException as error:
+        require_readable(error)
         raise CheckpointError(f"{folder} {problem}: {reasons_of(error)}") from error
     except (
         CheckpointingException,

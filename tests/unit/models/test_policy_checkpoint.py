@@ -1,5 +1,8 @@
 """Checkpoints restore every bit, on any number of ranks, and load with from_pretrained."""
 
+import io
+import os
+import pickle
 import random
 import threading
 from pathlib import Path
@@ -17,6 +20,7 @@ from policy_helpers import (
     save_tiny_model,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import SequentialLR
 from transformers import AutoModelForCausalLM
@@ -279,6 +283,47 @@ def test_a_damaged_training_state_is_named(tmp_path, file) -> None:
         damaged.write_bytes(damaged.read_bytes()[:50])
         with pytest.raises(CheckpointError, match=str(damaged.parent)):
             worker.load_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+
+
+class _Bomb:
+    """Writes a marker file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("file", ["trainer.pt", "rng/rank_00000.pt", "optim/.metadata", "optim/__0_0.distcp"])
+def test_code_in_a_training_state_is_refused_by_name(tmp_path, file) -> None:
+    name, marker = save_tiny_model(tmp_path / "m"), tmp_path / "executed"
+    with process_group():
+        worker, config = _worker(name)
+        _update(worker, config, 1)
+        worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+        planted = tmp_path / "o" / file
+        if file == "optim/.metadata":
+            planted.write_bytes(pickle.dumps(_Bomb(marker)))
+        elif file == "optim/__0_0.distcp":
+            _plant_everywhere(planted, marker)
+        else:
+            torch.save({"settings": _Bomb(marker)}, planted)
+        with pytest.raises(CheckpointError, match=f"{planted} is refused: it names posix.system"):
+            worker.load_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
+    assert not marker.exists()
+
+
+def _plant_everywhere(data: Path, marker: Path) -> None:
+    """Let every value of a file of values be code."""
+    content = io.BytesIO()
+    torch.save(_Bomb(marker), content)
+    data.write_bytes(content.getvalue())
+    described = data.with_name(".metadata")
+    found = pickle.loads(described.read_bytes())
+    place = _StorageInfo(data.name, 0, len(content.getvalue()), None)
+    found.storage_data = dict.fromkeys(found.storage_data, place)
+    described.write_bytes(pickle.dumps(found))
 
 
 def _fail_on_one_rank(rank: int, world_size: int, name: str, step: str) -> str:

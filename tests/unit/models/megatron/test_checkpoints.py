@@ -1,7 +1,9 @@
 """Checkpoints of Megatron Core: bit for bit on the same mesh, exact on others, errors by name, exports by streaming."""
 
+import io
 import json
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -21,6 +23,7 @@ from rank_backend import CPU
 from rank_host import limit_waits, needs_megatron
 from safetensors.torch import load_file
 from small_models import hf_config, saved
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from nemo_rl.models.inputs import InputLayout, build_score_inputs
@@ -437,6 +440,71 @@ def test_a_reward_models_export_scores_as_the_trained_model(host, tmp_path):
         expected = torch.cat([model(input_ids=ids[None, :length]).logits[0] for ids, length in rows])
     assert (scores - expected).abs().max() < 1e-5
     assert expected.std() > 0.1
+
+
+class _Bomb:
+    """Writes a marker file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.marker}",)
+
+
+def _load_refused(rank: int, num_ranks: int, folder: Path) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        Run(Mesh()).load(folder)
+    return str(refused.value)
+
+
+def _plant_object(folder: Path, marker: Path) -> None:
+    """Let the one object between the tensors, which Megatron Core reads first, be code."""
+    described, content = folder / ".metadata", io.BytesIO()
+    torch.save([_Bomb(marker)], content)
+    (folder / "__0_0.distcp").write_bytes(content.getvalue())
+    found = pickle.loads(described.read_bytes())
+    place = _StorageInfo("__0_0.distcp", 0, len(content.getvalue()), None)
+    found.storage_data = dict.fromkeys(found.storage_data, place)
+    described.write_bytes(pickle.dumps(found))
+
+
+PLACES = ("weights/iter_0000000", "optimizer/optim")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *(f"{place}/{name}" for place in PLACES for name in (".metadata", "common.pt", "__0_0.distcp")),
+        *("optimizer/trainer.pt", "optimizer/rng/rank_00000.pt"),
+    ],
+)
+def test_code_in_a_checkpoint_is_refused_by_name(host, tmp_path, file):
+    host.run(_write, 1, Mesh(), tmp_path / "step_1")
+    planted, marker = tmp_path / "step_1" / "policy" / file, tmp_path / "executed"
+    if planted.name == ".metadata":
+        planted.write_bytes(pickle.dumps(_Bomb(marker)))
+    elif planted.suffix == ".distcp":
+        _plant_object(planted.parent, marker)
+    else:
+        torch.save({"args": _Bomb(marker)}, planted)
+    said = host.run(_load_refused, 1, tmp_path / "step_1")[0]
+    assert f"{planted} is refused: it names posix.system" in said
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_code_in_a_checkpoint_is_refused_by_exports(host, tmp_path, file):
+    host.run(_save_at_first, 1, Mesh(), tmp_path / "step_1")
+    weights, marker = checkpoint_folder.find_weights(tmp_path / "step_1"), tmp_path / "executed"
+    _tokenizer().save_pretrained(weights)
+    if file == ".metadata":
+        (weights / "iter_0000000" / file).write_bytes(pickle.dumps(_Bomb(marker)))
+    else:
+        _plant_object(weights / "iter_0000000", marker)
+    with pytest.raises(CheckpointError, match=f"iter_0000000/{file} is refused: it names posix.system"):
+        checkpoint_folder.export(weights, tmp_path / "hf")
+    assert not marker.exists()
 
 
 def test_an_export_says_what_is_missing(host, tmp_path):
