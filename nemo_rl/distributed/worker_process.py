@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ class WorkerHost:
         self._worker: Any = None
         configure_logging(name)
         log_paths = _redirected_outputs()
-        folder = Path(log_paths[-1]).parent if log_paths else Path("/tmp")
+        folder = Path(log_paths[-1]).parent if log_paths else Path(tempfile.mkdtemp(prefix="nemo_rl-"))
         stacks_path = folder / f"stacks-{os.getpid()}.txt"
         self._stacks_file = stacks_path.open("w")
         faulthandler.register(STACK_SIGNAL, file=self._stacks_file, all_threads=True)

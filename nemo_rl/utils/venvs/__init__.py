@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from nemo_rl.config import REPOSITORY_ROOT, VenvConfig
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, VenvError
+from nemo_rl.utils.own_folder import is_shared, require_own
 from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.venvs.ingredients import digest, ingredients_of, with_absolute_paths
 from nemo_rl.utils.venvs.making import Uv, build, check_interpreter, update_lock
@@ -90,8 +91,12 @@ def venv_folder() -> Path:
     NRL_FORCE_LOCAL_VENVS=true takes a folder below the node's own temporary folder instead, whatever the other says.
     """
     if is_set("NRL_FORCE_LOCAL_VENVS"):
-        return Path(tempfile.gettempdir()) / f"nemo_rl_venvs_{os.getuid()}"
+        return Path(tempfile.gettempdir()) / _local_name()
     return Path(os.environ.get("NEMO_RL_VENV_DIR") or DEFAULT_VENV_DIR).expanduser().absolute()
+
+
+def _local_name() -> str:
+    return f"nemo_rl_venvs_{os.getuid()}"
 
 
 def is_set(variable: str) -> bool:
@@ -123,7 +128,8 @@ def create_local_venv(
 
     Raises:
         ConfigError: the text cannot be read, or there is no such extra.
-        VenvError: uv is missing or fails, or Python, Ray or nemo_rl of the environment are not the driver's.
+        VenvError: uv is missing or fails, Python, Ray or nemo_rl of the environment are not the driver's, or other
+            users may change what is in the folder.
         DeadlineExceededError: it took longer than `timeout_s`.
     """
     wanted = parse_py_executable(py_executable) if isinstance(py_executable, str) else py_executable
@@ -134,8 +140,7 @@ def create_local_venv(
         return wanted.py_executable
     start, name = time.time(), re.sub(r"[^\w.-]", "_", venv_name)
     uv = Uv(time.monotonic() + timeout_s, f"Making the environment {venv_name!r}")
-    folder = folder or venv_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _usable(folder or venv_folder())
     if wanted.extras is not None:
         update_lock(uv)
     found = ingredients_of(with_absolute_paths(wanted), uv.version())
@@ -148,6 +153,20 @@ def create_local_venv(
                 _make(final, name, with_absolute_paths(wanted), found, uv)
                 logger.info("The environment %r took %.1f s", venv_name, time.time() - start)
     return str(final / "bin" / "python")
+
+
+def _usable(folder: Path) -> Path:
+    """Make the folder of the environments; in a place that all users share nobody else may have access to it.
+
+    Its path and the names in it can be guessed, and workers run the interpreters that are there.
+    """
+    if folder.name != _local_name() and not is_shared(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    try:
+        return require_own(folder, "Or set NEMO_RL_VENV_DIR to a folder of your own and NRL_FORCE_LOCAL_VENVS=false.")
+    except ConfigError as error:
+        raise VenvError(f"No environments of workers are kept in {error}") from error
 
 
 def _is_there(final: Path, newer_than: float) -> bool:

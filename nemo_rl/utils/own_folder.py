@@ -1,0 +1,88 @@
+"""Folders with predictable names in a place where other users of the machine may write too, such as `/tmp`.
+
+Whoever makes such a folder first decides what is in it. Invariant: nobody but this user and root can have put anything
+into a folder that `require_own` has returned, or can replace it.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from nemo_rl.utils.errors import ConfigError
+
+_ROOT = 0
+_USER_MAP, _OVERFLOW_UID = Path("/proc/self/uid_map"), Path("/proc/sys/kernel/overflowuid")
+_WHOLE_MAP = ["0", "0", "4294967295"]
+
+
+def require_own(folder: Path, advice: str) -> Path:
+    """Make a folder for this user alone (mode 0700), or check the one that is there.
+
+    A folder of this user that others may read becomes one that they may not; one that they may write to is refused,
+    since what it holds may be theirs.
+
+    Args:
+        folder: its last component is made where it is missing, and those above it.
+        advice: what to do instead, a sentence.
+
+    Raises:
+        ConfigError: it is a link or no folder, belongs to another user, or others may write to it or replace it.
+    """
+    folder = Path(os.path.realpath(folder.parent)) / folder.name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for above in folder.parents:
+        _require_kept(above, folder, advice)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        found = folder.lstat()
+        problem = _problem(found)
+        if problem:
+            raise ConfigError(f"{folder} {problem}. Delete it if it is not yours to keep. {advice}") from None
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            folder.chmod(0o700)
+    return folder
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether it is below a place like `/tmp`, where every user may put something and keeps what is theirs."""
+    shared = stat.S_IWOTH | stat.S_ISVTX
+    return any(above.exists() and above.stat().st_mode & shared == shared for above in folder.absolute().parents)
+
+
+def _problem(found: os.stat_result) -> str | None:
+    """Why what is there is not this user's own folder."""
+    if stat.S_ISLNK(found.st_mode):
+        return "is a symbolic link"
+    if not stat.S_ISDIR(found.st_mode):
+        return "is no folder"
+    if found.st_uid != os.geteuid():
+        return f"belongs to another user (uid {found.st_uid}; this process has {os.geteuid()})"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"may be written to by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
+def _require_kept(above: Path, folder: Path, advice: str) -> None:
+    """Refuse a folder above in which others may replace what they do not own."""
+    found = above.stat()
+    mode, trusted = stat.S_IMODE(found.st_mode), _trusted_owners()
+    others_write = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and found.st_uid not in trusted)
+    if found.st_uid not in trusted:
+        problem = f"{above} belongs to another user (uid {found.st_uid}), who may replace what is in it"
+    elif others_write and not mode & stat.S_ISVTX:
+        problem = f"others may replace what is in {above} (mode {mode:04o}, no sticky bit)"
+    else:
+        return
+    raise ConfigError(f"{folder} is not safe: {problem}. {advice}")
+
+
+def _trusted_owners() -> set[int]:
+    """This user and root; in a user namespace also the uid that stands for all users outside it, the host's root."""
+    trusted = {os.geteuid(), _ROOT}
+    try:
+        if _USER_MAP.read_text().split() != _WHOLE_MAP:
+            trusted.add(int(_OVERFLOW_UID.read_text()))
+    except OSError:
+        return trusted  # not Linux
+    return trusted
