@@ -4,9 +4,34 @@ Invariant: a part that is not text is refused by `content_text`, through which a
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
+from nemo_rl.config import DataConfig
+from nemo_rl.config.schema.evaluation import EvalDataConfig
 from nemo_rl.utils.errors import DataError
+
+TOOL_ROLES = frozenset(("environment", "function", "ipython", "tool"))
+"""Roles whose texts are written by programs, and by whatever these have read."""
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """Whose texts are encoded as ordinary text, also where they contain control tokens such as `<|im_end|>`.
+
+    Attributes:
+        rows: those of rows of data; control tokens that the vocabulary does not mark as special, such as `<think>` in
+            Qwen's, stay what they are.
+        tools: those of environments, and of the roles of `TOOL_ROLES` in rows.
+    """
+
+    rows: bool = False
+    tools: bool = True
+
+
+def text_rules(data: DataConfig | EvalDataConfig) -> TextRules:
+    """The rules of a `data` section."""
+    return TextRules(rows=data.control_tokens_in_rows == "as_text", tools=data.control_tokens_from_tools == "as_text")
 
 
 class TextPart(TypedDict):

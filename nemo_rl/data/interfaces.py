@@ -13,7 +13,7 @@ from typing import Any, NotRequired, Protocol, TypedDict
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.content import Content, ImagePart, TextPart, content_text
+from nemo_rl.data.content import Content, ImagePart, TextPart, TextRules, content_text
 from nemo_rl.utils.errors import DataError
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "TaskDataProcessFnCallable",
     "TaskDataSpec",
     "TextPart",
+    "TextRules",
     "TokenizerType",
     "content_text",
 ]
@@ -110,6 +111,7 @@ class TaskDataSpec:
             literal brace is written twice).
         system_prompt_file: UTF-8 text sent as the system message.
         stop_strings: Texts that end an answer, besides those of `policy.generation`.
+        text_rules: Whose texts are encoded as ordinary text; None is `TextRules()`.
 
     Raises:
         DataError: A file is missing, is not UTF-8, or is not a template `str.format` accepts.
@@ -119,6 +121,7 @@ class TaskDataSpec:
     prompt_file: PathLike | None = None
     system_prompt_file: PathLike | None = None
     stop_strings: list[str] | None = None
+    text_rules: TextRules | None = None
     prompt: str | None = field(default=None, init=False)
     system_prompt: str | None = field(default=None, init=False)
 
@@ -126,6 +129,11 @@ class TaskDataSpec:
         """Read the two files."""
         self.prompt = _read_text("prompt_file", self.prompt_file)
         self.system_prompt = _read_text("system_prompt_file", self.system_prompt_file)
+
+    @property
+    def rules(self) -> TextRules:
+        """`text_rules`, or the usual ones."""
+        return self.text_rules or TextRules()
 
     def copy_defaults(self, from_spec: "TaskDataSpec") -> None:
         """Take every attribute that is None here from `from_spec`."""

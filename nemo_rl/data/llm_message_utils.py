@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nemo_rl.data.content import with_texts
+from nemo_rl.data.control_tokens import control_tokens_of
 from nemo_rl.data.interfaces import (
     FlatMessagesType,
     LLMMessageLogType,
@@ -170,7 +171,7 @@ def get_formatted_message_log(
         message_log: Messages with `role` and `content`.
         tokenizer: Renders and tokenises.
         task_data_spec: Its system prompt comes first; its prompt is put around the first user
-            message.
+            message; its rules say whose control tokens are ordinary text.
         add_bos_token: Begin with the beginning-of-sequence token if the chat does not.
         add_eos_token: End with the end-of-sequence token if the chat does not end with a special
             token (line ends after it are dropped).
@@ -183,16 +184,19 @@ def get_formatted_message_log(
         DataError: The chat template rewrites earlier messages when later ones follow, so the
             pieces cannot be told apart; or it cannot render the chat at all.
     """
-    messages = with_task_prompts(message_log, task_data_spec)
+    control = control_tokens_of(tokenizer)
+    messages = control.quoted_chat(with_task_prompts(message_log, task_data_spec), task_data_spec.rules)
+    tools = control.quoted_tools(tools, task_data_spec.rules)
     full_text = render_chat(messages, tokenizer, add_generation_prompt=False, tools=tools)
     chat = ChatRenderer(messages, tokenizer, tools)
     ends = message_ends(chat, full_text, header_is_prompt=add_generation_prompt)
     formatted: LLMMessageLogType = []
     for message, start, end in zip(messages, [0, *ends[:-1]], ends, strict=True):
-        formatted.append({"role": message["role"], "content": full_text[start:end]})
+        formatted.append({"role": control.shown(message["role"]), "content": full_text[start:end]})
     _add_ends(formatted, tokenizer, add_bos_token, add_eos_token)
     for message in formatted:
         message[TOKEN_KEY] = encode_text(message["content"], tokenizer, longest)
+        message["content"] = control.shown(message["content"])
     return formatted
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-from nemo_rl.data.content import content_text
-from nemo_rl.data.interfaces import LLMMessageLogType, Message, TokenizerType
+from nemo_rl.data.content import TextRules, content_text
+from nemo_rl.data.control_tokens import control_tokens_of
+from nemo_rl.data.interfaces import Chat, LLMMessageLogType, Message, TokenizerType
+from nemo_rl.data.processors import prompt_entry
 from nemo_rl.data.rendering import encode_text, render_chat
 from nemo_rl.utils.errors import DataError
 
@@ -42,10 +44,12 @@ class ObservationRenderer:
 
     Args:
         tokenizer: without a chat template all observations are bare text.
+        rules: whether control tokens in observations are ordinary text; None is `TextRules()`.
     """
 
-    def __init__(self, tokenizer: TokenizerType) -> None:
+    def __init__(self, tokenizer: TokenizerType, rules: TextRules | None = None) -> None:
         self._tokenizer = tokenizer
+        self._rules = rules or TextRules()
         self._head = lru_cache(self._find_head)
 
     def token_ids(
@@ -64,13 +68,38 @@ class ObservationRenderer:
         Raises:
             DataError: the content is not text, or the template refuses or leaves out the message.
         """
-        message = template_message(observation)
+        message = self.message(observation)
         prompt_ids = torch.cat([turn["token_ids"] for turn in message_log])[:prompt_length]
         if not self._is_chat(prompt_ids[-_LONGEST_OPENING:]):
             return encode_text(message["content"], self._tokenizer)
         return self._continuation(
             self._added(message), self._head(message["role"]), message_log[-1]["token_ids"].tolist()
         )
+
+    def message(self, observation: Mapping[str, Any]) -> Message:
+        """An observation as `render_chat` takes it, its control tokens quoted as the rules say.
+
+        Raises:
+            DataError: a part is not text.
+        """
+        message = template_message(observation)
+        return control_tokens_of(self._tokenizer).quoted(message, of_tools=True) if self._rules.tools else message
+
+    def first_of_prompt(self, chat: Chat, observation: Mapping[str, Any]) -> Message:
+        """The one entry of a prompt's log with an observation as its last message.
+
+        Raises:
+            DataError: the content is not text, or the template refuses the chat.
+        """
+        control = control_tokens_of(self._tokenizer)
+        messages = [*control.quoted_chat(chat["messages"], self._rules), self.message(observation)]
+        quoted = Chat(messages=messages, tools=control.quoted_tools(chat["tools"], self._rules))
+        return prompt_entry(quoted, self._tokenizer, rules=TextRules(rows=False, tools=False))
+
+    def control_token_in(self, observation: Mapping[str, Any]) -> str | None:
+        """The first control token in the text of an observation, whatever becomes of it."""
+        text = template_message(observation)["content"]
+        return control_tokens_of(self._tokenizer).first_in(text, of_tools=True)
 
     def _is_chat(self, prompt_end: torch.Tensor) -> bool:
         """Whether the template's header of an assistant turn is at the end of a prompt, words put behind it or not."""

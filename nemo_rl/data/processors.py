@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nemo_rl.data.content import content_text
+from nemo_rl.data.content import TextRules, content_text
+from nemo_rl.data.control_tokens import control_tokens_of
 from nemo_rl.data.interfaces import (
     Chat,
     DatumSpec,
@@ -85,7 +86,9 @@ def multichoice_qa_processor(
     info = {"ground_truth": letter}
     if datum_dict.get("subject") is not None:
         info["subject"] = str(datum_dict["subject"])
-    spec = TaskDataSpec(task_data_spec.task_name, None, task_data_spec.system_prompt_file)
+    spec = TaskDataSpec(
+        task_data_spec.task_name, None, task_data_spec.system_prompt_file, text_rules=task_data_spec.text_rules
+    )
     how = _Rendering(spec, tokenizer, max_seq_length, idx)
     return _prompt_datum([{"role": "user", "content": text}], info, datum_dict, how)
 
@@ -211,23 +214,28 @@ def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, An
     chat = Chat(messages=with_task_prompts(prompt, how.spec), tools=tools_of(row))
     if chat["tools"] is not None:
         info["tools"] = chat["tools"]
-    entry = prompt_entry(chat, how.tokenizer, how.max_seq_length)
+    entry = prompt_entry(chat, how.tokenizer, how.max_seq_length, how.spec.rules)
     datum = _finish([entry], info, row.get("task_name"), how.max_seq_length, how.idx)
     if datum["loss_multiplier"]:
         datum["chat"] = chat
     return datum
 
 
-def prompt_entry(chat: Chat, tokenizer: TokenizerType, longest: int | None = None) -> Message:
+def prompt_entry(
+    chat: Chat, tokenizer: TokenizerType, longest: int | None = None, rules: TextRules | None = None
+) -> Message:
     """The one entry of a prompt's log: its rendered chat, generation prompt included.
 
     Args:
         chat: messages and tools.
         tokenizer: renders and tokenises.
         longest: see `encode_text`.
+        rules: whose control tokens are ordinary text; None is `TextRules()`.
     """
-    text = render_chat(chat["messages"], tokenizer, add_generation_prompt=True, tools=chat["tools"])
-    return {"role": "user", "content": text, "token_ids": encode_text(text, tokenizer, longest)}
+    control, rules = control_tokens_of(tokenizer), rules or TextRules()
+    messages, tools = control.quoted_chat(chat["messages"], rules), control.quoted_tools(chat["tools"], rules)
+    text = render_chat(messages, tokenizer, add_generation_prompt=True, tools=tools)
+    return {"role": "user", "content": control.shown(text), "token_ids": encode_text(text, tokenizer, longest)}
 
 
 def _finish(

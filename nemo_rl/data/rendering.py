@@ -1,6 +1,7 @@
 """Render chats to text and text to token ids: the one place where prompts become tokens.
 
-Invariant: special tokens come from the chat template only, so nothing is doubled.
+Invariant: special tokens come from the chat template, so nothing is doubled, and from texts only where nobody quoted
+them (`control_tokens`).
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import jinja2
 import torch
 
 from nemo_rl.data.content import with_texts
+from nemo_rl.data.control_tokens import control_tokens_of, is_marked
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.utils.errors import DataError
 
@@ -58,7 +60,7 @@ def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None)
     """Token ids [T] int64 of rendered text; adds no special tokens.
 
     Args:
-        text: Rendered text.
+        text: Rendered text, with marks of `control_tokens` or without.
         tokenizer: Encodes it.
         longest: The caller has no use for a text of more tokens, so of such a text a beginning with more tokens
             than that may do; None encodes all of it. Megabytes would take seconds and gigabytes.
@@ -75,5 +77,7 @@ def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None)
 
 
 def _encode(text: str, tokenizer: TokenizerType) -> torch.Tensor:
+    if is_marked(text):
+        return torch.tensor(control_tokens_of(tokenizer).encode(text), dtype=torch.int64)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.int64)

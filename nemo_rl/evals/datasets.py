@@ -18,6 +18,7 @@ from nemo_rl.config.base.names import ARITHMETIC
 from nemo_rl.config.rules.evaluation import LOCALES, is_local_dataset
 from nemo_rl.config.schema.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import RowError
+from nemo_rl.data.content import text_rules
 from nemo_rl.data.datasets.arithmetic import VALIDATION
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, RawDataset, Row
@@ -210,7 +211,9 @@ def load_eval_dataset(data_config: EvalDataConfig | Mapping[str, Any]) -> Proble
     return replace(
         problems,
         processor_name=processor,
-        task_spec=TaskDataSpec(config.env_name, config.prompt_file, config.system_prompt_file),
+        task_spec=TaskDataSpec(
+            config.env_name, config.prompt_file, config.system_prompt_file, text_rules=text_rules(config)
+        ),
     )
 
 

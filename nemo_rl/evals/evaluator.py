@@ -18,6 +18,7 @@ from nemo_rl.config import config_of
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.env import stop_strings_of
+from nemo_rl.data.content import text_rules
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.node_checks import Shared, check_nodes
@@ -270,7 +271,7 @@ def _started(
         limits = RolloutLimits(
             config.generation.engine.max_model_len, config.eval.max_rollout_turns, cluster.timeouts.rollout_s
         )
-        runner = RolloutRunner(engines, {name: running}, tokenizer, limits, loop)
+        runner = RolloutRunner(engines, {name: running}, tokenizer, limits, loop, text_rules(config.data))
         yield Asker(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False))
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from nemo_rl.config.schema.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import report_bad_rows
 from nemo_rl.data.collate_fn import rl_collate_fn
+from nemo_rl.data.control_tokens import control_tokens_of
+from nemo_rl.data.datasets.control_rows import check_control_tokens
 from nemo_rl.data.datasets.given import checked_rows
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, RowView
@@ -88,15 +90,17 @@ class EvalPrompts:
         raw = problems.raw
         name = config.data_path or str(config.dataset_name)
         self._topic_key = problems.topic_key
+        control = control_tokens_of(tokenizer)
+        rows, odd = check_control_tokens(name, _some(raw.dataset, config), control, config.control_tokens_in_rows)
         self._data = AllTaskProcessedDataset(
-            _some(raw.dataset, config),
+            rows,
             tokenizer,
             spec,
             problems.processor,
             unfold_choice,
             config.max_input_seq_length,
         )
-        bad = raw.bad_rows + self._data.leave_out_unusable(len(self._data), over_long=False)
+        bad = raw.bad_rows + odd + self._data.leave_out_unusable(len(self._data), over_long=False)
         report_bad_rows(name, bad, raw.num_rows, config.max_bad_row_share, raw.first_columns)
         self.num_bad_rows = len(bad)
         self._prompts = MixedDataset([self._data] * config.repeat)

@@ -52,6 +52,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "mean_total_tokens_per_sample": mean([t.length for t in trajectories]),
         "mean_env_tokens_per_sample": mean([t.length - t.prompt_length - t.response_length for t in trajectories]),
         "total_num_tokens": float(sum(t.length for t in trajectories)),
+        "num_control_token_observations": float(sum(t.num_control_token_observations for t in trajectories)),
         "mean_environment_s": mean([t.environment_s for t in trajectories]),
     }
     return _known(metrics) | _component_means(trajectories)

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.interfaces import Chat, Message
-from nemo_rl.data.observations import ObservationRenderer, template_message
-from nemo_rl.data.processors import prompt_entry
+from nemo_rl.data.content import TextRules
+from nemo_rl.data.interfaces import Message
+from nemo_rl.data.observations import ObservationRenderer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -134,6 +134,7 @@ class RolloutRunner:
         tokenizer: decodes responses that come without a text, and encodes observations.
         limits: bounds.
         loop: where the coroutines run.
+        text_rules: whose control tokens are ordinary text; None is `TextRules()`.
     """
 
     def __init__(
@@ -143,11 +144,14 @@ class RolloutRunner:
         tokenizer: PreTrainedTokenizerBase,
         limits: RolloutLimits,
         loop: EventLoopThread,
+        text_rules: TextRules | None = None,
     ):
         self._generation = generation
         self._environments = environments
         self._tokenizer = tokenizer
-        self._observations = ObservationRenderer(tokenizer)
+        self._text_rules = text_rules or TextRules()
+        self._observations = ObservationRenderer(tokenizer, self._text_rules)
+        self._has_reported = False
         self._limits = limits
         self._loop = loop
         self._closings: set[asyncio.Task[None]] = set()
@@ -297,8 +301,8 @@ class RolloutRunner:
                 "its data processor does not say what the prompt was rendered from: give the datum `chat`, a dict "
                 "with `messages` and `tools`, or put the observation into the prompt there"
             )
-        messages = [*sample.chat["messages"], template_message(observation)]
-        entry = prompt_entry(Chat(messages=messages, tools=sample.chat["tools"]), self._tokenizer)
+        self._note_control_tokens(sample, observation)
+        entry = self._observations.first_of_prompt(sample.chat, observation)
         sample.message_log = [entry]
         sample.prompt_length = len(entry["token_ids"])
 
@@ -317,6 +321,7 @@ class RolloutRunner:
                     sample.outcome = Outcome.TRUNCATED
                 return
             try:
+                self._note_control_tokens(sample, step.observation)
                 ids = self._observations.token_ids(step.observation, sample.message_log, sample.prompt_length)
             except DataError as error:
                 _fail(sample, f"an observation cannot be rendered: {error}")
@@ -326,6 +331,21 @@ class RolloutRunner:
                 return
             sample.message_log.append({**step.observation, "token_ids": ids})
             stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
+
+    def _note_control_tokens(self, sample: Trajectory, observation: Message) -> None:
+        """Count an observation whose text holds a control token, and report the first one of this process."""
+        token = self._observations.control_token_in(observation)
+        if token is None:
+            return
+        sample.num_control_token_observations += 1
+        if not self._has_reported:
+            self._has_reported = True
+            logger.warning(
+                "An observation of %r holds the control token %r, encoded as %s (data.control_tokens_from_tools).",
+                sample.task_name,
+                token,
+                "text" if self._text_rules.tools else "that token",
+            )
 
     async def _take_turn(self, sample: Trajectory, sampling: SamplingParams, key: RolloutKey) -> GenerationResult:
         prefix = [t for message in sample.message_log for t in message["token_ids"].tolist()]

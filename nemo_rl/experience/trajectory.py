@@ -50,6 +50,7 @@ class Trajectory:
         extra_env_info: the environment's metadata after the last turn.
         episode: its last metadata that was not None, with which the episode is closed.
         chat: what the prompt was rendered from; None where the data does not say.
+        num_control_token_observations: observations whose texts hold control tokens.
         generation_s: seconds spent waiting for the engine.
         environment_s: seconds spent waiting for the environment.
     """
@@ -71,6 +72,7 @@ class Trajectory:
     extra_env_info: Any = None
     episode: Any = None
     chat: Chat | None = None
+    num_control_token_observations: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0
 

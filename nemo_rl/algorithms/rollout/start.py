@@ -38,7 +38,7 @@ from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.config import RolloutMasterConfig
-from nemo_rl.data.content import with_texts
+from nemo_rl.data.content import text_rules, with_texts
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
 from nemo_rl.distributed.virtual_cluster import init_ray
@@ -169,7 +169,9 @@ def _connect(
     limits = RolloutLimits(
         config.policy.max_total_sequence_length, algorithm.max_rollout_turns, cluster.timeouts.rollout_s
     )
-    runner = RolloutRunner(workers.engines, workers.environments, recipe.tokenizer, limits, loop)
+    runner = RolloutRunner(
+        workers.engines, workers.environments, recipe.tokenizer, limits, loop, text_rules(config.data)
+    )
     memory = share_memory(config, recipe.roles, workers)
     refitter = make_refitter(config.policy, cluster, policy, workers.engines, memory)
     trajectory_log = TrajectoryLog(folders.log_dir, config.logger.save_trajectories)

@@ -4,7 +4,7 @@ Invariant: a key that an entry of `train` or `validation` leaves out comes from 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, PrivateAttr, Tag
 
@@ -129,6 +129,18 @@ def _as_default(key: str) -> str:
     return f"write data.default.{key} (all data sets) or data.train.{key}"
 
 
+type InRows = Literal["report", "allow", "as_text", "leave_out"]
+type FromTools = Literal["as_text", "as_tokens"]
+IN_ROWS = (
+    "Rows whose texts hold control tokens such as <|im_end|>: report counts them and encodes the tokens as such, allow "
+    "says nothing, as_text encodes them as ordinary text, leave_out counts the rows as unusable."
+)
+FROM_TOOLS = (
+    "Control tokens in texts of environments and tools (observations, messages of the role tool in rows): as_text "
+    "encodes them as ordinary text, which cannot end or begin a turn, as_tokens as the tokens."
+)
+
+
 class DataConfig(Section):
     """Training and validation data."""
 
@@ -181,6 +193,8 @@ class DataConfig(Section):
     max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1, description="Share of unusable rows above which a data set is refused."
     )
+    control_tokens_in_rows: InRows = Field(default="report", description=IN_ROWS)
+    control_tokens_from_tools: FromTools = Field(default="as_text", description=FROM_TOOLS)
 
     _handed_in: bool = PrivateAttr(default=False)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section, derived
-from nemo_rl.config.schema.data import numbers_without_effect
+from nemo_rl.config.schema.data import FROM_TOOLS, IN_ROWS, FromTools, InRows, numbers_without_effect
 from nemo_rl.config.schema.generation import EngineConfig, GenerationConfig, TopK
 from nemo_rl.config.schema.policy import TokenizerConfig
 
@@ -151,3 +151,5 @@ class EvalDataConfig(Section):
     max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1, description="Share of unusable rows above which a data set is refused."
     )
+    control_tokens_in_rows: InRows = Field(default="report", description=IN_ROWS)
+    control_tokens_from_tools: FromTools = Field(default="as_text", description=FROM_TOOLS)

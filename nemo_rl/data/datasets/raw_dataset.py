@@ -104,6 +104,10 @@ class FormattedRows(Sequence[FormattedRow]):
         format_row: Returns the messages of a raw row, or raises `RowError`.
         task_name: Put into every row.
         key: Where what `format_row` returns is put.
+
+    Attributes:
+        table: the rows that it was made of.
+        indices: [rows] int64, which of them are usable.
     """
 
     def __init__(
@@ -133,36 +137,41 @@ class FormattedRows(Sequence[FormattedRow]):
             except _ODD_VALUE as error:
                 reason = f"cannot be read ({type(error).__name__}: {error})"
                 self.bad_rows.append(BadRow(table.name, table.lines[index], reason))
-        self._indices = np.array(usable, dtype=np.int64)
+        self.indices = np.array(usable, dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def __getitem__(self, position: Any) -> Any:
-        row = self.table.rows[int(self._indices[position])]
+        row = self.table.rows[int(self.indices[position])]
         return {**row, self._key: self._format_row(row), "task_name": self._task_name}
 
     def place(self, position: int) -> tuple[str, int]:
         """File (or data set) and line of a row."""
-        return self.table.name, self.table.lines[int(self._indices[position])]
+        return self.table.name, self.table.lines[int(self.indices[position])]
 
 
 class RowView(Sequence[FormattedRow]):
-    """Some rows of a sequence, by index."""
+    """Some rows of a sequence.
+
+    Attributes:
+        rows: the sequence.
+        indices: [rows] int64, places in it.
+    """
 
     def __init__(self, rows: Sequence[FormattedRow], indices: np.ndarray) -> None:
-        self._rows = rows
-        self._indices = indices
+        self.rows = rows
+        self.indices = indices
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def __getitem__(self, position: Any) -> Any:
-        return self._rows[int(self._indices[position])]
+        return self.rows[int(self.indices[position])]
 
     def place(self, position: int) -> tuple[str, int]:
         """File (or data set) and line of a row."""
-        return row_place(self._rows, int(self._indices[position]))
+        return row_place(self.rows, int(self.indices[position]))
 
 
 def row_place(rows: Sequence[FormattedRow], position: int) -> tuple[str, int]:

@@ -15,7 +15,10 @@ from nemo_rl.config import DataConfig, DatasetConfig, SupervisedDataConfig, repo
 from nemo_rl.config.rules.data import check_environment
 from nemo_rl.config.schema.env import stop_strings_of
 from nemo_rl.data.bad_rows import BadRow, report_bad_rows
+from nemo_rl.data.content import text_rules
+from nemo_rl.data.control_tokens import control_tokens_of
 from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
+from nemo_rl.data.datasets.control_rows import check_control_tokens
 from nemo_rl.data.datasets.feedback_datasets import load_feedback_dataset
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
@@ -155,25 +158,27 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
     train: list[AllTaskProcessedDataset] = []
     validation: dict[str | None, list[AllTaskProcessedDataset]] = {}
     bad_rows: list[BadRow] = []
-    entries = _entries(data_config)
+    entries, rules = _entries(data_config), text_rules(data_config)
+    control = control_tokens_of(tokenizer)
     specs = [
-        TaskDataSpec(entry.env_name, entry.prompt_file, entry.system_prompt_file, part.stop_strings)
+        TaskDataSpec(entry.env_name, entry.prompt_file, entry.system_prompt_file, part.stop_strings, rules)
         for (entry, _), part in zip(entries, parts, strict=True)
     ]
     for (entry, role), part, spec in zip(entries, parts, specs, strict=True):
         raw = part.load(entry, role)
         held_out = held_out_rows(raw, entry, data_config.validation_entries)
-        bad = raw.bad_rows
+        bad, name = raw.bad_rows, entry.data_path or str(entry.dataset_name)
         for rows, use, times in ((raw.dataset, role, entry.repeat), (held_out, VALIDATION, 1)):
             if rows is None:
                 continue
+            kept, odd = check_control_tokens(name, rows, control, data_config.control_tokens_in_rows)
+            bad = bad + odd
             made = AllTaskProcessedDataset(
-                rows, tokenizer, spec, part.process, max_seq_length=data_config.max_input_seq_length
+                kept, tokenizer, spec, part.process, max_seq_length=data_config.max_input_seq_length
             )
             bad = bad + made.leave_out_unusable(part.num_tried, over_long=part.over_long)
             (train if use == TRAIN else validation.setdefault(entry.name, [])).extend([made] * times)
         bad = list(dict.fromkeys(bad))
-        name = entry.data_path or str(entry.dataset_name)
         report_bad_rows(name, bad, raw.num_rows, data_config.max_bad_row_share, raw.first_columns)
         bad_rows += bad
     sets = {name: MixedDataset(rows) for name, rows in validation.items()}
