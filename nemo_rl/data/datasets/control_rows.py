@@ -6,7 +6,7 @@ formatted. Invariant: what is counted is in a text that reaches the chat templat
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,7 +75,7 @@ def rows_with_control_tokens(rows: Sequence[FormattedRow], control: ControlToken
     """Positions of rows whose texts hold special tokens, each with the first one, and how many rows were searched."""
     if not len(rows):
         return {}, 0
-    candidates = _candidates(rows, re.compile("|".join((*map(re.escape, control.special), _ESCAPED))))
+    candidates = _candidates(rows, _Search(control.special))
     num_searched = min(len(rows), _LOOKED_AT) if candidates is None else len(rows)
     positions = range(num_searched) if candidates is None else np.flatnonzero(candidates).tolist()
     found = {}
@@ -89,20 +89,38 @@ def rows_with_control_tokens(rows: Sequence[FormattedRow], control: ControlToken
     return found, num_searched
 
 
-def _candidates(rows: Any, pattern: re.Pattern[str]) -> np.ndarray | None:
-    """[rows] bool: whether a row may hold what the pattern finds; None where looking means making the rows."""
+class _Search:
+    """Finds texts that may hold one of some tokens.
+
+    Attributes:
+        pattern: regular expression of Python and of Arrow.
+    """
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self.pattern = "|".join((*map(re.escape, tokens), _ESCAPED))
+        self._find = re.compile(self.pattern).search
+        # Looking for a few short texts first is ten times as fast as the expression.
+        self._beginnings = tuple({token[:2] for token in (*tokens, "\\u00")})
+
+    def may_match(self, text: str) -> bool:
+        """Whether one of the tokens may be in a text."""
+        return any(beginning in text for beginning in self._beginnings) and self._find(text) is not None
+
+
+def _candidates(rows: Any, search: _Search) -> np.ndarray | None:
+    """[rows] bool: whether a row may hold one of the tokens; None where looking means making the rows."""
     if isinstance(rows, RowView):
-        below = _candidates(rows.rows, pattern)
+        below = _candidates(rows.rows, search)
         return None if below is None else below[rows.indices]
     if isinstance(rows, FormattedRows):
-        below = _candidates(rows.table.rows, pattern)
+        below = _candidates(rows.table.rows, search)
         return None if below is None else below[rows.indices]
     if is_table(rows):
         arrow = rows.with_format("arrow")
         tables = (arrow[start : start + _BATCH_ROWS] for start in range(0, len(rows), _BATCH_ROWS))
-        return np.concatenate([_in_table(table, pattern) for table in tables])
+        return np.concatenate([_in_table(table, search.pattern) for table in tables])
     if isinstance(rows, list):
-        return np.array([any(pattern.search(text) for text in _texts(row)) for row in rows], dtype=bool)
+        return np.fromiter((_any_text(row, search.may_match) for row in rows), bool, len(rows))
     return None
 
 
@@ -118,14 +136,25 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(below)
 
 
-def _in_table(table: "pyarrow.Table", pattern: re.Pattern[str]) -> np.ndarray:
+def _any_text(value: Any, test: Callable[[str], bool]) -> bool:
+    """As `any(map(test, _texts(value)))`, in a third of the time."""
+    if isinstance(value, str):
+        return test(value)
+    below = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for each in below:  # noqa: SIM110  (a generator takes most of the time that is saved)
+        if _any_text(each, test):
+            return True
+    return False
+
+
+def _in_table(table: "pyarrow.Table", pattern: str) -> np.ndarray:
     found = np.zeros(len(table), dtype=bool)
     for column in table.columns:
         found |= _in_array(column.combine_chunks(), pattern)
     return found
 
 
-def _in_array(array: Any, pattern: re.Pattern[str]) -> np.ndarray:
+def _in_array(array: Any, pattern: str) -> np.ndarray:
     """[values] bool of an Arrow array, nested ones too; what cannot be searched counts as found."""
     import pyarrow
     import pyarrow.compute
@@ -137,7 +166,7 @@ def _in_array(array: Any, pattern: re.Pattern[str]) -> np.ndarray:
         return _in_array(array.dictionary_decode(), pattern)
     if types.is_string(kind) or types.is_large_string(kind):
         try:
-            matches = pyarrow.compute.match_substring_regex(array, pattern.pattern)
+            matches = pyarrow.compute.match_substring_regex(array, pattern)
         except pyarrow.ArrowInvalid:  # not UTF-8
             return np.ones(len(array), dtype=bool)
         return matches.fill_null(False).to_numpy(zero_copy_only=False)
