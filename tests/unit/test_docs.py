@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from nemo_rl.algorithms.loss import ClippedPGLossFn
 from nemo_rl.algorithms.rollout.source import Group
@@ -222,6 +225,34 @@ def test_the_shown_run_trains(tmp_path, shown_class, line, steps):
         trained = [row["metrics"] for row in logged if row["prefix"] == "train"]
         assert len(trained) == steps
         assert all(-20 < metrics["fluency"] < 0 for metrics in trained)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_shown_backend_and_engine_run_together(tmp_path):
+    """With their own sections of the page in one file: the engine samples from the table that the backend trains."""
+    (tmp_path / "my_project").mkdir()
+    for module, name in (("table_backend", "TableRank"), ("my_engine", "BigramEngine")):
+        (block,) = [block for block in blocks(ADDING, "python") if f"class {name}" in block]
+        (tmp_path / "my_project" / f"{module}.py").write_text(block)
+    shown = [yaml.safe_load(block).get("policy", {}) for block in blocks(ADDING, "yaml")]
+    backend, engine = (next(each for each in shown if key in each) for key in ("training_backend", "generation"))
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/assets/tiny-chat")
+    backend["training_backend"]["kwargs"]["vocab_size"] = len(tokenizer)
+    config = {
+        "defaults": str(ROOT / "examples/configs/grpo_math_cpu.yaml"),
+        "policy": {**backend, **engine, "train_global_batch_size": 8},
+        "grpo": {"max_num_steps": 2, "num_prompts_per_step": 2, "num_generations_per_prompt": 4, "val_at_start": False},
+        "checkpointing": {"checkpoint_dir": "saved", "save_period": 2},
+    }
+    (tmp_path / "both.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, str(ROOT / "examples/run_grpo.py"), "--config", "both.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    logged = [json.loads(row) for row in next(tmp_path.glob("logs/exp_*/metrics.jsonl")).read_text().splitlines()]
+    errors = [row["metrics"]["token_mult_prob_error"] for row in logged if row["prefix"] == "train"]
+    assert errors == pytest.approx([1.0, 1.0], abs=1e-4)
+    assert load_file(tmp_path / "saved/step_2/policy/weights/table.safetensors").keys() == {"weight"}
 
 
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_library():

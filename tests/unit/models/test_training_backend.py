@@ -117,7 +117,7 @@ def test_a_backend_named_by_dotted_path_trains_on_two_by_two_ranks_and_resumes(c
     torch.testing.assert_close(got.double(), expected_logprobs(table.detach(), probe), rtol=0, atol=1e-5)
     reference = policy.get_reference_policy_logprobs(probe)["reference_logprobs"]
     torch.testing.assert_close(reference.double(), expected_logprobs(initial, probe), rtol=0, atol=1e-5)
-    torch.testing.assert_close(synced_weights(policy)["table"].double(), table.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(synced_weights(policy)["weight"].double(), table.detach(), rtol=0, atol=1e-6)
 
     step = tmp_path / "step_1"
     policy.save_checkpoint(step / "policy/weights")
