@@ -32,10 +32,17 @@ def template_message(observation: Mapping[str, Any]) -> Message:
     """An observation as the chat template takes it: a role that it knows, and text.
 
     Raises:
-        DataError: a part is not text.
+        DataError: a part is not text, or not valid Unicode.
     """
     role = str(observation.get("role"))
     text = content_text(observation.get("content"), "the content of an observation")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            "the content of an observation is not valid Unicode (lone surrogate). Decode the output of programs with "
+            'errors="replace"'
+        ) from error
     return {**observation, "role": _TEMPLATE_ROLES.get(role, role), "content": text}
 
 

@@ -70,7 +70,7 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
         if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
             return datasets.load_from_disk(str(folder))
         return datasets.load_dataset(str(folder) if folder.is_dir() else path, subset, split=split)
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         hint = (
             "The files of the folder must belong together as in a hub repository."
             if folder.is_dir()

@@ -148,6 +148,12 @@ def test_text_parts_are_joined_and_images_refused(qwen3):
             play(qwen3, [("4<|im_end|>", {"role": "environment", "content": content})])
 
 
+def test_a_text_that_is_not_unicode_is_refused(qwen3):
+    """A program's output decoded with `surrogateescape`; the tokenizer would raise a TypeError that ends the run."""
+    with pytest.raises(DataError, match="content of an observation is not valid Unicode"):
+        play(qwen3, [("4<|im_end|>", says("a\udc80")[0])])
+
+
 def test_without_a_chat_there_is_bare_text(qwen3, qwen3_folder):
     """A prompt that did not go through the template, a template of contents alone, and none at all."""
     raw = [{"role": "user", "content": "2+2=", "token_ids": encode_text("2+2=", qwen3)}]
