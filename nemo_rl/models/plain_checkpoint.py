@@ -71,14 +71,39 @@ class _Unpickler(pickle.Unpickler):
         return _ALLOWED[module, name]
 
 
+@contextmanager
+def _classes_as_they_are() -> Iterator[None]:
+    """Undo and refuse what a pickle does to the classes that it may name: it can set attributes of anything it names.
+
+    Raises:
+        CheckpointError: it set one.
+    """
+    classes = [value for value in _ALLOWED.values() if isinstance(value, type) and value.__module__ != "torch"]
+    before = [dict(vars(each)) for each in classes]
+    try:
+        yield
+    finally:
+        changed = [(each, own) for each, own in zip(classes, before, strict=True) if dict(vars(each)) != own]
+        for each, own in changed:
+            for name in vars(each).keys() - own.keys():
+                delattr(each, name)
+            for name in own:
+                if vars(each).get(name) is not own[name]:
+                    setattr(each, name, own[name])
+    if changed:
+        raise CheckpointError(f"it changes the class {changed[0][0].__name__}, which loading it would execute")
+
+
 def read_metadata(file: Path) -> metadata.Metadata:
     """The content of a `.metadata` file.
 
     Raises:
         CheckpointError: it is missing or damaged, would execute code, or names files outside its folder.
     """
+    if file.exists() and not file.is_file():  # reading a named pipe would wait for ever
+        raise CheckpointError(f"{file} is no file.")
     try:
-        with file.open("rb") as opened:
+        with file.open("rb") as opened, _classes_as_they_are():
             found = _Unpickler(opened).load()
     except CheckpointError as error:
         raise CheckpointError(

@@ -16,6 +16,8 @@ def load_plain(path: Path) -> Any:
     Raises:
         CheckpointError: the file is missing, damaged, or would execute code.
     """
+    if path.exists() and not path.is_file():  # reading a named pipe would wait for ever
+        raise CheckpointError(f"{path} cannot be read: it is no file.")
     try:
         return torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:

@@ -158,6 +158,28 @@ def test_damaged_metadata_is_named(folder, content):
         read_metadata(folder / METADATA_FILE)
 
 
+@pytest.mark.parametrize("name", ["planted", "__eq__", "__init__"])
+def test_metadata_cannot_change_the_classes_that_it_names(folder, name):
+    """BUILD with a state of slots sets attributes of whatever is on the stack, a class too."""
+    described = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    slots = b"}(X" + len(name).to_bytes(4, "little") + name.encode() + described + b"u"
+    (folder / METADATA_FILE).write_bytes(b"\x80\x02" + described + b"N" + slots + b"\x86b.")
+    before = dict(vars(Metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata is refused: it changes the class Metadata"):
+        read_metadata(folder / METADATA_FILE)
+    assert dict(vars(Metadata)) == before
+
+
+def test_what_is_no_file_is_refused_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(CheckpointError, match=f"{name} is no file"):
+            read_metadata(tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is no file"):
+            load_plain(tmp_path / name)
+
+
 def test_every_flipped_byte_of_metadata_is_harmless(folder):
     """Any other content gives metadata or a CheckpointError, never another exception."""
     whole = (folder / METADATA_FILE).read_bytes()
