@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from transformers import AutoTokenizer
 
 from nemo_rl.config import TokenizerConfig
@@ -40,8 +41,8 @@ def get_tokenizer(
         section: Section of the configuration that names the model, for messages.
 
     Raises:
-        ConfigError: The tokenizer or the template file cannot be loaded, or there is neither a
-            pad nor an end-of-sequence token.
+        ConfigError: The tokenizer or the template file cannot be loaded, the template leaves out the messages, or
+            there is neither a pad nor an end-of-sequence token.
         NotBuiltError: `get_processor`.
     """
     if get_processor:
@@ -51,6 +52,7 @@ def get_tokenizer(
     _set_chat_template(tokenizer, tokenizer_config.chat_template, tokenizer_config.name)
     if tokenizer_config.chat_template_kwargs:
         _bind_template_kwargs(tokenizer, tokenizer_config.chat_template_kwargs)
+    _require_messages(tokenizer, section)
     ensure_pad_token(tokenizer, tokenizer_config.name)
     return tokenizer
 
@@ -87,6 +89,24 @@ def _set_chat_template(tokenizer: TokenizerType, chat_template: str | None, name
             ) from error
     else:
         tokenizer.chat_template = chat_template
+
+
+def _require_messages(tokenizer: TokenizerType, section: str) -> None:
+    """Refuse a chat template that renders every question alike; what a template refuses is reported with the data."""
+    if tokenizer.chat_template is None:
+        return
+    try:
+        texts = {
+            str(tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False))
+            for question in ("QUESTION", "ANOTHER")
+        }
+    except (jinja2.TemplateError, TypeError, ValueError):
+        return
+    if len(texts) == 1:
+        raise ConfigError(
+            f"{section}.tokenizer.chat_template leaves out what the user says: it renders any message as "
+            f"{texts.pop()[:80]!r}. Let it write message['content'], or set it to null to send the bare text."
+        )
 
 
 def _bind_template_kwargs(tokenizer: TokenizerType, kwargs: Mapping[str, Any]) -> None:

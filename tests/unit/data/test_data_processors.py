@@ -38,6 +38,9 @@ def test_template_choices(qwen3_folder, tmp_path):
     assert rendered(get_tokenizer(config(folder, str(tmp_path / "t.jinja")))) == "J:1+1="
     with pytest.raises(ConfigError, match=r"none\.jinja.*cannot be read"):
         get_tokenizer(config(folder, "none.jinja"))
+    with pytest.raises(ConfigError, match=r"policy\.tokenizer\.chat_template leaves out what the user says.*'Hello'"):
+        get_tokenizer(config(folder, "Hello"))
+    get_tokenizer(config(folder, "{{ raise_exception('only with a system message') }}"))
 
 
 def test_template_kwargs_are_bound_and_survive_copies(qwen3_folder):
