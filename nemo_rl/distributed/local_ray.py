@@ -37,7 +37,6 @@ from nemo_rl.distributed import ray_agents, ray_worker
 from nemo_rl.distributed.fork_server import server_socket
 from nemo_rl.utils.errors import RayDiedError, ResourceInsufficientError
 from nemo_rl.utils.machine_memory import machine_bytes
-from nemo_rl.utils.own_folder import close_to_others
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +106,6 @@ def start_local_ray(
             _system_config=_SYSTEM_CONFIG,
         )
     node: Any = ray._private.worker._global_node
-    # Ray lets all users of the machine write into its folder, which holds sockets, logs and spilled objects.
-    remark = close_to_others(Path(node.get_session_dir_path()))
-    if remark is not None:
-        logger.warning("%s. Set RAY_TMPDIR to a folder of your own.", remark)
     _watch(node)
     return context
 

@@ -44,26 +44,6 @@ def require_own(folder: Path, advice: str) -> Path:
     return folder
 
 
-def close_to_others(folder: Path) -> str | None:
-    """Keep other users out of a folder of this user that somebody else's code made open to all.
-
-    Args:
-        folder: it becomes mode 0700; the one that it is in gets a sticky bit, if that is this user's too.
-
-    Returns:
-        How others may still replace the folder, or None.
-    """
-    folder.chmod(0o700)
-    above = folder.parent
-    found = above.stat()
-    if not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or found.st_mode & stat.S_ISVTX:
-        return None
-    if found.st_uid != os.geteuid():
-        return f"{above} belongs to uid {found.st_uid} and lets others rename what is in it"
-    above.chmod(stat.S_IMODE(found.st_mode) | stat.S_ISVTX)
-    return None
-
-
 def is_shared(folder: Path) -> bool:
     """Whether it is below a place like `/tmp`, where every user may put something and keeps what is theirs."""
     shared = stat.S_IWOTH | stat.S_ISVTX

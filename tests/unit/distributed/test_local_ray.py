@@ -118,12 +118,8 @@ def test_ray_outlives_the_thread_that_asked_for_it() -> None:
         time.sleep(1)
         local_ray.check_local_ray()
         print("ANSWER", ray.get(ray.remote(lambda: 7).remote()))
-        session = Path(ray._private.worker._global_node.get_session_dir_path())
-        print("MODES", oct(session.stat().st_mode & 0o777), session.parent.stat().st_mode & 0o1002)
     """)
     assert "ANSWER 7" in done.stdout, done.stderr
-    assert "MODES 0o700" in done.stdout, "no other user of the machine looks into it"
-    assert "MODES 0o700 2" not in done.stdout, "nobody else may move it"
     assert "has ended" not in done.stderr, done.stderr
     assert done.returncode == 0
 

@@ -9,7 +9,7 @@ import pytest
 from nemo_rl.config import VenvConfig
 from nemo_rl.utils import own_folder
 from nemo_rl.utils.errors import ConfigError, VenvError
-from nemo_rl.utils.own_folder import close_to_others, is_shared, require_own
+from nemo_rl.utils.own_folder import is_shared, require_own
 from nemo_rl.utils.venvs import create_local_venv, venv_folder
 
 NOBODY = 65534
@@ -137,22 +137,3 @@ def test_an_own_choice_below_a_shared_place_is_checked_too(shared, monkeypatch):
     (shared / "venvs").symlink_to("/usr")
     with pytest.raises(VenvError, match="is a symbolic link"):
         create_local_venv(VenvConfig.build(packages=["six"]), "policy")
-
-
-def test_a_folder_open_to_all_is_closed_with_the_place_that_it_is_in(tmp_path):
-    session = tmp_path / "ray" / "session"
-    session.mkdir(parents=True)
-    for folder in (session, session.parent):
-        folder.chmod(0o777)
-    assert close_to_others(session) is None
-    assert (mode(session), mode(session.parent)) == (0o700, 0o1777)
-
-
-@needs_root
-def test_a_place_of_another_user_cannot_be_closed_and_is_reported(tmp_path):
-    session = tmp_path / "ray" / "session"
-    session.mkdir(parents=True)
-    session.parent.chmod(0o777)
-    os.chown(session.parent, NOBODY, NOBODY)
-    assert close_to_others(session) == f"{session.parent} belongs to uid 65534 and lets others rename what is in it"
-    assert mode(session.parent) == 0o777
