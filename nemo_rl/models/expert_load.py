@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 
-def load_metrics(counts: Iterable[Tensor]) -> dict[str, float]:
+def load_metrics(counts: Iterable[Tensor], *, each_layer: bool = False) -> dict[str, float]:
     """What the tokens of each expert say, of all ranks together.
 
     Args:
         counts: for each layer `[E]` tokens of each expert; layers without any do not count.
+        each_layer: also return the three numbers of each layer alone, as `moe/layer_<n>/load_max` and so on, with `n`
+            the layer's position in `counts`, from 0.
 
     Returns:
         `moe/load_max`: most tokens of an expert, by the mean of its layer, in the worst layer;
@@ -19,10 +21,15 @@ def load_metrics(counts: Iterable[Tensor]) -> dict[str, float]:
         `moe/load_entropy`: of the distribution over experts, 1 where all have the same load, mean over layers.
         Nothing where no layer has tokens.
     """
-    layers = [layer.double() for layer in counts if layer.any()]
-    if not layers:
+    numbered = {number: layer.double() for number, layer in enumerate(counts) if layer.any()}
+    if not numbered:
         return {}
-    return {
+    alone: dict[str, float] = {}
+    if each_layer:
+        for number, layer in numbered.items():
+            alone |= {f"moe/layer_{number}/{name[4:]}": value for name, value in load_metrics([layer]).items()}
+    layers = list(numbered.values())
+    return alone | {
         "moe/load_max": max((layer.max() / layer.mean()).item() for layer in layers),
         "moe/unused_experts": _mean([(layer == 0).double().mean().item() for layer in layers]),
         "moe/load_entropy": _mean([_entropy(layer) for layer in layers]),

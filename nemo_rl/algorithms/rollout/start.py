@@ -197,7 +197,7 @@ def _connect(
     parts = SessionParts(
         cadence=_cadence(config),
         logger=backends,
-        checkpointing=config.checkpointing,
+        checkpointing=config.saving,
         checkpoints=folders.checkpoints,
         models={name: workers.models[name] for name, role in recipe.roles.items() if role.trains},
         source=source,

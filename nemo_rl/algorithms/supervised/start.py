@@ -94,7 +94,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         parts = SessionParts(
             cadence=_cadence(config, steps),
             logger=backends,
-            checkpointing=config.checkpointing,
+            checkpointing=config.saving,
             checkpoints=folders.checkpoints,
             models={"policy": policy},
             source=source,

@@ -226,12 +226,13 @@ def _tell_idle(schema: type[Section], values: dict[str, Any], sources: Sources) 
     """Say once which keys that the user wrote have no effect here."""
     written, off = [], set()
     for slot, tree, path in mappings_in(Slot.of_section(schema), values):
-        if tree.get("enabled") is False or path[:-1] in off:
+        if tree.get("enabled") is False or path in off or path[:-1] in off:
             off.add(path)  # what is switched off has no effect anyway
             continue
         section = slot.section_for(tree)
         reasons = section.without_effect(tree) if section is not None and issubclass(section, Section) else {}
         places = [((*path, key), reasons[key]) for key in tree if key in reasons]
+        off |= {place for place, _ in places}  # said once for all its keys
         written += [f"{dotted_path(place)} ({reason})" for place, reason in places if sources.has(place)]
     if written:
         logger.info("Keys without effect: %s", ", ".join(written))

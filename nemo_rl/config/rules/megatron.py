@@ -1,5 +1,8 @@
 """Rules on `policy.megatron_cfg`, for any model: options that belong together, and the schedule."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.schema.megatron import MEGATRON_LINEAR_LAYERS, MegatronConfig
 
@@ -25,11 +28,6 @@ def check_megatron(section: str, config: MegatronConfig) -> Findings:
             f"{keys}.moe_shared_expert_overlap=true needs {keys}.moe_token_dispatcher_type=alltoall, got "
             f"{config.moe_token_dispatcher_type}. Set one of the two."
         )
-    if config.moe_router_bias_update_rate > 0 and config.moe_router_enable_expert_bias is False:
-        yield (
-            f"{keys}.moe_router_bias_update_rate={config.moe_router_bias_update_rate:g} moves a bias that {keys}."
-            "moe_router_enable_expert_bias=false leaves out. Set the rate to 0, or the other to null."
-        )
     if config.peft.enabled:
         yield from _check_adapters(keys, config)
     optimizer = config.optimizer
@@ -42,7 +40,7 @@ def check_megatron(section: str, config: MegatronConfig) -> Findings:
 
 
 def _check_adapters(keys: str, config: MegatronConfig) -> Findings:
-    """Adapters are on layers that Megatron Core has, and nothing else moves."""
+    """Adapters are on layers that Megatron Core has."""
     for key in ("target_modules", "exclude_modules"):
         for pattern in getattr(config.peft, key):
             last = pattern.rpartition(".")[2]
@@ -54,15 +52,30 @@ def _check_adapters(keys: str, config: MegatronConfig) -> Findings:
                 f"{keys}.peft.{key}: {pattern!r} is no linear layer of Megatron Core: there are "
                 f"{', '.join(MEGATRON_LINEAR_LAYERS)}.{meant}"
             )
+
+
+def check_adapters_of_experts(section: str, config: MegatronConfig, fields: Mapping[str, Any]) -> Findings:
+    """What adapters ask of a mixture of experts; a dense model has nothing that these options would move.
+
+    Args:
+        section: name of the model's section.
+        config: its `megatron_cfg`.
+        fields: the model in the terms of Megatron Core's `TransformerConfig`.
+    """
+    keys, rate = f"{section}.megatron_cfg", config.moe_router_bias_update_rate
+    if not config.peft.enabled or "num_moe_experts" not in fields:
+        return
     if config.moe_shared_expert_overlap:
         yield (
             f"{keys}.moe_shared_expert_overlap=true gives layers of shared experts inputs that adapters do not know. "
             f"Set it to false with {keys}.peft.enabled=true."
         )
-    if config.moe_router_bias_update_rate > 0:
+    asked = config.moe_router_enable_expert_bias
+    has_bias = bool(fields.get("moe_router_enable_expert_bias")) if asked is None else asked
+    if rate > 0 and has_bias:
         yield (
             f"{keys}.peft.enabled=true freezes everything but adapters, and {keys}.moe_router_bias_update_rate="
-            f"{config.moe_router_bias_update_rate:g} moves biases of routers. Set the rate to 0."
+            f"{rate:g} moves biases of routers. Set the rate to 0."
         )
 
 

@@ -136,14 +136,9 @@ def check_grpo(grpo: GRPOConfig) -> Findings:
                 f"{group} makes every group's rewards equal, so grpo.use_dynamic_sampling=true drops "
                 "all prompts. Sample at least 2 answers per prompt."
             )
-    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
-        yield (
-            f"grpo.batch_multiplier={grpo.batch_multiplier:g} only works with "
-            "grpo.use_dynamic_sampling=true. Set one of the two."
-        )
     prompts = grpo.num_prompts_per_step
     drawn = prompts * grpo.batch_multiplier
-    if drawn != int(drawn):
+    if grpo.use_dynamic_sampling and drawn != int(drawn):
         yield (
             f"grpo.num_prompts_per_step={prompts} x grpo.batch_multiplier={grpo.batch_multiplier:g} = "
             f"{drawn:g} prompts is not a whole number. Choose a multiplier such as "

@@ -73,6 +73,13 @@ class MasterConfig(Section):
         """Whether the policy's initial weights are kept, for log-probabilities to compare with."""
         return False
 
+    @property
+    def saving(self) -> CheckpointingConfig:
+        """The section `checkpointing`, with what the policy's backend says about it."""
+        megatron = self.policy.megatron_cfg
+        asks = self.policy.backend_section is megatron and megatron.checkpoint.async_save
+        return self.checkpointing.model_copy(update={"is_async": True}) if asks else self.checkpointing
+
     def findings(self) -> Findings:
         """What is wrong with keys that are right by themselves."""
         return iter(())

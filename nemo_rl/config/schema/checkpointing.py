@@ -33,11 +33,11 @@ class CheckpointingConfig(Section):
     later: ClassVar[dict[str, str]] = {
         "ft_save_period": "extra crash-recovery saves",
         "ft_keep_latest_k": "extra crash-recovery saves",
-        "is_peft": "adapter checkpoints",
-        "peft_config": "adapter checkpoints",
         "pretrained_checkpoint": "starting from a Megatron checkpoint (policy.model_name names a Hugging Face model)",
     }
     ignored: ClassVar[dict[str, str]] = {
+        "is_peft": "what trains is what is saved: adapters alone where only they do",
+        "peft_config": "what trains is what is saved: adapters alone where only they do",
         "model_cache_dir": "models are cached where Hugging Face caches them",
         "model_repo_id": "the model is named by policy.model_name",
     }

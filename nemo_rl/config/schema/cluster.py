@@ -66,7 +66,9 @@ class VenvConfig(Section):
 class ClusterConfig(Section):
     """Machines and processes."""
 
-    later: ClassVar[dict[str, str]] = {"segment_size": "placement by NVLink domain"}
+    ignored: ClassVar[dict[str, str]] = {
+        "segment_size": "ranks are placed machine by machine, without regard to NVLink domains",
+    }
 
     device: Literal["cuda", "cpu"] = Field(
         default="cuda", description="Where policy and engines compute: on GPUs or on the CPU."

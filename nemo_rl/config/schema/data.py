@@ -30,10 +30,7 @@ class DatasetDefaults(Section):
         "video_target_num_patches": _MEDIA,
         "video_temporal_patch_size": _MEDIA,
     }
-    ignored: ClassVar[dict[str, str]] = {
-        "download_dir": "data sets are cached by Hugging Face",
-        "max_samples": "NeMo RL does not read it either",
-    }
+    ignored: ClassVar[dict[str, str]] = {"download_dir": "data sets are cached by Hugging Face"}
 
     dataset_name: str | None = Field(
         default=None,
@@ -46,6 +43,11 @@ class DatasetDefaults(Section):
     split: str | None = Field(default=None, description="Split of a hub data set; null: the usual one.")
     split_validation_size: Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="Training rows set aside for validation: a share of them below 1, or their number."
+    )
+    max_samples: PositiveInt | None = Field(
+        default=None,
+        description="Most rows to use, drawn at random by seed before split_validation_size sets any aside; all rows "
+        "where the data set has fewer; null: all.",
     )
     repeat: PositiveInt = Field(
         default=1,

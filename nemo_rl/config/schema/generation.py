@@ -3,9 +3,10 @@
 Invariant: lengths and precision follow the policy unless they are set here.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import NOT_BUILT, Only
@@ -156,6 +157,10 @@ class VllmConfig(Section):
         "vllm_metrics_logger_interval": "vLLM's own metrics are not reported",
     }
 
+    idle: ClassVar[dict[str, str]] = {
+        "async_engine": "prompts reach the engine one by one, and answers come back as they end, in any case",
+    }
+
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = Field(
         default="processed_logprobs",
         description="Log-probs that the engine reports: those of the distribution it samples from (processed), or of "
@@ -167,8 +172,36 @@ class VllmConfig(Section):
         description="Keep the key-value cache of common beginnings of prompts, which changes no result beyond "
         "rounding; null: vLLM decides.",
     )
-    async_engine: Annotated[bool, Only((False,), "The asynchronous vLLM engine")] = Field(
-        default=False, description="Use vLLM's asynchronous engine."
+    async_engine: bool = Field(
+        default=False, description="No effect: prompts reach the engine one by one, and answers come back as they end."
+    )
+
+
+class McoreGenerationConfig(Section):
+    """The engine of Megatron Core, as NeMo RL's files set it up; here it reads `engine`, and one key of this section."""
+
+    later: ClassVar[dict[str, str]] = {
+        "expose_http_server": "an HTTP server on the engines",
+        "parsers": "an HTTP server on the engines",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "buffer_size_gb": "see policy.generation.engine.kv_cache_memory_mb",
+        "refit_backend": "weights move as policy.generation.weight_sync says",
+        **dict.fromkeys(
+            (
+                *("block_size_tokens", "cuda_graph_impl", "enable_chunked_prefill", "enable_prefix_caching"),
+                *("inference_cuda_graph_scope", "kv_cache_management_mode", "logging_step_interval"),
+                *("mamba_inference_conv_states_dtype", "mamba_inference_ssm_states_dtype"),
+                *("materialize_only_last_token_logits", "max_tokens", "num_cuda_graphs", "num_speculative_tokens"),
+                "use_cuda_graphs_for_non_decode_steps",
+            ),
+            "it belongs to Megatron Core's dynamic inference engine, which is not used",
+        ),
+    }
+
+    max_model_len: PositiveInt | None = Field(
+        default=None,
+        description="With backend: megatron, the context length in tokens in place of engine.max_model_len; null: that.",
     )
 
 
@@ -176,30 +209,35 @@ class GenerationConfig(Section):
     """Sampling of answers."""
 
     later: ClassVar[dict[str, str]] = {
-        "_debug_payload_metrics": "payload size metrics",
         "_mtp_weights_from_refit": "multi-token prediction",
         "quant_cfg": "quantised generation",
         "real_quant": "quantised generation",
         "real_quant_ignore": "quantised generation",
         "refit_transport": "another weight transport (see policy.generation.weight_sync)",
-        "use_async_rollouts": "the choice of a rollout path",
     }
     ignored: ClassVar[dict[str, str]] = {
+        "_debug_payload_metrics": "sizes of messages are not reported",
         "_pad_token_id": "it comes from the tokenizer",
         "dynamo_cfg": "it belongs to another backend",
-        "mcore_generation_config": "it belongs to Megatron Core's dynamic engine; backend=megatron reads engine",
         "model_name": "engines always serve policy.model_name",
         "pad_token_id": "it comes from the tokenizer",
         "port_range_high": "engines open no ports of their own",
         "port_range_low": "engines open no ports of their own",
         "real_quant_export_cpu_offload": "it belongs to quantised generation",
-        "refit_cfg": "it belongs to another backend",
+        "refit_cfg": "weights move as policy.generation.weight_sync says",
         "sglang_cfg": "it belongs to another backend",
         "trtllm_cfg": "it belongs to another backend",
         "trtllm_kwargs": "it belongs to another backend",
+        "use_async_rollouts": "rollouts are always asynchronous",
     }
 
     written_in: ClassVar[dict[str, str]] = {"vllm_cfg": "engine"}
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """What is written for the engine of Megatron Core, with another one."""
+        told = {"mcore_generation_config": "backend is not megatron"} if values.get("backend") != "megatron" else {}
+        return {**super().without_effect(values), **told}
 
     backend: EngineName = Field(
         default="vllm",
@@ -249,6 +287,16 @@ class GenerationConfig(Section):
     vllm_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="More arguments for vLLM's engine, passed on unchecked."
     )
+    mcore_generation_config: McoreGenerationConfig = Field(
+        default_factory=McoreGenerationConfig, description="What only the engine of Megatron Core reads, in NeMo RL."
+    )
+
+    @model_validator(mode="after")
+    def _take_context_of_megatron(self) -> Self:
+        context = self.mcore_generation_config.max_model_len
+        if self.backend == "megatron" and context is not None:
+            self.engine.max_model_len = context
+        return self
 
     @property
     def greedy_choice(self) -> str | None:

@@ -3,7 +3,8 @@
 Lengths and batch sizes of the model live in `policy`.
 """
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -99,23 +100,32 @@ class GRPOConfig(RolloutTrainingConfig):
 
     later: ClassVar[dict[str, str]] = {
         "async_grpo": "asynchronous training",
-        "calculate_advantages_on_gpu": "advantage computation on the GPU",
-        "debug_payload_metrics": "payload size metrics",
-        "deduplicate_multimodal_data": "multimodal data",
         "invalid_tool_call_advantage": "an advantage for invalid tool calls",
         "malformed_thinking_advantage": "an advantage for malformed thinking tags",
     }
 
-    ignored: ClassVar[dict[str, str]] = dict.fromkeys(
-        (
-            *("invalid_tool_call_strategy", "num_val_generations_per_prompt", "penalize_invalid_tool_call"),
-            *("penalize_malformed_thinking", "zero_variance_prompt_filtering"),
+    ignored: ClassVar[dict[str, str]] = {
+        "calculate_advantages_on_gpu": "advantages are a few numbers per answer and computed in the driver",
+        "debug_payload_metrics": "sizes of messages are not reported",
+        "deduplicate_multimodal_data": "there are no images, sounds or videos",
+        **dict.fromkeys(
+            (
+                *("invalid_tool_call_strategy", "num_val_generations_per_prompt", "penalize_invalid_tool_call"),
+                *("penalize_malformed_thinking", "zero_variance_prompt_filtering"),
+            ),
+            "NeMo RL does not read it either",
         ),
-        "NeMo RL does not read it either",
-    )
+    }
     idle: ClassVar[dict[str, str]] = {
         "skip_reference_policy_logprobs_calculation": "the reference policy runs only where a KL penalty needs it",
     }
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """More prompts for dynamic sampling that is off."""
+        idle = not values.get("use_dynamic_sampling") and values.get("batch_multiplier", 1) != 1
+        told = {"batch_multiplier": "use_dynamic_sampling is false"} if idle else {}
+        return {**super().without_effect(values), **told}
 
     normalize_rewards: bool = Field(
         default=True, description="Divide advantages by the sample standard deviation of the prompt's rewards."
@@ -144,7 +154,8 @@ class GRPOConfig(RolloutTrainingConfig):
         "the leave-one-out baseline too, where NeMo RL drops single answers whose peers are all equal.",
     )
     batch_multiplier: Annotated[float, Field(ge=1)] = Field(
-        default=1.0, description="With dynamic sampling: prompts drawn per round over num_prompts_per_step."
+        default=1.0,
+        description="With dynamic sampling: prompts drawn per round over num_prompts_per_step; without it no effect.",
     )
     dynamic_sampling_max_gen_batches: PositiveInt = Field(
         default=10, description="With dynamic sampling: rounds of one step after which the run saves and ends."

@@ -12,14 +12,13 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import EnvVars
-from nemo_rl.config.schema.policy_parallel import AdapterConfig, BackendSection
+from nemo_rl.config.schema.policy_parallel import NO_SUCH_PART, AdapterConfig, BackendSection, FreezeConfig
 
 _DEEPEP = "the DeepEP and HybridEP dispatchers"
-_GENERATION = "Megatron Core's dynamic inference engine"
+_GENERATION = "belongs to Megatron Core's dynamic inference engine, which is not used"
 _GRAPHS = "CUDA graphs"
 _MTP = "training of multi-token-prediction heads"
 _OFFLOADING = "offloading of activations"
-_NO_SUCH_PART = "language models have no such part"
 _BY_PRECISION = "follows policy.precision; the weights that the optimizer moves are float32"
 _FSDP = "Megatron's own FSDP"
 
@@ -137,6 +136,22 @@ class MegatronPeftConfig(AdapterConfig):
     ] = Field(default=None, description="Number format of adapters and of their products; null: policy.precision.")
 
 
+class MegatronCheckpointConfig(Section):
+    """Writing of checkpoints; `checkpointing` says when and where."""
+
+    ignored: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            *("ckpt_assume_constant_structure", "ckpt_fully_parallel_load_exchange_algo"),
+            *("ckpt_fully_parallel_load_process_group", "ckpt_fully_parallel_save_process_group"),
+        ),
+        "every rank writes and reads its own part",
+    )
+
+    async_save: bool = Field(
+        default=False, description="The same as checkpointing.is_async; either of the two switches it on."
+    )
+
+
 class MegatronConfig(BackendSection):
     """The Megatron Core training backend."""
 
@@ -153,48 +168,47 @@ class MegatronConfig(BackendSection):
         "cuda_graph_modules": _GRAPHS,
         "fine_grained_activation_offloading": _OFFLOADING,
         "fp8_cfg": "fp8 training with Megatron",
-        "freeze_config": "freezing parts of a model",
         "hybridep_num_ranks_per_nvlink_domain": _DEEPEP,
         "hybridep_use_mnnvl": _DEEPEP,
-        "inference_grouped_gemm_backend": _GENERATION,
-        "inference_moe_token_dispatcher_type": _GENERATION,
         "moe_enable_deepep": _DEEPEP,
         "moe_flex_dispatcher_backend": _DEEPEP,
         "moe_hybridep_num_sms": _DEEPEP,
-        "moe_pad_experts_for_cuda_graph_inference": _GENERATION,
-        "moe_per_layer_logging": "metrics of each layer's experts",
         "mtp_detach_heads": _MTP,
         "mtp_loss_scaling_factor": _MTP,
         "mtp_num_layers": _MTP,
         "mtp_use_repeated_layer": _MTP,
         "offload_modules": _OFFLOADING,
-        "use_fused_weighted_squared_relu": "fused squared ReLU",
     }
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"cuda_graph_impl": ("none",)}
     ignored: ClassVar[dict[str, str]] = {
-        "checkpoint": "checkpoints are written as checkpointing says",
         "clear_memory_caches_before_refit": "cached GPU memory is freed between phases",
         "converter_type": "the model's type chooses its converter",
         "cuda_graph_warmup_steps": f"belongs to {_GRAPHS}",
         "defer_fp32_logits": "logits become float32 chunk by chunk, see policy.logprob_chunk_size",
-        "freeze_sound_encoder": _NO_SUCH_PART,
-        "freeze_sound_projection": _NO_SUCH_PART,
-        "freeze_vision_model": _NO_SUCH_PART,
-        "freeze_vision_projection": _NO_SUCH_PART,
+        "freeze_sound_encoder": NO_SUCH_PART,
+        "freeze_sound_projection": NO_SUCH_PART,
+        "freeze_vision_model": NO_SUCH_PART,
+        "freeze_vision_projection": NO_SUCH_PART,
         "force_reconvert_from_hf": "every start reads the Hugging Face files themselves; no converted copy is kept",
         "fused_linear_logprobs_chunk_size": "see policy.logprob_chunk_size",
+        "inference_grouped_gemm_backend": _GENERATION,
+        "inference_moe_token_dispatcher_type": _GENERATION,
+        "moe_pad_experts_for_cuda_graph_inference": _GENERATION,
         "pipeline_dtype": "activations pass between stages in policy.precision",
-        "radio_force_cpe_eval_mode": _NO_SUCH_PART,
+        "radio_force_cpe_eval_mode": NO_SUCH_PART,
         "use_fused_linear_logprobs": "log-probs are always computed chunk by chunk, see policy.logprob_chunk_size",
+        "use_fused_weighted_squared_relu": "computed without a fused kernel, with the same numbers",
         "use_gloo_process_groups": "groups for checkpoints are made where there is need of them",
     }
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Options of a recomputation that is off."""
+        """Options of a recomputation that is off, and the rate of a bias that is left out."""
         off = not values.get("activation_checkpointing")
         options = ("recompute_granularity", "recompute_modules")
         told = {key: "activation_checkpointing is false" for key in options if off}
+        if values.get("moe_router_enable_expert_bias") is False and values.get("moe_router_bias_update_rate"):
+            told["moe_router_bias_update_rate"] = "moe_router_enable_expert_bias is false"
         return {**super().without_effect(values), **told}
 
     enabled: bool = Field(default=False, description="Train with this backend, with dtensor_cfg.enabled: false.")
@@ -257,6 +271,9 @@ class MegatronConfig(BackendSection):
     moe_token_dispatcher_type: Annotated[
         Literal["alltoall", "allgather", "flex"], Only(("alltoall", "allgather"), _DEEPEP)
     ] = Field(default="alltoall", description="How tokens reach the ranks of their experts.")
+    moe_per_layer_logging: bool = Field(
+        default=False, description="Report the load of experts of each layer too, as moe/layer_<n>/load_max and so on."
+    )
     moe_grouped_gemm: bool | None = Field(
         default=None,
         description="One product for all experts of a rank, with Transformer Engine; null: where that is installed.",
@@ -285,6 +302,12 @@ class MegatronConfig(BackendSection):
     )
     model_overrides: dict[str, Any] = Field(
         default_factory=dict, description="Fields of Megatron Core's TransformerConfig to change; they win."
+    )
+    freeze_config: FreezeConfig = Field(
+        default_factory=FreezeConfig, description="Parts of a model that are not trained, in NeMo RL."
+    )
+    checkpoint: MegatronCheckpointConfig = Field(
+        default_factory=MegatronCheckpointConfig, description="How this backend's checkpoints are written."
     )
     peft: MegatronPeftConfig = Field(default_factory=MegatronPeftConfig, description="Low-rank adapters.")
     distributed_data_parallel_config: MegatronDDPConfig = Field(

@@ -50,11 +50,11 @@ class TokenizerConfig(Section):
     """The tokenizer and its chat template."""
 
     later: ClassVar[dict[str, str]] = {
-        "use_fastokens": "the fastokens tokenizer",
         "use_processor": "multimodal processors",
         "audio": "multimodal processors",
         "video": "multimodal processors",
     }
+    ignored: ClassVar[dict[str, str]] = {"use_fastokens": "the tokenizer of transformers gives the same tokens"}
 
     name: str = derived(
         "${..model_name}",

@@ -75,17 +75,35 @@ class LoraConfig(AdapterConfig):
         return self
 
 
+NO_SUCH_PART = "language models have no such part"
+
+
+class FreezeConfig(Section):
+    """Parts of a multimodal model that are not trained."""
+
+    later: ClassVar[dict[str, str]] = {"freeze_language_model": "freezing parts of a model"}
+    ignored: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            *("freeze_audio_tower", "freeze_vision_tower", "freeze_vision_model", "freeze_vision_projection"),
+            *("freeze_sound_encoder", "freeze_sound_projection"),
+        ),
+        NO_SUCH_PART,
+    )
+
+
 class AutomodelConfig(Section):
     """How NeMo RL's Automodel library loads a model."""
 
-    later: ClassVar[dict[str, str]] = {
-        "backend": "the Automodel library",
-        "freeze_config": "freezing parts of a model",
-        "use_liger_kernel": "Liger kernels",
+    ignored: ClassVar[dict[str, str]] = {
+        "backend": "it chooses kernels of the Automodel library; models are built from their Hugging Face class",
+        "use_liger_kernel": "layers are those of the Hugging Face class, which compute the same",
     }
     idle: ClassVar[dict[str, str]] = {"force_hf": "models are always built from their Hugging Face class"}
 
     force_hf: bool = Field(default=True, description="Build the model from its Hugging Face class, as is always done.")
+    freeze_config: FreezeConfig = Field(
+        default_factory=FreezeConfig, description="Parts of a model that are not trained, in NeMo RL."
+    )
 
 
 class MoeParallelizerConfig(Section):
@@ -129,10 +147,8 @@ class DTensorConfig(BackendSection):
     """The PyTorch-native training backend (FSDP2)."""
 
     size_keys: ClassVar[Mapping[str, str]] = {**_SIZE_KEYS, "virtual": "virtual_pipeline_size"}
-    later: ClassVar[dict[str, str]] = {
-        "defer_fsdp_grad_sync": "delayed gradient reduction",
-    }
     ignored: ClassVar[dict[str, str]] = {
+        "defer_fsdp_grad_sync": "it moves when gradients are summed over ranks, not their sum",
         "_v2": "there is one DTensor worker",
         "clear_cache_every_n_steps": "cached GPU memory is freed between phases",
     }
@@ -232,7 +248,7 @@ _ANOTHER_NAME = {"modified_ffd": "modified_first_fit_decreasing"}
 class SequencePackingConfig(Section):
     """Several sequences end to end in one row; attention never crosses a boundary."""
 
-    later: ClassVar[dict[str, str]] = {"fuse_loss": "one fused loss call for a packed row"}
+    ignored: ClassVar[dict[str, str]] = {"fuse_loss": "the loss of a packed row is always one call"}
     idle: ClassVar[dict[str, str]] = {
         "sequence_length_round": "a packed row is as long as its sequences, rounded up to "
         "make_sequence_length_divisible_by",

@@ -70,6 +70,19 @@ class RawDataset:
         self.dataset, self.bad_rows, self.num_rows = rows, rows.bad_rows, table.num_rows
         self.first_columns = tuple(table.rows[0]) if len(table.rows) else ()
 
+    def draw_rows(self, max_samples: int | None, seed: int) -> None:
+        """Keep at most this many of the usable rows, in the file's order; all of them where there are fewer.
+
+        Args:
+            max_samples: None keeps all.
+            seed: Chooses the rows.
+        """
+        total = len(self.dataset)
+        if max_samples is None or total <= max_samples:
+            return
+        order = np.random.default_rng(seed).permutation(total)
+        self.dataset = RowView(self.dataset, np.sort(order[:max_samples]))
+
     def split_train_validation(self, test_size: float, seed: int) -> None:
         """Set rows aside for validation, chosen by `seed`; both parts keep the file's order.
 

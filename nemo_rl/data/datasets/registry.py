@@ -73,6 +73,7 @@ class DatasetKind:
         else:
             raw = ExternalDataset(self._own_class(name), config, role, self)
         raw.data_config = config
+        raw.draw_rows(config.max_samples, config.seed)
         if role == TRAIN:
             raw.split_train_validation(config.split_validation_size, config.seed)
         return raw

@@ -92,7 +92,9 @@ class MegatronBackend(PolicyBackend):
             self.optimizer = optim.build_optimizer(self.chunks, section, precision=precision)
             self.scheduler = optim.build_scheduler(self.optimizer, section)
         has_experts = init_optimizer and bool(self.chunks[0].config.num_moe_experts)
-        self._load = ExpertLoad(self.chunks, self._division, device) if has_experts else None
+        each_layer = section.moe_per_layer_logging
+        watched = ExpertLoad(self.chunks, self._division, device, each_layer=each_layer) if has_experts else None
+        self._load = watched
         scoring = Scoring(groups, sampling_density(config), logit_transform(self.hf_config), config.logprob_chunk_size)
         watch = None if self._load is None else self._load.watching
         self._schedule = Schedule(self.chunks, scoring, self._division, watch)

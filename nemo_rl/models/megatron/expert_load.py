@@ -30,10 +30,14 @@ class ExpertLoad:
         chunks: of this rank; all ranks have the same number of layers and experts in their configuration.
         division: which of a row's tokens this rank's routers see.
         device: where the model computes.
+        each_layer: report each layer's load too.
     """
 
-    def __init__(self, chunks: Sequence[Any], division: Division, device: torch.device) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], division: Division, device: torch.device, *, each_layer: bool = False
+    ) -> None:
         config = chunks[0].config
+        self._each_layer = each_layer
         self._division = division
         self._real_N: Tensor | None = None
         self._counts = torch.zeros(config.num_layers, config.num_moe_experts or 0, dtype=torch.int64, device=device)
@@ -58,6 +62,6 @@ class ExpertLoad:
     def end_update(self) -> dict[str, float]:
         """`expert_load.load_metrics` of the update, equal on all ranks; collective."""
         dist.all_reduce(self._counts)
-        metrics = load_metrics(self._counts.cpu())
+        metrics = load_metrics(self._counts.cpu(), each_layer=self._each_layer)
         self._counts.zero_()
         return metrics

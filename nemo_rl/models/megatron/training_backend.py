@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
+from nemo_rl.config.rules.megatron import check_adapters_of_experts
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import TrainingBackend
 from nemo_rl.models.megatron.release import require_megatron_core
@@ -48,7 +49,8 @@ class MegatronTraining(TrainingBackend):
 
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
         report_findings(check_mesh(policy, layout, model, section))
-        family_of(model).transformer_fields(model)
+        fields = family_of(model).transformer_fields(model)
+        report_findings(check_adapters_of_experts(section, policy.megatron_cfg, fields))
         if section == "policy" and CACHE_VARIABLE in os.environ:
             logger.info("%s has no effect: every rank reads its part of the Hugging Face files.", CACHE_VARIABLE)
 

@@ -90,7 +90,7 @@ def test_flat_data_keys_show_their_new_place(write_yaml, key: str, place: str) -
         "policy.megatron_cfg.scheduler.lr_decay_style=WSD",
         "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp=true",
         "grpo.async_grpo.enabled=true",
-        "policy.generation.vllm_cfg.async_engine=true",
+        "policy.generation.vllm_cfg.use_deep_gemm=true",
         "policy.generation.vllm_cfg.precision=fp8",
         "policy.generation.backend=sglang",
         "policy.precision=fp8",

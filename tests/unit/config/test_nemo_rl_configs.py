@@ -45,6 +45,8 @@ ACCEPTED = {
         "grpo.val_period=-1",
         "logger.swanlab_enabled=true",
         "data.validation=[{dataset_name: AIME2024, repeat: 16}, {dataset_name: AIME2025}]",
+        "data.train.max_samples=100000",
+        "grpo.batch_multiplier=2.5",
         "env={math: {}, nemo_gym: {config_paths: [a.yaml]}, code: {num_workers: 4}}",
     ),
     "sft": (
@@ -81,6 +83,9 @@ MEGATRON_FILES: dict[str, tuple[str, tuple[str, ...]]] = {
             "policy.megatron_cfg.converter_type=Qwen2ForCausalLM",
             "policy.megatron_cfg.pipeline_dtype=${policy.precision}",
             "policy.megatron_cfg.checkpoint={async_save: false, ckpt_assume_constant_structure: true}",
+            "policy.megatron_cfg.moe_per_layer_logging=true",
+            "policy.megatron_cfg.peft={enabled: true, dim: 8}",
+            "policy.megatron_cfg.moe_router_bias_update_rate=1.0e-3",
             "policy.megatron_cfg.distributed_data_parallel_config.average_in_collective=true",
             "policy.megatron_cfg.env_vars={PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:False'}",
             "cluster.gpus_per_node=8",
@@ -139,7 +144,20 @@ WITHOUT_EFFECT = {
         "data.add_system_prompt=false",
         "data.prompt_file=null",
         "data.dataset_name=DAPOMath17K",
-        "data.train.max_samples=100000",
+        "grpo.batch_multiplier=2",
+        "grpo.calculate_advantages_on_gpu=true",
+        "grpo.deduplicate_multimodal_data=true",
+        "policy.generation.vllm_cfg.async_engine=true",
+        "policy.generation.use_async_rollouts=true",
+        "policy.generation.mcore_generation_config={max_model_len: 99, num_cuda_graphs: 4}",
+        "policy.generation.refit_cfg={nixl: {device: cuda}}",
+        "policy.sequence_packing.fuse_loss=true",
+        "policy.dtensor_cfg.automodel_kwargs.backend={_target_: a.b, attn: te}",
+        "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel=true",
+        "policy.dtensor_cfg.automodel_kwargs.freeze_config.freeze_vision_tower=true",
+        "policy.dtensor_cfg.defer_fsdp_grad_sync=true",
+        "cluster.segment_size=8",
+        "checkpointing.is_peft=true",
     ),
     "sft": ("env={math: {num_workers: 8}}",),
 }
@@ -153,20 +171,19 @@ NOT_BUILT = {
         "policy.megatron_cfg.moe_token_dispatcher_type=flex",
         "policy.megatron_cfg.optimizer.fp16=true",
         "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp=true",
-        "policy.generation.vllm_cfg.async_engine=true",
+        "policy.generation.mcore_generation_config.expose_http_server=true",
         "policy.generation.engine.precision=fp8",
         "policy.generation.engine.kv_cache_dtype=fp8",
         "policy.generation.vllm_cfg.quantization_ignored_layer_kws=[a]",
         "policy.generation.vllm_cfg.limit_mm_per_prompt={image: 1}",
         "policy.generation.backend=sglang",
-        "policy.dtensor_cfg.automodel_kwargs.backend={_target_: a.b}",
-        "policy.sequence_packing.fuse_loss=true",
+        "policy.dtensor_cfg.automodel_kwargs.freeze_config.freeze_language_model=true",
+        "policy.megatron_cfg.freeze_config.freeze_language_model=true",
         "policy.quant_cfg=a.yaml",
         "policy.is_vlm=true",
         "policy.dequantize_base_checkpoint=true",
         "grpo.async_grpo={enabled: true}",
         "grpo.adv_estimator.name=opd",
-        "cluster.segment_size=8",
         "data_plane={enabled: true}",
         "env.should_use_nemo_gym=true",
         "ppo={ppo_epochs: 4}",
@@ -218,6 +235,31 @@ def test_files_for_megatron_load(tmp_path: Path, kind: str) -> None:
     assert config.policy.backend_key == "megatron_cfg"
     assert config.policy.backend_section is config.policy.megatron_cfg
     assert config.policy.megatron_cfg.optimizer.clip_grad == config.policy.max_grad_norm == 1.0
+
+
+def test_the_key_for_megatrons_engine_acts_with_that_engine(tmp_path: Path) -> None:
+    lengths = "policy.generation.mcore_generation_config.max_model_len=384", "policy.generation.max_new_tokens=256"
+    for engine, context in (("megatron", 384), ("vllm", 512)):
+        path = written(tmp_path, "grpo", *lengths, f"policy.generation.backend={engine}")
+        generation = load_config(path).policy.generation
+        assert generation is not None and generation.engine.max_model_len == context
+
+
+def test_megatrons_key_saves_in_the_background_with_megatron(tmp_path: Path) -> None:
+    asked = "policy.megatron_cfg.checkpoint.async_save=true"
+    assert not load_config(written(tmp_path, "sft", asked), schema=ALGORITHMS["sft"]).saving.is_async
+    assert load_config(written(tmp_path, "sft", *TO_MEGATRON, asked), schema=ALGORITHMS["sft"]).saving.is_async
+    quiet = written(tmp_path, "sft", *TO_MEGATRON, asked.replace("true", "false"))
+    assert not load_config(quiet, schema=ALGORITHMS["sft"]).saving.is_async
+    assert load_config(quiet, ["checkpointing.is_async=true"], schema=ALGORITHMS["sft"]).saving.is_async
+
+
+def test_a_rate_for_a_bias_that_is_left_out_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = ("moe_router_bias_update_rate=1.0e-3", "moe_router_enable_expert_bias=false")
+    path = written(tmp_path, "sft", *TO_MEGATRON, *(f"policy.megatron_cfg.{key}" for key in keys))
+    with caplog.at_level(logging.INFO, "nemo_rl.config"):
+        load_config(path, schema=ALGORITHMS["sft"])
+    assert "moe_router_bias_update_rate (moe_router_enable_expert_bias is false)" in caplog.text
 
 
 def test_defaults_of_megatron_follow_the_keys_that_they_follow_in_nemo_rl(tmp_path: Path) -> None:
@@ -357,7 +399,7 @@ def test_obstacles_of_every_stage_come_together(tmp_path: Path) -> None:
         "policy.quant_cfg=x",
         "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
         "policy.train_micro_batch_size=none",
-        "grpo.batch_multiplier=2",
+        "grpo.batch_multiplier=1.3",
     )
     found = obstacles(path, "grpo")
     assert [text.split("=")[0].split(": ")[-1].split("'")[0] for text in found] == [
@@ -368,9 +410,10 @@ def test_obstacles_of_every_stage_come_together(tmp_path: Path) -> None:
         "policy.generation.engine.kv_cache_dtype",
     ]
     assert "Did you mean 'grpo.num_prompts_per_step'?" in found[0]
-    rules = obstacles(written(tmp_path, "grpo", "grpo.batch_multiplier=2"), "grpo")
-    assert rules == obstacles(SHAPES / "grpo.yaml", "grpo", ["grpo.batch_multiplier=2"])
-    assert len(rules) == 1 and "grpo.use_dynamic_sampling" in rules[0]
+    uneven = ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.3"]
+    rules = obstacles(written(tmp_path, "grpo", *uneven), "grpo")
+    assert rules == obstacles(SHAPES / "grpo.yaml", "grpo", uneven)
+    assert len(rules) == 1 and "is not a whole number" in rules[0]
 
 
 def test_old_names_beside_new_ones(tmp_path: Path) -> None:

@@ -92,6 +92,27 @@ def test_split_keeps_order_and_loses_nothing(tmp_path):
     assert list(again.val_dataset) == list(raw.val_dataset) != list(other.val_dataset)
 
 
+@pytest.mark.parametrize("name", ["ResponseDataset", "arithmetic"])
+def test_max_samples_is_a_seeded_draw_in_the_files_order(tmp_path, name):
+    path = write_lines(tmp_path / "rows.jsonl", *({"input": str(n), "output": str(n)} for n in range(50)))
+    where = {"num_samples": 50} if name == "arithmetic" else {"data_path": path}
+
+    def rows(**keys):
+        raw = load_response_dataset(entry(dataset_name=name, **where, **keys))
+        return [[row["messages"][0]["content"] for row in part or ()] for part in (raw.dataset, raw.val_dataset)]
+
+    everything = rows(seed=1)[0]
+    drawn = rows(max_samples=10, seed=1)[0]
+    assert len(set(drawn)) == 10 and sorted(drawn, key=everything.index) == drawn
+    assert drawn == rows(max_samples=10, seed=1)[0] != everything[:10]
+    if name == "ResponseDataset":
+        assert set(drawn) != set(rows(max_samples=10, seed=2)[0])
+    assert rows(max_samples=1000, seed=1)[0] == everything
+    train, held_out = rows(max_samples=10, seed=1, split_validation_size=0.2)
+    if name == "ResponseDataset":  # generated sums are held out beside those of training
+        assert (len(train), len(held_out)) == (8, 2) and {*train, *held_out} == set(drawn)
+
+
 def test_split_that_leaves_a_side_empty(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", {"input": "q", "output": "1"})
     with pytest.raises(DataError, match=r"split_validation_size=0\.5 of 1 rows"):

@@ -299,6 +299,29 @@ def test_a_model_that_megatron_core_cannot_express_is_refused_before_ray(tmp_pat
         MegatronTraining().check(policy, 1)
 
 
+def test_options_of_experts_are_refused_with_adapters_where_there_are_experts(tmp_path: Path) -> None:
+    """A dense model has neither biases of routers nor shared experts, so nothing is to be refused."""
+
+    def refused(model_type: str, **options: Any) -> str:
+        model_config(model_type).save_pretrained(tmp_path)
+        policy = policy_of()
+        policy["megatron_cfg"] = {"enabled": True, "peft": {"enabled": True}, **options}
+        policy["model_name"] = str(tmp_path)
+        try:
+            MegatronTraining().check(policy, 1)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    rate, bias = {"moe_router_bias_update_rate": 1e-3}, {"moe_router_enable_expert_bias": True}
+    for options in (rate, rate | bias, {"moe_shared_expert_overlap": True}):
+        assert refused("qwen2", **options) == ""
+    assert refused("qwen3_moe", **rate) == ""
+    assert "moe_router_bias_update_rate=0.001 moves biases of routers" in refused("qwen3_moe", **rate, **bias)
+    assert "moe_router_bias_update_rate=0.001 moves biases" in refused("deepseek_v3", **rate)
+    assert "gives layers of shared experts inputs" in refused("deepseek_v3", moe_shared_expert_overlap=True)
+
+
 def test_a_folder_for_converted_models_is_answered(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
