@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from nemo_rl.losses.invariance import check_invariance
     from nemo_rl.losses.token_loss import TokenLoss, token_loss
 
+__version__ = "0.1.0"
+"""As in pyproject.toml, which environments of workers are made from where there is no checkout."""
+
 _HOMES = {
     "LossInputType": "nemo_rl.losses.interfaces",
     "LossType": "nemo_rl.losses.interfaces",

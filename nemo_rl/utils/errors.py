@@ -26,7 +26,7 @@ class ConfigError(NemoRLError, ValueError):
 
 
 class NotBuiltError(NemoRLError, ModuleNotFoundError):
-    """A name of NeMo RL that belongs to a feature which this library does not have yet."""
+    """A name of NeMo RL that this library does not have: its feature is not built yet, or it is under another name."""
 
     exit_status = 2
 

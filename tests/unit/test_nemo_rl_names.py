@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.models.generation import configure_generation_config
 from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers
 from nemo_rl.utils.errors import ConfigError, DataError, NemoRLError
-from nemo_rl.utils.public_names import NOT_BUILT
+from nemo_rl.utils.public_names import ELSEWHERE, NOT_BUILT
 from nemo_rl.utils.timer import Timer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,6 +103,13 @@ LATER = [
     ("nemo_rl.models.policy.utils", "get_runtime_env_for_policy_worker", "policy workers"),
     ("nemo_rl.models.policy.workers.dtensor_policy_worker_v2", "DTensorPolicyWorkerV2Impl", "policy workers"),
     ("nemo_rl.utils.checkpoint_engines.base", "CheckpointEngine", "checkpoint engines"),
+    ("nemo_rl.utils.checkpoint_engines", "create_checkpoint_engine", "checkpoint engines"),
+    ("nemo_rl.distributed.checkpoint_engine", "create_checkpoint_engine", "checkpoint engines"),
+    ("nemo_rl.models.generation.sglang", "SGLangGeneration", "the generation backend sglang"),
+    ("nemo_rl.models.generation.sglang.sglang_generation", "SGLangGeneration", "the generation backend sglang"),
+    ("nemo_rl.algorithms.x_token", "anything", "cross-tokenizer distillation"),
+    ("nemo_rl.models.value.interfaces", "ValueInterface", "PPO"),
+    ("nemo_rl.environments.tools.retriever", "RAGEnvironment", "retrieval"),
 ]
 
 
@@ -110,6 +118,23 @@ def test_a_name_of_a_later_feature_says_so(module: str, name: str, feature: str)
     with pytest.raises(ImportError, match=f"belongs to .*{feature}.*not built yet") as refused:
         exec(f"from {module} import {name}")
     assert isinstance(refused.value, NemoRLError)
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    import nemo_rl
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert nemo_rl.__version__ == project["version"]
+
+
+@pytest.mark.parametrize("module", ELSEWHERE)
+def test_a_module_under_another_name_says_what_to_use(module: str) -> None:
+    """And what is named is there."""
+    with pytest.raises(ImportError, match=re.escape(f"there is no {module} here: ")) as refused:
+        importlib.import_module(module)
+    assert isinstance(refused.value, NemoRLError) and not (ROOT / f"{module.replace('.', '/')}.py").exists()
+    for name in re.findall(r"\bnemo_rl(?:\.\w+)+", ELSEWHERE[module]):
+        importlib.import_module(name)
 
 
 def test_the_table_of_later_features_is_not_stale() -> None:

@@ -178,7 +178,7 @@ class VllmConfig(Section):
 
 
 class McoreGenerationConfig(Section):
-    """The engine of Megatron Core, as NeMo RL's files set it up; here it reads `engine`, and one key of this section."""
+    """The engine of Megatron Core, as NeMo RL's files describe it; here it reads `engine` and one key of this."""
 
     later: ClassVar[dict[str, str]] = {
         "expose_http_server": "an HTTP server on the engines",
@@ -201,7 +201,7 @@ class McoreGenerationConfig(Section):
 
     max_model_len: PositiveInt | None = Field(
         default=None,
-        description="With backend: megatron, the context length in tokens in place of engine.max_model_len; null: that.",
+        description="With backend: megatron, the context length in tokens, in place of engine.max_model_len.",
     )
 
 
