@@ -16,7 +16,6 @@ import yaml
 
 from nemo_rl.algorithms.runtime.launch import exit_status
 from nemo_rl.utils.errors import CheckpointError
-from nemo_rl.utils.logging_setup import configure_logging
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -39,7 +38,6 @@ def export_parser(description: str | None, checkpoint_flag: str) -> argparse.Arg
 
 def main(arguments: list[str] | None = None) -> int:
     """Export; returns the exit status."""
-    configure_logging()
     options = parse_arguments(arguments)
     return exit_status(lambda: convert(options))
 

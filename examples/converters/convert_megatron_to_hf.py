@@ -13,7 +13,6 @@ import sys
 from convert_dcp_to_hf import convert, export_parser
 
 from nemo_rl.algorithms.runtime.launch import exit_status
-from nemo_rl.utils.logging_setup import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Export; returns the exit status."""
-    configure_logging()
     options = parse_arguments(arguments)
     if options.no_strict:
         logger.warning("--no-strict has no effect: a checkpoint that lacks a tensor, or has one more, is not exported.")

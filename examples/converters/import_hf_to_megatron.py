@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.runtime.launch import exit_status
-from nemo_rl.utils.logging_setup import configure_logging
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -27,7 +26,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Import; returns the exit status."""
-    configure_logging()
     options = parse_arguments(arguments)
     return exit_status(lambda: convert(options))
 

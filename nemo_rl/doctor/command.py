@@ -5,8 +5,6 @@ command line itself is wrong, and 128 plus its number after a signal.
 """
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from nemo_rl.utils.stop_signals import handlers_kept, leave_at_once
@@ -37,14 +35,14 @@ def main(arguments: argparse.Namespace) -> int:
     """Make all checks and show what they found; returns the exit status."""
     with handlers_kept():
         leave_at_once()
+        from nemo_rl.algorithms.runtime import launch
         from nemo_rl.doctor.examination import examine
         from nemo_rl.doctor.report import exit_status, write_json, write_table
-        from nemo_rl.utils.logging_setup import configure_logging
 
-        configure_logging()
-        # As for a run: a class of the user's own may lie in the folder that the command was started from.
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
-        findings = examine(arguments)
-        (write_json if arguments.json else write_table)(findings)
-        return exit_status(findings)
+        def work() -> int:
+            launch.look_in_the_current_folder()
+            findings = examine(arguments)
+            (write_json if arguments.json else write_table)(findings)
+            return exit_status(findings)
+
+        return launch.exit_status(work)

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.utils.atomic_write import write_atomically
-from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.folder_lock import FolderLock
 from nemo_rl.utils.manifest import find_damage, manifest_bytes, write_manifest
 
@@ -34,6 +34,7 @@ _CONFIG_FILE = "config.yaml"
 _STATUS_FILE = "latest_checkpoint_status.json"
 _OPTIMIZER = "policy/optimizer"
 _DAMAGE_SHOWN = 3
+_COUNTS = ("total_steps", "current_step", "current_epoch", "consumed_samples", "total_valid_tokens")
 _STEP = re.compile(r"^step_(\d+)$")
 
 type PathLike = str | os.PathLike[str]
@@ -69,17 +70,18 @@ class CheckpointManager:
         """Make the folder if it is missing, and become its only writer.
 
         Raises:
-            CheckpointError: the folder cannot be made or written, or another process writes into it.
+            ConfigError: the folder cannot be made or written.
+            CheckpointError: another process writes into it.
         """
         try:
             self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             held = self._lock.acquire()
         except OSError as error:
-            raise CheckpointError(self._not_writable(error.strerror or str(error))) from error
+            raise ConfigError(self._not_writable(error.strerror or str(error))) from error
         if held:
             return
         if not os.access(self.checkpoint_dir, os.W_OK):
-            raise CheckpointError(self._not_writable("it is read-only"))
+            raise ConfigError(self._not_writable("it is read-only"))
         raise CheckpointError(
             f"{self.checkpoint_dir} is in use by another run. Give each run its own checkpointing.checkpoint_dir, "
             "or end the other run."
@@ -122,7 +124,9 @@ class CheckpointManager:
     def _damage_of(self, folder: Path) -> str | None:
         """What is wrong with a checkpoint, None where nothing is."""
         try:
-            self.load_training_info(folder)
+            wrong = _wrong_count(self.load_training_info(folder) or {})
+            if wrong is not None:
+                return wrong
             damage = find_damage(folder)
         except CheckpointError as error:
             return str(error)
@@ -150,13 +154,13 @@ class CheckpointManager:
         for old in sorted(self.checkpoint_dir.glob("old_step_*")):
             step = self.checkpoint_dir / old.name.removeprefix("old_")
             if step.exists():
-                shutil.rmtree(old)
+                _remove(old)
             else:
                 logger.warning("Restoring %s, which a crash had left as %s.", step.name, old.name)
                 os.replace(old, step)
         for leftover in self.checkpoint_dir.glob("tmp_step_*"):
             logger.warning("Removing %s: a run ended while it was written or removed.", leftover)
-            shutil.rmtree(leftover)
+            _remove(leftover)
 
     @staticmethod
     def get_resume_paths(
@@ -185,8 +189,8 @@ class CheckpointManager:
         """
         self.claim()
         folder = self.checkpoint_dir / f"tmp_step_{step}"
-        if folder.exists():
-            shutil.rmtree(folder)
+        if os.path.lexists(folder):
+            _remove(folder)
         folder.mkdir()
         text = json.dumps(dict(training_info), indent=1, default=lambda number: number.item())
         (folder / _INFO_FILE).write_text(text)
@@ -215,8 +219,8 @@ class CheckpointManager:
         os.replace(folder, final)
         try:
             _flush_folder(self.checkpoint_dir)
-            if old.exists():
-                shutil.rmtree(old)
+            if os.path.lexists(old):
+                _remove(old)
             self.remove_old_checkpoints()
             self._write_status(int(final.name.removeprefix("step_")))
         except OSError as error:
@@ -280,7 +284,7 @@ class CheckpointManager:
             if step not in kept:
                 doomed = self.checkpoint_dir / f"tmp_step_{step}"
                 os.replace(self.checkpoint_dir / f"step_{step}", doomed)
-                shutil.rmtree(doomed)
+                _remove(doomed)
 
     def _ranking(self) -> list[int]:
         """Steps from best to worst; those without the metric last, ties to the newer."""
@@ -315,6 +319,23 @@ class CheckpointManager:
         self._unreadable.discard(step)
         value = info.get(str(self._metric_name))
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _wrong_count(info: Mapping[str, Any]) -> str | None:
+    """What is wrong with the numbers that a run goes on from, None where nothing is."""
+    for name in _COUNTS:
+        value = info.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            return f"{_INFO_FILE} holds {name}={value!r}, which is no number of steps, samples or tokens"
+    return None
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with all it holds; of a link only the link, whatever it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _flush_tree(folder: Path) -> None:

@@ -7,6 +7,7 @@ import gc
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 
@@ -37,6 +38,9 @@ def import_dotted(path: str, error: type[Exception], what: str, advice: str) -> 
     module, _, name = path.rpartition(".")
     try:
         with importing():
-            return getattr(importlib.import_module(module), name)
+            found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as reason:
         raise error(f"{what} cannot be imported ({reason}). {advice}") from reason
+    if isinstance(found, ModuleType):
+        raise error(f"{what} is a module, not something in one. Add the name of what is meant: {path}.<name>. {advice}")
+    return found

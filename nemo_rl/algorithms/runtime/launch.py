@@ -18,7 +18,7 @@ from pathlib import Path
 from nemo_rl.algorithms.runtime.preflight import check_host, check_models
 from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config
 from nemo_rl.distributed.fork_server import start_fork_server
-from nemo_rl.utils.errors import NemoRLError
+from nemo_rl.utils.errors import ConfigError, NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
 from nemo_rl.utils.stop_signals import leave_at_once
 
@@ -45,7 +45,6 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
     Returns:
         Exit status.
     """
-    configure_logging()
     leave_at_once()
     # torchdata calls it on import of every loader; nothing a user could change.
     warnings.filterwarnings("ignore", message=".*set_vital.*")
@@ -54,12 +53,10 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
     parser.add_argument(
         "--dry-run", action="store_true", help="say what the run would be and whether it fits its GPUs; start nothing"
     )
-    # Python looks beside the script; a class of the user's own may lie in the folder the run was started from.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     known, overrides = parser.parse_known_args(arguments)
 
     def work() -> int:
+        look_in_the_current_folder()
         config = load_config(known.config, overrides, schema=schema)
         if known.dry_run:
             return _dry_run(config)
@@ -71,6 +68,20 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
         return 0
 
     return exit_status(work)
+
+
+def look_in_the_current_folder() -> None:
+    """Let Python import from the folder that a program was started from, where a user's own classes may lie.
+
+    Raises:
+        ConfigError: the folder is gone.
+    """
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the current folder does not exist any more. Change to one that does (cd).") from error
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _engine_libraries(config: MasterConfig | EvalMasterConfig) -> Sequence[str]:
@@ -90,8 +101,13 @@ def _dry_run(config: MasterConfig | EvalMasterConfig) -> int:
 
 
 def exit_status(work: Callable[[], int]) -> int:
-    """Do the work of a program; its exit status, or that of the error that ended it, after its message and notes."""
+    """Do the work of a program with its log on the console.
+
+    Returns:
+        What `work` returns, or the status of the error that ended it, after its message and notes.
+    """
     try:
+        configure_logging()
         return work()
     except NemoRLError as error:
         # The terminal may be gone, which is why the run ended.

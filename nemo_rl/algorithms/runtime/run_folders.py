@@ -57,8 +57,8 @@ def open_folders(config: MasterConfig, num_rows: int, resources: ExitStack) -> R
         resources: gives the checkpoint folder back at the end.
 
     Raises:
-        CheckpointError: the folder is read-only, in use or too small, or all its checkpoints are damaged.
-        ConfigError: the run cannot go on from the newest checkpoint; see `resume_check`.
+        CheckpointError: the folder is in use or too small, or all its checkpoints are damaged.
+        ConfigError: the folder cannot be written, or the run cannot go on from the newest checkpoint (`resume_check`).
     """
     checkpoints, resume_path, position = None, None, None
     if config.checkpointing.enabled:

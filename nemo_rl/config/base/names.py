@@ -62,7 +62,12 @@ VALIDATION_METRICS: tuple[str, ...] = (
 OVERRIDE_MARKER = "_override_"
 """Key of a mapping that replaces an inherited one as a whole."""
 
-NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = ("code", "code_jaccard", "mmau", "nemo_gym", "reward_model", "vlm")
+BUILT_IN_ENVIRONMENTS: tuple[str, ...] = ("math", "math_default", "math_multi_reward")
+"""Environments of the library, as `nemo_rl.environments` registers them."""
+
+NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = (
+    *("code", "code_jaccard", "mmau", "nemo_gym", "rag", "reward_model", "sliding_puzzle_game", "vlm"),
+)
 """Environments of NeMo RL that are not here; a user's own may have these names."""
 
 NOT_BUILT_DATASETS: tuple[str, ...] = (

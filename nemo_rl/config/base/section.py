@@ -12,7 +12,7 @@ import copy
 import re
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
@@ -27,6 +27,10 @@ from nemo_rl.utils.errors import ConfigError
 
 MISSING = "???"
 _REQUIRED = object()
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""A seed of random numbers; seeds that follow from it fit into the same 63 bits."""
 
 
 def derived(interpolation: str, description: str) -> Any:

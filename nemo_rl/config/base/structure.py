@@ -91,6 +91,12 @@ class Slot:
         """Whether null is a value of its own here."""
         return self.annotation is None or type(None) in _options(self.annotation)
 
+    @property
+    def is_mapping(self) -> bool:
+        """Whether keys stand here, and null is no value of its own."""
+        kinds = [*self.sections, *(a for a in _options(self.annotation) if get_origin(a) is dict)]
+        return bool(kinds) and not self.optional
+
     def section_for(self, keys: Iterable[str]) -> type[BaseModel] | None:
         """The section that a mapping with these keys most likely is."""
         if len(self.sections) == 1:

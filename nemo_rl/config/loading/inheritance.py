@@ -17,6 +17,9 @@ from nemo_rl.config.base.names import OVERRIDE_MARKER
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.utils.errors import ConfigError
 
+MOST_VALUES = 1_000_000
+"""Values that a file may stand for once its anchors are expanded."""
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -123,6 +126,31 @@ def _read(path: Path, children: tuple[Path, ...]) -> list[Layer]:
     return [*layers, Layer(path, content)]
 
 
+def _refuse_too_much(path: Path) -> None:
+    """Count a file's values before its anchors are expanded: a few lines can stand for more than memory holds.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    text = path.read_text(encoding="utf-8")
+    root = yaml.compose(text, Loader=yaml.SafeLoader) if "*" in text else None
+    if root is not None and _num_values(root, {}) > MOST_VALUES:
+        raise ConfigError(
+            f"{path} stands for more than {MOST_VALUES:,} values: its anchors (&name, *name) repeat each other, or "
+            "themselves. Write the values out."
+        )
+
+
+def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for, at most `MOST_VALUES + 1`; `known` has those of nodes that were seen."""
+    if id(node) not in known:
+        known[id(node)] = MOST_VALUES + 1  # for a node that contains itself
+        children = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []
+        below = [child for entry in children for child in (entry if isinstance(entry, tuple) else (entry,))]
+        known[id(node)] = min(1 + sum(_num_values(child, known) for child in below), MOST_VALUES + 1)
+    return known[id(node)]
+
+
 def _as_list(parents: Any, path: Path) -> list[str]:
     listed = OmegaConf.to_container(parents) if OmegaConf.is_list(parents) else parents
     listed = [listed] if isinstance(listed, str) else listed or []
@@ -133,8 +161,13 @@ def _as_list(parents: Any, path: Path) -> list[str]:
 
 def _parse(path: Path) -> DictConfig:
     try:
+        _refuse_too_much(path)
         content = OmegaConf.load(path)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError(f"{path} nests mappings or lists too deeply. About a hundred levels work.") from None
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None

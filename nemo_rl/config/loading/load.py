@@ -23,6 +23,8 @@ from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
 from nemo_rl.config.base.section import Section, fill_defaults, plain_values
 from nemo_rl.config.base.spellings import in_own_section, unified
 from nemo_rl.config.base.structure import Slot, mappings_in, value_at
+from nemo_rl.config.loading.dotted_names import joined, names_in, with_dots, with_names
+from nemo_rl.config.loading.empty import empty_texts, keep_sections
 from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
 from nemo_rl.config.loading.overrides import apply_to_schema, parse_override
 from nemo_rl.config.loading.sources import Sources, dotted_path
@@ -82,10 +84,14 @@ def config_of[Config: Section](
 def _loaded[Config: Section](
     schema: type[Config], layers: Sequence[Layer], overrides: Sequence[str], check: bool
 ) -> Config:
-    for layer in layers:
-        refuse_unknown_keys(schema, OmegaConf.to_container(layer.content), str(layer.path))
-    tree, sources = merged(schema, layers, overrides)
-    config, values = validated(schema, tree, sources)
+    try:
+        for layer in layers:
+            refuse_unknown_keys(schema, OmegaConf.to_container(layer.content), str(layer.path))
+        tree, sources = merged(schema, layers, overrides)
+        config, values = validated(schema, tree, sources)
+    except RecursionError:
+        files = ", ".join(str(layer.path) for layer in layers)
+        raise ConfigError(f"mappings or lists are nested too deeply, in one of {files} or an override.") from None
     if isinstance(config, MasterConfig):
         make_paths_absolute(config)
     elif isinstance(config, EvalMasterConfig):
@@ -107,14 +113,17 @@ def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[s
     tree = OmegaConf.create(filled)
     for text in overrides:
         override = parse_override(text)
-        override.key_or_group = in_own_section(schema, override.key_or_group)
+        names = names_in(override.key_or_group, OmegaConf.to_container(tree))
+        if names:
+            tree = OmegaConf.create(with_names(OmegaConf.to_container(tree), names))
+        override.key_or_group = in_own_section(schema, joined(override.key_or_group, names))
         OmegaConf.set_struct(tree, not _names_elsewhere(schema, override))
         apply_to_schema(schema, tree, override, sources)
-        written: Any = OmegaConf.to_container(tree)
+        written: Any = with_dots(OmegaConf.to_container(tree))
         plain: Any = unified(schema, written, newer_wins=True)
         refuse_unknown_keys(schema, plain, f"the override {text!r}")
         filled, _ = fill_defaults(schema, plain)
-        if filled != written:
+        if names or filled != written:
             tree = OmegaConf.create(filled)
     return tree, sources
 
@@ -151,13 +160,14 @@ def _make_absolute(paths: list[tuple[Section, str]]) -> None:
 
 
 def layers_of(schema: type[Section], files: Sequence[Layer]) -> list[Layer]:
-    """The files of a configuration, parents first, with every key in its own section."""
+    """The files of a configuration, parents first, with every key in its own section; empty sections inherit all."""
     return [_in_own_sections(schema, layer) for layer in files]
 
 
 def _in_own_sections(schema: type[Section], layer: Layer) -> Layer:
     try:
-        return Layer(layer.path, OmegaConf.create(unified(schema, OmegaConf.to_container(layer.content))))
+        content = unified(schema, OmegaConf.to_container(layer.content))
+        return Layer(layer.path, OmegaConf.create(keep_sections(schema, content)))
     except ConfigError as error:
         raise ConfigError(f"{layer.path}: {error}") from None
 
@@ -186,7 +196,7 @@ def validated[Config: Section](
         values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         values, failure = unresolved, _unresolvable(error, sources)
-    lines = _take_out_not_built(schema, values, sources)
+    lines = [*_take_out_not_built(schema, values, sources), *empty_texts(schema, values, unresolved, sources)]
     try:
         config = schema.model_validate(values)
     except ValidationError as error:

@@ -17,7 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from nemo_rl.config.base.names import OVERRIDE_MARKER
-from nemo_rl.config.base.structure import find_slot, known_keys, value_at
+from nemo_rl.config.base.structure import Slot, find_slot, known_keys, value_at
+from nemo_rl.config.loading.dotted_names import shown
 from nemo_rl.config.loading.sources import Sources
 from nemo_rl.config.loading.unknown_keys import explain_unknown
 from nemo_rl.utils.errors import ConfigError
@@ -59,6 +60,8 @@ def parse_override(text: str) -> Override:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         raise OverridesError(f"cannot read the override {text!r}. {_grammar_hint(text, error)}") from None
+    except RecursionError:
+        raise OverridesError(f"cannot read the override {text[:40]!r}...: it is nested too deeply.") from None
     if override.is_sweep_override():
         raise OverridesError(
             f"the override {text!r} stands for several runs (a sweep), which is not possible here. "
@@ -103,17 +106,21 @@ def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override
     absent = value_at(tree, path, _ABSENT) is _ABSENT
     if slot is None and not _below_list(tree, path):
         raise OverridesError(
-            f"cannot apply the override {override.input_line!r}: {explain_unknown(schema, path, tree)}"
+            f"cannot apply the override {override.input_line!r}: {shown(explain_unknown(schema, path, tree))}"
         )
+    _refuse_null_section(slot, override)
+    _refuse_unknown_environment(path, tree, override)
     if override.type == OverrideType.CHANGE and absent and typed:
         override.type = OverrideType.FORCE_ADD
     if override.type == OverrideType.ADD and typed and not absent and not sources.has(path):
         override.type = OverrideType.FORCE_ADD
     _clear_other_kind(cfg, override, value_at(tree, path))
+    if slot is not None and slot.is_mapping and not slot.sections and isinstance(value_at(tree, path), dict):
+        OmegaConf.set_struct(cfg, False)  # a mapping of free names takes further ones
     already_null = override.type == OverrideType.DEL and value_at(tree, path, _ABSENT) is None
     if not already_null:
         apply_override(cfg, override)
-    sources.overrides.append((override.key_or_group, str(override.input_line)))
+    sources.overrides.append((shown(override.key_or_group), str(override.input_line)))
 
 
 def _refuse_marker(path: Sequence[str], override: Override) -> None:
@@ -123,6 +130,28 @@ def _refuse_marker(path: Sequence[str], override: Override) -> None:
             f"cannot apply the override {override.input_line!r}: {OVERRIDE_MARKER} is for files, where it drops what a "
             "file below has written in the same mapping. Here take away single keys, with ~key."
         )
+
+
+def _refuse_null_section(slot: Slot | None, override: Override) -> None:
+    if override.type != OverrideType.DEL and override.value() is None and slot is not None and slot.is_mapping:
+        key = shown(override.key_or_group)
+        raise OverridesError(
+            f"cannot apply the override {override.input_line!r}: {key} is a section, which null does not switch off. "
+            f"Set its keys, or take away what files write in it with ~{key}."
+        )
+
+
+def _refuse_unknown_environment(path: Sequence[str], tree: Any, override: Override) -> None:
+    """Before Hydra's advice to add the key, which would make an environment of another name."""
+    environments = tree.get("env") or {}
+    if path[0] != "env" or len(path) < 3 or override.type != OverrideType.CHANGE or path[1] in environments:
+        return
+    known = ", ".join(shown(name) for name in environments) or "none"
+    raise OverridesError(
+        f"cannot apply the override {override.input_line!r}: there is no environment {path[1]!r}. Environments in env: "
+        f"{known}. One with a dotted name is found when env has it, or a data entry has it as env_name; write env_name "
+        "before its keys, and +key=value for a key that it does not have yet."
+    )
 
 
 def _clear_other_kind(cfg: DictConfig, override: Override, current: Any) -> None:

@@ -3,12 +3,13 @@
 Invariant: the last writer of a key is its source.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from nemo_rl.config.base.names import OVERRIDE_MARKER
 from nemo_rl.config.base.structure import value_at
 from nemo_rl.config.loading.inheritance import Layer
 
@@ -38,21 +39,34 @@ class Sources:
         for key, text in reversed(self.overrides):
             if dotted == key or dotted.startswith(f"{key}.") or key.startswith(f"{dotted}."):
                 return f"the override {text!r}"
-        for name, content in reversed(self.layers):
-            if self.is_written(path, content):
-                return name
-        return "a default of the schema"
+        return self._file_of(path) or "a default of the schema"
 
     def has(self, path: Sequence[str | int]) -> bool:
         """Whether a file or an override sets `path`."""
-        return any(self.is_written(path, content) for _, content in self.layers) or any(
-            dotted_path(path) == key for key, _ in self.overrides
-        )
+        return self._file_of(path) is not None or any(dotted_path(path) == key for key, _ in self.overrides)
+
+    def _file_of(self, path: Sequence[str | int]) -> str | None:
+        """The last file that sets `path`, unless a later one replaces a mapping above it as a whole."""
+        for name, content in reversed(self.layers):
+            if self.is_written(path, content):
+                return name
+            if _replaces(path, content):
+                return None
+        return None
 
     @staticmethod
     def is_written(path: Sequence[str | int], content: Any) -> bool:
         """Whether a file with this content sets `path`."""
         return value_at(content, path, _ABSENT) is not _ABSENT
+
+
+def _replaces(path: Sequence[str | int], content: Any) -> bool:
+    """Whether a file drops what earlier ones wrote at `path`: by the marker, or by a value that has no keys."""
+    above = [value_at(content, path[:depth], _ABSENT) for depth in range(1, len(path))]
+    return any(
+        value is not _ABSENT and (not isinstance(value, Mapping) or value.get(OVERRIDE_MARKER) is True)
+        for value in above
+    )
 
 
 def dotted_path(path: Sequence[str | int]) -> str:

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.base.availability import NOT_BUILT
-from nemo_rl.config.base.names import GENERATED_DATASETS, NOT_BUILT_DATASETS, RESPONSE_DATASET_NAMES
+from nemo_rl.config.base.names import (
+    BUILT_IN_ENVIRONMENTS,
+    GENERATED_DATASETS,
+    NOT_BUILT_DATASETS,
+    NOT_BUILT_ENVIRONMENTS,
+    RESPONSE_DATASET_NAMES,
+)
 from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path, looks_local
 from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.schema.data import DataConfig, DatasetConfig
@@ -33,6 +39,8 @@ def check_data(data: DataConfig, environments: Mapping[str, Any]) -> Findings:
             "data.train is empty. Name a data set, for example data.train.dataset_name=arithmetic, or a "
             "file with data.train.data_path."
         )
+    if not data.is_handed_in:
+        yield from check_unused(environments, {entry.env_name for _, entry in named_entries(data)})
     for name, entry in named_entries(data):
         yield from check_dataset(name, entry, RESPONSE_DATASET_NAMES)
         yield from check_environment(name, entry.env_name, environments)
@@ -55,6 +63,28 @@ def check_environment(place: str, env_name: str | None, environments: Collection
         yield (
             f"{place}.env_name={env_name!r} is not in env. Environments in env: {known}."
             f"{did_you_mean(env_name, environments)} Choose one of them or write a section env.{env_name}."
+        )
+
+
+def check_unused(environments: Collection[str], used: Collection[str | None]) -> Findings:
+    """An environment of the user's own is one that data names; those of the library may stay from an inherited file.
+
+    Args:
+        environments: names in `env`.
+        used: names that data entries have as `env_name`.
+    """
+    named = sorted(name for name in used if name is not None)
+    for name in environments:
+        if name in used or name in BUILT_IN_ENVIRONMENTS or name in NOT_BUILT_ENVIRONMENTS:
+            continue
+        meant = next((other for other in named if other.startswith(f"{name}.")), None)
+        yield (
+            f"env.{name} is used by no data: env_name of the data entries is {', '.join(named) or 'not set'}. "
+            + (
+                f"For the environment {meant} write env={{{meant}: {{key: value}}}}, or env.{meant}.key=value after it."
+                if meant
+                else f"Set data.default.env_name={name}, or take it away with ~env.{name}."
+            )
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from nemo_rl.config.base.names import ARITHMETIC, RESPONSE_DATASET_NAMES
 from nemo_rl.config.base.paths import find_path, looks_local
 from nemo_rl.config.base.section import Section
-from nemo_rl.config.rules.data import check_environment, check_operands
+from nemo_rl.config.rules.data import check_environment, check_operands, check_unused
 from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.schema.evaluation import EvalConfig, EvalDataConfig, EvalGenerationConfig
 from nemo_rl.utils.did_you_mean import did_you_mean
@@ -62,6 +62,7 @@ def check_eval_data(data: EvalDataConfig, environments: Mapping[str, Any]) -> Fi
     """The data set exists and its environment can grade it."""
     yield from _check_name(data)
     yield from check_environment("data", data.env_name, environments)
+    yield from check_unused(environments, {data.env_name})
     environment = environments.get(data.env_name)
     verifier = getattr(environment, "verifier_type", None)
     if verifier is not None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, PrivateAttr, Tag
 
 from nemo_rl.config.base.names import GENERATED_DATASETS
-from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.base.section import Section, Seed, derived
 
 _MEDIA = "multimodal data"
 _TEXT = "training on plain text"
@@ -58,7 +58,7 @@ class DatasetDefaults(Section):
         default=None,
         description="Validates these rows apart from the others, as validation-<name>/ (SFT, DPO and reward models).",
     )
-    seed: NonNegativeInt = Field(default=42, description="Seed of the split and of generated tasks.")
+    seed: Seed = Field(default=42, description="Seed of the split and of generated tasks.")
     input_key: str | None = Field(
         default=None, description="Column of the question; null: the data set's own, or input."
     )

@@ -7,9 +7,9 @@ the same way.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.base.section import Section, Seed, derived
 from nemo_rl.config.schema.data import FROM_TOOLS, IN_ROWS, FromTools, InRows, numbers_without_effect
 from nemo_rl.config.schema.generation import EngineConfig, GenerationConfig, TopK
 from nemo_rl.config.schema.policy import TokenizerConfig
@@ -77,7 +77,7 @@ class EvalConfig(Section):
     )
     num_tests_per_prompt: PositiveInt = Field(default=1, description="Answers sampled per prompt.")
     k_value: PositiveInt = Field(default=1, description="The k of the metric, at most num_tests_per_prompt.")
-    seed: NonNegativeInt = Field(default=42, description="Seed of the samples.")
+    seed: Seed = Field(default=42, description="Seed of the samples.")
     save_path: str | None = Field(
         default=None,
         description="Folder for answers and results; started again with the same folder, an evaluation goes on. "
@@ -142,7 +142,7 @@ class EvalDataConfig(Section):
     max_samples: PositiveInt | None = Field(
         default=None, description="Ask only this many problems, a seeded random choice; null: all."
     )
-    seed: NonNegativeInt = Field(default=42, description="Seed of max_samples, of option orders and of generated sums.")
+    seed: Seed = Field(default=42, description="Seed of max_samples, of option orders and of generated sums.")
     num_samples: PositiveInt | None = Field(
         default=None, description="Generated problems, only for arithmetic; null: 256."
     )

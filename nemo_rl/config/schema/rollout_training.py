@@ -3,9 +3,9 @@
 Steps, prompts and validation only; how a batch becomes a loss is in the algorithm's own section.
 """
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
-from nemo_rl.config.base.section import Section
+from nemo_rl.config.base.section import Section, Seed
 
 
 class RolloutTrainingConfig(Section):
@@ -26,7 +26,7 @@ class RolloutTrainingConfig(Section):
         default=5,
         description="The run ends with an error after this many steps in a row in which no sample counts in the loss.",
     )
-    seed: NonNegativeInt = Field(default=42, description="Seed of data order, initialisation and sampling.")
+    seed: Seed = Field(default=42, description="Seed of data order, initialisation and sampling.")
     overlong_filtering: bool = Field(
         default=False,
         description="Give answers that hit the length limit no weight in the loss; their rewards stay in the baseline "

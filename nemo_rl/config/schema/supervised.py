@@ -5,9 +5,9 @@ Invariant: nothing here generates, so `policy.generation` is null, and a trainin
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
-from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.base.section import Section, Seed, derived
 from nemo_rl.config.schema.data import DataConfig, DatasetDefaults
 from nemo_rl.config.schema.generation import GenerationConfig
 from nemo_rl.config.schema.policy import PolicyConfig
@@ -31,7 +31,7 @@ class SupervisedConfig(Section):
         default=5,
         description="The run ends with an error after this many steps in a row in which no sample counts in the loss.",
     )
-    seed: NonNegativeInt = Field(default=42, description="Seed of data order and initialisation.")
+    seed: Seed = Field(default=42, description="Seed of data order and initialisation.")
     val_period: CountOrAll = Field(
         default=10, description="Validate every this many steps; 0 or -1: only at start or end."
     )

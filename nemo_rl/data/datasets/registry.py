@@ -4,6 +4,7 @@ Each kind of rows (conversations, pairs, labelled answers) has one table of name
 its rows are split in one way, whatever the kind.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,7 @@ class ExternalDataset(RawDataset):
     def __init__(self, kind: Callable[..., Any], config: DatasetConfig, role: str, form: DatasetKind) -> None:
         self._form = form
         keys = {key: value for key, value in vars(config).items() if value is not None}
+        _check_arguments(kind, keys, str(config.dataset_name))
         made = kind(**keys)
         rows = getattr(made, "dataset", None)
         if rows is None or not hasattr(rows, "__getitem__"):
@@ -125,6 +127,23 @@ class ExternalDataset(RawDataset):
         table = RowTable(str(config.dataset_name), rows, range(len(rows)))
         checked = FormattedRows(table, [self._form.key], self._form.own_row, config.env_name, self._form.key)
         return checked, checked.bad_rows
+
+
+def _check_arguments(kind: Callable[..., Any], keys: Mapping[str, Any], name: str) -> None:
+    """Whether a user's class takes the keys of its entry; what it raises itself then keeps its own words."""
+    if not callable(kind):
+        raise DataError(f"dataset_name {name!r} is a {type(kind).__name__}, not a class. Give the path of a class.")
+    try:
+        signature = inspect.signature(kind)
+    except ValueError:  # of a type that is written in C
+        return
+    try:
+        signature.bind(**keys)
+    except TypeError as reason:
+        raise DataError(
+            f"data set class {name!r} does not take the keys of its entry: {reason}. It is called with "
+            f"{', '.join(sorted(keys))}; let it take those it reads, and **kwargs for the others."
+        ) from None
 
 
 def held_out_rows(raw: RawDataset, config: DatasetConfig, validation: Iterable[DatasetConfig]) -> Any:

@@ -1,10 +1,13 @@
 """`defaults:` inheritance against hand-merged results."""
 
+import time
 from pathlib import Path
 
 import pytest
+from config_helpers import with_values
 from omegaconf import OmegaConf
 
+from nemo_rl.config import load_config as load_checked
 from nemo_rl.utils.config import (
     load_config,
     load_config_with_inheritance,
@@ -34,6 +37,69 @@ def test_a_list_and_a_mapping_replace_each_other(write_yaml) -> None:
     write_yaml("a.yaml", {"policy": {"scheduler": [{"name": "x"}], "one": {"k": 1}}})
     child = write_yaml("c.yaml", {"defaults": "a.yaml", "policy": {"scheduler": {"name": "y"}, "one": [2]}})
     assert plain(load_config(child)) == {"policy": {"scheduler": {"name": "y"}, "one": [2]}}
+
+
+def bomb(levels: int) -> str:
+    lines = ["policy:", "  hf_config_overrides:", "    a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"    a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, levels)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (bomb(12), "stands for more than 1,000,000 values"),
+        ("a: &a [*a]", "stands for more than 1,000,000 values"),
+        ("a: " + "{a: " * 3000 + "1" + "}" * 3000, "nests mappings or lists too deeply"),
+        ("a: " + "9" * 5000, "is not valid YAML"),
+    ],
+    ids=["anchors of anchors", "an anchor of itself", "3,000 levels", "5,000 digits"],
+)
+def test_a_file_that_takes_all_memory_or_all_levels_is_refused(write_yaml, content: str, message: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=message):
+        load_config(write_yaml("bomb.yaml", content))
+    assert time.monotonic() - started < 20
+
+
+def test_anchors_are_read(write_yaml) -> None:
+    assert (
+        plain(load_config(write_yaml("a.yaml", bomb(3))))["policy"]["hf_config_overrides"]["a2"]
+        == [  # type: ignore[index]
+            [["x"] * 10] * 10
+        ]
+        * 10
+    )
+
+
+def test_levels_that_yaml_reads_but_no_walk_gets_through_are_refused(minimal) -> None:
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_checked(minimal, ["policy.hf_config_overrides=" + "{a:" * 100 + "1" + "}" * 100])
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_checked(minimal, ["policy.hf_config_overrides=" + "{a:" * 3000 + "1" + "}" * 3000])
+
+
+def test_an_empty_section_inherits_and_null_stays_where_it_means_something(write_yaml) -> None:
+    write_yaml("parent.yaml", with_values(grpo={"max_num_steps": 80}, policy={"optimizer": {"kwargs": {"lr": 1.0}}}))
+    child = "defaults: parent.yaml\ngrpo:\n  # max_num_steps: 3\npolicy:\n  dtensor_cfg:\nenv:\n  math:\nloss_fn:\n"
+    config = load_checked(write_yaml("child.yaml", child))
+    assert config == load_checked(write_yaml("same.yaml", "defaults: parent.yaml"))
+    assert (config.grpo.max_num_steps, config.env["math"].num_workers) == (80, 1)
+    path = write_yaml("null.yaml", {"defaults": "parent.yaml", "policy": {"hf_config_overrides": None}})
+    assert load_checked(path).policy.hf_config_overrides is None
+
+
+def test_keys_that_a_later_file_drops_are_not_spoken_of(write_yaml, caplog: pytest.LogCaptureFixture) -> None:
+    write_yaml("parent.yaml", with_values(data={"train": {"dataset_name": "arithmetic", "num_samples": 7}}))
+    dropped = {"defaults": "parent.yaml", "data": {"train": {"_override_": True, "data_path": "README.md"}}}
+    kept = {"defaults": "parent.yaml", "data": {"train": {"dataset_name": None, "data_path": "README.md"}}}
+    listed = {"defaults": "parent.yaml", "data": {"train": [{"data_path": "README.md"}]}}
+    with caplog.at_level("INFO", "nemo_rl.config"):
+        for content in (dropped, listed):
+            load_checked(write_yaml("child.yaml", content))
+        assert caplog.messages == []
+        load_checked(write_yaml("child.yaml", kept))
+    assert "data.train.num_samples (only arithmetic" in caplog.text
 
 
 def test_each_level_is_relative_to_its_own_folder(write_yaml) -> None:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from config_helpers import with_values
 from omegaconf import OmegaConf
 
 from nemo_rl.config import load_config
+from nemo_rl.config.base.names import BUILT_IN_ENVIRONMENTS
 from nemo_rl.utils.config import OverridesError, parse_hydra_overrides
 from nemo_rl.utils.errors import ConfigError
 
@@ -156,3 +158,68 @@ def test_derived_defaults_follow_overrides(minimal: Path) -> None:
     assert config.data.max_input_seq_length == 100
     assert config.grpo.reward_shaping.max_response_length == 100
     assert policy.tokenizer.name == "gpt2"
+
+
+OWN = "my_rewards.Length"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"data.default.env_name={OWN}", f"+env.{OWN}.target=20"],
+        [f"data.default.env_name={OWN}", f"env={{{OWN}: {{target: 20}}}}"],
+        [f"data.default.env_name={OWN}", f"env={{{OWN}: {{target: 3}}}}", f"env.{OWN}.target=20"],
+        [f"data.default.env_name={OWN}", f"env={{{OWN}: {{target: 20, x: 1}}}}", f"~env.{OWN}.x"],
+        [f"data.default.env_name={OWN}", f"+env.{OWN}={{target: 20}}"],
+    ],
+)
+def test_an_environment_named_by_its_path(minimal: Path, overrides: list[str]) -> None:
+    assert load_config(minimal, overrides).env[OWN] == {"target": 20}
+
+
+def test_keys_of_an_environment_in_a_file_and_its_python_environment(write_yaml) -> None:
+    own = {"env_name": OWN}
+    content = with_values(data={"default": own}, env={OWN: {"target": 3, "deep": {"a.b": 1}}})
+    overrides = [f"env.{OWN}.target=20", f"env.{OWN}.deep.a.b=2", f"+cluster.venvs.{OWN}.packages=[x]"]
+    config = load_config(write_yaml("own.yaml", content), overrides)
+    assert config.env[OWN] == {"target": 20, "deep": {"a.b": 2}}
+    assert config.cluster.venvs[OWN].packages == ["x"]
+    del content["env"]["math"]
+    config = load_config(write_yaml("own.yaml", content), [f"~env.{OWN}", f"+env.{OWN}.target=1"])
+    assert config.env == {OWN: {"target": 1}}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"env.{OWN}.target=20", "there is no environment 'my_rewards'. Environments in env: math"),
+        (f"+env.{OWN}.target=20", "env.my_rewards is used by no data: env_name of the data entries is math"),
+        ("+env.mine.target=20", "Set data.default.env_name=mine, or take it away with ~env.mine"),
+        ("grpo=null", "grpo is a section, which null does not switch off"),
+        ("env.math=null", "env.math is a section"),
+        ("checkpointing.checkpoint_dir=", r"checkpointing.checkpoint_dir is empty \(set by the override"),
+        ("logger.log_dir=", "logger.log_dir is empty"),
+        ("policy.model_name=", "policy.model_name is empty"),
+        ("policy.tokenizer.name=", "policy.tokenizer.name is empty"),
+        ("data.default.prompt_file=", "data.default.prompt_file is empty .*, or null"),
+        ("checkpointing.allow_changed=['']", "checkpointing.allow_changed.0 is empty"),
+        ("grpo.seed=18446744073709551616", "Allowed: int >= 0"),
+    ],
+)
+def test_advice_that_leads_on(minimal: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(minimal, [override])
+
+
+def test_what_is_empty_is_named_once(minimal: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal, ["policy.model_name=", "logger.log_dir="])
+    assert str(caught.value).count("is empty (set") == 2
+    plain = ["policy.tokenizer.chat_template_kwargs={x: ''}", "policy.generation.vllm_kwargs={y: ''}"]
+    assert load_config(minimal, plain).policy.tokenizer.chat_template_kwargs == {"x": ""}
+
+
+def test_the_librarys_environments_are_known_by_name() -> None:
+    from nemo_rl.environments.registry import ENV_REGISTRY
+
+    assert set(BUILT_IN_ENVIRONMENTS) == set(ENV_REGISTRY)

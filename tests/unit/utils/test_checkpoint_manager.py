@@ -14,7 +14,8 @@ import yaml
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.utils import checkpoint as checkpoint_module
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.utils.errors import CheckpointError, ConfigError
+from nemo_rl.utils.manifest import write_manifest
 
 PAYLOAD = "policy/weights/model.bin"
 
@@ -322,13 +323,49 @@ def test_a_damaged_old_checkpoint_takes_no_part_in_what_is_kept(tmp_path, caplog
 
 def test_a_folder_that_cannot_be_written_is_refused_before_it_is_needed(tmp_path, ram_disk):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written: (Not a directory|File exists)"):
+    with pytest.raises(ConfigError, match="cannot be written: (Not a directory|File exists)"):
         make_manager(tmp_path / "file").claim()
     with ram_disk("ro") as folder:
-        with pytest.raises(CheckpointError, match="cannot be written: it is read-only"):
+        with pytest.raises(ConfigError, match="cannot be written: it is read-only"):
             make_manager(folder).claim()
-        with pytest.raises(CheckpointError, match="cannot be written: Read-only file system"):
+        with pytest.raises(ConfigError, match="cannot be written: Read-only file system"):
             make_manager(folder / "new").claim()
+
+
+@pytest.mark.parametrize("name", ["tmp_step_2", "tmp_step_4"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
+def test_leftovers_that_are_no_folders_are_removed_and_what_they_lead_to_is_not(tmp_path, name, kind):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("x")
+    folder = tmp_path / "run"
+    first = make_manager(folder)
+    save_with(first, {2: 0.1})
+    first.release()
+    leftover = folder / name
+    if kind == "file":
+        leftover.write_text("")
+    else:
+        leftover.symlink_to(elsewhere if kind == "link" else tmp_path / "nowhere")
+    manager = make_manager(folder)
+    assert not os.path.lexists(leftover) and (elsewhere / "kept").exists()
+    save_with(manager, {4: 0.2})
+    assert manager.steps() == [2, 4]
+
+
+@pytest.mark.parametrize("value", ["three", 2.5, None, True, -1])
+def test_a_step_that_is_no_number_is_a_damaged_checkpoint(tmp_path, caplog, value):
+    manager = make_manager(tmp_path)
+    save_with(manager, {2: 0.1, 4: 0.2})
+    file = tmp_path / "step_4/training_info.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"total_steps": value}))
+    write_manifest(tmp_path / "step_4")
+    assert manager.find_resumable() == tmp_path / "step_2"
+    assert f"training_info.json holds total_steps={value!r}, which is no number of steps" in caplog.text
+    shutil.rmtree(tmp_path / "step_2")
+    shutil.move(tmp_path / "damaged_step_4", tmp_path / "step_4")
+    with pytest.raises(CheckpointError, match="every checkpoint .* is damaged"):
+        manager.find_resumable()
 
 
 def test_imports_are_real():
