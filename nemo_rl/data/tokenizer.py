@@ -14,9 +14,13 @@ from transformers import AutoTokenizer
 
 from nemo_rl.config import TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.utils.errors import ConfigError, NotBuiltError
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, NotBuiltError
+from nemo_rl.utils.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
+
+TEMPLATE_LIMIT_S = 10.0
+"""Seconds for a chat template to render a chat of one word."""
 
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Chat template that sends the contents of the messages and nothing else."""
@@ -41,8 +45,8 @@ def get_tokenizer(
         section: Section of the configuration that names the model, for messages.
 
     Raises:
-        ConfigError: The tokenizer or the template file cannot be loaded, the template leaves out the messages, or
-            there is neither a pad nor an end-of-sequence token.
+        ConfigError: The tokenizer or the template file cannot be loaded, the template does not end or leaves out the
+            messages, or there is neither a pad nor an end-of-sequence token.
         NotBuiltError: `get_processor`.
     """
     if get_processor:
@@ -92,19 +96,25 @@ def _set_chat_template(tokenizer: TokenizerType, chat_template: str | None, name
 
 
 def _require_messages(tokenizer: TokenizerType, section: str) -> None:
-    """Refuse a chat template that renders every question alike; what a template refuses is reported with the data."""
+    """Refuse a chat template that does not end or that renders every question alike; what a template refuses is
+    reported with the data.
+    """
     if tokenizer.chat_template is None:
         return
+    place = f"{section}.tokenizer.chat_template"
     try:
-        texts = {
-            str(tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False))
-            for question in ("QUESTION", "ANOTHER")
-        }
-    except (jinja2.TemplateError, TypeError, ValueError):
+        with time_limit(TEMPLATE_LIMIT_S, f"{place} with a chat of one word"):
+            texts = {
+                str(tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False))
+                for question in ("QUESTION", "ANOTHER")
+            }
+    except DeadlineExceededError as error:
+        raise ConfigError(f"{error}. It may loop for ever.") from None
+    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
         return
     if len(texts) == 1:
         raise ConfigError(
-            f"{section}.tokenizer.chat_template leaves out what the user says: it renders any message as "
+            f"{place} leaves out what the user says: it renders any message as "
             f"{texts.pop()[:80]!r}. Let it write message['content'], or set it to null to send the bare text."
         )
 

@@ -22,9 +22,13 @@ from nemo_rl.data.interfaces import (
     TokenizerType,
 )
 from nemo_rl.data.processors import cut_to_stub
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import DataError, DeadlineExceededError
+from nemo_rl.utils.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
+
+ROW_LIMIT_S = 60.0
+"""Seconds for one row; a chat template or a processor may loop for ever on what it did not expect."""
 
 TaskProcessors = TaskDataProcessFnCallable | Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
 TaskPreprocessors = TaskDataPreProcessFnCallable | Mapping[str, TaskDataPreProcessFnCallable]
@@ -103,6 +107,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         for idx in range(num_tried):
             try:
                 datum = self._process(idx)
+            except DeadlineExceededError as error:
+                raise DataError(f"{BadRow(*self.place(idx), str(error))}: {error}.") from None
             except Exception as error:  # of the chat template, the tokenizer or the user's own processor
                 bad[idx] = BadRow(*self.place(idx), _reason(error))
                 continue
@@ -134,6 +140,10 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         return f"longer than data.max_input_seq_length={self.max_seq_length}"
 
     def _process(self, idx: int) -> DatumSpec:
+        with time_limit(ROW_LIMIT_S, "making a prompt of the row (chat template, processor)"):
+            return self._datum(idx)
+
+    def _datum(self, idx: int) -> DatumSpec:
         row = self.dataset[idx]
         preprocess = self.task_data_preprocessors
         if isinstance(preprocess, Mapping):

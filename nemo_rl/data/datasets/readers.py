@@ -76,6 +76,8 @@ def read_file(data_path: str) -> RowTable:
     kind = _kind(path)
     if path.is_dir():
         raise DataError(f"data_path {data_path!r} is a folder, though it is named like a file. Name the file in it.")
+    if path.exists() and not path.is_file():
+        raise DataError(f"data_path {data_path!r} is a pipe, a socket or a device. Write it to a file first.")
     if not path.is_file():
         raise DataError(f"data_path {data_path!r} does not exist.{_near_names(path)}")
     if kind is None:
@@ -84,7 +86,7 @@ def read_file(data_path: str) -> RowTable:
         return table_of(data_path, _read_table(path, kind))
     content = _read_bytes(path)
     if kind == ".csv":
-        records = _csv_rows(content)
+        records = _csv_rows(data_path, content)
     elif kind == ".json" and content.lstrip()[:1] == b"[":
         records = _json_array_rows(data_path, content)
     else:
@@ -166,7 +168,9 @@ def _json_lines_rows(content: bytes) -> Iterator[Record]:
 
 def _parse_line(line: bytes) -> dict[str, Any] | str:
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json.loads(line.decode("utf-8"), object_pairs_hook=_with_each_key_once)
+    except RowError as error:
+        return str(error)
     except UnicodeDecodeError:
         return NOT_UTF8
     except (json.JSONDecodeError, RecursionError):
@@ -201,7 +205,14 @@ def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
             faults.append(RowError(TOO_LONG_NUMBER))
             return 0
 
-    decoder = json.JSONDecoder(parse_int=read_int)
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        try:
+            return _with_each_key_once(pairs)
+        except RowError as error:
+            faults.append(error)
+            return {}
+
+    decoder = json.JSONDecoder(parse_int=read_int, object_pairs_hook=read_object)
     space = re.compile(r"[ \t\r\n]*")
     position = space.match(text).end() + 1  # type: ignore[union-attr]
     line = 1 + text.count("\n", 0, position)
@@ -229,12 +240,31 @@ def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
         position += text[position] == ","
 
 
-def _csv_rows(content: bytes) -> Iterator[Record]:
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; which of two values of a key is meant nobody can tell.
+
+    Raises:
+        RowError: a key stands in it twice.
+    """
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in made if keys.count(key) > 1)
+        raise RowError(f"the key {twice!r} stands twice in one object")
+    return made
+
+
+def _csv_rows(name: str, content: bytes) -> Iterator[Record]:
     """Comma-separated values with a header line; every row needs as many fields as the header."""
     csv.field_size_limit(_MAX_CSV_FIELD)
     text = content.decode("utf-8", errors="surrogateescape")
     records = _csv_records(io.StringIO(text, newline="").readlines())
     _, header = next(records, (1, []))
+    if isinstance(header, str):
+        raise DataError(f"the first line of {name!r}, which names the columns, is {header}.")
+    twice = sorted({column for column in header if column and header.count(column) > 1})
+    if twice:
+        raise DataError(f"{name!r} has the column {' and '.join(map(repr, twice))} twice. Name each column once.")
     for line, values in records:
         if isinstance(values, str):
             yield line, values

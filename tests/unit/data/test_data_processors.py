@@ -43,6 +43,25 @@ def test_template_choices(qwen3_folder, tmp_path):
     get_tokenizer(config(folder, "{{ raise_exception('only with a system message') }}"))
 
 
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("Hello.", "leaves out what the user says"),
+        (" ", "leaves out what the user says"),
+        (f"{{{{ messages[0].content }}}}{ENDLESS}", r"with a chat of one word takes longer than 0\.5 s"),
+    ],
+)
+def test_templates_that_make_no_prompt_are_refused(qwen3_folder, monkeypatch, template, message):
+    monkeypatch.setattr("nemo_rl.data.tokenizer.TEMPLATE_LIMIT_S", 0.5)
+    with pytest.raises(ConfigError, match=f"policy.tokenizer.chat_template {message}"):
+        get_tokenizer(config(qwen3_folder, template))
+    refuses = "{{ raise_exception('system first') }}"  # made for other chats, as far as one can tell
+    assert get_tokenizer(config(qwen3_folder, refuses)).chat_template == refuses
+
+
 def test_template_kwargs_are_bound_and_survive_copies(qwen3_folder):
     tokenizer = get_tokenizer(config(qwen3_folder, kwargs={"enable_thinking": False}))
     for one in (tokenizer, copy.deepcopy(tokenizer), pickle.loads(pickle.dumps(tokenizer))):

@@ -3,12 +3,13 @@
 import copy
 import json
 import logging
+import os
 import time
 from functools import partial
 
 import pytest
 import torch
-from data_helpers import data_config, write_lines
+from data_helpers import data_config, entry, write_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import make_char_tokenizer
@@ -17,9 +18,10 @@ from nemo_rl.config import DatasetConfig, SupervisedDataConfig
 from nemo_rl.config.schema.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn, rl_collate_fn, sft_collate_fn
-from nemo_rl.data.datasets import setup_response_data
+from nemo_rl.data.datasets import processed_dataset, setup_response_data
 from nemo_rl.data.datasets.readers import read_file
 from nemo_rl.data.datasets.registry import own_messages
+from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.setup import setup_feedback_data, setup_preference_data, setup_sft_data
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.rendering import encode_text
@@ -143,6 +145,68 @@ def test_numbers_of_thousands_of_digits_cost_their_row(tmp_path, name):
     table = read_file(str(tmp_path / name))
     assert [row["a"] for row in table.rows] == [1, 2]
     assert {row.reason for row in table.bad_rows} == {"a number has more digits than Python reads"}
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_an_object_that_has_a_key_twice_costs_its_row(tmp_path, name):
+    rows = ['{"a": 1, "a": 2}', '{"a": 1, "b": [{"c": 1, "c": 1}]}', '{"a": 3}']
+    path = tmp_path / name
+    path.write_text("\n".join(rows) if name.endswith("l") else f"[{','.join(rows)}]")
+    table = read_file(str(path))
+    assert list(table.rows) == [{"a": 3}]
+    assert [row.reason for row in table.bad_rows] == [f"the key '{key}' stands twice in one object" for key in "ac"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,b,a\n1,2,3\n", "has the column 'a' twice"),
+        ('"a\n1\n', "which names the columns, is not valid CSV"),
+    ],
+)
+def test_a_table_whose_columns_are_unclear_is_refused(tmp_path, content, message):
+    path = tmp_path / "rows.csv"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_file(str(path))
+    path.write_text("a,,\n1,2,3\n")  # columns without a name are nobody's
+    assert read_file(str(path)).rows[0]["a"] == "1"
+
+
+def test_a_pipe_is_called_one(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="is a pipe, a socket or a device"):
+        read_file(str(path))
+
+
+class TakesNothing:
+    dataset = ()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("os.path", r"is a module, not something in one\. Add the name of what is meant: os\.path\.<name>"),
+        ("os.sep", "is a str, not a class"),
+        (f"{__name__}.TakesNothing", "does not take the keys of its entry: .*It is called with"),
+    ],
+)
+def test_a_data_set_that_is_no_class_for_rows(name, message):
+    with pytest.raises(DataError, match=message):
+        load_response_dataset(entry(dataset_name=name))
+
+
+def test_a_row_that_takes_for_ever_is_named(chars, tmp_path, monkeypatch):
+    monkeypatch.setattr(processed_dataset, "ROW_LIMIT_S", 0.3)
+    chars = copy.deepcopy(chars)
+    chars.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if messages[0]['content'] == 'b' %}"
+        + ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}")
+    )
+    path = write_lines(tmp_path / "rows.jsonl", *({"input": text, "output": "1"} for text in "ab"))
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: making a prompt of the row .* takes longer than 0\.3 s"):
+        setup_response_data(chars, data_config(train={"data_path": path}), ["math"])
 
 
 def test_rows_of_an_own_class_may_have_text_parts():
