@@ -200,10 +200,8 @@ def test_a_data_set_that_is_no_class_for_rows(name, message):
 def test_a_row_that_takes_for_ever_is_named(chars, tmp_path, monkeypatch):
     monkeypatch.setattr(processed_dataset, "ROW_LIMIT_S", 0.3)
     chars = copy.deepcopy(chars)
-    chars.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if messages[0]['content'] == 'b' %}"
-        + ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}")
-    )
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    chars.chat_template = "{% if messages[0]['content'] == 'b' %}" + endless + "{% endif %}" + PASSTHROUGH_TEMPLATE
     path = write_lines(tmp_path / "rows.jsonl", *({"input": text, "output": "1"} for text in "ab"))
     with pytest.raises(DataError, match=r"rows\.jsonl:2: making a prompt of the row .* takes longer than 0\.3 s"):
         setup_response_data(chars, data_config(train={"data_path": path}), ["math"])
