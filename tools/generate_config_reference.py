@@ -30,7 +30,7 @@ Every key of `examples/run_grpo.py`, made from the schema in `nemo_rl/config/` b
 - `required` means that the key has no default.
 - A file inherits from others with `defaults: other.yaml` or a list of files, relative to the file that
   names them. Mappings merge key by key, lists are replaced, and a mapping with `_override_: true` replaces
-  the inherited one as a whole.
+  the inherited one as a whole. A section without keys inherits all.
 - Command-line overrides: `key=value` sets, `+key=value` adds, `++key=value` does either, `~key` returns to
   the default; `key=[1,2]` replaces a list and `key.0=9` changes one element.
 - A relative path means the current folder first, then the repository root. Outputs

@@ -24,7 +24,8 @@ from nemo_rl.config import CheckpointingConfig
 from nemo_rl.config.base.names import VALIDATION_METRICS
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.errors import CheckpointError, NemoRLError, RunInterruptedError
+from nemo_rl.utils.did_you_mean import did_you_mean
+from nemo_rl.utils.errors import CheckpointError, ConfigError, NemoRLError, RunInterruptedError
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.plain_load import load_plain
 from nemo_rl.utils.stop_signals import DeferredSignals
@@ -329,7 +330,19 @@ class Session:
         self._parts.logger.log_metrics(seconds, step, prefix="timing/validation")
         shown = "  ".join(f"{name}={value:.4g}" for name, value in metrics.items())
         logger.info("validation after step %d: %s (%.1f s)", step, shown, *seconds.values())
+        self._check_ranking_metric()
         self._stop_early(metrics)
+
+    def _check_ranking_metric(self) -> None:
+        """A metric that somebody chose to rank checkpoints by is one of those that validation reports."""
+        asked = self._parts.checkpointing.metric_name or ""
+        reported = sorted(name for name in self._finished if name.startswith("val:"))
+        chosen = asked.startswith("val:") and asked != CheckpointingConfig.model_fields["metric_name"].default
+        if self._saver is not None and chosen and asked not in reported:
+            raise ConfigError(
+                f"checkpointing.metric_name={asked} is not reported by validation."
+                f"{did_you_mean(asked, reported)} There are: {', '.join(reported)}."
+            )
 
     def _stop_early(self, metrics: Mapping[str, float]) -> None:
         metric, threshold = self._cadence.stop_metric, self._cadence.stop_threshold

@@ -51,6 +51,8 @@ def _line(schema: type[BaseModel], error: ErrorDetails, tree: Any, sources: Sour
         return f"{given}: {error['msg']}.{allowed}"
     if error["type"] in _OWN_SENTENCES:
         return f"{given}: {error['msg']}."
+    if error["type"] == "literal_error":  # pydantic would list the values of features that are not built too
+        return f"{given} is not allowed.{allowed}"
     return f"{given} is not allowed: {_lower(error['msg'])}.{allowed}"
 
 

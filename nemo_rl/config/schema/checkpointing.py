@@ -55,7 +55,7 @@ class CheckpointingConfig(Section):
         default=3, description="Best checkpoints kept besides the newest one; null: all."
     )
     save_period: PositiveInt = Field(default=10, description="Save every this many steps.")
-    checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")] | None = Field(
+    checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:[0-5]\d:[0-5]\d$")] | None = Field(
         default=None,
         description="Wall-clock limit DD:HH:MM:SS after which the run saves and ends; null: none.",
     )

@@ -122,7 +122,7 @@ class PolicyConfig(Section):
         default="bfloat16",
         description="Number format of the forward and backward pass; float16 only for models that are not trained.",
     )
-    max_total_sequence_length: PositiveInt = Field(
+    max_total_sequence_length: Annotated[int, Field(ge=2)] = Field(
         default=512, description="Most tokens of a prompt and its answer together."
     )
     train_global_batch_size: PositiveInt = Field(

@@ -60,7 +60,22 @@ def test_environments_that_the_data_asks_for():
     with pytest.raises(ConfigError, match="unknown environment 'mathe'. Did you mean 'math'?"):
         config = load_config(GRPO, ["+env.mathe={}", "data.default.env_name=mathe"], schema=GRPOMasterConfig)
         check_models(config)
-    check_models(load_config(GRPO, ["+env.mathe={}"], schema=GRPOMasterConfig))
+    with pytest.raises(ConfigError, match="env.mathe is used by no data"):
+        load_config(GRPO, ["+env.mathe={}"], schema=GRPOMasterConfig)
+    check_models(load_config(GRPO, ["+env.code={}"], schema=GRPOMasterConfig))  # as an inherited file may have it
+
+
+def test_what_is_wrong_before_any_file_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NRL_LOG_LEVEL", "bogus")
+    assert launch("", GRPO, GRPOMasterConfig, print, []) == 2
+    assert "ConfigError: NRL_LOG_LEVEL=BOGUS is not a log level; choose one of DEBUG" in capsys.readouterr().err
+    monkeypatch.delenv("NRL_LOG_LEVEL")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert launch("", GRPO, GRPOMasterConfig, print, []) == 2
+    assert "ConfigError: the current folder does not exist any more" in capsys.readouterr().err
 
 
 def test_a_class_in_the_folder_the_run_was_started_from(tmp_path, monkeypatch, capsys):

@@ -16,7 +16,7 @@ from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.errors import CheckpointError, NothingToLearnError, RunInterruptedError, WorkerDiedError
+from nemo_rl.utils.errors import CheckpointError, ConfigError, NothingToLearnError, RunInterruptedError, WorkerDiedError
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.stop_signals import STOP_SIGNALS, handlers_kept, leave_at_once
 
@@ -98,6 +98,18 @@ def test_validation_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> No
     info = json.loads((tmp_path / "checkpoints/step_3/training_info.json").read_text())
     assert (info["total_steps"], info["consumed_samples"], info["total_valid_tokens"]) == (3, 12, 30)
     assert (info["val:accuracy"], info["train:loss"]) == (0.9, pytest.approx(1 / 3))
+
+
+def test_a_metric_that_validation_does_not_report_ranks_nothing(tmp_path: Path) -> None:
+    data = Data()
+    cadence = Cadence(3, val_period=2, val_at_start=True)
+    session, validated = make_session(tmp_path, cadence, data, metric_name="val:acuracy")
+    with pytest.raises(ConfigError, match=r"val:acuracy is not reported .* mean 'val:accuracy'\? There are: val"):
+        train(session, data)
+    assert validated == [0] and data.position == 0
+    for folder, name in (("train", "train:loss"), ("none", None)):
+        session, _ = make_session(tmp_path / folder, cadence, Data(), metric_name=name)
+        assert train(session, Data()) == [1, 2, 3]
 
 
 def test_a_second_start_goes_on_behind_the_newest_checkpoint(tmp_path: Path) -> None:

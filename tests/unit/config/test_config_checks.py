@@ -168,6 +168,9 @@ REFUSED: list[tuple[list[str], str]] = [
          "grpo.use_leave_one_out_baseline=false"],
         "drops all prompts",
     ),
+    (["policy.max_total_sequence_length=1"], r"max_total_sequence_length=1 .* Allowed: int >= 2"),
+    (["checkpointing.checkpoint_must_save_by=99:99:99:99"], r"checkpoint_must_save_by='99:99:99:99'"),
+    (["policy.precision=float8"], r"\) is not allowed\. Allowed: bfloat16 or float16 or float32\.$"),
     (["grpo.advantage_clip_low=0.5"], r"advantage_clip_low=0\.5 .* must have 0 between"),
     (["grpo.stop_at_validation_metric=accuracy"], "early stop needs both"),
     (["grpo.adv_estimator.reward_weights=[1.0]"], "only works with grpo.adv_estimator.name=gdpo"),
@@ -223,7 +226,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["grpo.adv_estimator.std_level=batch", "grpo.normalize_rewards=false"], "std_level=batch only works with"),
     (["grpo.adv_estimator.kl_to_go=true"], r"kl_to_go=true only works with loss_fn\.use_kl_in_reward=true"),
     # single keys
-    (["policy.max_total_sequence_length=-1"], r"Allowed: int > 0"),
+    (["policy.max_total_sequence_length=-1"], r"Allowed: int >= 2"),
     (["grpo.num_prompts_per_step=0"], r"greater than 0"),
     (["policy.generation.top_p=1.5"], r"Allowed: float > 0 and <= 1"),
     (["data.train.split_validation_size=1.0"], r"less than 1"),
@@ -358,7 +361,7 @@ WRONG_CONFIGS: dict[str, tuple[dict, list[str], str]] = {
     "missing prompt file": ({}, ["data.default.prompt_file=prompts/none.txt"], "does not exist. Looked in"),
     "missing data file": (
         with_values(data={"train": {"data_path": "rows/none.jsonl"}}), [], "data.train.data_path='rows/none.jsonl'"),
-    "negative length": ({}, ["policy.max_total_sequence_length=-128"], "Allowed: int > 0"),
+    "negative length": ({}, ["policy.max_total_sequence_length=-128"], "Allowed: int >= 2"),
     "unknown data set": ({}, ["data.train.dataset_name=arithmetics"], "Did you mean 'arithmetic'?"),
     "bad override grammar": ({}, ["grpo.seed 3"], "It has no '='"),
     "sweep": ({}, ["grpo.seed=1,2"], "sweep"),

@@ -215,7 +215,8 @@ def test_data_entries_inherit_from_default(write_yaml, tmp_path: Path) -> None:
 
 
 def test_environments_are_typed_by_name(write_yaml) -> None:
-    content = with_values(env={"math": {"num_workers": 3}, "mine": {"num_workers": 2, "anything": [1, {"a": None}]}})
+    own = {"num_workers": 2, "anything": [1, {"a": None}]}
+    content = with_values(env={"math": {"num_workers": 3}, "mine": own}, data={"default": {"env_name": "mine"}})
     env = load_config(write_yaml("e.yaml", content)).env
     assert env["math"] == MathEnvironmentConfig(num_workers=3, timeout_s=10.0)
     assert env["mine"] == {"num_workers": 2, "anything": [1, {"a": None}]}
