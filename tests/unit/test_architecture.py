@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-import nemo_rl.config
 from nemo_rl.config import load_config
+from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nemo_rl"
@@ -440,8 +440,9 @@ def test_planned_paths_are_listed_until_they_exist(module):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/configs").rglob("*.yaml")), ids=lambda path: path.name)
 def test_example_configs_load_through_their_schema(path):
-    """A file's name begins with its algorithm: grpo_math_cpu.yaml is read as a GRPOMasterConfig."""
-    algorithm = re.split("[_-]", path.stem)[0] if path.parent.name != "evals" else "eval"
-    schemas = {name.lower(): name for name in dir(nemo_rl.config)}
-    config = load_config(path, schema=getattr(nemo_rl.config, schemas[f"{algorithm}masterconfig"]))
+    """A file's name begins with its algorithm, or with that of a variant of GRPO."""
+    algorithm = algorithm_of(path)
+    config = load_config(path, schema=ALGORITHMS[algorithm])
+    begins = re.split("[_.-]", path.stem)[0]
+    assert path.parent.name == "evals" or begins == algorithm or (algorithm == "grpo" and begins in ("gdpo", "prorlv2"))
     assert config.policy.model_name

@@ -29,6 +29,8 @@ from nemo_rl.config import (
     SFTMasterConfig,
 )
 from nemo_rl.config import load_config as load_checked
+from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
+from nemo_rl.config.loading.obstacles import obstacles
 from nemo_rl.data.datasets import AllTaskProcessedDataset, load_response_dataset
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.utils import setup_preference_data, setup_response_data
@@ -125,6 +127,35 @@ def test_the_version_is_that_of_the_project() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert nemo_rl.__version__ == project["version"]
+
+
+def test_dev_and_test_are_extras_and_groups() -> None:
+    """`uv sync --extra dev` installs what `--group dev` does: each is written once."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras, groups = project["project"]["optional-dependencies"], project["dependency-groups"]
+    for name, tool in (("dev", "ruff"), ("test", "pytest")):
+        assert groups[name] == [f"nemo-rl[{name}]"]
+        assert any(text.startswith(f"{tool}>=") for text in extras[name])
+    assert "nemo-rl[test]" in extras["dev"]
+
+
+PEERS_FILES = {
+    "grpo_math_8B": "grpo",
+    "grpo_smoke": "grpo",
+    "gdpo_math_1B": "grpo",
+    "prorlv2.v2": "grpo",
+    "sft_openmathinstruct2": "sft",
+    "distillation_math_megatron": "distillation",
+}
+
+
+@pytest.mark.parametrize("name", PEERS_FILES)
+def test_a_file_of_nemo_rls_name_loads_with_what_it_names(name: str) -> None:
+    path = ROOT / f"examples/configs/{name}.yaml"
+    config = load_checked(path, schema=ALGORITHMS[PEERS_FILES[name]])
+    assert algorithm_of(path) == PEERS_FILES[name] and obstacles(path, PEERS_FILES[name]) == []
+    prompt = config.data.train_entries[0].prompt_file
+    assert prompt is None or Path(prompt).read_text().count("{}") == 1
 
 
 @pytest.mark.parametrize("module", ELSEWHERE)

@@ -275,8 +275,9 @@ def test_the_table_has_a_line_for_each_check_and_what_to_do(
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples/configs").rglob("*.yaml")), ids=lambda file: file.name)
 def test_the_algorithm_of_a_file_is_known_by_its_sections(file: Path) -> None:
-    expected = "eval" if file.parent.name == "evals" else re.split("[-_]", file.stem)[0]
-    assert algorithm_of(file) == expected
+    named = re.split("[-_.]", file.stem)[0]
+    variants = {"gdpo": "grpo", "prorlv2": "grpo"}
+    assert algorithm_of(file) == ("eval" if file.parent.name == "evals" else variants.get(named, named))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The Dockerfile copies files that exist and are not ignored, ends without root and says what it is."""
 
 import fnmatch
+import os
 import re
 from pathlib import PurePosixPath
 
@@ -17,6 +18,14 @@ def instructions() -> list[tuple[str, str]]:
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     found = [line.partition(" ") for line in joined.splitlines() if line]
     return [(name, argument) for name, _, argument in found]
+
+
+def test_a_build_from_the_root_takes_the_same_file():
+    """`docker build .` looks for it there; a link has nothing of its own to go stale, and both names are linted."""
+    at_root = ROOT / "Dockerfile"
+    assert at_root.is_symlink() and os.readlink(at_root) == "docker/Dockerfile"
+    linted = next(line for line in (ROOT / ".ci/run").read_text().splitlines() if "hadolint" in line).split()
+    assert linted[-2:] == ["Dockerfile", "docker/Dockerfile"]
 
 
 def is_ignored(path: str) -> bool:
