@@ -1,8 +1,10 @@
-"""What is written empty: sections whose keys are all commented out, and texts of shell variables that are not set.
+"""What is written without a value: sections whose keys are all commented out, texts of shell variables that are not
+set, and numbers that are none.
 
-Invariant: an empty section changes nothing, and an empty text is never taken for a name or a folder.
+Invariant: an empty section changes nothing, and neither an empty text nor an infinite number is taken for a value.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,8 +37,8 @@ def _kept(slot: Slot, tree: Any) -> Any:
     return {key: _kept(slot.child(key, tree) or FREE, value) for key, value in tree.items()}
 
 
-def empty_texts(schema: type[BaseModel], values: Any, unresolved: Any, sources: Sources) -> Iterator[str]:
-    """A sentence for each key of the schema that holds an empty text.
+def without_value(schema: type[BaseModel], values: Any, unresolved: Any, sources: Sources) -> Iterator[str]:
+    """A sentence for each key of the schema that holds an empty text, or a number that is not finite.
 
     Args:
         schema: section that `values` is.
@@ -50,6 +52,10 @@ def empty_texts(schema: type[BaseModel], values: Any, unresolved: Any, sources: 
             if place is None or place.annotation is None or is_interpolation(value_at(unresolved, [*path, key])):
                 continue
             way = f"Give it a value{', or null' if place.optional else ''}; a shell variable that is not set is empty."
+            if isinstance(value, float) and not math.isfinite(value):
+                name = dotted_path([*path, key])
+                finite = f"Give a finite number{', or null' if place.optional else ''}."
+                yield f"{name}={value} (set by {sources.of([*path, key])}) is not allowed. {finite}"
             for where in _empty_in(value, (*path, key)):
                 yield f"{dotted_path(where)} is empty (set by {sources.of(where)}). {way}"
 

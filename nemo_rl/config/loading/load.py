@@ -24,7 +24,7 @@ from nemo_rl.config.base.section import Section, fill_defaults, plain_values
 from nemo_rl.config.base.spellings import in_own_section, unified
 from nemo_rl.config.base.structure import Slot, mappings_in, value_at
 from nemo_rl.config.loading.dotted_names import joined, names_in, with_dots, with_names
-from nemo_rl.config.loading.empty import empty_texts, keep_sections
+from nemo_rl.config.loading.empty import keep_sections, without_value
 from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
 from nemo_rl.config.loading.overrides import apply_to_schema, parse_override
 from nemo_rl.config.loading.sources import Sources, dotted_path
@@ -196,7 +196,7 @@ def validated[Config: Section](
         values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         values, failure = unresolved, _unresolvable(error, sources)
-    lines = [*_take_out_not_built(schema, values, sources), *empty_texts(schema, values, unresolved, sources)]
+    lines = [*_take_out_not_built(schema, values, sources), *without_value(schema, values, unresolved, sources)]
     try:
         config = schema.model_validate(values)
     except ValidationError as error:

@@ -115,7 +115,7 @@ def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override
     if override.type == OverrideType.ADD and typed and not absent and not sources.has(path):
         override.type = OverrideType.FORCE_ADD
     _clear_other_kind(cfg, override, value_at(tree, path))
-    if slot is not None and slot.is_mapping and not slot.sections and isinstance(value_at(tree, path), dict):
+    if slot is not None and not slot.sections and isinstance(value_at(tree, path), dict):
         OmegaConf.set_struct(cfg, False)  # a mapping of free names takes further ones
     already_null = override.type == OverrideType.DEL and value_at(tree, path, _ABSENT) is None
     if not already_null:
@@ -171,7 +171,8 @@ def _is_dormant(schema: type[BaseModel], path: Sequence[str], tree: Any) -> bool
     """Whether the path leads into a key that is accepted without being part of the schema."""
     for depth, key in enumerate(path):
         slot = find_slot(schema, path[:depth], tree)
-        section = slot.section_for(value_at(tree, path[:depth]) or ()) if slot else None
+        above = value_at(tree, path[:depth])
+        section = slot.section_for(above if isinstance(above, dict) else ()) if slot else None
         if section is not None and key in known_keys(section) - set(section.model_fields):
             return True
     return False

@@ -6,7 +6,7 @@ Invariant: lengths and precision follow the policy unless they are set here.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import NOT_BUILT, Only
@@ -259,7 +259,7 @@ class GenerationConfig(Section):
         description="Texts that are never written, each as its tokens, with or without a space before it. The trainer "
         "does not know of them: what probability they have in the model counts as mismatch with the engine.",
     )
-    stop_token_ids: list[int] | None = Field(
+    stop_token_ids: list[NonNegativeInt] | None = Field(
         default=None,
         description="More tokens that end an answer, beside the tokenizer's end-of-sequence token and those of the "
         "model's generation_config.",

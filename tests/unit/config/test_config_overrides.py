@@ -204,6 +204,10 @@ def test_keys_of_an_environment_in_a_file_and_its_python_environment(write_yaml)
         ("data.default.prompt_file=", "data.default.prompt_file is empty .*, or null"),
         ("checkpointing.allow_changed=['']", "checkpointing.allow_changed.0 is empty"),
         ("grpo.seed=18446744073709551616", "Allowed: int >= 0"),
+        ("grpo.seed.x=3", "grpo.seed"),
+        ("cluster.timeouts.rollout_s=inf", r"rollout_s=inf .* Give a finite number\.$"),
+        ("policy.generation.temperature=1e400", "temperature=inf .* Give a finite number"),
+        ("policy.generation.stop_token_ids=[-1]", r"stop_token_ids\.0=-1"),
     ],
 )
 def test_advice_that_leads_on(minimal: Path, override: str, message: str) -> None:

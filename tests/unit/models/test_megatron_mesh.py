@@ -20,6 +20,7 @@ from nemo_rl.config.rules.megatron import check_megatron
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import backend_of_checkpoint, training_backend
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
+from nemo_rl.models.huggingface.known_shapes import FOLDER, known_models
 from nemo_rl.models.megatron.mesh_check import check_mesh
 from nemo_rl.models.megatron.release import TESTED_VERSION
 from nemo_rl.models.megatron.training_backend import MegatronTraining
@@ -381,6 +382,8 @@ def test_examples_train_with_megatron_on_their_meshes(path: Path) -> None:
     assert policy.optimizer is None and policy.scheduler is None
     if policy.model_name.endswith("tiny-chat"):
         model = AutoConfig.from_pretrained(TINY)
+    elif policy.model_name in known_models():
+        model = AutoConfig.from_pretrained(FOLDER / policy.model_name)
     else:
         model = AutoConfig.for_model(**MODELS[policy.model_name])
     ranks = model_ranks(config.cluster, config.models)[0]
