@@ -36,6 +36,8 @@ def import_dotted(path: str, error: type[Exception], what: str, advice: str) -> 
         advice: what to do instead, a sentence.
     """
     module, _, name = path.rpartition(".")
+    if not all(part.isidentifier() for part in path.split(".")):
+        raise error(f"{what} cannot be imported (not a dotted path, package.module.Name). {advice}")
     try:
         with importing():
             found = getattr(importlib.import_module(module), name)

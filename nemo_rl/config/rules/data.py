@@ -100,7 +100,7 @@ def check_data_files(data: DataConfig) -> Findings:
             value = getattr(entry, key)
             if value is not None and value not in seen:
                 seen.add(value)
-                yield from _missing(f"{name}.{key}", value, is_path)
+                yield from _missing(f"{name}.{key}", value, is_path, is_text=key != "data_path")
 
 
 def check_model_files(section: str, policy: PolicyConfig) -> Findings:
@@ -111,7 +111,8 @@ def check_model_files(section: str, policy: PolicyConfig) -> Findings:
         yield from _missing(f"{section}.tokenizer.name", tokenizer.name, looks_local(tokenizer.name))
     template = tokenizer.chat_template
     if template is not None and "{" not in template:
-        yield from _missing(f"{section}.tokenizer.chat_template", template, template.endswith(".jinja"))
+        is_file = template.endswith(".jinja")
+        yield from _missing(f"{section}.tokenizer.chat_template", template, is_file, is_text=True)
 
 
 def named_entries(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
@@ -165,8 +166,11 @@ def check_operands(place: str, low: int, high: int) -> Findings:
         yield f"{place}min_operand={low} is above {place}max_operand={high}."
 
 
-def _missing(key: str, path: str, must_exist: bool) -> Findings:
-    if must_exist and find_path(path) is None:
+def _missing(key: str, path: str, must_exist: bool, *, is_text: bool = False) -> Findings:
+    found = find_path(path) if must_exist else None
+    if is_text and found is not None and not found.is_file():
+        yield f"{key}={path!r} is not a file (a folder, a pipe or a device). Give a text file."
+    if must_exist and found is None:
         yield (
             f"{key}={path!r} does not exist. Looked in {Path.cwd()} (current folder) and "
             f"{REPOSITORY_ROOT} (repository). Give a path that exists."

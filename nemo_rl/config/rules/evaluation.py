@@ -114,5 +114,8 @@ def check_eval_files(paths: Iterable[tuple[str, Section, str]]) -> Findings:
         if value is None or value in seen:
             continue
         seen.add(value)
-        if (key in always or looks_local(value)) and find_path(value) is None:
+        found = find_path(value) if key in always or looks_local(value) else None
+        if key in always and found is not None and not found.is_file():
+            yield f"{name}.{key}={value!r} is not a file (a folder, a pipe or a device). Give a text file."
+        if (key in always or looks_local(value)) and found is None:
             yield f"{name}.{key}={value!r} does not exist. Relative paths start at {Path.cwd()}."

@@ -11,6 +11,9 @@ from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, PrivateA
 from nemo_rl.config.base.names import GENERATED_DATASETS
 from nemo_rl.config.base.section import Section, Seed, derived
 
+Operand = Annotated[int, Field(ge=-(10**15), le=10**15)]
+"""A number of a generated problem, whose sums every tokenizer and verifier reads exactly."""
+
 _MEDIA = "multimodal data"
 _TEXT = "training on plain text"
 
@@ -95,8 +98,8 @@ class DatasetDefaults(Section):
         description="Generated problems, only for the arithmetic data sets; null: 10,000 for training, "
         "256 for validation.",
     )
-    min_operand: int = Field(default=10, description="Smallest number in a problem, only for the arithmetic data sets.")
-    max_operand: int = Field(default=99, description="Largest number in a problem, only for the arithmetic data sets.")
+    min_operand: Operand = Field(default=10, description="Smallest number in a problem, for arithmetic data sets only.")
+    max_operand: Operand = Field(default=99, description="Largest number in a problem, for arithmetic data sets only.")
 
 
 class DatasetConfig(DatasetDefaults):

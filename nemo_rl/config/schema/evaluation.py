@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section, Seed, derived
-from nemo_rl.config.schema.data import FROM_TOOLS, IN_ROWS, FromTools, InRows, numbers_without_effect
+from nemo_rl.config.schema.data import FROM_TOOLS, IN_ROWS, FromTools, InRows, Operand, numbers_without_effect
 from nemo_rl.config.schema.generation import EngineConfig, GenerationConfig, TopK
 from nemo_rl.config.schema.policy import TokenizerConfig
 
@@ -146,8 +146,8 @@ class EvalDataConfig(Section):
     num_samples: PositiveInt | None = Field(
         default=None, description="Generated problems, only for arithmetic; null: 256."
     )
-    min_operand: int = Field(default=10, description="Smallest number in a problem, only for arithmetic.")
-    max_operand: int = Field(default=99, description="Largest number in a problem, only for arithmetic.")
+    min_operand: Operand = Field(default=10, description="Smallest number in a problem, only for arithmetic.")
+    max_operand: Operand = Field(default=99, description="Largest number in a problem, only for arithmetic.")
     max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1, description="Share of unusable rows above which a data set is refused."
     )

@@ -57,6 +57,9 @@ def test_engines_are_started_from_the_same_section_as_in_training() -> None:
         ("eval", "data.promt_file=null", "Did you mean 'data.prompt_file'"),
         ("eval", "generation.vllm_cfg.precision=auto", "precision"),
         ("eval", "eval.metric=pass@1", "eval.metric"),
+        ("eval", "data.prompt_file=/dev/zero", "data.prompt_file='/dev/zero' is not a file"),
+        ("eval", "generation.model_name=", "generation.model_name is empty"),
+        ("eval", "+env.mine.key=1", "env.mine is used by no data"),
     ],
 )
 def test_mistakes_are_answered(name, override, message) -> None:
