@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.collectives import all_gather
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.host_memory import HostMemory, move_state, move_weights
+from nemo_rl.models.host_memory import HostMemory, move_weights
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.inputs import ModelInputs
@@ -263,8 +263,7 @@ class MegatronBackend(PolicyBackend):
                 else:
                     chunk.restore_grad_buffers()
             for number, part in enumerate(self._optim.parts_of(self.optimizer)):
-                move_state(part.optimizer, self._resting[number], self.device, to_host=to_host)
-                self._optim.move_float32_weights(part, self._resting[number], self.device, to_host=to_host)
+                self._optim.move_part(part, self._resting[number], self.device, to_host=to_host)
             self._state_rests = to_host
         free_cache(self.device)
 
