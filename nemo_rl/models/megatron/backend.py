@@ -30,6 +30,7 @@ from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBacken
 from nemo_rl.models.low_rank import require_on_some_rank
 from nemo_rl.models.megatron.inputs import rank_inputs, row_order
 from nemo_rl.models.megatron.parallel import division_of, start_model_parallel
+from nemo_rl.models.megatron.release import require_megatron_core
 from nemo_rl.models.sampling import sampling_density
 from nemo_rl.models.staging import Keep, Write, as_it_is
 from nemo_rl.utils.device import free_cache
@@ -60,6 +61,7 @@ class MegatronBackend(PolicyBackend):
     ) -> None:
         section = config.megatron_cfg
         self.device = device
+        require_megatron_core()
         groups = start_model_parallel(layout, section, device, seed)
         # Only now: on a machine without CUDA they need what has just been prepared.
         from nemo_rl.models.megatron import lora

@@ -1,4 +1,4 @@
-"""Optimizers that only GPUs have, on CPUs: Transformer Engine's Adam by a stand-in, and Megatron Core's for two devices.
+"""Optimizers of GPUs, on CPUs: a stand-in for Transformer Engine's Adam, and Megatron Core's for two devices.
 
 What is shown: a checkpoint restores every bit, other optimizers read it, and one with wrong values is refused.
 """
@@ -69,7 +69,9 @@ def test_transformer_engines_adam_resumes_bit_for_bit(host, tmp_path, num_ranks,
         assert found["loaded"] == []
         assert found["ended"] == []
         assert found["resumed"] == found["losses"]
-    weights, optimizer = (SavedTensors(tmp_path / "policy" / kind) for kind in ("weights/iter_0000000", "optimizer/optim"))
+    weights, optimizer = (
+        SavedTensors(tmp_path / "policy" / kind) for kind in ("weights/iter_0000000", "optimizer/optim")
+    )
     masters = [name for name in optimizer.names if name.startswith(MASTERS)]
     assert bool(masters) is (mesh.precision == "bfloat16")
     for name in masters:
@@ -200,7 +202,9 @@ def _misplaced(run: Run, *, at_rest: bool) -> list[str]:
         for parameter, state in each.state.items():
             assert state["exp_avg"] is inner.state[inner.inner_param_to_orig_param[parameter]]["exp_avg"]
             tensors = [parameter.data, state["exp_avg"], state["exp_avg_sq"]]
-            wrong += [f"{of_host} {on_host(tensor)}" for tensor in tensors[1:] if on_host(tensor) != (of_host or at_rest)]
+            wrong += [
+                f"{of_host} {on_host(tensor)}" for tensor in tensors[1:] if on_host(tensor) != (of_host or at_rest)
+            ]
     return wrong
 
 

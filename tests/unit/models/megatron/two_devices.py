@@ -76,9 +76,7 @@ def two_devices() -> Iterator[None]:
     with ExitStack() as patches:
         for owner, names in places.items():
             patches.enter_context(patch.multiple(owner, **{name: _within(getattr(owner, name)) for name in names}))
-        patches.enter_context(
-            patch.multiple(optimizer, is_on_gpu=lambda chunks: True, find_spec=lambda name: None)
-        )
+        patches.enter_context(patch.multiple(optimizer, is_on_gpu=lambda chunks: True, find_spec=lambda name: None))
         patches.enter_context(
             patch.multiple(host_memory, _is_on=lambda device, tensor: not on_host(tensor), _copy=_copy)
         )
