@@ -56,7 +56,8 @@ def check_packages(config: MasterConfig | EvalMasterConfig) -> None:
         ConfigError: one is missing; has the command that installs it.
     """
     cluster, generation = config.cluster, config.policy.generation
-    needs, advice = [], ""
+    needs: list[Need] = []
+    advice = ""
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig) and generation is not None:
         key = f"{'' if isinstance(config, EvalMasterConfig) else 'policy.'}generation.backend"
         needs += _of_engines(generation.backend, key, uses_gpu=cluster.uses_gpu)

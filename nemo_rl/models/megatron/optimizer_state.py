@@ -117,8 +117,9 @@ def put_back(optimizer: Any, loaded: dict[str, Any], step: float | None, scale: 
             _put_back_distributed(member, state)
         else:
             _put_back_plain(member, state)
-        for inner in _inner(member) if step is not None else ():
-            _set_step(inner, step)
+        if step is not None:
+            for inner in _inner(member):
+                _set_step(inner, step)
         if scale is not None and getattr(member, "grad_scaler", None):
             member.grad_scaler.load_state_dict(scale)
 
