@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import TrainingBackend
+from nemo_rl.models.memory import microbatch_tokens
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # see `models.backends`
@@ -35,10 +36,8 @@ def _warn_of_rounded_sums(policy: PolicyConfig, layout: ParallelLayout) -> None:
     """A 16-bit sum loses what is below 1/256 (bfloat16) of what it has, the more the more microbatches it has taken."""
     if policy.precision == "float32" or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32:
         return
-    rows, most = policy.train_global_batch_size // layout.data_parallel_size, policy.max_total_sequence_length
-    packing, batching = policy.sequence_packing, policy.dynamic_batching
-    budget = next((way.train_mb_tokens for way in (packing, batching) if way.enabled), None)
-    microbatches = rows // policy.train_micro_batch_size if budget is None else rows * most // budget
+    rows = policy.train_global_batch_size // layout.data_parallel_size
+    microbatches = rows * policy.max_total_sequence_length // microbatch_tokens(policy, trains=True)
     if microbatches > _MOST_ROUNDED_SUMS:
         logger.warning(
             "Gradients of up to %d microbatches are summed in %s, which loses small ones. "
