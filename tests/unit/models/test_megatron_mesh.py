@@ -13,10 +13,10 @@ from architectures import _COMMON, SPECIAL
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.runtime import preflight
-from nemo_rl.config import REPOSITORY_ROOT, PolicyConfig, model_ranks, row_length_multiple
+from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, model_ranks, row_length_multiple
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.config.loading.load import load_config
-from nemo_rl.config.rules.megatron import check_megatron
+from nemo_rl.config.rules.megatron import check_megatron, check_offloading
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import backend_of_checkpoint, training_backend
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
@@ -317,6 +317,31 @@ def test_many_sums_in_a_short_format_are_warned_of(
     )
     MegatronTraining().check(policy, 1)
     assert ("up to 32 microbatches" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [
+        ({}, []),
+        ({"precision": "float32"}, ["policy.precision=float32"]),
+        ({"optimizer": "sgd"}, ["optimizer.optimizer=sgd"]),
+        ({"optimizer": "sgd", "use_distributed_optimizer": False}, ["=sgd", "use_distributed_optimizer=false"]),
+    ],
+)
+def test_an_optimizer_in_host_memory_is_one_that_can_be_saved(values: dict[str, Any], wrong: list[str]) -> None:
+    values = dict(values)
+    precision = values.pop("precision", "bfloat16")
+    optimizer = {"optimizer_cpu_offload": True} | values
+    policy = PolicyConfig.build(
+        model_name="m",
+        precision=precision,
+        dtensor_cfg={"enabled": False},
+        megatron_cfg={"enabled": True, "optimizer": optimizer},
+    )
+    found = list(check_offloading("policy", policy, ClusterConfig.build(device="cuda")))
+    assert len(found) == len(wrong)
+    assert all(words in text for words, text in zip(wrong, found, strict=True))
+    assert list(check_offloading("policy", policy, ClusterConfig.build(device="cpu"))) == []
 
 
 def test_a_model_that_megatron_core_cannot_express_is_refused_before_ray(tmp_path: Path) -> None:
