@@ -33,8 +33,11 @@ CASES: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32"},
     "on a CPU": {"device": "cpu"},
     "quantized": {"engine_kwargs": {"quantization": "fp8"}},
-    "of the policy": {"hf_overrides": {"head_dtype": "model", "rope_theta": 5.0}},
-    "of vllm_kwargs": {"hf_overrides": {"a": 1, "b": 1}, "engine_kwargs": {"hf_overrides": {"b": 2}}},
+    "of the policy": {"hf_overrides": {"rms_norm_eps": 0.5}},
+    "of vllm_kwargs": {
+        "hf_overrides": {"rms_norm_eps": 0.5, "vocab_size": 7},
+        "engine_kwargs": {"hf_overrides": {"vocab_size": 9}},
+    },
     "head of vllm_kwargs": {"engine_kwargs": {"hf_overrides": {"head_dtype": "model"}}},
 }
 
@@ -63,7 +66,7 @@ def test_logits_are_float32_on_gpus_as_the_trainers_are(found: dict[str, Any]) -
 
 @pytest.mark.vllm
 def test_overrides_of_the_user_win_and_leave_the_others(found: dict[str, Any]) -> None:
-    assert found["of the policy"] == {"head_dtype": "model", "rope_theta": 5.0}
-    assert found["of vllm_kwargs"] == {"head_dtype": "float32", "a": 1, "b": 2}
+    assert found["of the policy"] == {"head_dtype": "float32", "rms_norm_eps": 0.5}
+    assert found["of vllm_kwargs"] == {"head_dtype": "float32", "rms_norm_eps": 0.5, "vocab_size": 9}
     assert found["head of vllm_kwargs"] == {"head_dtype": "model"}
     assert found["arguments"] == {"a": 1}
