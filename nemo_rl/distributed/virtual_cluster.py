@@ -47,11 +47,22 @@ _RAY_SETTINGS = {
     # command line; the workers use the driver's interpreter instead.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
-# A joined cluster was started with its own environment; these of the driver's count for workers.
+# A joined cluster was started with its own environment; these of the driver's count for workers. Anyone on the cluster
+# can read what is forwarded, so nothing here brings in names that usually hold secrets beyond those of the trackers and
+# the hub; devices and threads (CUDA_VISIBLE_DEVICES, OMP_*) are chosen for each worker.
 _FORWARDED_PREFIXES = (
-    "HF_", "NRL_", "NCCL_", "GLOO_", "VLLM_", "TORCH", "TOKENIZERS_",
+    "HF_", "NRL_", "NEMO_RL_", "VLLM_", "TORCH", "PYTORCH_", "TOKENIZERS_", "TRANSFORMERS_", "SAFETENSORS_",
+    "NCCL_", "GLOO_", "TENSORPIPE_", "UCX_", "FI_", "OFI_", "NVSHMEM_", "SHARP_", "GDRCOPY_",
+    "NVTE_", "NVIDIA_TF32_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "CUDA_DEVICE_", "CUDA_LAUNCH_", "CUDA_MODULE_",
+    "CUDA_CACHE_", "CUDA_DISABLE_", "CUDA_FORCE_", "CUDA_HOME", "CUDA_ENABLE_",
+    "TRITON_", "FLASHINFER_", "FLASH_ATTENTION_", "DG_", "DEEP_EP_",
     "WANDB_", "MLFLOW_", "SWANLAB_",
 )  # fmt: skip
+
+
+def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a driver that reach workers of a cluster which it has joined."""
+    return {name: value for name, value in environment.items() if name.startswith(_FORWARDED_PREFIXES)}
 
 
 @handlers_kept()  # Ray aborts on SIGTERM, by a handler below Python's.
@@ -86,8 +97,7 @@ def init_ray(
     address = os.environ.get("RAY_ADDRESS")
     context: Any
     if address:
-        forwarded = {k: v for k, v in os.environ.items() if k.startswith(_FORWARDED_PREFIXES)}
-        worker_env = {**forwarded, **(env_vars or {})}
+        worker_env = {**forwarded_environment(os.environ), **(env_vars or {})}
         context = ray.init(
             address=address,
             runtime_env={"env_vars": worker_env},

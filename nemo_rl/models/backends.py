@@ -15,7 +15,7 @@ import yaml
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.memory import MemoryPlan, Work, microbatch_tokens
+from nemo_rl.models.memory import MemoryPlan, Work, keys_per_token, microbatch_tokens
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.imports import import_dotted
 
@@ -60,7 +60,14 @@ class TrainingBackend(ABC):
         return None
 
     def predict_memory(
-        self, policy: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool, on_gpu: bool
+        self,
+        policy: PolicyConfig,
+        num_ranks: int,
+        *,
+        trains: bool,
+        keeps_reference: bool,
+        on_gpu: bool,
+        rows_per_prompt: int = 1,
     ) -> MemoryPlan | None:
         """Memory of the rank that will need most, for the largest microbatch that the section allows; None where that
         is unknown.
@@ -71,6 +78,7 @@ class TrainingBackend(ABC):
             trains: whether it has an optimizer.
             keeps_reference: whether its initial weights are kept.
             on_gpu: whether each rank has a GPU.
+            rows_per_prompt: sequences of a batch that begin with the same prompt.
         """
         memory = self.rank_memory()
         if memory is None:
@@ -78,7 +86,8 @@ class TrainingBackend(ABC):
         from nemo_rl.models.huggingface.load import load_model_config
 
         tokens = microbatch_tokens(policy, trains=trains)
-        work = Work(tokens, trains=trains, keeps_reference=keeps_reference, on_cpu=not on_gpu)
+        keys = keys_per_token(policy, rows_per_prompt)
+        work = Work(tokens, trains=trains, keeps_reference=keeps_reference, on_cpu=not on_gpu, keys_per_token=keys)
         model = load_model_config(policy.model_name, policy.hf_config_overrides)
         return memory.predict(policy, ParallelLayout.of(policy, num_ranks), model, work)
 

@@ -34,16 +34,28 @@ class HostMemory:
             held = self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
         return held.copy_(tensor, non_blocking=True)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the name has held something."""
+        return name in self._copies
+
 
 @torch.no_grad()
 def move_state(optimizer: Optimizer, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
-    """Move an optimizer's state, but for step counts, into host memory or to a device."""
+    """Move an optimizer's state, but for step counts, from a device into host memory or back.
+
+    What another device has stays where it is, as does an entry that is the parameter itself.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         state = optimizer.state.get(parameter, {})
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                state[name] = memory.store(f"{index}.{name}", value) if to_host else _copy(value, device)
+            if not isinstance(value, Tensor) or value.dim() == 0 or value is parameter:
+                continue
+            place = f"{index}.{name}"
+            if to_host and _is_on(device, value):
+                state[name] = memory.store(place, value)
+            elif not to_host and place in memory:
+                state[name] = _copy(value, device)
 
 
 @torch.no_grad()
@@ -57,6 +69,10 @@ def move_weights(model: nn.Module, memory: HostMemory, device: torch.device, *, 
     # FSDP2 reads what `_apply` gives it on the host, where it pads an uneven shard (into memory of its own).
     device_for(uses_gpu=device.type != "cpu").synchronize()
     model._apply(lambda tensor: copies[id(tensor)])
+
+
+def _is_on(device: torch.device, tensor: Tensor) -> bool:
+    return tensor.device.type == device.type
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:

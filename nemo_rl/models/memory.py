@@ -28,6 +28,7 @@ class Work:
         trains: whether there is a backward pass and an optimizer.
         keeps_reference: whether the initial weights are kept.
         on_cpu: whether the device's memory is the host's.
+        keys_per_token: keys and values that attention holds for each token of a microbatch (`shared_prompts`).
     """
 
     tokens: int
@@ -35,6 +36,21 @@ class Work:
     trains: bool = True
     keeps_reference: bool = False
     on_cpu: bool = False
+    keys_per_token: int = 1
+
+
+def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
+    """Keys and values that attention may lay out for each token of a packed microbatch, at the most.
+
+    Args:
+        policy: section of the model.
+        rows_per_prompt: sequences of a batch that begin with the same prompt.
+    """
+    packing, section = policy.sequence_packing, policy.backend_section
+    shares = packing.enabled and packing.share_prompts and policy.backend_key == "dtensor_cfg"
+    if not shares or rows_per_prompt == 1 or section.size("cp") > 1 or section.size("pp") > 1:
+        return 1
+    return min(packing.max_keys_per_token, rows_per_prompt + 1)
 
 
 def microbatch_tokens(policy: PolicyConfig, *, trains: bool) -> int:

@@ -26,25 +26,26 @@ def kernels(bench: Bench) -> Iterator[Finding]:
     for dtype, allowed in TOLERANCE.items():
         for window, has_sinks in ((None, False), (16, False), (16, True)):
             tensors = _random_heads(bench.device, dtype, has_sinks)
-            want = _with_gradients(_dense, [t.double().cpu() for t in tensors], window)
-            with _watched_kernel(bench.on_gpu) as calls:
-                got = _with_gradients(_packed, tensors, window)
+            want = with_gradients(_dense, [t.double().cpu() for t in tensors], window)
+            with watched_kernel(bench.on_gpu) as calls:
+                got = with_gradients(_packed, tensors, window)
             names = ("output", "grad_query", "grad_key", "grad_value", "grad_sinks")
-            errors = {name: _relative(g, w) for name, g, w in zip(names, got, want, strict=False)}
+            errors = {name: relative(g, w) for name, g, w in zip(names, got, want, strict=False)}
             problem = "" if max(errors.values()) <= allowed else "differs from dense attention"
-            if dtype == torch.bfloat16 and _has_flash(bench) and not calls:
+            if dtype == torch.bfloat16 and has_flash(bench) and not calls:
                 problem = "torch's varlen flash attention did not run"
             used = "flash" if calls else "sdpa per segment"
             name = f"{str(dtype).removeprefix('torch.')}, window {window}{', sinks' if has_sinks else ''}"
             yield Finding(name, {**errors, "allowed": allowed, "kernel": used}, problem)
 
 
-def _has_flash(bench: Bench) -> bool:
+def has_flash(bench: Bench) -> bool:
+    """Whether torch's varlen flash attention runs on this device."""
     return bench.on_gpu and torch.cuda.get_device_capability(bench.device) >= _FLASH_CAPABILITY
 
 
 @contextmanager
-def _watched_kernel(on_gpu: bool) -> Iterator[list[str]]:
+def watched_kernel(on_gpu: bool) -> Iterator[list[str]]:
     """Notes each call of torch's kernel; the stand-in keeps the signature, by which the library calls it."""
     calls: list[str] = []
     if not on_gpu:
@@ -83,23 +84,28 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, win
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: int | None) -> Tensor:
-    """`[1, T, H, D]` by the definition: one matrix of scores over all segments, a sink is one more column."""
+    """`[1, T, H, D]` by the definition: one matrix of scores over all segments."""
     segment_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     position_T = torch.arange(sum(LENGTHS))
     distance_TT = position_T[:, None] - position_T[None, :]
     sees_TT = (segment_T[:, None] == segment_T[None, :]) & (distance_TT >= 0)
     if window is not None:
         sees_TT &= distance_TT < window
+    return attend_densely(query, key, value, sinks, sees_TT)
+
+
+def attend_densely(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, sees_TT: Tensor) -> Tensor:
+    """`[1, T, H, D]`, where query t sees key u if `sees_TT[t, u]`; a sink is one more column of scores."""
     key, value = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (key, value))
     scores_HTT = query @ key.transpose(-1, -2) * HEAD_DIM**-0.5
     scores_HTT = scores_HTT.masked_fill(~sees_TT, float("-inf"))
     if sinks is not None:
         scores_HTT = torch.cat([scores_HTT, sinks.view(1, -1, 1, 1).expand(*scores_HTT.shape[:-1], 1)], dim=-1)
-    weights_HTT = scores_HTT.softmax(-1)[..., : len(position_T)]
+    weights_HTT = scores_HTT.softmax(-1)[..., : len(sees_TT)]
     return (weights_HTT @ value).transpose(1, 2)
 
 
-def _with_gradients(attend: Attend, tensors: list[Tensor], window: int | None) -> list[Tensor]:
+def with_gradients(attend: Attend, tensors: list[Tensor], window: int | None) -> list[Tensor]:
     """Output, and gradients of a weighted sum of it, in float64 on the CPU."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     query, key, value, *sinks = leaves
@@ -109,5 +115,6 @@ def _with_gradients(attend: Attend, tensors: list[Tensor], window: int | None) -
     return [t.detach().double().cpu() for t in (out, *gradients)]
 
 
-def _relative(got: Tensor, want: Tensor) -> float:
+def relative(got: Tensor, want: Tensor) -> float:
+    """Largest error, as a share of the largest value."""
     return float((got - want).abs().max() / want.abs().max())

@@ -24,7 +24,7 @@ _TIMES_OWN = 2.0
 """Half precision may be off this many times what Hugging Face itself is off."""
 _LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.02}
 _GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.02}
-_SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}
+SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}
 
 
 def against_hugging_face(bench: Bench) -> Iterator[Finding]:
@@ -32,20 +32,26 @@ def against_hugging_face(bench: Bench) -> Iterator[Finding]:
     rows = random_rows(LENGTHS)
     for precision in ("float32", "bfloat16"):
         for shape in TINY if bench.on_gpu else TINY_ON_CPU:
-            exact = _reference(bench, shape)
-            want, want_gradients = _scores_of(exact, rows), _gradients_of(exact, rows)
-            allowed, allowed_gradients = _LOGPROB_TOLERANCE[precision], _GRADIENT_TOLERANCE[precision]
-            if precision == "bfloat16":
-                own = _reference(bench, shape, torch.bfloat16)
-                allowed += _TIMES_OWN * _largest(_scores_of(own, rows) - want)
-                allowed_gradients += _TIMES_OWN * _worst_relative(_gradients_of(own, rows), want_gradients)
+            want, want_gradients, allowed, allowed_gradients = exact(bench, shape, rows, precision)
             errors, gradient_errors = {}, {}
             for layout, keys in LAYOUTS.items():
-                got, gradients = _scores_and_gradients(bench, shape, rows, precision=precision, **keys)
+                got, gradients = scores_and_gradients(bench, shape, rows, precision=precision, **keys)
                 errors[layout] = _largest(got - want)
-                gradient_errors[layout] = _worst_relative(gradients, want_gradients)
+                gradient_errors[layout] = worst_relative(gradients, want_gradients)
             yield _within(f"log-probs, {shape}, {precision}", errors, allowed)
             yield _within(f"gradients, {shape}, {precision}", gradient_errors, allowed_gradients)
+
+
+def exact(bench: Bench, shape: str, rows: Rows, precision: str) -> tuple[Tensor, dict[str, Tensor], float, float]:
+    """Log-probs and gradients of Hugging Face in float64, and by how much each may be off in a precision."""
+    model = _reference(bench, shape)
+    want, want_gradients = _scores_of(model, rows), _gradients_of(model, rows)
+    allowed, allowed_gradients = _LOGPROB_TOLERANCE[precision], _GRADIENT_TOLERANCE[precision]
+    if precision == "bfloat16":
+        own = _reference(bench, shape, torch.bfloat16)
+        allowed += _TIMES_OWN * _largest(_scores_of(own, rows) - want)
+        allowed_gradients += _TIMES_OWN * worst_relative(_gradients_of(own, rows), want_gradients)
+    return want, want_gradients, allowed, allowed_gradients
 
 
 def at_full_size(bench: Bench) -> Iterator[Finding]:
@@ -120,17 +126,17 @@ def _gradients_of(model: PreTrainedModel, rows: Rows) -> dict[str, Tensor]:
     return {name: weight.grad.double().cpu() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def _scores_and_gradients(bench: Bench, shape: str, rows: Rows, **keys: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def scores_and_gradients(bench: Bench, shape: str, rows: Rows, **keys: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """What the policy scores, and what one step of plain gradient descent at rate 1 takes away from each weight."""
     config = policy_config(bench.folder(shape), **keys)
-    rank = bench.policy(shape, optimizer=_SGD, **keys)
+    rank = bench.policy(shape, optimizer=SGD, **keys)
     scored, before = scores(rank, config, rows), weights_of(rank)
     update(rank, config, rows)
     after = weights_of(rank)
     return scored, {name: before[name].double() - after[name].double() for name in before}
 
 
-def _worst_relative(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+def worst_relative(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     """Largest error of a weight's gradient, as a share of its norm and of 1 % of the whole gradient's norm."""
     if not got.keys() >= want.keys():
         raise AssertionError(f"no gradient arrived for {sorted(want.keys() - got.keys())}")

@@ -10,6 +10,7 @@ Invariant: a group of devices appears once, under the names of what runs on it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -21,6 +22,7 @@ from nemo_rl.config import (
     GRPOMasterConfig,
     MasterConfig,
     PolicyConfig,
+    RolloutMasterConfig,
     TeacherConfig,
     model_ranks,
 )
@@ -108,6 +110,11 @@ _LESS_ENGINE = (
 )
 
 
+def rows_per_prompt(config: MasterConfig) -> int:
+    """Sequences of a batch that begin with the same prompt."""
+    return config.algorithm.num_generations_per_prompt if isinstance(config, RolloutMasterConfig) else 1
+
+
 @dataclass(frozen=True)
 class _Forecast:
     cluster: ClusterConfig
@@ -123,7 +130,8 @@ class _Forecast:
         apart = {}
         for section in config.models[1:]:
             assert isinstance(section, TeacherConfig), "the second model of a run is a teacher"
-            teacher = self._predict(section, ranks["teacher"], trains=False, keeps_reference=False)
+            work = {"trains": False, "keeps_reference": False, "rows_per_prompt": rows_per_prompt(config)}
+            teacher = self._predict(section, ranks["teacher"], **work)
             if section.colocated.enabled and self.cluster.uses_gpu:
                 name, plan = f"{name} + teacher", self.with_teacher(plan, teacher)
             else:
@@ -134,20 +142,21 @@ class _Forecast:
     def policy_phases(self, num_ranks: int, config: MasterConfig) -> MemoryPlan:
         """The trained model alone, by phase."""
         on_gpu, keeps_reference = self.cluster.uses_gpu, config.keeps_reference
-        trained = self._predict(self.policy, num_ranks, trains=True, keeps_reference=keeps_reference)
+        answers = rows_per_prompt(config)
+        trained = self._predict(
+            self.policy, num_ranks, trains=True, keeps_reference=keeps_reference, rows_per_prompt=answers
+        )
         phases: dict[str, Moment] = {"training": _held(trained)}
         if keeps_reference or isinstance(config, GRPOMasterConfig):
-            passing = self._predict(self.policy, num_ranks, trains=False, keeps_reference=True)
+            passing = self._predict(self.policy, num_ranks, trains=False, keeps_reference=True, rows_per_prompt=answers)
             stays = dict(trained.stays)
             if self.policy.offload_optimizer_for_logprob and on_gpu:
                 stays.pop("optimizer state", None)
             phases["log-probs"] = {**stays, **passing.moments[passing.peak_moment]}
         return MemoryPlan({}, phases, trained.host, trained.missing)
 
-    def _predict(self, section: PolicyConfig, num_ranks: int, *, trains: bool, keeps_reference: bool) -> MemoryPlan:
-        plan = training_backend(section).predict_memory(
-            section, num_ranks, trains=trains, keeps_reference=keeps_reference, on_gpu=self.cluster.uses_gpu
-        )
+    def _predict(self, section: PolicyConfig, num_ranks: int, **work: Any) -> MemoryPlan:
+        plan = training_backend(section).predict_memory(section, num_ranks, on_gpu=self.cluster.uses_gpu, **work)
         unknown = "This training backend predicts no memory."
         return MemoryPlan({}, {"training": {}}, {}, unknown) if plan is None else plan
 

@@ -11,6 +11,7 @@ from typing import Any, Self, cast
 
 import torch
 
+from nemo_rl.algorithms.runtime.packages import check_training_packages
 from nemo_rl.algorithms.runtime.placement import make_clusters
 from nemo_rl.config import ClusterConfig, PolicyConfig, count_gpus, find_path, plan_topology
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -36,6 +37,7 @@ class OpenPolicy(Policy):
 
     def __init__(self, config: PolicyConfig, cluster: ClusterConfig, seed: int = 0) -> None:
         tokenizer = get_tokenizer(config.tokenizer)
+        check_training_packages(config, cluster)
         training_backend(config).check(config, plan_topology(cluster, config).policy_ranks)
         init_ray()
         self._places = make_clusters(cluster, config)[0]

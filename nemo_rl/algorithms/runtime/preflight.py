@@ -6,6 +6,7 @@ of each algorithm. Invariant: nothing is imported here that a run does not need.
 
 from collections.abc import Iterator
 
+from nemo_rl.algorithms.runtime.packages import check_packages
 from nemo_rl.config import (
     EvalMasterConfig,
     MasterConfig,
@@ -26,9 +27,10 @@ def check_host(config: MasterConfig | EvalMasterConfig) -> None:
     """Refuse a configuration that cannot run here; imports nothing large.
 
     Raises:
-        ConfigError: GPUs, a tracker, the log folder or a model is not to be had.
+        ConfigError: GPUs, packages, a tracker, the log folder or a model is not to be had.
     """
     check_device(config, count_gpus())
+    check_packages(config)
     if isinstance(config, MasterConfig):
         check_trackers(config.logger)
         make_log_dir(config.logger.log_dir)

@@ -13,6 +13,7 @@ import yaml
 
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.rules.resume import ChangedKey, changed_keys
+from nemo_rl.models.huggingface.folders import CONSOLIDATED_FOLDER, MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.plain_load import load_plain
 
@@ -38,6 +39,7 @@ def check_resume(config: MasterConfig, path: Path, num_rows: int) -> Mapping[str
         CheckpointError: the checkpoint's configuration or data position cannot be read.
     """
     stored = _stored_config(path)
+    _check_backend(config, path, stored)
     _check_config(config, path, stored)
     position = _check_data(config, path, num_rows)
     _check_optimizer(config, path, stored)
@@ -53,6 +55,43 @@ def _stored_config(path: Path) -> Mapping[str, Any]:
     if not isinstance(stored, dict):
         raise CheckpointError(f"{file} is no configuration.")
     return stored
+
+
+def _check_backend(config: MasterConfig, path: Path, stored: Mapping[str, Any]) -> None:
+    """Refuse training state of another backend, which no key can allow; weights alone can be taken over."""
+    before, now = _backend_key(stored), config.policy.backend_key
+    if before is None or before == now:
+        return
+    raise ConfigError(
+        f"{path} was written by policy.{before}, and this run trains by policy.{now}. Backends do not read each "
+        "other's training checkpoints (weights, optimizer, schedule, random numbers); checkpointing.allow_changed "
+        f"cannot change that. Go on with policy.{before}, or start a new run from the weights:\n"
+        f"{_start_from(path, before)}"
+    )
+
+
+def _backend_key(stored: Mapping[str, Any]) -> str | None:
+    """Section of the backend in a stored configuration; None where it has none, as those of other versions may."""
+    policy = stored.get("policy")
+    sections = policy if isinstance(policy, Mapping) else {}
+    if sections.get("training_backend"):
+        return "training_backend"
+    return next((key for key in ("megatron_cfg", "dtensor_cfg") if (sections.get(key) or {}).get("enabled")), None)
+
+
+def _start_from(path: Path, before: str) -> str:
+    """Commands and overrides that start a run from the weights of a step folder."""
+    model, prepared = path / "policy" / "weights" / MODEL_FOLDER, ""
+    if not (model / "config.json").exists():
+        model /= CONSOLIDATED_FOLDER
+    if not (model / "config.json").exists():
+        model = path.with_name(f"{path.name}_hf")
+        kind = "megatron" if before == "megatron_cfg" else "dcp"
+        prepared = (
+            f"  python examples/converters/convert_{kind}_to_hf.py --config {path}/config.yaml "
+            f"--{kind}-ckpt-path {path} --hf-ckpt-path {model}\n"
+        )
+    return f"{prepared}  policy.model_name={model} checkpointing.checkpoint_dir=<a folder of its own>"
 
 
 def _check_config(config: MasterConfig, path: Path, stored: Mapping[str, Any]) -> None:

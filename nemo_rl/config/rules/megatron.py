@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.megatron import MEGATRON_LINEAR_LAYERS, MegatronConfig
+from nemo_rl.config.schema.policy import PolicyConfig
 
 _HOLDS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -36,6 +38,30 @@ def check_megatron(section: str, config: MegatronConfig) -> Findings:
             f"{keys}.optimizer.sgd_momentum={optimizer.sgd_momentum:g} with use_distributed_optimizer=true cannot be "
             "saved: Megatron Core's distributed optimizer knows Adam's state only. Set "
             f"{keys}.optimizer.use_distributed_optimizer=false, or the momentum to 0."
+        )
+
+
+def check_offloading(section: str, policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
+    """An optimizer in host memory is one that Megatron Core can save and load; on CPUs there is none.
+
+    Args:
+        section: name of the model's section.
+        policy: the section.
+        cluster: where it is trained.
+    """
+    optimizer = policy.megatron_cfg.optimizer
+    if not (policy.megatron_cfg.enabled and optimizer.optimizer_cpu_offload and cluster.uses_gpu):
+        return
+    keys = f"{section}.megatron_cfg.optimizer"
+    wanted = {
+        f"{keys}.optimizer={optimizer.optimizer}": optimizer.optimizer == "adam",
+        f"{keys}.use_distributed_optimizer=false": optimizer.use_distributed_optimizer,
+        f"{section}.precision=float32": policy.precision != "float32",
+    }
+    for given in (given for given, fits in wanted.items() if not fits):
+        yield (
+            f"{keys}.optimizer_cpu_offload=true with {given}: Megatron Core's optimizer on two devices is saved and "
+            "loaded only as a distributed Adam of bfloat16 weights. Change it, or leave optimizer_cpu_offload out."
         )
 
 

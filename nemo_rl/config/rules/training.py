@@ -8,6 +8,7 @@ from typing import Protocol
 from nemo_rl.config.base.names import PASS_K, VALIDATION_METRICS
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.findings import Findings, nearest_multiples
+from nemo_rl.config.rules.megatron import check_offloading
 from nemo_rl.config.rules.model import check_backend, check_budgets, check_trainable
 from nemo_rl.config.rules.topology import data_parallel_ranks, plan_topology
 from nemo_rl.config.schema.cluster import ClusterConfig
@@ -56,7 +57,8 @@ def _machines(cluster: ClusterConfig) -> str:
 
 
 def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
-    """An optimizer update divides into ranks and microbatches."""
+    """An optimizer update divides into ranks and microbatches, and is made where Megatron Core can save it."""
+    yield from check_offloading("policy", policy, cluster)
     topology = plan_topology(cluster, policy)
     try:
         ranks = data_parallel_ranks(cluster, policy)

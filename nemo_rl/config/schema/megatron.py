@@ -87,7 +87,11 @@ class MegatronDDPConfig(Section):
         "data_parallel_sharding_strategy": f"belongs to {_FSDP}",
     }
 
-    grad_reduce_in_fp32: bool = Field(default=False, description="Hold and sum gradients in float32.")
+    grad_reduce_in_fp32: bool = Field(
+        default=True,
+        description="Hold and sum gradients in float32, as the other backend does; false takes half the memory, and "
+        "loses small gradients where many microbatches make an update.",
+    )
     overlap_grad_reduce: bool = Field(
         default=True, description="Sum gradients while the backward pass of the last microbatch goes on."
     )

@@ -281,6 +281,13 @@ class SequencePackingConfig(Section):
         "rounding. With the DTensor backend, without context and pipeline parallelism, for models of which only "
         "attention connects tokens and whose experts are not trained.",
     )
+    max_keys_per_token: int = Field(
+        default=4,
+        ge=2,
+        description="With share_prompts: attention's keys and values in a packed row, as a multiple of its token "
+        "budget. A shared prompt's are laid out before each of its sequences and kept for the backward pass; more than "
+        "this start another row. Predictions of memory count them.",
+    )
     sequence_length_round: PositiveInt = Field(
         default=64, description="No effect: packed rows are rounded up to make_sequence_length_divisible_by only."
     )

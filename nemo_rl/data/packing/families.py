@@ -30,6 +30,11 @@ class Family:
         """Tokens laid out for them, of rows with these lengths in the batch."""
         return self.shared + sum(lengths[row] - self.shared for row in self.rows)
 
+    def keys(self, lengths: Sequence[int]) -> int:
+        """Keys that attention lays out for them: the prompt's, and each row's with the prompt before it."""
+        prompt = self.shared if len(self.rows) > 1 else 0
+        return prompt + sum(lengths[row] for row in self.rows)
+
 
 def find_families(rows: BatchedDataDict[Any]) -> list[Family]:
     """Group rows by their prompt: what stands before the first token that the policy wrote, but for its last token.
@@ -52,16 +57,20 @@ def find_families(rows: BatchedDataDict[Any]) -> list[Family]:
     return [Family(found, shared[found[0]] if len(found) > 1 else 0) for found in by_prompt.values()]
 
 
-def divide_families(families: Sequence[Family], lengths: Sequence[int], most_tokens: int) -> Iterator[Family]:
-    """Families of at most so many tokens each, where rows allow it; rows of a family stay in order."""
+def divide_families(
+    families: Sequence[Family], lengths: Sequence[int], most_tokens: int, most_keys: int | None = None
+) -> Iterator[Family]:
+    """Families of at most so many tokens and keys each, where rows allow it; rows of a family stay in order."""
     for family in families:
         taken: list[int] = []
-        tokens = family.shared
+        tokens = keys = family.shared
         for row in family.rows:
             own = lengths[row] - family.shared
-            if taken and tokens + own > most_tokens:
+            too_many = most_keys is not None and keys + lengths[row] > most_keys
+            if taken and (tokens + own > most_tokens or too_many):
                 yield Family(taken, family.shared)
-                taken, tokens = [], family.shared
+                taken, tokens, keys = [], family.shared, family.shared
             taken.append(row)
             tokens += own
+            keys += lengths[row]
         yield Family(taken, family.shared)

@@ -4,8 +4,8 @@ The policy follows the plan; it never decides for itself. Invariant: every row a
 same number of non-empty microbatches (so collectives match), and equal lengths give an equal plan.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nemo_rl.data.packing.algorithms import PackingAlgorithm, get_packer, spread_bins
@@ -36,12 +36,19 @@ class TokenBudget:
 class Packed:
     """Sequence packing: the rows of a microbatch are laid end to end.
 
-    Each row counts with its length rounded up to `round_to`; a microbatch stays within `capacity`.
+    Each row counts with its length rounded up to `round_to`; a microbatch stays within `capacity`. Where prompts are
+    shared (`plan_families`), attention's keys stay within `keys_per_token` times as many, 2 at least; None: no limit.
     """
 
     capacity: int
     algorithm: PackingAlgorithm | str = PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING
     round_to: int = 1
+    keys_per_token: int | None = None
+
+    @property
+    def most_keys(self) -> int | None:
+        """Keys of a microbatch, at the most."""
+        return None if self.keys_per_token is None else self.capacity * self.keys_per_token
 
 
 MicrobatchStrategy = FixedSize | TokenBudget | Packed
@@ -136,7 +143,8 @@ def plan_families(
     """Plan rows of which a microbatch holds the prompt once, where they share one.
 
     Families that stay together take fewer tokens, parts of them let shards come out equal: of some ways to divide them
-    the one whose busiest shard has least to do.
+    the one whose busiest shard has least to do. Attention lays a prompt's keys out before each of its rows, and the
+    backward pass keeps them, so a batch whose microbatches have too many keys is planned again with keys as a cost.
 
     Args:
         families: of all rows.
@@ -147,20 +155,52 @@ def plan_families(
     Raises:
         DataError: as `plan_microbatches`.
     """
+    plan = _plan_parts(families, lengths, num_shards, replace(strategy, keys_per_token=None))
+    most = strategy.most_keys
+    if most is None or max(_keys_of_microbatches(plan, families, lengths)) <= most:
+        return plan
+    return _plan_parts(families, lengths, num_shards, strategy)
+
+
+def _plan_parts(
+    families: Sequence[Family], lengths: Sequence[int], num_shards: int, strategy: Packed
+) -> MicrobatchPlan:
+    """The best of some ways to divide families; all rows by themselves where none is possible."""
     busiest: dict[int, MicrobatchPlan] = {}
     if any(family.shared for family in families) and max(lengths) <= strategy.capacity:
         total = sum(family.tokens(lengths) for family in families)
         for parts in (1, 2, 4):
             most_tokens = min(strategy.capacity, -(-total // (parts * num_shards)))
-            together = list(divide_families(families, lengths, most_tokens))
+            together = list(divide_families(families, lengths, most_tokens, strategy.most_keys))
             tokens = [family.tokens(lengths) for family in together]
             try:
-                plan = plan_microbatches(tokens, num_shards, strategy)
+                plan = _plan_within_keys(tokens, [family.keys(lengths) for family in together], num_shards, strategy)
             except DataError:
                 continue  # too few parts for as many microbatches on each shard
             most = max(sum(tokens[family] for family in plan.shard_rows(shard)) for shard in range(num_shards))
             busiest.setdefault(most, _with_rows(plan, [family.rows for family in together]))
     return busiest[min(busiest)] if busiest else plan_microbatches(lengths, num_shards, strategy)
+
+
+def _keys_of_microbatches(plan: MicrobatchPlan, families: Sequence[Family], lengths: Sequence[int]) -> Iterator[int]:
+    """Keys that attention lays out in each microbatch, whose rows of one family share its prompt."""
+    family_of = {row: number for number, family in enumerate(families) for row in family.rows}
+    for batch in (batch for shard in plan.shards for batch in shard):
+        rows: dict[int, list[int]] = {}
+        for row in batch:
+            rows.setdefault(family_of[row], []).append(row)
+        yield sum(Family(found, families[number].shared).keys(lengths) for number, found in rows.items())
+
+
+def _plan_within_keys(tokens: Sequence[int], keys: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
+    """Plan units by their tokens, or, where a microbatch would then have too many keys, by the scarcer of the two."""
+    plan = plan_microbatches(tokens, num_shards, strategy)
+    most = strategy.most_keys
+    batches = [batch for shard in plan.shards for batch in shard]
+    if most is None or all(sum(keys[unit] for unit in batch) <= most for batch in batches):
+        return plan
+    costs = [max(each, -(-of_keys * strategy.capacity // most)) for each, of_keys in zip(tokens, keys, strict=True)]
+    return plan_microbatches(costs, num_shards, strategy)
 
 
 def _with_rows(plan: MicrobatchPlan, units: Sequence[Sequence[int]]) -> MicrobatchPlan:

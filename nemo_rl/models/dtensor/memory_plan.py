@@ -143,7 +143,8 @@ class DTensorRank(RankMemory):
         layout = self.layout
         sharing = layout.tp if self.policy.dtensor_cfg.sequence_parallel else 1
         gathers = layout.cp > 1 and self.policy.dtensor_cfg.context_parallel_method == "all_gather"
-        # Whole rows; without a kernel for pieces also the keys of each piece, about as many.
-        rows = layout.cp * (1 + self.work.on_cpu) if gathers else 1
+        # Whole rows; without a kernel for pieces also the keys of each piece, about as many. Shared prompts, which
+        # context parallelism does not know, are laid out before each of their rows.
+        rows = layout.cp * (1 + self.work.on_cpu) if gathers else self.work.keys_per_token
         inside = (each.inside + each.keys_values * rows) / layout.tp
         return each.outside / sharing + each.into_blocks + inside

@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.collectives import all_gather
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.host_memory import HostMemory, move_state, move_weights
+from nemo_rl.models.host_memory import HostMemory, move_weights
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.inputs import ModelInputs
@@ -30,6 +30,7 @@ from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBacken
 from nemo_rl.models.low_rank import require_on_some_rank
 from nemo_rl.models.megatron.inputs import rank_inputs, row_order
 from nemo_rl.models.megatron.parallel import division_of, start_model_parallel
+from nemo_rl.models.megatron.release import require_megatron_core
 from nemo_rl.models.sampling import sampling_density
 from nemo_rl.models.staging import Keep, Write, as_it_is
 from nemo_rl.utils.device import free_cache
@@ -60,6 +61,7 @@ class MegatronBackend(PolicyBackend):
     ) -> None:
         section = config.megatron_cfg
         self.device = device
+        require_megatron_core()
         groups = start_model_parallel(layout, section, device, seed)
         # Only now: on a machine without CUDA they need what has just been prepared.
         from nemo_rl.models.megatron import lora
@@ -265,8 +267,7 @@ class MegatronBackend(PolicyBackend):
                 else:
                     chunk.restore_grad_buffers()
             for number, part in enumerate(self._optim.parts_of(self.optimizer)):
-                move_state(part.optimizer, self._resting[number], self.device, to_host=to_host)
-                self._optim.move_float32_weights(part, self._resting[number], self.device, to_host=to_host)
+                self._optim.move_part(part, self._resting[number], self.device, to_host=to_host)
             self._state_rests = to_host
         free_cache(self.device)
 

@@ -6,8 +6,8 @@ left out, so that one section serves machines with and without Transformer Engin
 """
 
 import dataclasses
-import difflib
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,14 +20,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from nemo_rl.config import report_findings
 from nemo_rl.config.schema.megatron import MegatronConfig
 from nemo_rl.models.megatron.expert_load import routers
 from nemo_rl.models.megatron.families import Family, Rotary, family_of
 from nemo_rl.models.megatron.layers import HAVE_TE, choose_spec
+from nemo_rl.models.megatron.model_check import check_overrides
+from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADIENTS
 from nemo_rl.utils.errors import ConfigError
-
-_FIXED = ("calculate_per_token_loss", "variable_seq_lengths", "batch_p2p_comm")
-"""Fields on which `schedule` relies."""
 
 
 def build_chunks(
@@ -150,7 +150,8 @@ def _kernels(
         "apply_rope_fusion": engine and options.apply_rope_fusion and fused_rotary,
         "bias_activation_fusion": on_gpu and options.bias_activation_fusion and fields["activation_func"] is F.silu,
         "bias_dropout_fusion": on_gpu,
-        "gradient_accumulation_fusion": bool(engine and options.gradient_accumulation_fusion),
+        "gradient_accumulation_fusion": bool(engine and options.gradient_accumulation_fusion)
+        and _has_fused_gradients(),
         "use_cpu_initialization": not on_gpu,
         "perform_initialization": False,
     }
@@ -160,6 +161,17 @@ def _kernels(
     if options.attention_backend is not None:
         kernels["attention_backend"] = AttnBackend[options.attention_backend]
     return kernels
+
+
+def _has_fused_gradients() -> bool:
+    """Whether APEX's extension is there, which Megatron Core's own layers import for it.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if find_spec(FUSED_GRADIENTS) is None:
+        raise ConfigError(MISSING_FUSED_GRADIENTS.format(keys="policy.megatron_cfg"))
+    return True
 
 
 def _routing(hf_config: PretrainedConfig, options: MegatronConfig) -> dict[str, Any]:
@@ -181,18 +193,7 @@ def _routing(hf_config: PretrainedConfig, options: MegatronConfig) -> dict[str, 
 
 def _checked_overrides(overrides: dict[str, Any], kind: type[TransformerConfig]) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(kind)]
-    for name in overrides:
-        if name in _FIXED:
-            raise ConfigError(
-                f"policy.megatron_cfg.model_overrides.{name} cannot be set: the losses and the messages between stages "
-                "rely on its value, and would be wrong without a word. Leave it out."
-            )
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=3)
-            raise ConfigError(
-                f"policy.megatron_cfg.model_overrides.{name} is no field of Megatron Core's {kind.__name__}"
-                + (f"; did you mean {', '.join(nearest)}?" if nearest else ".")
-            )
+    report_findings(check_overrides("policy.megatron_cfg", overrides, known, kind.__name__))
     return overrides
 
 

@@ -40,6 +40,9 @@ from nemo_rl.utils.random_state import restore_rng_state, rng_state
 logger = logging.getLogger(__name__)
 
 _MOMENTS, _TRAINER = "optim", "trainer.pt"
+_CHECKED_VALUES = 1 << 16
+"""Of each weight, spread over it: a foreign tensor differs everywhere."""
+_REMAINDERS = float(1 << 15)
 
 
 def on_host(name: str, tensor: Tensor) -> Tensor:
@@ -202,12 +205,41 @@ def _load_training_state(folder: Path, chunks: Sequence[Any], optimizer: Any, sc
     if trainer["has_state"] and trainer["optimizer"] == name:
         wanted = optimizer_state.state_to_load(optimizer, model_state(chunks))
         loaded = torch_dist.read(folder / _MOMENTS, wanted)
+        with failing_together():
+            _check_masters(folder, chunks, optimizer, loaded)
         optimizer_state.put_back(optimizer, loaded, trainer["step"], trainer["loss_scale"])
     else:
         optimizer_state.forget(optimizer)
     scheduler.num_steps = 0
     scheduler.step(increment=trainer["num_steps"])
     _restore_generators(folder)
+
+
+def _check_masters(folder: Path, chunks: Sequence[Any], optimizer: Any, loaded: dict[str, Any]) -> None:
+    """Hold float32 weights that were read against the weights of the model, which are the same ones rounded.
+
+    Raises:
+        CheckpointError: they are others. A run would go on from them silently.
+    """
+    names = {id(weight): name for chunk in chunks for name, weight in unwrap(chunk).named_parameters()}
+    for weight, master in optimizer_state.weights_and_masters(optimizer, loaded):
+        every = max(1, weight.numel() // _CHECKED_VALUES)
+        rounded, read = (tensor.detach().flatten()[::every].cpu().float() for tensor in (weight, master))
+        limit = torch.finfo(weight.dtype).eps * rounded.abs() + torch.finfo(torch.float16).tiny
+        if not ((read - rounded).abs() > limit).any():
+            continue
+        given = f"{folder / _MOMENTS} has float32 weights of {names.get(id(weight), 'a parameter')} that "
+        if torch.equal(read, read.round()) and read.abs().max() <= _REMAINDERS:
+            given += (
+                "are the integers which Transformer Engine's Adam keeps next to bfloat16 weights (the lower 16 bits of "
+                "each float32 weight). This checkpoint was written by a version of this library that saved them so. "
+            )
+        else:
+            given += "are not those of the weights folder: one of the two folders is of another checkpoint. "
+        raise CheckpointError(
+            f"{given}Remove {folder}, and start again with checkpointing.allow_changed=[policy.optimizer] to go on "
+            "from the weights with a new optimizer state."
+        )
 
 
 def model_state(chunks: Sequence[Any]) -> Sharded:

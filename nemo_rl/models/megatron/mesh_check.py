@@ -54,7 +54,14 @@ def _check_sequence_parallel(mesh: Mesh, asked: MegatronConfig, *, trains: bool)
             f"{mesh.keys}.sequence_parallel=true divides sequences among the ranks of {mesh.name('tp')}. Set it to "
             f"false, or {mesh.keys}.tensor_model_parallel_size to at least 2."
         )
-    if trains and mesh.experts is not None and mesh.layout.tp > 1 and not asked.sequence_parallel:
+    if mesh.layout.tp == 1 or asked.sequence_parallel:
+        return
+    if getattr(mesh.model, "kv_lora_rank", None):
+        yield (
+            f"{mesh.key('tp')} divides the latent attention of {mesh.model.model_type} only with sequence parallelism: "
+            f"without it gradients of its down projections are wrong. Set {mesh.keys}.sequence_parallel=true."
+        )
+    elif trains and mesh.experts is not None:
         yield (
             f"{mesh.key('tp')} trains the experts of {mesh.model.model_type} only with sequence parallelism. Set "
             f"{mesh.keys}.sequence_parallel=true."

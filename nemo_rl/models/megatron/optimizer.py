@@ -14,11 +14,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from nemo_rl.config.schema.megatron import MegatronConfig, MegatronSchedulerConfig
-from nemo_rl.models.host_memory import HostMemory
+from nemo_rl.models.host_memory import HostMemory, move_state
 from nemo_rl.models.megatron import cpu_shim
 from nemo_rl.utils.errors import ConfigError
 
@@ -67,8 +68,8 @@ def build_optimizer(
         precision: of the weights that layers compute with; below float32 the optimizer keeps float32 ones.
     """
     wanted = section.optimizer
-    on_gpu, distributed = next(chunks[0].parameters()).is_cuda, chunks[0].ddp_config.use_distributed_optimizer
-    holds_state = wanted.use_precision_aware_optimizer and wanted.optimizer == "adam" and distributed
+    on_gpu, distributed = is_on_gpu(chunks), chunks[0].ddp_config.use_distributed_optimizer
+    offloads = on_gpu and wanted.optimizer_cpu_offload
     config = OptimizerConfig(
         optimizer=wanted.optimizer,
         lr=wanted.lr,
@@ -78,18 +79,37 @@ def build_optimizer(
         adam_beta2=wanted.adam_beta2,
         adam_eps=wanted.adam_eps,
         sgd_momentum=wanted.sgd_momentum,
-        optimizer_cpu_offload=on_gpu and wanted.optimizer_cpu_offload,
+        optimizer_cpu_offload=offloads,
         optimizer_offload_fraction=wanted.optimizer_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=wanted.overlap_cpu_optimizer_d2h_h2d,
         bf16=precision is torch.bfloat16,
         fp16=precision is torch.float16,
         params_dtype=precision,
         use_distributed_optimizer=distributed,
-        use_precision_aware_optimizer=holds_state and on_gpu and find_spec("transformer_engine") is not None,
+        # Megatron Core's optimizer for two devices can be loaded in this mode only.
+        use_precision_aware_optimizer=offloads or (on_gpu and distributed and _holds_its_state(section, precision)),
+        store_param_remainders=False,
         clip_grad=wanted.clip_grad or 0.0,
     )
     with cpu_shim.cuda_names():
         return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+
+
+def is_on_gpu(chunks: Sequence[Any]) -> bool:
+    """Whether a rank's weights are in the memory of a GPU."""
+    return next(chunks[0].parameters()).is_cuda
+
+
+def _holds_its_state(section: MegatronConfig, precision: torch.dtype) -> bool:
+    """Whether Adam is Transformer Engine's and holds float32 weights itself; there are none next to float32 ones.
+
+    It could hold of each float32 weight the 16 bits that its bfloat16 weight lacks (`store_param_remainders`), for 2
+    bytes less per weight, divided by the data-parallel ranks. Megatron Core 0.19 saves those bits as if they were the
+    weight (`DistributedOptimizer.get_parameter_state_dp_zero`), so whole weights are kept.
+    """
+    wanted = section.optimizer
+    asked = wanted.use_precision_aware_optimizer and wanted.optimizer == "adam" and precision is not torch.float32
+    return asked and find_spec("transformer_engine") is not None
 
 
 def build_scheduler(optimizer: MegatronOptimizer, section: MegatronConfig) -> OptimizerParamScheduler:
@@ -175,15 +195,33 @@ def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 @torch.no_grad()
-def move_float32_weights(part: Any, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
-    """Move the float32 weights that an optimizer keeps beside 16-bit ones, into host memory or to a device."""
-    groups = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(part, "fp32_from_float16_groups", [])
-    kept = [weight for group in groups for weight in group if weight is not None]  # None: Transformer Engine has it
+def move_part(part: Any, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
+    """Move what an optimizer keeps on a device, moments and float32 weights, into host memory or back.
+
+    Args:
+        part: from `parts_of`. What it updates on the host (`optimizer_cpu_offload`) stays there.
+        memory: of this part alone.
+        device: of the model.
+        to_host: the direction.
+    """
+    inner, kept = part.optimizer, _float32_weights(part)
+    if isinstance(inner, HybridDeviceOptimizer):
+        if inner.gpu_optimizer is None:
+            return
+        inner = inner.gpu_optimizer
+        kept = [weight for group in inner.param_groups for weight in group["params"]]
+    move_state(inner, memory, device, to_host=to_host)
     for index, weight in enumerate(kept):
         if to_host:
             weight.data = memory.store(f"float32.{index}", weight.data)
         else:
             weight.data = weight.data.to(device, non_blocking=True, copy=True)
+
+
+def _float32_weights(part: Any) -> list[torch.Tensor]:
+    """The float32 weights that Megatron Core's optimizer keeps beside 16-bit ones."""
+    groups = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(part, "fp32_from_float16_groups", [])
+    return [weight for group in groups for weight in group if weight is not None]  # None: the inner optimizer has it
 
 
 def zero_gradients(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -42,7 +43,7 @@ def is_distributed(optimizer: Any) -> bool:
 
 def has_state(optimizer: Any) -> bool:
     """Whether there is more to save than the weights: an update was made, or loaded, or nothing tells."""
-    inner = [member.optimizer for member in members(optimizer)]
+    inner = [each for member in members(optimizer) for each in _inner(member)]
     return any(any(each.state.values()) or isinstance(each, torch.optim.SGD) for each in inner)
 
 
@@ -53,9 +54,9 @@ def common_step(optimizer: Any) -> float | None:
         CheckpointError: parameters differ in it, so that a checkpoint could not hold it.
     """
     found: set[float] = set()
-    for member in members(optimizer):
-        found |= {float(state["step"]) for state in member.optimizer.state.values() if "step" in state}
-        found |= {float(group["step"]) for group in member.optimizer.param_groups if group.get("step")}
+    for inner in (each for member in members(optimizer) for each in _inner(member)):
+        found |= {float(state["step"]) for state in inner.state.values() if "step" in state}
+        found |= {float(group["step"]) for group in inner.param_groups if group.get("step")}
     if len(found) > 1:
         raise CheckpointError(f"parameters were updated {sorted(found)} times; a checkpoint holds one number for all.")
     return found.pop() if found else None
@@ -84,6 +85,23 @@ def state_to_load(optimizer: Any, model: Sharded) -> Sharded:
     return _of_members(optimizer, model, loading=True)
 
 
+def weights_and_masters(optimizer: Any, loaded: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The 16-bit weights of this rank, each with the float32 weight that was read for it, of equal numbers of elements.
+
+    Args:
+        optimizer: the one that was asked.
+        loaded: what was read for `state_to_load`.
+    """
+    for index, member in enumerate(members(optimizer)):
+        state = loaded.get(f"optimizer{index}", {})
+        if isinstance(member, DistributedOptimizer):
+            found = zip(_parameters(member), (state[number] for number in range(len(state))), strict=False)
+            yield from ((weight, read["fp32_param"]) for weight, read in found if "fp32_param" in read)
+        else:
+            for group, read in state.get(_MASTERS, {}).items():
+                yield from ((member.float16_groups[group][number], master) for number, master in read.items())
+
+
 def put_back(optimizer: Any, loaded: dict[str, Any], step: float | None, scale: dict[str, Any] | None) -> None:
     """Take over what was read for `state_to_load`.
 
@@ -100,7 +118,8 @@ def put_back(optimizer: Any, loaded: dict[str, Any], step: float | None, scale: 
         else:
             _put_back_plain(member, state)
         if step is not None:
-            _set_step(member.optimizer, step)
+            for inner in _inner(member):
+                _set_step(inner, step)
         if scale is not None and getattr(member, "grad_scaler", None):
             member.grad_scaler.load_state_dict(scale)
 
@@ -108,8 +127,17 @@ def put_back(optimizer: Any, loaded: dict[str, Any], step: float | None, scale: 
 def forget(optimizer: Any) -> None:
     """Start without moments from the weights that the model has."""
     for member in members(optimizer):
-        member.optimizer.state.clear()
+        for inner in (member.optimizer, *_inner(member)):
+            inner.state.clear()
+            for group in inner.param_groups:
+                group.pop("step", None)
     optimizer.reload_model_params()
+
+
+def _inner(member: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that update; one for each device where those of the host have a part."""
+    inner = member.optimizer
+    return list(inner.sub_optimizers) if isinstance(inner, HybridDeviceOptimizer) else [inner]
 
 
 def _of_members(optimizer: Any, model: Sharded, *, loading: bool) -> Sharded:
@@ -149,6 +177,21 @@ def _put_back_distributed(member: DistributedOptimizer, states: dict[int, dict[s
     for state in member.optimizer.state.values():
         state.pop("step", None)  # Megatron Core looks for it among what was read, and does not find it
     member.load_parameter_state_from_fully_reshardable(states)
+    if isinstance(member.optimizer, HybridDeviceOptimizer):
+        _keep_parts_alone(member.optimizer)
+
+
+def _keep_parts_alone(inner: HybridDeviceOptimizer) -> None:
+    """Give each weight states of its own on its device.
+
+    What was read are views of whole tensors, and Megatron Core tells devices apart by classes of optimizers, which are
+    the same without Transformer Engine.
+    """
+    for each in inner.sub_optimizers:
+        for parameter, state in each.state.items():
+            state.pop("master_param", None)  # has been copied into the parameter
+            state.update({name: torch.empty_like(parameter).copy_(value) for name, value in state.items()})
+    inner._sync_sub_optimizers_state_to_hdo()
 
 
 @torch.no_grad()
@@ -165,6 +208,9 @@ def _put_back_plain(member: Any, states: Sharded) -> None:
 def _make_states(member: Any) -> None:
     """States for what is read, where no update has made them."""
     inner = member.optimizer
+    if isinstance(inner, HybridDeviceOptimizer):
+        _make_states_on_both(inner)
+        return
     names = next((names for kind, names in _TORCH_STATES.items() if isinstance(inner, kind)), None)
     if names is None:
         _make_foreign_states(member)
@@ -176,6 +222,15 @@ def _make_states(member: Any) -> None:
         for name in names:
             if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter, requires_grad=False)
+
+
+def _make_states_on_both(inner: HybridDeviceOptimizer) -> None:
+    """Those of an optimizer for two devices, which its own `dummy_step` would make by an update at random."""
+    for each in inner.sub_optimizers:
+        for parameter, _ in _with_groups(each):
+            for name in _TORCH_STATES[torch.optim.Adam]:
+                each.state[parameter].setdefault(name, torch.zeros_like(parameter, requires_grad=False))
+    inner._sync_sub_optimizers_state_to_hdo()
 
 
 def _make_foreign_states(member: Any) -> None:

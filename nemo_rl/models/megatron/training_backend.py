@@ -6,6 +6,7 @@ ranks are there for it.
 
 import logging
 import os
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
 from nemo_rl.config.rules.megatron import check_adapters_of_experts
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import TrainingBackend
-from nemo_rl.models.megatron.release import require_megatron_core
+from nemo_rl.models.memory import microbatch_tokens
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # see `models.backends`
@@ -29,28 +30,49 @@ CACHE_VARIABLE = "NRL_MEGATRON_CHECKPOINT_DIR"
 """Where NeMo RL keeps converted models."""
 
 
+_MOST_ROUNDED_SUMS = 8
+"""Microbatches of an update whose gradients may be added in a 16-bit format without a warning."""
+
+
+def _warn_of_rounded_sums(policy: PolicyConfig, layout: ParallelLayout) -> None:
+    """A 16-bit sum loses what is below 1/256 (bfloat16) of what it has, the more the more microbatches it has taken."""
+    if policy.precision == "float32" or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32:
+        return
+    rows = policy.train_global_batch_size // layout.data_parallel_size
+    microbatches = rows * policy.max_total_sequence_length // microbatch_tokens(policy, trains=True)
+    if microbatches > _MOST_ROUNDED_SUMS:
+        logger.warning(
+            "Gradients of up to %d microbatches are summed in %s, which loses small ones. "
+            "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=true sums them in float32.",
+            microbatches,
+            policy.precision,
+        )
+
+
 class MegatronTraining(TrainingBackend):
     """Megatron Core's models, schedules and distributed optimizer; checkpoints by its `dist_checkpointing`."""
 
     rank_class = "nemo_rl.models.megatron.backend.MegatronBackend"
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Ask for the library, hold the mesh against the model's configuration, and read that in Megatron Core's terms;
-        see `TrainingBackend.check`.
+        """Hold the mesh against the model's configuration, and read that in Megatron Core's terms; see
+        `TrainingBackend.check`.
         """
-        require_megatron_core(f"{section}.megatron_cfg.enabled=true")
         try:
             layout = ParallelLayout.of(policy, num_ranks)
         except ConfigError as error:
             raise ConfigError(f"{section}.megatron_cfg: {error}") from error
         from nemo_rl.models.huggingface.load import load_model_config
-        from nemo_rl.models.megatron.families import family_of
         from nemo_rl.models.megatron.mesh_check import check_mesh
+        from nemo_rl.models.megatron.model_check import check_expressible, check_options
 
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
         report_findings(check_mesh(policy, layout, model, section))
-        fields = family_of(model).transformer_fields(model)
-        report_findings(check_adapters_of_experts(section, policy.megatron_cfg, fields))
+        fields = check_expressible(model)
+        options = check_options(f"{section}.megatron_cfg", policy.megatron_cfg, fields)
+        report_findings(chain(options, check_adapters_of_experts(section, policy.megatron_cfg, fields)))
+        if section == "policy":
+            _warn_of_rounded_sums(policy, layout)
         if section == "policy" and CACHE_VARIABLE in os.environ:
             logger.info("%s has no effect: every rank reads its part of the Hugging Face files.", CACHE_VARIABLE)
 

@@ -174,7 +174,8 @@ def _strategy(config: PolicyConfig, size: int, tokens: int, micro_batch_size: in
         return FixedSize(micro_batch_size)
     round_to = row_length_multiple(config)
     if config.sequence_packing.enabled:
-        return Packed(tokens, config.sequence_packing.algorithm, round_to)
+        packing = config.sequence_packing
+        return Packed(tokens, packing.algorithm, round_to, packing.max_keys_per_token)
     if config.dynamic_batching.enabled:
         return TokenBudget(tokens, math.lcm(round_to, config.dynamic_batching.sequence_length_round))
     return FixedSize(size)

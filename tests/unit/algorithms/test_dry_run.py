@@ -130,7 +130,8 @@ def test_memory_by_hand() -> None:
     training = moe.groups["policy + generation"].moments["training"]
     experts = 48 * 128 * 3 * 2048 * 768
     held = experts / 8 + (30.532e9 - experts) / 2
-    assert training["weights"] == pytest.approx(2 * held, rel=0.01) == pytest.approx(training["gradients"], rel=0.01)
+    assert training["weights"] == pytest.approx(2 * held, rel=0.01)
+    assert training["gradients"] == pytest.approx(4 * held, rel=0.01), "summed in float32"
     state = 12 * (experts / 8 / 2 + (30.532e9 - experts) / 2 / 8)
     assert training["optimizer state"] == pytest.approx(state, rel=0.01)
 

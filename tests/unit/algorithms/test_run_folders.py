@@ -78,6 +78,33 @@ def test_what_a_run_cannot_take_over_is_refused_until_it_is_allowed(tmp_path, ca
     assert "  sft.seed: 42 -> 7" in caplog.text
 
 
+MEGATRON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
+
+
+@pytest.mark.parametrize("first_is_megatron", [False, True])
+@pytest.mark.parametrize("has_model", [False, True])
+def test_training_state_of_another_backend_is_refused_with_the_way_to_its_weights(
+    tmp_path, first_is_megatron, has_model
+):
+    path = save(tmp_path, 2, *(MEGATRON if first_is_megatron else ()))
+    weights = path / "policy/weights/model"
+    model = weights / "consolidated" if first_is_megatron else weights
+    if has_model:
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+    allowed = "checkpointing.allow_changed=[policy.dtensor_cfg.enabled,policy.megatron_cfg.enabled]"
+    for overrides in ((), (allowed,)):
+        with pytest.raises(ConfigError) as refusal:
+            start(tmp_path, *(() if first_is_megatron else MEGATRON), *overrides)
+        said = str(refusal.value)
+        before, now = ("megatron_cfg", "dtensor_cfg") if first_is_megatron else ("dtensor_cfg", "megatron_cfg")
+        assert f"was written by policy.{before}, and this run trains by policy.{now}" in said
+        wanted = model if has_model else tmp_path / "checkpoints" / "step_2_hf"
+        assert f"policy.model_name={wanted} checkpointing.checkpoint_dir=" in said
+        converter = f"convert_{'megatron' if first_is_megatron else 'dcp'}_to_hf.py --config {path}/config.yaml"
+        assert (converter in said) is not has_model
+
+
 def test_another_number_of_rows_is_refused_until_it_is_allowed(tmp_path):
     path = save(tmp_path, 2)
     with pytest.raises(ConfigError, match=r"(?s)has 99 rows now; it had 100 .*allow_changed=\[data.train\]"):

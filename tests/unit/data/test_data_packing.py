@@ -17,6 +17,7 @@ from nemo_rl.data.packing import (
     plan_families,
     plan_microbatches,
 )
+from nemo_rl.data.packing.families import divide_families
 from nemo_rl.utils.errors import DataError
 
 CAPACITY = 64
@@ -245,3 +246,45 @@ def test_families_are_planned_as_rows_where_nothing_is_shared() -> None:
 def test_a_row_of_a_family_that_is_too_long_is_named() -> None:
     with pytest.raises(DataError, match="row 8 has 33"):
         plan_families(GROUPS, GROUP_LENGTHS, 1, Packed(32))
+
+
+LONG_PROMPTS = {
+    "16 answers of 100": (4000, 16, 100, 8192),
+    "32 answers of 64": (6000, 32, 64, 8192),
+    "8 answers of 512": (1024, 8, 512, 8192),
+    "one answer fits": (8000, 4, 150, 8192),
+}
+"""Tokens of a prompt, answers, tokens of each, and of a microbatch."""
+
+
+def keys_of(rows: list[int], families: list[Family], lengths: list[int]) -> int:
+    """Keys that a rank lays out for a microbatch, where rows of one family share its prompt."""
+    parts = [Family([row for row in rows if row in family.rows], family.shared) for family in families]
+    return sum(part.keys(lengths) for part in parts if part.rows)
+
+
+@pytest.mark.parametrize("factor", [2, 4])
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("case", LONG_PROMPTS)
+def test_keys_of_shared_prompts_are_bounded(case, num_shards, factor) -> None:
+    prompt, answers, each, capacity = LONG_PROMPTS[case]
+    starts = range(0, 3 * answers, answers)
+    families = [Family(list(range(start, start + answers)), prompt - 1) for start in starts]
+    lengths = [prompt + each + row % 3 for row in range(3 * answers)]
+    bounded = plan_families(families, lengths, num_shards, Packed(capacity, keys_per_token=factor))
+    assert bounded == plan_families(families, lengths, num_shards, Packed(capacity, keys_per_token=factor))
+    assert sorted(bounded.row_order) == list(range(3 * answers))
+    free = plan_families(families, lengths, num_shards, Packed(capacity))
+    most = [
+        max(keys_of(rows, families, lengths) for shard in plan.shards for rows in shard) for plan in (bounded, free)
+    ]
+    assert most[0] <= factor * capacity
+    assert (most[1] <= factor * capacity) is (bounded == free), "the bound changes nothing where it does not bind"
+    if case in ("16 answers of 100", "32 answers of 64") and num_shards == 1:
+        assert most[1] > 4 * capacity
+
+
+def test_keys_are_counted_as_they_are_laid_out() -> None:
+    assert Family([0, 1], 10).keys([15, 12]) == 10 + 15 + 12
+    assert Family([0], 10).keys([15]) == 15, "a row by itself shares nothing"
+    assert [part.rows for part in divide_families([Family([0, 1, 2], 10)], [15, 15, 15], 100, 40)] == [[0, 1], [2]]

@@ -13,16 +13,16 @@ from architectures import _COMMON, SPECIAL
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.runtime import preflight
-from nemo_rl.config import REPOSITORY_ROOT, PolicyConfig, model_ranks, row_length_multiple
+from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, model_ranks, row_length_multiple
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.config.loading.load import load_config
-from nemo_rl.config.rules.megatron import check_megatron
+from nemo_rl.config.rules.megatron import check_megatron, check_offloading
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.backends import backend_of_checkpoint, training_backend
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.known_shapes import FOLDER, known_models
 from nemo_rl.models.megatron.mesh_check import check_mesh
-from nemo_rl.models.megatron.release import TESTED_VERSION
+from nemo_rl.models.megatron.release import TESTED_VERSION, require_megatron_core
 from nemo_rl.models.megatron.training_backend import MegatronTraining
 from nemo_rl.utils.errors import ConfigError
 
@@ -289,8 +289,60 @@ def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch, found
         return found
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(ConfigError, match=rf"teacher\.megatron_cfg.*{TESTED_VERSION}.*{words}.*--extra mcore"):
-        MegatronTraining().check(policy_of(), 1, "teacher")
+    with pytest.raises(ConfigError, match=rf"(?s)megatron_cfg.*{words}.*--extra mcore") as caught:
+        require_megatron_core("teacher.megatron_cfg.enabled=true")
+    assert TESTED_VERSION in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "warned"),
+    [
+        ({"precision": "bfloat16"}, False),
+        ({"precision": "bfloat16", "grad_reduce_in_fp32": False}, True),
+        ({"precision": "bfloat16", "grad_reduce_in_fp32": False, "train_micro_batch_size": 4}, False),
+        ({"precision": "float32", "grad_reduce_in_fp32": False}, False),
+    ],
+)
+def test_many_sums_in_a_short_format_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keys: dict[str, Any], warned: bool
+) -> None:
+    keys = dict(keys)
+    gradients = {"grad_reduce_in_fp32": keys.pop("grad_reduce_in_fp32", True)}
+    model_config("qwen2").save_pretrained(tmp_path)
+    policy = PolicyConfig.build(
+        model_name=str(tmp_path),
+        train_global_batch_size=32,
+        dtensor_cfg={"enabled": False},
+        megatron_cfg={"enabled": True, "distributed_data_parallel_config": gradients},
+        **{"train_micro_batch_size": 1, **keys},
+    )
+    MegatronTraining().check(policy, 1)
+    assert ("up to 32 microbatches" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [
+        ({}, []),
+        ({"precision": "float32"}, ["policy.precision=float32"]),
+        ({"optimizer": "sgd"}, ["optimizer.optimizer=sgd"]),
+        ({"optimizer": "sgd", "use_distributed_optimizer": False}, ["=sgd", "use_distributed_optimizer=false"]),
+    ],
+)
+def test_an_optimizer_in_host_memory_is_one_that_can_be_saved(values: dict[str, Any], wrong: list[str]) -> None:
+    values = dict(values)
+    precision = values.pop("precision", "bfloat16")
+    optimizer = {"optimizer_cpu_offload": True} | values
+    policy = PolicyConfig.build(
+        model_name="m",
+        precision=precision,
+        dtensor_cfg={"enabled": False},
+        megatron_cfg={"enabled": True, "optimizer": optimizer},
+    )
+    found = list(check_offloading("policy", policy, ClusterConfig.build(device="cuda")))
+    assert len(found) == len(wrong)
+    assert all(words in text for words, text in zip(wrong, found, strict=True))
+    assert list(check_offloading("policy", policy, ClusterConfig.build(device="cpu"))) == []
 
 
 def test_a_model_that_megatron_core_cannot_express_is_refused_before_ray(tmp_path: Path) -> None:

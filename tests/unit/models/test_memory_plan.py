@@ -18,7 +18,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.memory_plan import DTensorRank
 from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
-from nemo_rl.models.memory import MemoryPlan, Work
+from nemo_rl.models.memory import MemoryPlan, Work, keys_per_token
 from nemo_rl.models.memory_trace import trace_model
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
@@ -213,3 +213,32 @@ def test_cpu_offload_moves_what_stays_to_the_host() -> None:
     assert plan.certain == 0 and {"weights", "optimizer state", "gradients"} < plan.host.keys()
     on_cpu = DTensorRank.predict(policy, ParallelLayout(dp_shard=2), model_config(), replace(work, on_cpu=True))
     assert on_cpu.certain > 0 and not on_cpu.host
+
+
+def test_keys_of_shared_prompts_are_predicted() -> None:
+    """By hand: two tensors of keys and values, 2 layers, each more than once for each token."""
+    model = model_config(num_key_value_heads=2)
+    section = PolicyConfig.build(model_name="m", precision="float32", sequence_packing={"enabled": True})
+    plans = [
+        DTensorRank.predict(section, ParallelLayout(), model, Work(64, keys_per_token=factor)) for factor in (1, 4)
+    ]
+    width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    more = 3 * 64 * 2 * 2 * width * 4 * model.num_hidden_layers
+    one, four = (plan.moments["head backward"]["activations"] for plan in plans)
+    assert four - one == more
+
+
+@pytest.mark.parametrize(
+    ("values", "rows", "wanted"),
+    [
+        ({}, 1, 1),
+        ({}, 2, 3),
+        ({}, 16, 4),
+        ({"sequence_packing": {"enabled": True, "max_keys_per_token": 9}}, 16, 9),
+        ({"sequence_packing": {"enabled": True, "share_prompts": False}}, 16, 1),
+        ({"dtensor_cfg": {"context_parallel_size": 2}}, 16, 1),
+    ],
+)
+def test_the_bound_on_keys_is_that_of_the_packer(values, rows, wanted) -> None:
+    policy = PolicyConfig.build(**{"model_name": "m", "sequence_packing": {"enabled": True}} | values)
+    assert keys_per_token(policy, rows) == wanted

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_checks import persistence, runner, weight_sync
+from gpu_checks import memory, persistence, runner, shared_prompts, weight_sync
 from gpu_checks.attention import kernels
 from gpu_checks.bench import Bench
 from gpu_checks.flops import flops_per_token, peak_tflops
@@ -30,6 +30,7 @@ from nemo_rl.models.attention import kernels as attention_kernels
 from nemo_rl.models.dtensor import checkpoint_io
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.worker import GenerationWorker
+from nemo_rl.models.policy.workers.rank import PolicyRank
 from nemo_rl.utils.errors import ConfigError, WeightSyncError
 from nemo_rl.weight_sync.shared_memory import SharedMemorySender
 
@@ -175,6 +176,34 @@ def test_attention_that_sees_too_much_is_found(bench, monkeypatch) -> None:
     problems = {finding.name: finding.problem for finding in kernels(bench)}
     assert problems["float32, window None"] == ""
     assert problems["float32, window 16"] == problems["bfloat16, window 16"] == "differs from dense attention"
+
+
+def test_answers_that_do_not_see_their_prompt_are_found(bench, monkeypatch) -> None:
+    assert not any(finding.problem for finding in shared_prompts.kernels(bench))
+    mask = attention_kernels._mask
+
+    def top_left(query, key, window):
+        whole = mask(query, key, window)
+        return whole if query.shape[2] == key.shape[2] else torch.ones(whole.shape, dtype=torch.bool).tril()
+
+    monkeypatch.setattr(attention_kernels, "_mask", top_left)
+    problems = [finding.problem for finding in shared_prompts.kernels(bench)]
+    assert "differs from dense attention" in problems
+
+
+def test_a_policy_that_shares_no_prompts_is_found(bench, monkeypatch) -> None:
+    monkeypatch.setattr(shared_prompts, "TINY_ON_CPU", ("qwen2",))
+    assert not any(finding.problem for finding in shared_prompts.policy(bench))
+    monkeypatch.setattr(PolicyRank, "shares_prompts", lambda self: False)
+    assert {finding.problem for finding in shared_prompts.policy(bench)} == {"the policy shares no prompts"}
+
+
+def test_memory_beyond_the_prediction_is_found(bench, monkeypatch) -> None:
+    assert not any(finding.problem for finding in memory.predicted(bench))
+    monkeypatch.setattr(bench, "peak_gib", lambda: 1.0)
+    problems = {finding.name: finding.problem for finding in memory.predicted(bench)}
+    assert problems["training, recomputing selected"] == "more than predicted"
+    assert problems["selective recomputation"].startswith("saves nothing")
 
 
 def test_a_weight_that_is_not_restored_is_found(bench, monkeypatch) -> None:

@@ -1,18 +1,16 @@
-"""Whether Megatron Core is installed and can express a model: asked by the controller, which imports nothing of it."""
+"""Whether Megatron Core can express a model: asked by the controller, which imports nothing of it."""
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.huggingface.load import load_model_config
-from nemo_rl.models.megatron.families import family_of
-from nemo_rl.models.megatron.release import require_megatron_core
+from nemo_rl.models.megatron.model_check import check_expressible
 from nemo_rl.utils.errors import ConfigError
 
 
 def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """See `registry.EngineKind.check`."""
     key = "policy.generation.backend=megatron"
-    require_megatron_core(key)
     model = load_model_config(policy.model_name, policy.hf_config_overrides)
     try:
-        family_of(model).transformer_fields(model)
+        check_expressible(model)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error} The engines vllm and hf need no Megatron Core.") from error

@@ -7,7 +7,7 @@ divides logits by the same temperature agrees.
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -193,7 +193,7 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         "load_format": "auto" if settings.load_weights else "dummy",
         "logprobs_mode": "processed_logprobs",
         "seed": settings.seed,
-        "hf_overrides": _routing(settings) | settings.hf_overrides,
+        "hf_overrides": _hf_overrides(settings),
         "disable_log_stats": True,
     }
     if settings.num_workers > 1:
@@ -214,7 +214,29 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         values["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     else:
         values["gpu_memory_utilization"] = settings.gpu_memory_utilization
-    return EngineArgs(**(values | settings.engine_kwargs))
+    own = {key: value for key, value in settings.engine_kwargs.items() if key != "hf_overrides"}
+    return EngineArgs(**(values | own))
+
+
+def _hf_overrides(settings: EngineSettings) -> Any:
+    """Changes to the model's configuration: ours, below those of the policy, below those of `vllm_kwargs`."""
+    own = settings.engine_kwargs.get("hf_overrides") or {}
+    if not isinstance(own, Mapping):  # a function of the configuration
+        return own
+    return _routing(settings) | _head(settings) | settings.hf_overrides | dict(own)
+
+
+def _head(settings: EngineSettings) -> dict[str, str]:
+    """Float32 logits on GPUs, as the trainer's; vLLM rounds them to the format of the weights otherwise.
+
+    Of logits between 16 and 32 bfloat16 has steps of 0.125. The product is the same kernel with another output. On
+    CPUs vLLM would copy the head to float32 in every step; quantized heads refuse it.
+    """
+    model = load_model_config(settings.model_name, settings.hf_overrides)
+    quantized = settings.engine_kwargs.get("quantization") or getattr(model, "quantization_config", None)
+    if settings.device == "cpu" or settings.precision == "float32" or quantized:
+        return {}
+    return {"head_dtype": "float32"}
 
 
 def _routing(settings: EngineSettings) -> dict[str, str]:

@@ -86,13 +86,14 @@ class Family:
 
 def decoder_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     """Fields of a decoder with RMS norms, gated MLPs and grouped-query attention."""
-    heads = hf_config.num_attention_heads
+    heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    require(hf_config, "num_key_value_heads", heads % groups == 0, f"they do not divide the {heads} heads of queries")
     return {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
         "ffn_hidden_size": hf_config.intermediate_size,
         "num_attention_heads": heads,
-        "num_query_groups": hf_config.num_key_value_heads,
+        "num_query_groups": groups,
         "kv_channels": head_size(hf_config),
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf_config.rms_norm_eps,
@@ -124,7 +125,37 @@ def windowed_layers(hf_config: PretrainedConfig) -> list[bool]:
         all(kind in ("sliding_attention", "full_attention") for kind in hf_config.layer_types),
         "only full and sliding attention are known",
     )
-    return [kind == "sliding_attention" for kind in hf_config.layer_types]
+    windowed = [kind == "sliding_attention" for kind in hf_config.layer_types]
+    sized = hf_config.sliding_window is not None or not any(windowed)
+    require(hf_config, "sliding_window", sized, "layer_types has layers with a window, and it has no size")
+    return windowed
+
+
+def require_choice(hf_config: PretrainedConfig, experts: int, *, normalised: bool) -> None:
+    """Refuse a choice of experts that no router can make.
+
+    Args:
+        hf_config: of the model.
+        experts: of each layer that has some.
+        normalised: whether the weights of the chosen experts are a softmax over these, which is constant for one.
+
+    Raises:
+        ConfigError: it cannot be made, or would not be trained.
+    """
+    chosen = hf_config.num_experts_per_tok
+    require(hf_config, "num_experts_per_tok", 1 <= chosen <= experts, f"each layer has {experts} experts")
+    reason = "the weight of one chosen expert is always 1, so its router has no gradient"
+    require(hf_config, "num_experts_per_tok", chosen > 1 or not normalised, reason)
+
+
+def require_no_biases(hf_config: PretrainedConfig, *fields: str) -> None:
+    """Refuse fields that ask for biases which a family does not have.
+
+    Raises:
+        ConfigError: one of them is set.
+    """
+    for field in fields:
+        require(hf_config, field, not getattr(hf_config, field, False), "these layers have no biases")
 
 
 def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rotary:
@@ -143,8 +174,9 @@ def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rot
     why = "frequencies would depend on each sequence's length" if kind in _SCALED_BY_LENGTH else "it is unknown"
     require(hf_config, where, kind in ("default", "linear", "llama3", "yarn"), f"rope_type={kind}: {why}")
     require(hf_config, where, parameters.get("partial_rotary_factor", 1.0) == 1.0, "all of a head is rotated")
+    width = head_size(hf_config)
+    require(hf_config, "head_dim", width % 2 == 0, f"a head of {width} numbers cannot be rotated in pairs")
     if kind == "default":
-        width = head_size(hf_config)
         return Rotary(1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"), layer_type=layer_type)
     return Rotary(frequencies, scaling)

@@ -4,7 +4,14 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from nemo_rl.models.megatron.families.base import Family, Rotary, decoder_fields, require
+from nemo_rl.models.megatron.families.base import (
+    Family,
+    Rotary,
+    decoder_fields,
+    require,
+    require_choice,
+    require_no_biases,
+)
 
 _EPS_OF_LATENT_NORMS = 1e-6
 
@@ -27,7 +34,7 @@ class DeepseekV3(Family):
 
     def _check(self, hf: PretrainedConfig) -> None:
         require(hf, "hidden_act", hf.hidden_act == "silu", "DeepSeek's MLP is gated by silu")
-        require(hf, "attention_bias", not hf.attention_bias, "latent attention has no biases")
+        require_no_biases(hf, "attention_bias", "mlp_bias")
         require(hf, "rope_interleave", hf.rope_interleave, "rotary dimensions are interleaved")
         require(hf, "q_lora_rank", hf.q_lora_rank is not None, "queries without a latent would get a norm")
         require(
@@ -41,6 +48,13 @@ class DeepseekV3(Family):
         )
         require(hf, "norm_topk_prob", hf.norm_topk_prob, "the weights of the chosen experts are normalised")
         require(hf, "num_experts_per_tok", hf.num_experts_per_tok > 1, "the weight of one expert is not normalised")
+        require_choice(hf, hf.n_routed_experts, normalised=False)
+        require(
+            hf, "n_shared_experts", bool(hf.n_shared_experts), "layers with experts have at least one for all tokens"
+        )
+        each, rest = divmod(hf.n_routed_experts, hf.n_group)
+        reason = f"the {hf.n_routed_experts} experts are in groups of equal size, of two at least"
+        require(hf, "n_group", rest == 0 and (each > 1 or hf.n_group == 1), reason)
         ratio = hf.num_experts_per_tok // hf.topk_group
         require(
             hf,

@@ -4,7 +4,14 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from nemo_rl.models.megatron.families.base import Family, decoder_fields, require, window_fields, windowed_layers
+from nemo_rl.models.megatron.families.base import (
+    Family,
+    decoder_fields,
+    require,
+    require_no_biases,
+    window_fields,
+    windowed_layers,
+)
 
 
 class Llama(Family):
@@ -28,6 +35,7 @@ class Mistral(Family):
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
         """See `Family`."""
         require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Mistral's MLP is gated by silu")
+        require_no_biases(hf_config, "attention_bias", "mlp_bias")
         return decoder_fields(hf_config) | window_fields(hf_config.sliding_window, [True] * hf_config.num_hidden_layers)
 
 
@@ -39,6 +47,7 @@ class Qwen2(Family):
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
         """See `Family`."""
         require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Qwen's MLP is gated by silu")
+        require_no_biases(hf_config, "mlp_bias")
         windows = window_fields(hf_config.sliding_window, windowed_layers(hf_config))
         return decoder_fields(hf_config) | windows | {"add_qkv_bias": True}
 
@@ -51,6 +60,6 @@ class Qwen3(Family):
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
         """See `Family`."""
         require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Qwen's MLP is gated by silu")
-        require(hf_config, "attention_bias", not hf_config.attention_bias, "Qwen3's attention has no biases")
+        require_no_biases(hf_config, "attention_bias", "mlp_bias")
         windows = window_fields(hf_config.sliding_window, windowed_layers(hf_config))
         return decoder_fields(hf_config) | windows | {"qk_layernorm": True}

@@ -13,6 +13,7 @@ from nemo_rl.models.megatron.families.base import (
     Rotary,
     decoder_fields,
     require,
+    require_no_biases,
     rotary_of,
     window_fields,
     windowed_layers,
@@ -31,7 +32,7 @@ class Gemma3(Family):
         """See `Family`."""
         gelu = hf_config.hidden_activation == "gelu_pytorch_tanh"
         require(hf_config, "hidden_activation", gelu, "Gemma's MLP is gated by gelu_pytorch_tanh")
-        require(hf_config, "attention_bias", not hf_config.attention_bias, "Gemma's attention has no biases")
+        require_no_biases(hf_config, "attention_bias", "mlp_bias")
         causal = not hf_config.use_bidirectional_attention
         require(hf_config, "use_bidirectional_attention", causal, "attention is causal")
         capped = hf_config.final_logit_softcapping is not None

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nemo_rl.models.megatron.families.base import Family, decoder_fields, require, window_fields, windowed_layers
+from nemo_rl.models.megatron.families.base import (
+    Family,
+    decoder_fields,
+    require,
+    require_choice,
+    window_fields,
+    windowed_layers,
+)
 
 _GAIN = 1.702
 
@@ -25,6 +32,7 @@ class GptOss(Family):
         """See `Family`."""
         require(hf_config, "attention_bias", hf_config.attention_bias, "biases are in all linear layers or in none")
         require(hf_config, "swiglu_alpha", hf_config.swiglu_alpha == _GAIN, f"the gain of the gate is {_GAIN}")
+        require_choice(hf_config, hf_config.num_local_experts, normalised=True)
         return (
             decoder_fields(hf_config)
             | window_fields(hf_config.sliding_window, windowed_layers(hf_config))

