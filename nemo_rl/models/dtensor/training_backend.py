@@ -57,6 +57,10 @@ class DTensorTraining(TrainingBackend):
 
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
         report_findings(check_mesh(policy, layout, model, section, partial(_require_plan, policy)))
+        if layout.num_ranks > layout.data_parallel_size or layout.ep > 1:
+            from nemo_rl.models.dtensor.proof import prove_mesh
+
+            prove_mesh(policy, layout, model, section)
 
     def rank_memory(self) -> "type[RankMemory]":
         """See `TrainingBackend.rank_memory`."""

@@ -34,6 +34,8 @@ _INNER_SIZES = (
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+CANNOT_BE_SMALLER = (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError)
+"""What a class of transformers raises for sizes that do not fit each other."""
 _NOT_A_KIND = ("layer_idx", "layer_index", "layer_id", "layer_number", "training")
 """Attributes of modules that differ between layers that compute alike."""
 
@@ -48,32 +50,40 @@ def small_twin(hf: PreTrainedModel) -> PreTrainedModel:
         ConfigError: its layers are in no list: it is no decoder.
     """
     try:
-        twin = _unfilled(hf, _smaller(deepcopy(hf.config)))
-    except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
+        twin = without_memory(type(hf), smaller(deepcopy(hf.config)))
+    except CANNOT_BE_SMALLER as error:
         logger.info("%s has no smaller form (%r): it is tried out with layers of its size.", type(hf).__name__, error)
-        twin = _unfilled(hf, deepcopy(hf.config))
-    _keep_one_of_each_kind(twin)
+        twin = without_memory(type(hf), deepcopy(hf.config))
+    keep_kinds(twin)
+    return filled(twin)
+
+
+def without_memory(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model of a class on the meta device."""
+    made: Any = kind
+    with ContextManagers(made.get_init_context(torch.float32, False, False, None)):
+        model: PreTrainedModel = made(config)
+    return model
+
+
+def filled(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model on the meta device random weights, always the same, in float32 on the CPU; in eval mode.
+
+    Vectors get noise, so that biases and norms have an effect.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        twin.to_empty(device="cpu")
-        twin.tie_weights()
-        twin.initialize_weights()
-        for parameter in twin.parameters():
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        model.initialize_weights()
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(_NOISE * torch.randn_like(parameter))
-    return twin.float().eval()
+    return model.float().eval()
 
 
-def _unfilled(hf: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """A model of the same class on the meta device."""
-    kind: Any = type(hf)
-    with ContextManagers(kind.get_init_context(torch.float32, False, False, None)):
-        made: PreTrainedModel = kind(config)
-    return made
-
-
-def _smaller(config: PretrainedConfig) -> PretrainedConfig:
-    """The same configuration with small sizes where no head, group or mask depends on them."""
+def smaller(config: PretrainedConfig) -> PretrainedConfig:
+    """The same configuration with small sizes where no head, group or mask depends on them; changed in place."""
     text: Any = config.get_text_config()
     hidden_size = getattr(text, "hidden_size", None)
     if isinstance(hidden_size, int) and hasattr(text, "initializer_range"):
@@ -102,8 +112,16 @@ def _few_experts(text: Any) -> int:
     return groups * max(2, math.ceil(2 * chosen / eligible))
 
 
-def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
-    """Leave the first layer of each kind, in order, and say so in the configuration."""
+def keep_kinds(model: PreTrainedModel, least: int = 1) -> None:
+    """Leave the first layer of each kind, in order, and say so in the configuration.
+
+    Args:
+        model: on the meta device, with all its layers.
+        least: how many layers to leave at least, where it has as many: the next ones in order.
+
+    Raises:
+        ConfigError: its layers are in no list.
+    """
     layers = decoder_layers(model)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     holder = next((module for module in lists if layers[0] in [*module]), None)
@@ -113,9 +131,10 @@ def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
             "that read from left to right can be trained here; choose one of these, also as a reward model."
         )
     kept = [*{repr(_kind(layer)): index for index, layer in reversed([*enumerate(layers)])}.values()][::-1]
+    others = [index for index in range(len(layers)) if index not in kept]
+    kept = sorted([*kept, *others[: max(0, least - len(kept))]])
     if len(holder) != len(layers) or len(kept) == len(layers):
         return
-    kept.sort()
     chosen = [layers[index] for index in kept]
     del holder[:]
     holder.extend(chosen)
