@@ -8,6 +8,9 @@ A decoder layer consists of *blocks* (attention, MLP) between residual additions
 `enter` hands the same hidden states to every rank and sums their gradient; `leave` sums the outputs. With sequence
 parallelism the residual stream is divided along the sequence: `enter` gathers it, `leave` reduces and scatters.
 
+What no plan names (linear attention, convolutions) stays whole on every rank, outside of blocks. With sequence
+parallelism such a module gets all tokens, since it may mix them, and each rank keeps the outputs of its own.
+
 Invariant: between enter and leave the gradient of whatever is not divided is partial: per-head norms, MLA's
 down-projections, routers, A of an adapter on a column layer. So no architecture needs styles of its own. Outside of
 blocks every rank computes the same, and gradients are whole; or, with sequence parallelism, other tokens, and they
@@ -33,7 +36,7 @@ from transformers.modeling_utils import PreTrainedModel
 from nemo_rl.distributed import collectives
 from nemo_rl.distributed.placements import as_sharded, computing_with
 from nemo_rl.models.dtensor.expert_parallel import divide_tokens
-from nemo_rl.models.dtensor.tensor_plans import Plan, Style, style_of
+from nemo_rl.models.dtensor.tensor_plans import Plan, Style, shared_experts, style_of
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
@@ -60,6 +63,10 @@ class TensorParallel:
         if self.sequence_parallel:
             return collectives.all_gather(hidden, 1, self.group, partial_gradient=True)
         return collectives.reduce_gradient(hidden, self.group)
+
+    def own_tokens(self, hidden: Tensor) -> Tensor:
+        """`[b, T / tp, D]` of `[b, T, D]` that every rank has computed; each has the gradient of its tokens."""
+        return collectives.part_of(hidden, 1, self.group)
 
     def leave(self, hidden: Tensor) -> Tensor:
         """Back to the residual stream: the sum of all ranks' parts."""
@@ -119,17 +126,22 @@ def divide_layers(
     styles = {name: style for name, style in _planned(hf, plan).items() if not _within(name, token_blocks)}
     blocks = _blocks(hf, [*styles, *(() if dispatched else experts)])
     _refuse_strays(hf, styles, blocks)
+    styles |= shared_experts(hf, blocks, [*styles, *experts])
+    mixers = _mixers(hf, [*blocks, *token_blocks]) if tensor.sequence_parallel else []
     divided = _Divided(hf)
     for name, module in hf.named_modules():
         if _within(name, experts):
             continue
-        inside = _within(name, blocks) or _within(name, token_blocks)
+        inside = _within(name, [*blocks, *token_blocks])
         _divide_module(name, module, styles, tensor, divided, partial_gradient=inside or tensor.sequence_parallel)
     for name in blocks:
         block: Any = hf.get_submodule(name)
         if any(style.parts for below, style in styles.items() if _within(below, [name])):
             _count_own_heads(block, tensor.mesh.size())
         block.forward = partial(_run_block, block.forward, tensor)
+    for name in mixers:
+        mixer: Any = hf.get_submodule(name)
+        mixer.forward = partial(_run_whole, mixer.forward, tensor)
     for name in token_blocks if not tensor.sequence_parallel else []:
         divide_tokens(hf.get_submodule(name), tensor.group)
     embedding = hf.get_input_embeddings()
@@ -164,15 +176,31 @@ def _run_locally(
 
 
 def _run_block(forward: Callable[..., Any], tensor: TensorParallel, *args: Any, **kwargs: Any) -> Any:
-    """A block's forward between `enter` and `leave`; hidden states come first or by name, and go first."""
+    """A block's forward between `enter` and `leave`."""
+    return _run_between(forward, tensor.enter, tensor.leave, args, kwargs)
+
+
+def _run_whole(forward: Callable[..., Any], tensor: TensorParallel, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an undivided module that mixes tokens: every rank computes all of them, and keeps its own."""
+    return _run_between(forward, tensor.enter, tensor.own_tokens, args, kwargs)
+
+
+def _run_between(
+    forward: Callable[..., Any],
+    enter: Callable[[Tensor], Tensor],
+    leave: Callable[[Tensor], Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Hidden states come first or by name, and go first."""
     if args:
-        args = (tensor.enter(args[0]), *args[1:])
+        args = (enter(args[0]), *args[1:])
     else:
-        kwargs["hidden_states"] = tensor.enter(kwargs["hidden_states"])
+        kwargs["hidden_states"] = enter(kwargs["hidden_states"])
     output = forward(*args, **kwargs)
     if isinstance(output, tuple):
-        return (tensor.leave(output[0]), *output[1:])
-    return tensor.leave(output)
+        return (leave(output[0]), *output[1:])
+    return leave(output)
 
 
 def _blocks(hf: PreTrainedModel, divided: Iterable[str]) -> list[str]:
@@ -185,6 +213,17 @@ def _blocks(hf: PreTrainedModel, divided: Iterable[str]) -> list[str]:
         if layer is not None:
             found[f"{layer}.{name.removeprefix(f'{layer}.').split('.')[0]}"] = None
     return list(found)
+
+
+def _mixers(hf: PreTrainedModel, blocks: list[str]) -> list[str]:
+    """Names of the direct children of decoder layers outside of blocks that may mix tokens.
+
+    Every child with a matrix but those that hold vectors only (norms), which treat tokens one by one.
+    """
+    names = {id(module): name for name, module in hf.named_modules()}
+    children = [child for layer in decoder_layers(hf) for child in layer.children()]
+    with_matrices = [child for child in children if any(parameter.dim() > 1 for parameter in child.parameters())]
+    return [names[id(child)] for child in with_matrices if names[id(child)] not in blocks]
 
 
 def _within(name: str, owners: Iterable[str]) -> bool:

@@ -37,10 +37,12 @@ class Trouble:
     Attributes:
         what: the exception and its message, or the signal that ended the process.
         refused: whether it was a `ConfigError`: then `what` is its message.
+        raised: whether it was another exception, or an end.
     """
 
     what: str
     refused: bool = False
+    raised: bool = False
 
 
 @dataclass
@@ -125,8 +127,8 @@ def _answer_of(child: _Child) -> Any:
     if child.received:
         return pickle.loads(bytes(child.received))  # written by a copy of this program
     if os.WIFSIGNALED(status):
-        return Trouble(f"its process was ended by {signal.Signals(os.WTERMSIG(status)).name}")
-    return Trouble(f"its process ended with status {os.waitstatus_to_exitcode(status)}")
+        return Trouble(f"its process was ended by {signal.Signals(os.WTERMSIG(status)).name}", raised=True)
+    return Trouble(f"its process ended with status {os.waitstatus_to_exitcode(status)}", raised=True)
 
 
 def _fork(work: Callable[[], Any], others: Sequence[_Child], own_group: bool) -> _Child:
@@ -173,7 +175,8 @@ def _answer(work: Callable[[], Any]) -> Any:
     except ConfigError as error:
         return Trouble(str(error), refused=True)
     except BaseException as error:  # boundary: whatever the code of an architecture raises is the answer
-        return Trouble(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+        said = str(error).strip().splitlines()
+        return Trouble(f"{type(error).__name__}: {said[0] if said else ''}", raised=True)
 
 
 def _send(pipe: int, answer: Any) -> None:

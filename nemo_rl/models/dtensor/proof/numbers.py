@@ -104,6 +104,8 @@ class Task:
         """The wrapped model, its adapters filled, in the number format of the twin."""
         dtype = next(self.twin.parameters()).dtype
         model = adapted(deepcopy(self.twin), self.policy, self.found, seed=0).to(dtype)
+        if dtype == torch.float64:
+            model.hf.set_experts_implementation("eager")  # grouped products know no float64
         generator = torch.Generator().manual_seed(1)
         for name, parameter in model.hf.named_parameters():
             if name.endswith("lora_B"):  # zeros hide A
