@@ -83,11 +83,13 @@ class _Local:
         gradient: placement of the gradient of the local part.
         zero: whether this rank's part counts as zero: another rank adds the whole.
         rows: this rank's rows of a fused layer, `[R]`; the parameter is gathered first. None: the part as it is.
+        dim: along which it is divided.
     """
 
     gradient: Placement
     zero: bool = False
     rows: Tensor | None = None
+    dim: int = 0
 
     def of(self, parameter: Tensor) -> Tensor:
         """The tensor to compute with."""
@@ -96,8 +98,8 @@ class _Local:
         local = parameter.to_local(grad_placements=[self.gradient])
         if self.rows is not None:
             group = parameter.device_mesh.get_group()
-            whole = collectives.all_gather(local, 0, group, partial_gradient=True)
-            return whole.index_select(0, self.rows.to(local.device))
+            whole = collectives.all_gather(local, self.dim, group, partial_gradient=True)
+            return whole.index_select(self.dim, self.rows.to(local.device))
         return local * 0 if self.zero else local
 
 
@@ -136,7 +138,8 @@ def divide_layers(
         _divide_module(name, module, styles, tensor, divided, partial_gradient=inside or tensor.sequence_parallel)
     for name in blocks:
         block: Any = hf.get_submodule(name)
-        if any(style.parts for below, style in styles.items() if _within(below, [name])):
+        fused = any(style.parts for below, style in styles.items() if _within(below, [name]))
+        if fused and hasattr(block, "config"):
             _count_own_heads(block, tensor.mesh.size())
         block.forward = partial(_run_block, block.forward, tensor)
     for name in mixers:
@@ -281,6 +284,8 @@ def _placement(style: Style | None, parameter_name: str) -> Placement:
     """Where a parameter of a module is divided; adapters like the weight: B like its rows, A like its columns."""
     if style is None:
         return Replicate()
+    if style.dim is not None:
+        return Shard(style.dim)
     if style.how == "row":
         return Shard(1) if parameter_name in ("weight", "lora_A") else Replicate()
     return Replicate() if parameter_name == "lora_A" else Shard(0)
@@ -291,7 +296,7 @@ def _view(
 ) -> _Local:
     if isinstance(placement, Shard):
         rows = _own_rows(style.parts, mesh) if style is not None and style.parts else None
-        return _Local(placement, rows=rows)
+        return _Local(placement, rows=rows, dim=placement.dim)
     adds_once = style is not None and style.how == "row" and parameter_name == "bias"
     gradient = Partial() if partial_gradient else Replicate()
     return _Local(gradient, zero=adds_once and mesh.get_local_rank() > 0)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.huggingface.layers import body
 from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
@@ -33,10 +34,12 @@ class Style:
     Attributes:
         how: along what.
         parts: outputs of each of the layers that a fused `column` layer stands for; empty where it is one.
+        dim: of a named parameter that is no weight of a linear layer, where it is divided (experts `[E, in, out]`).
     """
 
     how: How
     parts: tuple[int, ...] = ()
+    dim: int | None = None
 
 
 type Plan = Mapping[str, Style]
@@ -87,9 +90,19 @@ def _phi3(config: Any) -> dict[str, Style]:
     }
 
 
+def _llama4(config: Any) -> dict[str, Style]:
+    """Experts that all see every token, in parameters `[E, in, out]`: each is divided like a feed-forward layer."""
+    experts, width = "layers.*.feed_forward.experts", config.intermediate_size
+    return {
+        f"{experts}.gate_up_proj": Style("column", (width, width), dim=2),
+        f"{experts}.down_proj": Style("row", dim=1),
+    }
+
+
 OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
     "deepseek_v3": _deepseek,
     "gpt_oss": _gpt_oss,
+    "llama4_text": _llama4,
     "phi3": _phi3,
 }
 """What is added to the model's own plan, by `model_type`; names are those of the decoder body."""
@@ -114,7 +127,7 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
             "Give the dotted path of a mapping from module names to styles, or of a function that returns one.",
         )
         return _read(given(hf.config) if callable(given) else given, custom) | _vocabulary(hf)
-    prefix = f"{hf.base_model_prefix}." if hf.base_model is not hf else ""
+    prefix = f"{next(name for name, module in hf.named_modules() if module is body(hf))}."
     own = OWN.get(hf.config.get_text_config().model_type)
     added = {prefix + name: style for name, style in own(hf.config.get_text_config()).items()} if own else {}
     brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added}

@@ -9,6 +9,7 @@ Invariant: what a forward pass does with its inputs, masks and positions is the 
 import logging
 import math
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ _INNER_SIZES = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 CANNOT_BE_SMALLER = (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError)
 """What a class of transformers raises for sizes that do not fit each other."""
@@ -50,12 +52,38 @@ def small_twin(hf: PreTrainedModel) -> PreTrainedModel:
         ConfigError: its layers are in no list: it is no decoder.
     """
     try:
-        twin = without_memory(type(hf), smaller(deepcopy(hf.config)))
+        twin = of_few_layers(type(hf), smaller(deepcopy(hf.config)))
+    except ConfigError:
+        raise
     except CANNOT_BE_SMALLER as error:
         logger.info("%s has no smaller form (%r): it is tried out with layers of its size.", type(hf).__name__, error)
-        twin = without_memory(type(hf), deepcopy(hf.config))
-    keep_kinds(twin)
+        twin = of_few_layers(type(hf), deepcopy(hf.config))
     return filled(twin)
+
+
+def of_few_layers(kind: type[PreTrainedModel], config: PretrainedConfig, least: int = 1) -> PreTrainedModel:
+    """A model of a class on the meta device, with the first layer of each kind.
+
+    Made with so few layers, where that makes the same layers: some bodies have modules as large as the number of
+    layers. Else made with all of them, and cut.
+
+    Args:
+        kind: the class.
+        config: with all its layers; changed in place.
+        least: how many layers it has at least, if the configuration has as many.
+
+    Raises:
+        ConfigError: its layers are in no list: it is no decoder.
+    """
+    cut = without_memory(kind, config)
+    if not _keep_kinds(cut, least):
+        return cut
+    try:
+        made = without_memory(kind, deepcopy(cut.config))
+    except CANNOT_BE_SMALLER:
+        return cut
+    kinds = [[_kind(layer) for layer in decoder_layers(model)] for model in (made, cut)]
+    return made if kinds[0] == kinds[1] else cut
 
 
 def without_memory(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -88,6 +116,8 @@ def smaller(config: PretrainedConfig) -> PretrainedConfig:
     hidden_size = getattr(text, "hidden_size", None)
     if isinstance(hidden_size, int) and hasattr(text, "initializer_range"):
         text.initializer_range = _GAIN / math.sqrt(hidden_size)
+    if isinstance(getattr(text, "vocab_size_per_layer_input", None), int):
+        text.vocab_size_per_layer_input = min(text.vocab_size_per_layer_input, _VOCAB)
     if text.vocab_size > _VOCAB:
         text.vocab_size = _VOCAB
         for token, name in enumerate(_SPECIAL_TOKENS):
@@ -97,7 +127,7 @@ def smaller(config: PretrainedConfig) -> PretrainedConfig:
         size = getattr(text, name, None)
         if isinstance(size, int):
             setattr(text, name, min(size, _INNER))
-    for name in _EXPERTS:
+    for name in EXPERTS:
         count = getattr(text, name, None)
         if isinstance(count, int):
             setattr(text, name, min(count, _few_experts(text)))
@@ -106,22 +136,14 @@ def smaller(config: PretrainedConfig) -> PretrainedConfig:
 
 def _few_experts(text: Any) -> int:
     """Twice as many experts as a token may choose, in as many groups as the router knows."""
-    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    chosen = next((count for name in _CHOSEN if isinstance(count := getattr(text, name, None), int) and count), 1)
     groups = getattr(text, "n_group", None) or 1
     eligible = getattr(text, "topk_group", None) or 1
     return groups * max(2, math.ceil(2 * chosen / eligible))
 
 
-def keep_kinds(model: PreTrainedModel, least: int = 1) -> None:
-    """Leave the first layer of each kind, in order, and say so in the configuration.
-
-    Args:
-        model: on the meta device, with all its layers.
-        least: how many layers to leave at least, where it has as many: the next ones in order.
-
-    Raises:
-        ConfigError: its layers are in no list.
-    """
+def _keep_kinds(model: PreTrainedModel, least: int) -> bool:
+    """Leave the first layer of each kind, in order, and say so in the configuration; whether that changed something."""
     layers = decoder_layers(model)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     holder = next((module for module in lists if layers[0] in [*module]), None)
@@ -134,7 +156,7 @@ def keep_kinds(model: PreTrainedModel, least: int = 1) -> None:
     others = [index for index in range(len(layers)) if index not in kept]
     kept = sorted([*kept, *others[: max(0, least - len(kept))]])
     if len(holder) != len(layers) or len(kept) == len(layers):
-        return
+        return False
     chosen = [layers[index] for index in kept]
     del holder[:]
     holder.extend(chosen)
@@ -146,6 +168,7 @@ def keep_kinds(model: PreTrainedModel, least: int = 1) -> None:
     configs = [config.get_text_config() for config in owned if isinstance(config, PretrainedConfig)]
     for config in {id(config): config for config in configs}.values():
         _describe(config, kept, len(layers))
+    return True
 
 
 def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
@@ -156,6 +179,11 @@ def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
             setattr(values, name, [value[index] for index in kept])
     if getattr(values, "num_hidden_layers", None) == before:
         values.num_hidden_layers = len(kept)
+    spec: Any = getattr(values, "_heterogeneity_spec", None)
+    if spec is not None:  # fields that differ by layer
+        overrides = {place: spec.per_layer_overrides.get(index) for place, index in enumerate(kept)}
+        found = {place: fields for place, fields in overrides.items() if fields is not None}
+        values._heterogeneity_spec = replace(spec, per_layer_overrides=found)
 
 
 def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:

@@ -33,8 +33,8 @@ from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 300.0
-_RANKS_S = 120.0
+TIMEOUT_S = 600.0
+_RANKS_S = 240.0
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 """How far numbers may be apart, relative to their size, by the format that the small model computes in. Another order
 of sums changes gradients by up to 1e-12 in float64, and by up to 1e-4 in float32. A mistake of a mesh is a term left
@@ -94,7 +94,7 @@ class _Question:
     def refusal(self, trouble: Trouble) -> str:
         """The message for the user."""
         if trouble.refused:
-            return trouble.what
+            return trouble.what if "Set " in trouble.what else f"{trouble.what} Set {_alone(self.policy)}."
         return (
             f"{self.name} is not right for {self.model.model_type}: on a small model of this architecture, compared "
             f"with one process, {trouble.what}. {self._way_out()}"
@@ -103,7 +103,7 @@ class _Question:
     def _way_out(self) -> str:
         """The keys to leave out, one at a time, of which it is known that the rest is right then."""
         fine = [keys for keys, question in self._simpler() if question is None or question.trouble() is None]
-        return f"Set {' or '.join(fine or _alone(self.policy))}."
+        return f"Set {' or '.join(fine) or _alone(self.policy)}."
 
     def _simpler(self) -> Iterator[tuple[str, "_Question | None"]]:
         for keys, changes in _changes(self.policy).items():
@@ -137,10 +137,10 @@ def _changes(policy: PolicyConfig) -> Mapping[str, dict[str, Any]]:
     return ways
 
 
-def _alone(policy: PolicyConfig) -> list[str]:
+def _alone(policy: PolicyConfig) -> str:
     """The advice where no single change helps: leave every axis at one rank."""
     axes = [axis for axis in _AXES if policy.dtensor_cfg.size(axis) > 1]
-    return [" and ".join(f"{policy.dtensor_cfg.size_keys[axis]}=1" for axis in axes)]
+    return " and ".join(f"{policy.dtensor_cfg.size_keys[axis]}=1" for axis in axes)
 
 
 def _prove(question: _Question) -> Trouble | None:
@@ -171,6 +171,8 @@ def _difference(task: Any, tolerance: float) -> Trouble | None:
 
     try:
         reference = one_process(task)
+    except ConfigError as error:
+        return Trouble(str(error), refused=True)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         return Trouble(f"one process gave {type(error).__name__}: {str(error).splitlines()[0]}", raised=True)
     with tempfile.TemporaryDirectory(prefix="nrl-proof-") as folder:

@@ -120,14 +120,15 @@ class Task:
 
     def microbatches(self, dp_rank: int) -> Iterator[BatchedDataDict[Any]]:
         """Rows of a data-parallel rank, right padded, with a weight for each token's score."""
-        vocabulary = self.twin.config.get_text_config().vocab_size
+        text = self.twin.config.get_text_config()
+        padding = -1 if text.pad_token_id is None else text.pad_token_id  # ends a row for a scoring head
         for index, lengths in enumerate(_LENGTHS):
             generator = torch.Generator().manual_seed(10 * dp_rank + index)
             shape = (len(lengths), max(lengths))
             real = torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
-            ids = torch.randint(3, vocabulary, shape, generator=generator)
+            ids = torch.randint(3, text.vocab_size, shape, generator=generator)
             ids[:, :_ALIKE] = ids[:1, :_ALIKE]
-            ids = torch.where(ids == self.twin.config.get_text_config().pad_token_id, 1, ids)
+            ids = torch.where(ids == padding, 1, ids)
             yield BatchedDataDict(
                 {
                     "input_ids": ids * real,

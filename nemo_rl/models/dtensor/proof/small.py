@@ -22,7 +22,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.attention import attention_to_load
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import attention_choice
-from nemo_rl.models.huggingface.twin import CANNOT_BE_SMALLER, filled, keep_kinds, smaller, without_memory
+from nemo_rl.models.huggingface.twin import CANNOT_BE_SMALLER, EXPERTS, filled, of_few_layers, smaller
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 _WINDOW = 5
 """Tokens of a sliding window or an attention chunk: fewer than a row of the proof has."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_d_ssm")
+_WIDTH = 256
+_MOST_PARAMETERS = 150_000_000
+"""Of a small model: more would take the memory of the machine, and minutes."""
 _RANDOM = re.compile(r"dropout|pdrop|drop_rate|layerdrop|jitter")
 _TOKENS = 8
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -120,8 +123,8 @@ def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh)
             _fix_what_is_random(form)
             for name, value in attention.items():
                 setattr(form, f"_{name}", value)
-            model = without_memory(kind, form)
-            keep_kinds(model, mesh.layers)
+            model = of_few_layers(kind, form, mesh.layers)
+            _require_small(model)
             return _running(filled(model))
         except ConfigError:
             raise
@@ -133,7 +136,7 @@ def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh)
 
 def _forms(config: PretrainedConfig, mesh: SmallMesh, *, ulysses: bool) -> Iterator[PretrainedConfig]:
     """Forms of a configuration, smallest first."""
-    for form in (_with_few_heads, _without_few_heads):
+    for form in (_narrow, _with_few_heads, _without_few_heads):
         try:
             yield form(deepcopy(config), mesh, ulysses)
         except CANNOT_BE_SMALLER as error:
@@ -147,7 +150,7 @@ def _without_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool)
     text: Any = smaller(config).get_text_config()
     ranks = math.lcm(mesh.layout.tp, mesh.layout.ep)
     text.vocab_size -= text.vocab_size % mesh.layout.tp
-    for name in _EXPERTS:
+    for name in EXPERTS:
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, min(math.lcm(getattr(text, name), ranks), getattr(before, name)))
     for name, value in vars(text).items():
@@ -163,18 +166,60 @@ def _without_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool)
 def _with_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
     """Besides, one or two heads of keys for each rank that divides them, and as wide as that makes the model."""
     text: Any = _without_few_heads(config, mesh, ulysses).get_text_config()
+    before = text.num_attention_heads
+    heads, keys = _few_heads(text, mesh, ulysses)
+    if heads >= before or text.hidden_size * heads % before:
+        raise ValueError(f"{before} heads of {text.hidden_size} features")
+    _set_heads(text, heads, keys)
+    _set_width(text, text.hidden_size * heads // before)
+    return smaller(config)  # weights for the new width
+
+
+def _narrow(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
+    """As few heads, of the size that they have, in a model of another width."""
+    if not isinstance(getattr(config.get_text_config(), "head_dim", None), int):
+        raise ValueError("heads have the size that the width makes")
+    text: Any = _without_few_heads(config, mesh, ulysses).get_text_config()
+    if text.hidden_size <= _WIDTH:
+        raise ValueError("narrow as it is")
+    size = text.head_dim
+    _set_heads(text, *_few_heads(text, mesh, ulysses))
+    _set_width(text, _WIDTH)
+    text.head_dim = size
+    return smaller(config)
+
+
+def _few_heads(text: Any, mesh: SmallMesh, ulysses: bool) -> tuple[int, int]:
+    """Numbers of heads of queries and of keys."""
     heads = text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or heads
+    if heads % keys:
+        raise ValueError(f"{heads} heads of queries and {keys} of keys")
     ranks = mesh.layout.tp * (mesh.layout.cp if ulysses else 1)
     of_a_key = heads // keys
-    few_keys = ranks * min(keys // ranks, 2) if keys % ranks == 0 else keys
-    few = few_keys * (of_a_key if of_a_key <= 2 else 3 if of_a_key % 2 else 2)
-    if heads % keys or few >= heads or text.hidden_size * few % heads:
-        raise ValueError(f"{heads} heads of queries and {keys} of keys")
-    text.hidden_size, text.num_attention_heads = text.hidden_size * few // heads, few
+    few = ranks * min(keys // ranks, 2) if keys % ranks == 0 else keys
+    return few * (of_a_key if of_a_key <= 2 else 3 if of_a_key % 2 else 2), few
+
+
+def _set_heads(text: Any, heads: int, keys: int) -> None:
+    text.num_attention_heads = heads
     if getattr(text, "num_key_value_heads", None) is not None:
-        text.num_key_value_heads = few_keys
-    return smaller(config)  # weights for the new width
+        text.num_key_value_heads = keys
+
+
+def _set_width(text: Any, width: int) -> None:
+    """Another width, and as many heads of state-space layers for it."""
+    for name in _MAMBA_HEADS:
+        count = getattr(text, name, None)
+        if isinstance(count, int) and count * width % text.hidden_size == 0:
+            setattr(text, name, count * width // text.hidden_size)
+    text.hidden_size = width
+
+
+def _require_small(model: PreTrainedModel) -> None:
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > _MOST_PARAMETERS:
+        raise ValueError(f"with {size / 1e9:.1f} billion parameters it is too large to try out")
 
 
 def _fix_what_is_random(config: PretrainedConfig) -> None:
