@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 import transformers
-
-from nemo_rl.models.dtensor.training_backend import DTensorTraining
-from nemo_rl.utils.errors import ConfigError
 from parity.compare import difference
 from parity.every_type import model_types, save_tiny_model
 from parity.ranks import mesh_numbers, policy_config
 from parity.reference import Numbers, one_process
+
+from nemo_rl.models.dtensor.training_backend import DTensorTraining
+from nemo_rl.utils.errors import ConfigError
 
 TOLERANCE = 1e-5
 _TP, _SP = {"tensor_parallel_size": 2}, {"sequence_parallel": True}

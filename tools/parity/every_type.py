@@ -124,7 +124,7 @@ def save_tiny_model(model_type: str, folder: Path) -> str:
 
 def _attempts() -> list[dict[str, Any]]:
     """Sizes to try, in order: some types need as many heads of keys as of queries, or compute the rest themselves."""
-    same_heads = {name: 4 for name in ("num_key_value_heads", "linear_num_key_heads", "num_kv_heads")}
+    same_heads = dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "num_kv_heads"), 4)
     kept = [name for name in _SIZES if name not in ("head_dim", "qk_head_dim", "rotary_dim")]
     fewest = [name for name in kept if not name.startswith(("mamba", "q_lora", "index", "chunk"))]
     return [_SIZES, _SIZES | same_heads, {name: _SIZES[name] for name in kept}, {name: _SIZES[name] for name in fewest}]
@@ -134,7 +134,7 @@ def _small(kind: type[PretrainedConfig], values: dict[str, Any]) -> PretrainedCo
     """A configuration of a class; parts for text and other inputs get the same sizes."""
     default = kind()
     parts: dict[str, Any] = {}
-    for name, part in kind.sub_configs.items():
+    for name in kind.sub_configs:
         if isinstance(getattr(default, name, None), PretrainedConfig):
             inner = type(getattr(default, name))
             special = SPECIAL.get(inner.model_type, {}) if name == "text_config" else {"layer_types": None}

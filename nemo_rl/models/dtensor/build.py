@@ -85,9 +85,7 @@ def longest_sequence(config: PolicyConfig) -> int:
     return engine.max_model_len if engine is not None else config.max_total_sequence_length
 
 
-def adapted(
-    hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int
-) -> CausalLMWithLogprobs | RewardModel:
+def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) -> CausalLMWithLogprobs | RewardModel:
     """Wrap a model and give it its attention and adapters, in place.
 
     Args:

@@ -13,8 +13,8 @@ parallelism such a module gets all tokens, since it may mix them, and each rank 
 
 Invariant: between enter and leave the gradient of whatever is not divided is partial: per-head norms, MLA's
 down-projections, routers, A of an adapter on a column layer. So no architecture needs styles of its own. Outside of
-blocks every rank computes the same, and gradients are whole; or, with sequence parallelism, other tokens, and they
-are partial as well.
+blocks every rank computes the same, and gradients are whole; or, with sequence parallelism, other tokens of the body,
+and they are partial as well. A scoring head gets whole rows on every rank.
 
 Source: Megatron-LM (arXiv:1909.08053), sequence parallelism (arXiv:2205.05198).
 """
@@ -37,7 +37,7 @@ from nemo_rl.distributed import collectives
 from nemo_rl.distributed.placements import as_sharded, computing_with
 from nemo_rl.models.dtensor.expert_parallel import divide_tokens
 from nemo_rl.models.dtensor.tensor_plans import Plan, Style, shared_experts, style_of
-from nemo_rl.models.huggingface.layers import decoder_layers
+from nemo_rl.models.huggingface.layers import body, decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -131,11 +131,13 @@ def divide_layers(
     styles |= shared_experts(hf, blocks, [*styles, *experts])
     mixers = _mixers(hf, [*blocks, *token_blocks]) if tensor.sequence_parallel else []
     divided = _Divided(hf)
+    body_name = next(name for name, module in hf.named_modules() if module is body(hf))
     for name, module in hf.named_modules():
         if _within(name, experts):
             continue
-        inside = _within(name, [*blocks, *token_blocks])
-        _divide_module(name, module, styles, tensor, divided, partial_gradient=inside or tensor.sequence_parallel)
+        # Outside of blocks ranks see parts of rows with sequence parallelism, but a head sees whole ones.
+        of_part = _within(name, [*blocks, *token_blocks]) or (tensor.sequence_parallel and _within(name, [body_name]))
+        _divide_module(name, module, styles, tensor, divided, partial_gradient=of_part)
     for name in blocks:
         block: Any = hf.get_submodule(name)
         fused = any(style.parts for below, style in styles.items() if _within(below, [name]))

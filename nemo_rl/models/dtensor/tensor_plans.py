@@ -19,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.huggingface.layers import body
 from nemo_rl.models.huggingface.sizes import head_size
+from nemo_rl.models.huggingface.twin import CANNOT_BE_MADE
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
@@ -148,10 +149,18 @@ def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, 
         config: of the model.
         custom: as in `plan_for`.
         scores: whether the model is to have a scalar head.
+
+    Raises:
+        ConfigError: there is no plan, or transformers cannot make such a model.
     """
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    with torch.device("meta"):
-        return plan_for(kind.from_config(config), custom)
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(config)
+    except (*CANNOT_BE_MADE, KeyError, IndexError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{kind.__name__} makes no model of the type {config.model_type}: {said}") from error
+    return plan_for(model, custom)
 
 
 def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collection[str]) -> dict[str, Style]:

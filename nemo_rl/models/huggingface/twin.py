@@ -36,7 +36,7 @@ _INNER_SIZES = (
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-CANNOT_BE_SMALLER = (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError)
+CANNOT_BE_MADE = (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError)
 """What a class of transformers raises for sizes that do not fit each other."""
 _NOT_A_KIND = ("layer_idx", "layer_index", "layer_id", "layer_number", "training")
 """Attributes of modules that differ between layers that compute alike."""
@@ -55,7 +55,7 @@ def small_twin(hf: PreTrainedModel) -> PreTrainedModel:
         twin = of_few_layers(type(hf), smaller(deepcopy(hf.config)))
     except ConfigError:
         raise
-    except CANNOT_BE_SMALLER as error:
+    except CANNOT_BE_MADE as error:
         logger.info("%s has no smaller form (%r): it is tried out with layers of its size.", type(hf).__name__, error)
         twin = of_few_layers(type(hf), deepcopy(hf.config))
     return filled(twin)
@@ -80,7 +80,7 @@ def of_few_layers(kind: type[PreTrainedModel], config: PretrainedConfig, least: 
         return cut
     try:
         made = without_memory(kind, deepcopy(cut.config))
-    except CANNOT_BE_SMALLER:
+    except CANNOT_BE_MADE:
         return cut
     kinds = [[_kind(layer) for layer in decoder_layers(model)] for model in (made, cut)]
     return made if kinds[0] == kinds[1] else cut

@@ -17,7 +17,7 @@ from nemo_rl.distributed.process_group import collective_timeout
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.pipeline import runner
 from nemo_rl.models.dtensor.pipeline.runner import HiddenStates
-from nemo_rl.models.dtensor.pipeline.stages import Place, active, cut, layers_of_chunks, require_divisible
+from nemo_rl.models.dtensor.pipeline.stages import Place, active, cut, layers_of_chunks, require_divisible, try_division
 from nemo_rl.models.inputs import InputLayout, build_training_inputs
 from nemo_rl.utils.errors import ConfigError
 
@@ -121,27 +121,30 @@ def test_what_a_forward_does_before_and_after_its_layers_is_done_once() -> None:
     assert hf.base_model.forward is scaled
 
 
-@pytest.mark.parametrize("model_type", ["granite", "olmo"])
-def test_embedding_multipliers_and_norms_without_weights_act_once(model_type) -> None:
-    try_division(random_model(model_type, num_hidden_layers=1, **SCALED.get(model_type, {})))
-    hf = random_model(model_type, num_hidden_layers=3, **SCALED.get(model_type, {}))
-    require_divisible(hf, Place(0, 2, (range(0, 2), range(2, 3))))
+@pytest.mark.parametrize(("model_type", "special"), [("granite", {"embedding_multiplier": 3.0}), ("olmo", {})])
+def test_embedding_multipliers_and_norms_without_weights_act_once(model_type, special) -> None:
+    hf = random_model(model_type, num_hidden_layers=3, **special)
+    require_divisible(hf, Place(0, 2, (range(2), range(2, 3))))
+    try_division(random_model(model_type, num_hidden_layers=1, **special))
 
 
-def test_a_division_is_tried_with_a_chunk_before_the_first_layer() -> None:
-    """A model of one layer, divided behind it, hides what its body does to the embeddings from an RMS norm."""
+def test_a_model_of_one_layer_is_divided_in_front_of_it() -> None:
+    """What a layer takes from the body besides the hidden states is only missed by a layer of a later chunk."""
     hf = random_model("llama", num_hidden_layers=1)
-    layer, seen = hf.base_model.layers[0], []
-    hf.base_model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(len(args)))
+    part, layer = hf.base_model, hf.base_model.layers[0]
     own = layer.forward
 
-    def remembering(hidden, *args, **kwargs):
-        own.times = getattr(own, "times", 0) + 1
-        return own(hidden, *args, **kwargs) + (0.0 if "first" in seen else 0.0)
+    def with_tokens(hidden, *args, **kwargs):
+        return own(hidden, *args, **kwargs) + part.of_tokens
 
-    layer.forward = remembering if False else own
-    try_division(hf)
-    assert len(seen) == 2, "once in the whole model, once in its chunk"
+    def keep_embeddings(module, args, kwargs):
+        ids = kwargs.get("input_ids")
+        part.of_tokens = 0.0 if ids is None else part.embed_tokens(ids)
+
+    layer.forward = with_tokens
+    part.register_forward_pre_hook(keep_embeddings, with_kwargs=True)
+    with pytest.raises(ConfigError, match="do not compute what the whole model computes"):
+        try_division(hf)
 
 
 def test_layers_that_hand_something_on_are_refused() -> None:

@@ -109,7 +109,9 @@ def _collect(children: Sequence[_Child], end: float, timeout_s: float) -> Any:
     while waiting:
         ready = select.select(list(waiting), [], [], max(0.0, end - time.monotonic()))[0]
         if not ready:
-            raise DeadlineExceededError(f"{len(waiting)} of {len(children)} processes gave no answer in {timeout_s:g} s.")
+            raise DeadlineExceededError(
+                f"{len(waiting)} of {len(children)} processes gave no answer in {timeout_s:g} s."
+            )
         for pipe in ready:
             child = waiting[pipe]
             if not child.read():

@@ -61,7 +61,9 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
     number = known.digest(policy, mesh, model)
     if number in known.proven():
         return
-    logger.info("Proving %s on a small model of %s (a few seconds, once for each kind).", question.name, model.model_type)
+    logger.info(
+        "Proving %s on a small model of %s (a few seconds, once for each kind).", question.name, model.model_type
+    )
     trouble = question.trouble()
     if trouble is None:
         known.remember(number)
@@ -214,8 +216,6 @@ def _largest(reference: Any, ranks: list[Any], tolerance: float) -> Trouble | No
     found["the gradient's norm"] = abs(norm - reference.norm) / reference.norm if reference.norm else 0.0
     wrong = {name: error for name, error in found.items() if not error <= tolerance}
     logger.debug("Largest difference: %s", max(found.items(), key=lambda item: item[1]))
-    import os as _os
-    open("/tmp/mesh_largest","a").write(f"{tolerance} {max(found.items(), key=lambda item: item[1])}\n")
     if not wrong:
         return None
     first, worst = next(iter(wrong)), max(wrong, key=lambda name: wrong[name])

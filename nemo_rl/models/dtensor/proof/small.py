@@ -22,7 +22,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.attention import attention_to_load
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import attention_choice
-from nemo_rl.models.huggingface.twin import CANNOT_BE_SMALLER, EXPERTS, filled, of_few_layers, smaller
+from nemo_rl.models.huggingface.twin import CANNOT_BE_MADE, EXPERTS, filled, of_few_layers, smaller
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh)
             return _running(filled(model))
         except ConfigError:
             raise
-        except (*CANNOT_BE_SMALLER, KeyError, IndexError, NotImplementedError) as error:
+        except (*CANNOT_BE_MADE, KeyError, IndexError, NotImplementedError) as error:
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
             logger.debug("A small form of %s does not run: %s", kind.__name__, reasons[-1])
     raise ConfigError(f"no small form of {kind.__name__} runs ({reasons[-1]}).")
@@ -139,7 +139,7 @@ def _forms(config: PretrainedConfig, mesh: SmallMesh, *, ulysses: bool) -> Itera
     for form in (_narrow, _with_few_heads, _without_few_heads):
         try:
             yield form(deepcopy(config), mesh, ulysses)
-        except CANNOT_BE_SMALLER as error:
+        except CANNOT_BE_MADE as error:
             logger.debug("%s has no such form: %r", config.model_type, error)
     yield deepcopy(config)
 
