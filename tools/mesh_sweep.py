@@ -40,7 +40,6 @@ TOLERANCE = 1e-5
 _TP, _SP = {"tensor_parallel_size": 2}, {"sequence_parallel": True}
 _CP, _PP, _EP = {"context_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"expert_parallel_size": 2}
 MESHES: dict[str, tuple[dict[str, Any], int]] = {
-    "one": ({}, 1),
     "tp2": (_TP, 2),
     "tp2sp": (_TP | _SP, 2),
     "cp2": (_CP, 2),

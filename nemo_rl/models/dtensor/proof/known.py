@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Container
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -80,17 +79,12 @@ def folder() -> Path:
     return Path(home).expanduser() / "nemo_rl" / "proven_meshes"
 
 
-class _Proven:
-    def __contains__(self, number: object) -> bool:
-        try:
-            return (folder() / str(number)).exists()
-        except OSError:
-            return False
-
-
-def proven() -> Container[str]:
-    """The proofs that are known, by digest."""
-    return _Proven()
+def is_proven(number: str) -> bool:
+    """Whether the proof with this digest is known."""
+    try:
+        return (folder() / number).exists()
+    except OSError:
+        return False
 
 
 def remember(number: str) -> None:

@@ -26,8 +26,8 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.dtensor.proof import known
 from nemo_rl.models.dtensor.proof.children import Trouble, answers
+from nemo_rl.models.dtensor.proof.known import digest, is_proven, remember
 from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
@@ -58,15 +58,15 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
         return
     mesh = SmallMesh.of(policy, layout)
     question = _Question(policy, mesh, model)
-    number = known.digest(policy, mesh, model)
-    if number in known.proven():
+    number = digest(policy, mesh, model)
+    if is_proven(number):
         return
     logger.info(
         "Proving %s on a small model of %s (a few seconds, once for each kind).", question.name, model.model_type
     )
     trouble = question.trouble()
     if trouble is None:
-        known.remember(number)
+        remember(number)
         return
     message = question.refusal(trouble)
     raise ConfigError(message if message.startswith(f"{section}.") else f"{section}.dtensor_cfg: {message}")
