@@ -161,10 +161,11 @@ def test_what_a_section_asks_for_is_part_of_the_proof(model_type, mesh, values) 
     )
 
 
-def test_dynamic_rotary_frequencies_are_refused_here_too() -> None:
+@pytest.mark.parametrize("mesh", [TP2, {}], ids=["tp2", "one rank"])
+def test_dynamic_rotary_frequencies_are_refused_here_too(mesh) -> None:
     fields = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
     with pytest.raises(ConfigError, match=r"changes its rotary frequencies \(dynamic\) with the longest row"):
-        prove("llama", TP2, fields=fields | {"max_position_embeddings": 32})
+        prove("llama", mesh, fields=fields | {"max_position_embeddings": 32})
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.dtensor.mesh_check import needs_proof
 from nemo_rl.models.dtensor.proof.children import Trouble, answers
 from nemo_rl.models.dtensor.proof.known import digest, is_proven, remember
 from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
@@ -43,7 +44,7 @@ _AXES = ("pp", "cp", "tp", "ep")
 
 
 def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, section: str = "policy") -> None:
-    """Accept a mesh that is known to be right, or prove it; does nothing where one rank has a whole model.
+    """Accept a mesh that is known to be right, or prove it; does nothing where no proof is needed.
 
     Args:
         policy: section of the model.
@@ -54,7 +55,7 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
     Raises:
         ConfigError: the architecture cannot be divided so, or its numbers differ.
     """
-    if all(getattr(layout, axis) == 1 for axis in _AXES):
+    if not needs_proof(layout, model):
         return
     mesh = SmallMesh.of(policy, layout)
     question = _Question(policy, mesh, model)
@@ -83,7 +84,7 @@ class _Question:
     @property
     def name(self) -> str:
         """The mesh as the user writes it."""
-        return " x ".join(_keys(self.policy))
+        return " x ".join(_keys(self.policy)) or "one rank"
 
     def trouble(self) -> Trouble | None:
         """Why it is not; None where it is."""
