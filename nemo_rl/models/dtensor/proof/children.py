@@ -9,6 +9,7 @@ Invariant: after `answers` returns or raises, none of its children is alive, nor
 """
 
 import ctypes
+import faulthandler
 import os
 import pickle
 import select
@@ -165,6 +166,7 @@ def _run(work: Callable[[], Any], pipe: int, parent: int, own_group: bool) -> No
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
+        faulthandler.disable()  # an abort is an answer, and needs no stacks on the terminal
         torch.set_num_threads(1)
         _send(pipe, _answer(work))
     finally:
