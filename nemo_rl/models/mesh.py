@@ -68,8 +68,21 @@ class Mesh:
         return f"Set {self.keys}.{self.asked.size_keys[axis]}=1."
 
     def count(self, *names: str) -> int | None:
-        """The first of these fields that the configuration has; None where it has none of them, or 0."""
-        return next((int(value) for name in names if (value := getattr(self.model, name, None))), None)
+        """The first of these fields that the configuration has; None where it has none of them, or 0.
+
+        Of a field with a number for each layer the largest.
+        """
+        return next((max(values) for name in names if (values := self.numbers(name))), None)
+
+    def numbers(self, name: str) -> list[int]:
+        """The different numbers that a field has, one for each layer or one for all; none where it has no number."""
+        try:
+            value = getattr(self.model, name, None)
+        except RuntimeError:  # transformers: it differs by layer
+            layers = getattr(self.model, "per_layer_config", ())
+            value = [getattr(layer, name, None) for layer in layers]
+        values = value if isinstance(value, list | tuple) else [value]
+        return sorted({int(each) for each in values if isinstance(each, int | float) and each})
 
     @property
     def experts(self) -> int | None:
@@ -101,9 +114,9 @@ class Mesh:
 
     def divided(self, what: str, *fields: str) -> Iterator[Divided]:
         """What the first of these fields counts, if the configuration has one of them."""
-        field = next((field for field in fields if getattr(self.model, field, None)), None)
+        field = next((field for field in fields if self.numbers(field)), None)
         if field is not None:
-            yield Divided(f"{what} ({field})", int(getattr(self.model, field)))
+            yield from (Divided(f"{what} ({field})", number) for number in self.numbers(field))
 
     def indivisible(self, axis: str, divided: Iterable[Divided]) -> Findings:
         """What an axis does not divide, with the arithmetic and the nearest sizes that divide all of it."""
@@ -125,7 +138,7 @@ def divided_layers(mesh: Mesh) -> Iterator[Divided]:
     if mesh.experts is None or _has_dense_layers(mesh):
         yield from mesh.divided("columns of the dense layers", "intermediate_size_mlp", "intermediate_size")
     yield from mesh.divided("columns of the shared expert", "shared_expert_intermediate_size")
-    shared, width = getattr(model, "n_shared_experts", None), getattr(model, "moe_intermediate_size", None)
+    shared, width = getattr(model, "n_shared_experts", None), mesh.count("moe_intermediate_size")
     if shared and width:
         yield Divided("columns of the shared experts (n_shared_experts x moe_intermediate_size)", shared * width)
 

@@ -60,6 +60,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "distributed/fork_server.py": "nothing of the program that was forked may run on in a worker",
     "environments/client.py": "a batch's failure is relayed to each waiting coroutine",
     "environments/grading/worker_main.py": "the verifier may be the user's own code",
+    "models/dtensor/proof/children.py": "whatever the code of an architecture raises is the answer of a proof",
     "models/generation/vllm/ranks.py": "whatever broke a step of one rank is told to the rank that asked for it",
     "models/generation/engine_group.py": "whatever broke an engine ends its requests",
     "utils/background.py": "what a call raised is relayed to whoever asks for its result",
@@ -270,6 +271,7 @@ def test_arrows_inside_models_run_one_way():
 RANK_READERS = {
     "distributed/collectives.py": "each rank's place in the group of a collective",
     "models/dtensor/checkpoint_io.py": "one rank writes for all",
+    "models/dtensor/proof/numbers.py": "asks the layout what a rank of a proof is there for",
     "models/dtensor/training_state.py": "one rank writes for all, and each its random numbers",
     "models/dtensor/verdict.py": "one rank finds out for all",
     "models/dtensor/weight_files.py": "ranks that hold the same take turns",

@@ -6,8 +6,10 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.build import Built, build_model
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
+from nemo_rl.models.dtensor.proof.float64 import in_float64
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from parity.reference import LEARNING_RATE, STEPS, Numbers, WeightedLikelihood, batch
@@ -72,13 +77,22 @@ def _rank(rank: int, work: Callable[..., Any], num_ranks: int, port: int, folder
         raise
 
 
-def mesh_numbers(model_name: str, mesh: Mapping[str, Any], num_ranks: int, *, packed: bool, **values: Any) -> Numbers:
-    """`reference.one_process` by the training backend, on `num_ranks` ranks."""
-    parts = on_ranks(_train, num_ranks, policy_config(model_name, mesh, packed=packed, **values))
+def mesh_numbers(
+    model_name: str,
+    mesh: Mapping[str, Any],
+    num_ranks: int,
+    *,
+    packed: bool,
+    steps: int = STEPS,
+    dtype: torch.dtype = torch.float32,
+    **values: Any,
+) -> Numbers:
+    """`reference.one_process` by the training backend, on `num_ranks` ranks that compute in a number format."""
+    parts = on_ranks(_train, num_ranks, policy_config(model_name, mesh, packed=packed, **values), steps, dtype)
     layout, (shards, rows) = parts[0]["layout"], parts[0]["rows"]
     givers = layout.result_ranks
     joined = Numbers()
-    for step in range(STEPS):
+    for step in range(steps):
         joined.losses.append(sum(parts[rank]["losses"][step] for rank in givers))
         joined.norms.append(parts[0]["norms"][step])
         joined.gradients.append(_sum_of([parts[rank]["gradients"][step] for rank in layout.stage_ranks]))
@@ -97,10 +111,19 @@ def _sum_of(stages: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return total
 
 
-def _train(config: PolicyConfig) -> dict[str, Any]:
-    """One rank's part of `STEPS` updates."""
+def _train(config: PolicyConfig, steps: int, dtype: torch.dtype) -> dict[str, Any]:
+    """One rank's part of some updates."""
     layout = ParallelLayout.of(config, dist.get_world_size())
-    backend = DTensorBackend(config, torch.device("cpu"), layout, init_reference_model=False)
+    build = partial(_build_in, dtype)
+    backend = DTensorBackend(config, torch.device("cpu"), layout, init_reference_model=False, build=build)
+    batches = [batch(seed=step) for step in range(steps)]
+    with in_float64() if dtype == torch.float64 else nullcontext():
+        return _updates(backend, config, layout, batches)
+
+
+def _updates(
+    backend: DTensorBackend, config: PolicyConfig, layout: ParallelLayout, batches: Sequence[BatchedDataDict[Any]]
+) -> dict[str, Any]:
     worker = PolicyWorker(backend, config, gives_scores=dist.get_rank() in layout.result_ranks)
     mine = layout.data_parallel_rank(dist.get_rank())
     out: dict[str, Any] = {"layout": layout, "losses": [], "norms": [], "gradients": [], "logprobs": []}
@@ -111,8 +134,7 @@ def _train(config: PolicyConfig) -> dict[str, Any]:
         return step_of()
 
     backend.clip_and_step = keep_gradients  # type: ignore[method-assign]
-    for step in range(STEPS):
-        data = batch(seed=step)
+    for data in batches:
         scoring = shard_batch(data, layout.data_parallel_size, logprob_strategy(config))
         out["logprobs"].append(worker.get_logprobs(scoring.data[mine], scoring.sizes[mine]))
         shards.append([[row for microbatch in shard for row in microbatch] for shard in scoring.plan.shards])
@@ -120,7 +142,16 @@ def _train(config: PolicyConfig) -> dict[str, Any]:
         result = worker.train(sharded.data[mine], sharded.sizes[mine], WeightedLikelihood(), count_valid(data))
         out["losses"].append(result.loss)
         out["norms"].append(result.grad_norm)
-    return out | {"rows": (shards, batch().size)}
+    return out | {"rows": (shards, batches[0].size)}
+
+
+def _build_in(dtype: torch.dtype, config: PolicyConfig, seed: int) -> Built:
+    """The model in a number format; its weights are read from the files into it later."""
+    built = build_model(config, seed)
+    built.model.to(dtype)
+    if dtype == torch.float64:
+        built.model.hf.set_experts_implementation("eager")  # grouped products know no float64
+    return built
 
 
 def _whole_gradients(backend: DTensorBackend) -> dict[str, Tensor]:

@@ -1,14 +1,17 @@
 """What one process gives: transformers' own model in float64, row by row without padding, and plain autograd."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.interfaces import LossInputType, LossType
+from nemo_rl.models.dtensor.proof.float64 import in_float64
 from parity.models import VOCABULARY
 
 LEARNING_RATE = 0.05
@@ -17,7 +20,7 @@ STEPS = 2
 
 @dataclass
 class Numbers:
-    """Results of `STEPS` updates.
+    """Results of some updates.
 
     Attributes:
         losses: of each update.
@@ -67,21 +70,33 @@ def batch(rows: int = 8, width: int = 40, seed: int = 0) -> BatchedDataDict[Any]
     )
 
 
-def one_process(model_name: str) -> Numbers:
-    """Losses, gradients and log-probabilities of transformers' model under plain SGD."""
-    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float64, attn_implementation="eager")
+def one_process(model_name: str, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> Numbers:
+    """Losses, gradients and log-probabilities of transformers' model under plain SGD.
+
+    Args:
+        model_name: folder of the model.
+        steps: number of updates.
+        dtype: number format of the model.
+    """
+    kind = AutoModelForCausalLM
+    model = kind.from_pretrained(model_name, dtype=torch.float32, attn_implementation="eager").to(dtype)
     model.set_experts_implementation("eager")  # grouped products know no float64
     model.train()
+    batches = [batch(seed=step) for step in range(steps)]
+    with in_float64() if dtype == torch.float64 else nullcontext():
+        return _updates(model, batches)
+
+
+def _updates(model: PreTrainedModel, batches: Sequence[BatchedDataDict[Any]]) -> Numbers:
     numbers = Numbers()
-    for step in range(STEPS):
-        data = batch(seed=step)
+    for data in batches:
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         scored = torch.zeros(data["input_ids"].shape, dtype=torch.float64)
         total = 0.0
         for row, length in enumerate(data["input_lengths"].tolist()):
             ids = data["input_ids"][row : row + 1, :length]
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-            logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+            logprobs = logits.double().log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
             weights = (mask * data["advantages"][:, 1:])[row, : length - 1]
             loss = -(logprobs * weights).sum() / mask.sum()
             loss.backward()

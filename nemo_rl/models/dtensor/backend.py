@@ -28,7 +28,7 @@ from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.placements import held_here, whole
 from nemo_rl.models.dtensor import adapter_io, checkpoint_io, training_state
-from nemo_rl.models.dtensor.build import build_model
+from nemo_rl.models.dtensor.build import Built, build_model
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
 from nemo_rl.models.dtensor.expert_balance import ExpertBalance, watch_experts
@@ -82,6 +82,7 @@ class DTensorBackend(PolicyBackend):
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
         init_reference_model: keep a CPU copy of the initial weights; with LoRA the frozen base serves.
         seed: run seed, for the adapters' first values.
+        build: makes the model; collective.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class DTensorBackend(PolicyBackend):
         init_optimizer: bool = True,
         init_reference_model: bool = True,
         seed: int = 0,
+        build: Callable[[PolicyConfig, int], Built] = build_model,
     ) -> None:
         if init_optimizer:
             report_findings(check_trainable(config))
@@ -102,17 +104,18 @@ class DTensorBackend(PolicyBackend):
         self._density = sampling_density(config)
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
-        self.model, unread, can_share_prompts = build_model(config, seed)
+        built = build(config, seed)
+        self.model = built.model
         meshes = Meshes.build(layout, device.type)
         if layout.pp > 1:
             keep_stage(self.model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
         self._balance = watch_experts(self.model.hf, config, device, meshes) if init_optimizer else None
         # The balance counts tokens, of a prompt as many as there are rows.
-        self.shares_prompts = can_share_prompts and self._balance is None
+        self.shares_prompts = built.shares_prompts and self._balance is None
         if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
             hold_in(self.model, torch_dtype(config.precision))
         shard(self.model, meshes, ShardingSpec.of(config, device))
-        materialize(self.model, self.model.hf, unread, device, cpu_offload=config.dtensor_cfg.cpu_offload)
+        materialize(self.model, self.model.hf, built.unread, device, cpu_offload=config.dtensor_cfg.cpu_offload)
         method = config.dtensor_cfg.context_parallel_method
         self._context = ContextParallel(meshes.cp, method) if layout.cp > 1 else None
         self._stage = stage_of(self.model.hf)

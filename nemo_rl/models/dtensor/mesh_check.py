@@ -55,6 +55,15 @@ def check_mesh(
             yield str(error)
 
 
+def needs_proof(layout: ParallelLayout, model: PretrainedConfig) -> bool:
+    """Whether nothing but a small model can tell that a mesh is right: a rank has a part of the model or of a row.
+
+    Or whether rotary frequencies may depend on the longest row of a batch.
+    """
+    divided = layout.num_ranks > layout.data_parallel_size or layout.ep > 1
+    return divided or "dynamic" in str(getattr(model.get_text_config(), "rope_parameters", None))
+
+
 def _check_tensor(mesh: Mesh) -> Findings:
     """Everything that tensor-parallel ranks divide is a multiple of their number."""
     if mesh.layout.tp > 1:

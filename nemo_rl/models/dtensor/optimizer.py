@@ -226,7 +226,7 @@ def _square_sum(group: list[Tensor]) -> Tensor:
 
     first = group[0]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in group]
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in local]
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in local]
     total = torch.stack(norms).square().sum()
     if isinstance(first, DTensor):
         total = total.to(first.device_mesh.device_type)

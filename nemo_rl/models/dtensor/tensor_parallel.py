@@ -8,10 +8,13 @@ A decoder layer consists of *blocks* (attention, MLP) between residual additions
 `enter` hands the same hidden states to every rank and sums their gradient; `leave` sums the outputs. With sequence
 parallelism the residual stream is divided along the sequence: `enter` gathers it, `leave` reduces and scatters.
 
+What no plan names (linear attention, convolutions) stays whole on every rank, outside of blocks. With sequence
+parallelism such a module gets all tokens, since it may mix them, and each rank keeps the outputs of its own.
+
 Invariant: between enter and leave the gradient of whatever is not divided is partial: per-head norms, MLA's
 down-projections, routers, A of an adapter on a column layer. So no architecture needs styles of its own. Outside of
-blocks every rank computes the same, and gradients are whole; or, with sequence parallelism, other tokens, and they
-are partial as well.
+blocks every rank computes the same, and gradients are whole; or, with sequence parallelism, other tokens of the body,
+and they are partial as well. A scoring head gets whole rows on every rank.
 
 Source: Megatron-LM (arXiv:1909.08053), sequence parallelism (arXiv:2205.05198).
 """
@@ -33,8 +36,8 @@ from transformers.modeling_utils import PreTrainedModel
 from nemo_rl.distributed import collectives
 from nemo_rl.distributed.placements import as_sharded, computing_with
 from nemo_rl.models.dtensor.expert_parallel import divide_tokens
-from nemo_rl.models.dtensor.tensor_plans import Plan, Style, style_of
-from nemo_rl.models.huggingface.layers import decoder_layers
+from nemo_rl.models.dtensor.tensor_plans import Plan, Style, shared_experts, style_of
+from nemo_rl.models.huggingface.layers import body, decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -61,6 +64,10 @@ class TensorParallel:
             return collectives.all_gather(hidden, 1, self.group, partial_gradient=True)
         return collectives.reduce_gradient(hidden, self.group)
 
+    def own_tokens(self, hidden: Tensor) -> Tensor:
+        """`[b, T / tp, D]` of `[b, T, D]` that every rank has computed; each has the gradient of its tokens."""
+        return collectives.part_of(hidden, 1, self.group)
+
     def leave(self, hidden: Tensor) -> Tensor:
         """Back to the residual stream: the sum of all ranks' parts."""
         if self.sequence_parallel:
@@ -76,11 +83,13 @@ class _Local:
         gradient: placement of the gradient of the local part.
         zero: whether this rank's part counts as zero: another rank adds the whole.
         rows: this rank's rows of a fused layer, `[R]`; the parameter is gathered first. None: the part as it is.
+        dim: along which it is divided.
     """
 
     gradient: Placement
     zero: bool = False
     rows: Tensor | None = None
+    dim: int = 0
 
     def of(self, parameter: Tensor) -> Tensor:
         """The tensor to compute with."""
@@ -89,8 +98,8 @@ class _Local:
         local = parameter.to_local(grad_placements=[self.gradient])
         if self.rows is not None:
             group = parameter.device_mesh.get_group()
-            whole = collectives.all_gather(local, 0, group, partial_gradient=True)
-            return whole.index_select(0, self.rows.to(local.device))
+            whole = collectives.all_gather(local, self.dim, group, partial_gradient=True)
+            return whole.index_select(self.dim, self.rows.to(local.device))
         return local * 0 if self.zero else local
 
 
@@ -119,17 +128,25 @@ def divide_layers(
     styles = {name: style for name, style in _planned(hf, plan).items() if not _within(name, token_blocks)}
     blocks = _blocks(hf, [*styles, *(() if dispatched else experts)])
     _refuse_strays(hf, styles, blocks)
+    styles |= shared_experts(hf, blocks, [*styles, *experts])
+    mixers = _mixers(hf, [*blocks, *token_blocks]) if tensor.sequence_parallel else []
     divided = _Divided(hf)
+    body_name = next(name for name, module in hf.named_modules() if module is body(hf))
     for name, module in hf.named_modules():
         if _within(name, experts):
             continue
-        inside = _within(name, blocks) or _within(name, token_blocks)
-        _divide_module(name, module, styles, tensor, divided, partial_gradient=inside or tensor.sequence_parallel)
+        # Outside of blocks ranks see parts of rows with sequence parallelism, but a head sees whole ones.
+        of_part = _within(name, [*blocks, *token_blocks]) or (tensor.sequence_parallel and _within(name, [body_name]))
+        _divide_module(name, module, styles, tensor, divided, partial_gradient=of_part)
     for name in blocks:
         block: Any = hf.get_submodule(name)
-        if any(style.parts for below, style in styles.items() if _within(below, [name])):
+        fused = any(style.parts for below, style in styles.items() if _within(below, [name]))
+        if fused and hasattr(block, "config"):
             _count_own_heads(block, tensor.mesh.size())
         block.forward = partial(_run_block, block.forward, tensor)
+    for name in mixers:
+        mixer: Any = hf.get_submodule(name)
+        mixer.forward = partial(_run_whole, mixer.forward, tensor)
     for name in token_blocks if not tensor.sequence_parallel else []:
         divide_tokens(hf.get_submodule(name), tensor.group)
     embedding = hf.get_input_embeddings()
@@ -164,15 +181,31 @@ def _run_locally(
 
 
 def _run_block(forward: Callable[..., Any], tensor: TensorParallel, *args: Any, **kwargs: Any) -> Any:
-    """A block's forward between `enter` and `leave`; hidden states come first or by name, and go first."""
+    """A block's forward between `enter` and `leave`."""
+    return _run_between(forward, tensor.enter, tensor.leave, args, kwargs)
+
+
+def _run_whole(forward: Callable[..., Any], tensor: TensorParallel, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an undivided module that mixes tokens: every rank computes all of them, and keeps its own."""
+    return _run_between(forward, tensor.enter, tensor.own_tokens, args, kwargs)
+
+
+def _run_between(
+    forward: Callable[..., Any],
+    enter: Callable[[Tensor], Tensor],
+    leave: Callable[[Tensor], Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Hidden states come first or by name, and go first."""
     if args:
-        args = (tensor.enter(args[0]), *args[1:])
+        args = (enter(args[0]), *args[1:])
     else:
-        kwargs["hidden_states"] = tensor.enter(kwargs["hidden_states"])
+        kwargs["hidden_states"] = enter(kwargs["hidden_states"])
     output = forward(*args, **kwargs)
     if isinstance(output, tuple):
-        return (tensor.leave(output[0]), *output[1:])
-    return tensor.leave(output)
+        return (leave(output[0]), *output[1:])
+    return leave(output)
 
 
 def _blocks(hf: PreTrainedModel, divided: Iterable[str]) -> list[str]:
@@ -185,6 +218,17 @@ def _blocks(hf: PreTrainedModel, divided: Iterable[str]) -> list[str]:
         if layer is not None:
             found[f"{layer}.{name.removeprefix(f'{layer}.').split('.')[0]}"] = None
     return list(found)
+
+
+def _mixers(hf: PreTrainedModel, blocks: list[str]) -> list[str]:
+    """Names of the direct children of decoder layers outside of blocks that may mix tokens.
+
+    Every child with a matrix but those that hold vectors only (norms), which treat tokens one by one.
+    """
+    names = {id(module): name for name, module in hf.named_modules()}
+    children = [child for layer in decoder_layers(hf) for child in layer.children()]
+    with_matrices = [child for child in children if any(parameter.dim() > 1 for parameter in child.parameters())]
+    return [names[id(child)] for child in with_matrices if names[id(child)] not in blocks]
 
 
 def _within(name: str, owners: Iterable[str]) -> bool:
@@ -242,6 +286,8 @@ def _placement(style: Style | None, parameter_name: str) -> Placement:
     """Where a parameter of a module is divided; adapters like the weight: B like its rows, A like its columns."""
     if style is None:
         return Replicate()
+    if style.dim is not None:
+        return Shard(style.dim)
     if style.how == "row":
         return Shard(1) if parameter_name in ("weight", "lora_A") else Replicate()
     return Replicate() if parameter_name == "lora_A" else Shard(0)
@@ -252,7 +298,7 @@ def _view(
 ) -> _Local:
     if isinstance(placement, Shard):
         rows = _own_rows(style.parts, mesh) if style is not None and style.parts else None
-        return _Local(placement, rows=rows)
+        return _Local(placement, rows=rows, dim=placement.dim)
     adds_once = style is not None and style.how == "row" and parameter_name == "bias"
     gradient = Partial() if partial_gradient else Replicate()
     return _Local(gradient, zero=adds_once and mesh.get_local_rank() > 0)

@@ -3,19 +3,23 @@
 A plan maps names of modules or parameters, with `*` for layer numbers, to a `Style`. It comes from the user
 (`policy.dtensor_cfg.custom_parallel_plan`), from the table here, or from the model's own `tp_plan`, whose styles are
 read by what they divide: everything else about them follows from `tensor_parallel`'s rule for blocks. Experts are not
-in a plan; `expert_parallel` finds them.
+in a plan; `expert_parallel` finds them. Shared experts, which most plans of transformers leave out, are found by their
+shape: `shared_experts`.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from nemo_rl.models.huggingface.layers import body
 from nemo_rl.models.huggingface.sizes import head_size
+from nemo_rl.models.huggingface.twin import CANNOT_BE_MADE
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
@@ -31,10 +35,12 @@ class Style:
     Attributes:
         how: along what.
         parts: outputs of each of the layers that a fused `column` layer stands for; empty where it is one.
+        dim: of a named parameter that is no weight of a linear layer, where it is divided (experts `[E, in, out]`).
     """
 
     how: How
     parts: tuple[int, ...] = ()
+    dim: int | None = None
 
 
 type Plan = Mapping[str, Style]
@@ -60,6 +66,8 @@ _KNOWN_WHOLE = (
     "sequence_parallel",
     "all_reduce",
 )
+_DOWN = ("down_proj", "w2", "fc2", "c_proj", "output_linear", "dense_4h_to_h", "wo")
+"""Names of the last layer of a feed-forward layer."""
 _MLA = {"q_proj": COLUMN, "q_b_proj": COLUMN, "kv_b_proj": COLUMN, "o_proj": ROW}
 _ATTENTION = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW}
 
@@ -83,9 +91,19 @@ def _phi3(config: Any) -> dict[str, Style]:
     }
 
 
+def _llama4(config: Any) -> dict[str, Style]:
+    """Experts that all see every token, in parameters `[E, in, out]`: each is divided like a feed-forward layer."""
+    experts, width = "layers.*.feed_forward.experts", config.intermediate_size
+    return {
+        f"{experts}.gate_up_proj": Style("column", (width, width), dim=2),
+        f"{experts}.down_proj": Style("row", dim=1),
+    }
+
+
 OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
     "deepseek_v3": _deepseek,
     "gpt_oss": _gpt_oss,
+    "llama4_text": _llama4,
     "phi3": _phi3,
 }
 """What is added to the model's own plan, by `model_type`; names are those of the decoder body."""
@@ -110,7 +128,7 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
             "Give the dotted path of a mapping from module names to styles, or of a function that returns one.",
         )
         return _read(given(hf.config) if callable(given) else given, custom) | _vocabulary(hf)
-    prefix = f"{hf.base_model_prefix}." if hf.base_model is not hf else ""
+    prefix = f"{next(name for name, module in hf.named_modules() if module is body(hf))}."
     own = OWN.get(hf.config.get_text_config().model_type)
     added = {prefix + name: style for name, style in own(hf.config.get_text_config()).items()} if own else {}
     brought = {name: style for name, style in (hf.tp_plan or {}).items() if name not in added}
@@ -131,10 +149,60 @@ def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, 
         config: of the model.
         custom: as in `plan_for`.
         scores: whether the model is to have a scalar head.
+
+    Raises:
+        ConfigError: there is no plan, or transformers cannot make such a model.
     """
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    with torch.device("meta"):
-        return plan_for(kind.from_config(config), custom)
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(config)
+    except (*CANNOT_BE_MADE, KeyError, IndexError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{kind.__name__} makes no model of the type {config.model_type}: {said}") from error
+    return plan_for(model, custom)
+
+
+def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collection[str]) -> dict[str, Style]:
+    """How to divide the feed-forward layers of a block that no plan names: the shared expert of a mixture.
+
+    Ranks add up what the parts of a block give out, so whatever is added to that sum has to be divided as well. A
+    feed-forward layer has two linear layers of its own or more, of which one leads from an inner width back to the
+    model's, and the others to that width, or, fused, to twice that width.
+
+    Args:
+        hf: the model.
+        blocks: names of the modules between whose ends ranks add up.
+        planned: names of modules and parameters in them that are divided already, or are experts.
+    """
+    found: dict[str, Style] = {}
+    for block in blocks:
+        for name, module in hf.get_submodule(block).named_modules(prefix=block):
+            is_part = any(name == other or name.startswith(f"{other}.") for other in planned)
+            has_part = any(other.startswith(f"{name}.") for other in planned)
+            if not (is_part or has_part or name == block):
+                found |= {f"{name}.{child}": style for child, style in _feed_forward(hf, module).items()}
+    return found
+
+
+def _feed_forward(hf: PreTrainedModel, module: nn.Module) -> dict[str, Style]:
+    """Styles of the linear layers of a module; empty where it is no feed-forward layer."""
+    width = getattr(hf.config.get_text_config(), "hidden_size", None)
+    linear = {name: child for name, child in module.named_children() if hasattr(child, "out_features")}
+    down = [name for name, child in linear.items() if child.out_features == width]
+    if len(down) > 1:  # an inner width like the model's
+        down = [name for name in down if name in _DOWN]
+    if len(linear) < 2 or len(down) != 1:
+        return {}
+    inner = int(linear[down[0]].in_features)  # type: ignore[arg-type]
+    styles: dict[str, Style] = {down[0]: ROW}
+    for name, child in linear.items():
+        if name == down[0]:
+            continue
+        if child.in_features != width or child.out_features not in (inner, 2 * inner):
+            return {}
+        styles[name] = COLUMN if child.out_features == inner else Style("column", (inner, inner))
+    return styles
 
 
 def style_of(name: str, plan: Plan) -> Style | None:

@@ -43,8 +43,8 @@ class DTensorTraining(TrainingBackend):
     rank_class = "nemo_rl.models.dtensor.backend.DTensorBackend"
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Make optimizer and schedule for one number, hold the mesh against the model's configuration; see
-        `TrainingBackend.check`.
+        """Make optimizer and schedule for one number, hold the mesh against the model's configuration, and prove it on
+        a small model; see `TrainingBackend.check`.
         """
         try:
             layout = ParallelLayout.of(policy, num_ranks)
@@ -52,11 +52,15 @@ class DTensorTraining(TrainingBackend):
             raise ConfigError(f"{section}.dtensor_cfg: {error}") from error
         if section == "policy":
             self._check_optimizer(policy)
-        from nemo_rl.models.dtensor.mesh_check import check_mesh
+        from nemo_rl.models.dtensor.mesh_check import check_mesh, needs_proof
         from nemo_rl.models.huggingface.load import load_model_config
 
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
         report_findings(check_mesh(policy, layout, model, section, partial(_require_plan, policy)))
+        if needs_proof(layout, model):
+            from nemo_rl.models.dtensor.proof import prove_mesh
+
+            prove_mesh(policy, layout, model, section)
 
     def rank_memory(self) -> "type[RankMemory]":
         """See `TrainingBackend.rank_memory`."""

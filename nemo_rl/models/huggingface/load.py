@@ -62,7 +62,7 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     config = load_model_config(model_name, config_overrides)
-    attention = _attention_choice(config, attn_implementation, AutoModelForCausalLM)
+    attention = attention_choice(config, attn_implementation, AutoModelForCausalLM)
     model = AutoModelForCausalLM.from_pretrained(model_name, config=config, dtype=torch.float32, **attention)
     return model.eval()
 
@@ -90,7 +90,7 @@ def load_scoring_model(
 
     config = load_model_config(model_name, config_overrides)
     config.num_labels = 1
-    attention = _attention_choice(config, attn_implementation, AutoModelForSequenceClassification)
+    attention = attention_choice(config, attn_implementation, AutoModelForSequenceClassification)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -102,9 +102,14 @@ def load_scoring_model(
     return model.eval()
 
 
-def _attention_choice(
+def attention_choice(
     config: PretrainedConfig, attn_implementation: str | None, kind: "type[_BaseAutoModelClass]"
 ) -> dict[str, str]:
+    """The argument `attn_implementation` of a load, if it needs one.
+
+    Raises:
+        ConfigError: the architecture takes no attention function.
+    """
     if attn_implementation is None:
         return {"attn_implementation": "eager"} if _softcaps_attention(config) else {}
     classes: Any = kind._model_mapping

@@ -9,6 +9,7 @@ Invariant: what a forward pass does with its inputs, masks and positions is the 
 import logging
 import math
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,8 +33,11 @@ _INNER_SIZES = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+CANNOT_BE_MADE = (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError)
+"""What a class of transformers raises for sizes that do not fit each other."""
 _NOT_A_KIND = ("layer_idx", "layer_index", "layer_id", "layer_number", "training")
 """Attributes of modules that differ between layers that compute alike."""
 
@@ -48,36 +52,72 @@ def small_twin(hf: PreTrainedModel) -> PreTrainedModel:
         ConfigError: its layers are in no list: it is no decoder.
     """
     try:
-        twin = _unfilled(hf, _smaller(deepcopy(hf.config)))
-    except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
+        twin = of_few_layers(type(hf), smaller(deepcopy(hf.config)))
+    except ConfigError:
+        raise
+    except CANNOT_BE_MADE as error:
         logger.info("%s has no smaller form (%r): it is tried out with layers of its size.", type(hf).__name__, error)
-        twin = _unfilled(hf, deepcopy(hf.config))
-    _keep_one_of_each_kind(twin)
+        twin = of_few_layers(type(hf), deepcopy(hf.config))
+    return filled(twin)
+
+
+def of_few_layers(kind: type[PreTrainedModel], config: PretrainedConfig, least: int = 1) -> PreTrainedModel:
+    """A model of a class on the meta device, with the first layer of each kind.
+
+    Made with so few layers, where that makes the same layers: some bodies have modules as large as the number of
+    layers. Else made with all of them, and cut.
+
+    Args:
+        kind: the class.
+        config: with all its layers; changed in place.
+        least: how many layers it has at least, if the configuration has as many.
+
+    Raises:
+        ConfigError: its layers are in no list: it is no decoder.
+    """
+    cut = without_memory(kind, config)
+    if not _keep_kinds(cut, least):
+        return cut
+    try:
+        made = without_memory(kind, deepcopy(cut.config))
+    except CANNOT_BE_MADE:
+        return cut
+    kinds = [[_kind(layer) for layer in decoder_layers(model)] for model in (made, cut)]
+    return made if kinds[0] == kinds[1] else cut
+
+
+def without_memory(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model of a class on the meta device."""
+    made: Any = kind
+    with ContextManagers(made.get_init_context(torch.float32, False, False, None)):
+        model: PreTrainedModel = made(config)
+    return model
+
+
+def filled(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model on the meta device random weights, always the same, in float32 on the CPU; in eval mode.
+
+    Vectors get noise, so that biases and norms have an effect.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        twin.to_empty(device="cpu")
-        twin.tie_weights()
-        twin.initialize_weights()
-        for parameter in twin.parameters():
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        model.initialize_weights()
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(_NOISE * torch.randn_like(parameter))
-    return twin.float().eval()
+    return model.float().eval()
 
 
-def _unfilled(hf: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """A model of the same class on the meta device."""
-    kind: Any = type(hf)
-    with ContextManagers(kind.get_init_context(torch.float32, False, False, None)):
-        made: PreTrainedModel = kind(config)
-    return made
-
-
-def _smaller(config: PretrainedConfig) -> PretrainedConfig:
-    """The same configuration with small sizes where no head, group or mask depends on them."""
+def smaller(config: PretrainedConfig) -> PretrainedConfig:
+    """The same configuration with small sizes where no head, group or mask depends on them; changed in place."""
     text: Any = config.get_text_config()
     hidden_size = getattr(text, "hidden_size", None)
     if isinstance(hidden_size, int) and hasattr(text, "initializer_range"):
         text.initializer_range = _GAIN / math.sqrt(hidden_size)
+    if isinstance(getattr(text, "vocab_size_per_layer_input", None), int):
+        text.vocab_size_per_layer_input = min(text.vocab_size_per_layer_input, _VOCAB)
     if text.vocab_size > _VOCAB:
         text.vocab_size = _VOCAB
         for token, name in enumerate(_SPECIAL_TOKENS):
@@ -87,7 +127,7 @@ def _smaller(config: PretrainedConfig) -> PretrainedConfig:
         size = getattr(text, name, None)
         if isinstance(size, int):
             setattr(text, name, min(size, _INNER))
-    for name in _EXPERTS:
+    for name in EXPERTS:
         count = getattr(text, name, None)
         if isinstance(count, int):
             setattr(text, name, min(count, _few_experts(text)))
@@ -96,14 +136,14 @@ def _smaller(config: PretrainedConfig) -> PretrainedConfig:
 
 def _few_experts(text: Any) -> int:
     """Twice as many experts as a token may choose, in as many groups as the router knows."""
-    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    chosen = next((count for name in _CHOSEN if isinstance(count := getattr(text, name, None), int) and count), 1)
     groups = getattr(text, "n_group", None) or 1
     eligible = getattr(text, "topk_group", None) or 1
     return groups * max(2, math.ceil(2 * chosen / eligible))
 
 
-def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
-    """Leave the first layer of each kind, in order, and say so in the configuration."""
+def _keep_kinds(model: PreTrainedModel, least: int) -> bool:
+    """Leave the first layer of each kind, in order, and say so in the configuration; whether that changed something."""
     layers = decoder_layers(model)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     holder = next((module for module in lists if layers[0] in [*module]), None)
@@ -113,9 +153,10 @@ def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
             "that read from left to right can be trained here; choose one of these, also as a reward model."
         )
     kept = [*{repr(_kind(layer)): index for index, layer in reversed([*enumerate(layers)])}.values()][::-1]
+    others = [index for index in range(len(layers)) if index not in kept]
+    kept = sorted([*kept, *others[: max(0, least - len(kept))]])
     if len(holder) != len(layers) or len(kept) == len(layers):
-        return
-    kept.sort()
+        return False
     chosen = [layers[index] for index in kept]
     del holder[:]
     holder.extend(chosen)
@@ -127,6 +168,7 @@ def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
     configs = [config.get_text_config() for config in owned if isinstance(config, PretrainedConfig)]
     for config in {id(config): config for config in configs}.values():
         _describe(config, kept, len(layers))
+    return True
 
 
 def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
@@ -137,6 +179,11 @@ def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
             setattr(values, name, [value[index] for index in kept])
     if getattr(values, "num_hidden_layers", None) == before:
         values.num_hidden_layers = len(kept)
+    spec: Any = getattr(values, "_heterogeneity_spec", None)
+    if spec is not None:  # fields that differ by layer
+        overrides = {place: spec.per_layer_overrides.get(index) for place, index in enumerate(kept)}
+        found = {place: fields for place, fields in overrides.items() if fields is not None}
+        values._heterogeneity_spec = replace(spec, per_layer_overrides=found)
 
 
 def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:

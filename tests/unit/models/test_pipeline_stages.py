@@ -17,7 +17,7 @@ from nemo_rl.distributed.process_group import collective_timeout
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.pipeline import runner
 from nemo_rl.models.dtensor.pipeline.runner import HiddenStates
-from nemo_rl.models.dtensor.pipeline.stages import Place, active, cut, layers_of_chunks, require_divisible
+from nemo_rl.models.dtensor.pipeline.stages import Place, active, cut, layers_of_chunks, require_divisible, try_division
 from nemo_rl.models.inputs import InputLayout, build_training_inputs
 from nemo_rl.utils.errors import ConfigError
 
@@ -74,7 +74,7 @@ def test_a_tied_weight_is_known_by_one_name() -> None:
 def test_a_pass_leaves_the_model_as_it_was() -> None:
     hf = random_model("phi", num_hidden_layers=4)
     before = {name: id(module) for name, module in hf.named_modules()}
-    with pytest.raises(RuntimeError, match="stopped"), active(hf, _place(0, 2, 4), ("final_layernorm",), 0):
+    with pytest.raises(RuntimeError, match="stopped"), active(hf, _place(0, 2, 4), 0):
         assert hf.base_model.final_layernorm is not before
         raise RuntimeError("stopped")
     assert {name: id(module) for name, module in hf.named_modules()} == before
@@ -88,7 +88,7 @@ def test_dropout_of_embeddings_acts_in_the_first_chunk_only() -> None:
     place = _place(1, 2, 2)
 
     def run(chunk: int) -> torch.Tensor:
-        with active(hf, place, ("final_layernorm",), chunk):
+        with active(hf, place, chunk):
             return hf.base_model(inputs_embeds=hidden, use_cache=False).last_hidden_state
 
     assert torch.equal(run(1), run(1))
@@ -104,7 +104,7 @@ def test_a_body_of_another_form_is_refused_by_name(model_type, why) -> None:
         cut(hf, Place(0, 2, (range(1), range(1, 2))))
 
 
-def test_a_forward_that_changes_what_it_is_given_is_refused() -> None:
+def test_what_a_forward_does_before_and_after_its_layers_is_done_once() -> None:
     hf = random_model("llama", num_hidden_layers=4)
     require_divisible(hf, _place(0, 2, 4, 2))
     forward = hf.base_model.forward
@@ -112,11 +112,39 @@ def test_a_forward_that_changes_what_it_is_given_is_refused() -> None:
     def scaled(*args, inputs_embeds=None, **kwargs):
         if inputs_embeds is None:
             inputs_embeds = hf.base_model.embed_tokens(kwargs.pop("input_ids"))
-        return forward(*args, inputs_embeds=2.0 * inputs_embeds, **kwargs)
+        output = forward(*args, inputs_embeds=2.0 * inputs_embeds, **kwargs)
+        output.last_hidden_state = output.last_hidden_state + 1.0
+        return output
 
     hf.base_model.forward = scaled
-    with pytest.raises(ConfigError, match="LlamaForCausalLM .*do not compute what the whole model computes"):
-        require_divisible(hf, _place(0, 2, 4))
+    require_divisible(hf, _place(0, 2, 4))
+    assert hf.base_model.forward is scaled
+
+
+@pytest.mark.parametrize(("model_type", "special"), [("granite", {"embedding_multiplier": 3.0}), ("olmo", {})])
+def test_embedding_multipliers_and_norms_without_weights_act_once(model_type, special) -> None:
+    hf = random_model(model_type, num_hidden_layers=3, **special)
+    require_divisible(hf, Place(0, 2, (range(2), range(2, 3))))
+    try_division(random_model(model_type, num_hidden_layers=1, **special))
+
+
+def test_a_model_of_one_layer_is_divided_in_front_of_it() -> None:
+    """What a layer takes from the body besides the hidden states is only missed by a layer of a later chunk."""
+    hf = random_model("llama", num_hidden_layers=1)
+    part, layer = hf.base_model, hf.base_model.layers[0]
+    own = layer.forward
+
+    def with_tokens(hidden, *args, **kwargs):
+        return own(hidden, *args, **kwargs) + part.of_tokens
+
+    def keep_embeddings(module, args, kwargs):
+        ids = kwargs.get("input_ids")
+        part.of_tokens = 0.0 if ids is None else part.embed_tokens(ids)
+
+    layer.forward = with_tokens
+    part.register_forward_pre_hook(keep_embeddings, with_kwargs=True)
+    with pytest.raises(ConfigError, match="do not compute what the whole model computes"):
+        try_division(hf)
 
 
 def test_layers_that_hand_something_on_are_refused() -> None:

@@ -70,6 +70,8 @@ def use_registered_attention(
     except ConfigError as error:
         if packed or divided:
             raise
+        if own == VARLEN_ATTENTION:  # loaded with it
+            own = "eager"
         model.set_attn_implementation(own)
         logger.info("%s keeps its own attention (%s): %s", type(model).__name__, own, error)
     return model

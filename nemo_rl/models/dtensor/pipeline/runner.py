@@ -95,6 +95,8 @@ def pipeline_for(model: ShardableModel, config: PolicyConfig, meshes: Meshes, sc
     if stage is None:
         return None
     width, dtype = model.hf.config.get_text_config().hidden_size, torch_dtype(config.precision)
+    if dtype == torch.float32:  # then layers compute in what their parameters are
+        dtype = next(model.parameters()).dtype
     token_parts = meshes.layout.tp if config.dtensor_cfg.sequence_parallel else 1
     return Pipeline(model, stage, HiddenStates(width, dtype, token_parts), score)
 
@@ -163,7 +165,7 @@ class _Run:
         if hidden is not None:
             given = {name: value for name, value in inputs.model_inputs.items() if name != "input_ids"}
             inputs = replace(inputs, model_inputs=given | {"inputs_embeds": hidden.requires_grad_(self.backward)})
-        with active(pipeline.model.hf, place, pipeline.stage.after_layers, step.chunk):
+        with active(pipeline.model.hf, place, step.chunk):
             if is_last:
                 out = self.forward_step(step.microbatch, *pipeline.score(inputs))
             else:

@@ -1,14 +1,16 @@
 """The part of a model that a pipeline stage holds, and the forward pass through it.
 
 Hugging Face's own forward stays in charge of masks, positions and keyword arguments: it runs over a list in which the
-layers of other chunks pass the hidden states through, later chunks get theirs as `inputs_embeds`, and the final norm
-acts in the last chunk only. So layers keep their place in the list, by which forwards index `config.layer_types`.
+layers of other chunks pass the hidden states through. So layers keep their place in the list, by which forwards index
+`config.layer_types`. Hidden states that arrive go straight into the first layer of the list, and those that leave are
+what comes out of the last one: what a forward does before the layers (an embedding multiplier, a norm, dropout) has an
+effect in the first chunk only, and what it does after them (a final norm, with weights or without) in the last one.
 
 Invariant: parameters keep the names they have in the whole model, and the chunks in turn compute, bit for bit, what the
 whole model computes; `require_divisible` compares the two before anything is taken away.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +21,10 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.dtensor.mesh import Meshes
-from nemo_rl.models.huggingface.layers import decoder_layers
+from nemo_rl.models.huggingface.layers import body, decoder_layers, first_tensor, hidden_states
 from nemo_rl.utils.errors import ConfigError
 
-_ATTRIBUTE = "pipeline_stage"
+_ATTRIBUTE, _ENDS = "pipeline_stage", "_pipeline_ends"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,6 @@ class Stage:
 
     Attributes:
         place: where this rank stands.
-        after_layers: modules of the body behind the layers (the final norm), by name.
         renamed: weights that another stage holds too, under the name that checkpoints know: `{name here: that name}`.
         shared: names, as checkpoints know them, of the parameters that the first and the last stage both hold.
         copies: such names of all weights of this stage that an earlier one holds too.
@@ -73,7 +74,6 @@ class Stage:
     """
 
     place: Place
-    after_layers: tuple[str, ...]
     renamed: dict[str, str]
     shared: frozenset[str]
     copies: frozenset[str]
@@ -128,13 +128,13 @@ def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, devic
 def try_division(twin: PreTrainedModel) -> None:
     """Divide a small model of the architecture layer by layer, as `require_divisible` does; the model stays whole.
 
+    The first chunk has no layer, so that everything comes after a division, also in a model of one layer.
+
     Raises:
         ConfigError: it cannot be divided.
     """
     number = len(decoder_layers(twin))
-    chunks = tuple(range(layer, layer + 1) for layer in range(number))
-    if number == 1:  # a second chunk has the final norm only
-        chunks = (range(1), range(1, 1))
+    chunks = (range(0), *(range(layer, layer + 1) for layer in range(number)))
     require_divisible(twin, Place(0, len(chunks), chunks))
 
 
@@ -144,20 +144,19 @@ def cut(hf: PreTrainedModel, place: Place) -> Stage:
     Raises:
         ConfigError: the model cannot be divided, or a stage would have nothing to train.
     """
-    behind = _modules_behind_layers(hf)
-    owners = _owners(hf, behind, place)
+    ends = _Ends.of(hf)
+    owners = _owners(hf, ends, place)
     _require_trainable(hf, owners, place)
     weights = hf.state_dict(keep_vars=True)
     first_names = {id(parameter): name for name, parameter in hf.named_parameters()}
     known = {name: first_names.get(id(tensor), name) for name, tensor in weights.items()}
     shared = _shared(hf, known, owners)
-    _take_away(hf, behind, place)
+    _take_away(hf, ends, place)
     mine = set(hf.state_dict(keep_vars=True))
     held = {known[name] for name in mine}
     before = {known[name] for name, stages in owners.items() if min(stages) < place.number}
     stage = Stage(
         place,
-        behind,
         renamed={name: known[name] for name in mine if known[name] != name},
         shared=shared,
         copies=frozenset(held & before),
@@ -168,24 +167,42 @@ def cut(hf: PreTrainedModel, place: Place) -> Stage:
 
 
 @contextmanager
-def active(hf: PreTrainedModel, place: Place, after_layers: Sequence[str], chunk: int) -> Iterator[None]:
-    """Let the body's forward go through one chunk; the modules stay where they are for everything else."""
-    body: Any = hf.base_model
-    modules = body._modules
+def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
+    """Let the body's forward go through one chunk; the modules stay where they are for everything else.
+
+    In the block the body takes the hidden states of the chunk before as `inputs_embeds` (but for the first chunk), and
+    its `last_hidden_state` is what the chunk after takes (but for the last chunk).
+    """
+    part: Any = body(hf)
+    modules, own_forward = part._modules, part.__dict__.get("forward")
     before = dict(modules)
-    held = dict(body.layers.named_children())
+    held = dict(part.layers.named_children())
     numbers, skip = place.chunks[chunk], _PassThrough()
-    modules["layers"] = nn.ModuleList(
-        held[str(layer)] if layer in numbers else skip for layer in range(place.chunks[-1].stop)
-    )
-    if chunk < len(place.chunks) - 1:
-        modules.update(dict.fromkeys(after_layers, skip))
-    if chunk > 0:  # what drops out of embeddings must not do so between chunks
-        modules.update({name: skip for name, module in before.items() if isinstance(module, nn.Dropout)})
+    through = [held[str(layer)] if layer in numbers else skip for layer in range(place.chunks[-1].stop)]
+    first = _Through(through[0])
+    through[0] = first
+    last = through[-1] = _Through(through[-1])
+    modules["layers"] = nn.ModuleList(through)
+    # What is not held here is not asked for here: what it gives out goes nowhere.
+    modules.update(dict.fromkeys((name for name in _Ends.of(hf).names if before[name] is None), skip))
+    forward = part.forward
+
+    def run(*args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Any:
+        if chunk > 0:
+            first.arrived = inputs_embeds
+        output = forward(*args, inputs_embeds=inputs_embeds, **kwargs)
+        if chunk < len(place.chunks) - 1:
+            output.last_hidden_state = last.left
+        return output
+
+    part.forward = run
     try:
         yield
     finally:
         modules.update(before)
+        del part.forward
+        if own_forward is not None:
+            part.forward = own_forward
 
 
 def require_divisible(hf: PreTrainedModel, place: Place) -> None:
@@ -212,52 +229,104 @@ def require_divisible(hf: PreTrainedModel, place: Place) -> None:
 
 @torch.no_grad()
 def _chunks_compute_the_same(hf: PreTrainedModel, place: Place) -> bool:
-    behind = _modules_behind_layers(hf)
+    _Ends.of(hf)
     embeddings: Any = hf.get_input_embeddings()
     tokens = (torch.arange(8, device=embeddings.weight.device) * 5 + 1)[None] % embeddings.weight.shape[0]
-    whole = hf.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    whole = hidden_states(hf, {"input_ids": tokens})
     given: dict[str, Tensor] = {"input_ids": tokens}
     for chunk in range(len(place.chunks)):
-        with active(hf, place, behind, chunk):
-            hidden = hf.base_model(**given, use_cache=False).last_hidden_state
+        with active(hf, place, chunk):
+            hidden = hidden_states(hf, given)
         given = {"inputs_embeds": hidden}
-    return hidden.shape == whole.shape and bool((hidden - whole).abs().max() <= 1e-5 * whole.abs().max())
+        if hidden.shape != whole.shape:
+            raise ValueError(f"its layers hand on {list(hidden.shape)} where the model gives {list(whole.shape)}")
+    return bool((hidden - whole).abs().max() <= 1e-5 * whole.abs().max())
 
 
 class _PassThrough(nn.Module):
-    """Stands for a layer, norm or dropout that does nothing in this chunk."""
+    """Stands for a layer or norm that does nothing in this chunk."""
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
 
 
-def _modules_behind_layers(hf: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the body's modules with parameters other than embedding and layers: the final norm.
+class _Through(nn.Module):
+    """A layer at an end of the list: takes what has arrived in place of what the body gives it, keeps what leaves.
 
-    Raises:
-        ConfigError: the body is not an embedding, a list of layers and at most one module behind it.
+    Args:
+        layer: what it stands for; stays outside of this module's children, which are gone after the pass.
     """
-    body = hf.base_model
-    layers = body._modules.get("layers")
-    if body is hf or not isinstance(layers, nn.ModuleList):
-        raise _refused(hf, "it has no list of decoder layers `layers` in its body")
-    embedding = hf.get_input_embeddings()
-    with_weights = {name for name, module in body.named_children() if any(True for _ in module.parameters())}
-    behind = sorted(with_weights - {"layers", *_embedding_names(hf)})
-    if not any(module is embedding for module in body.children()) or len(behind) > 1:
-        raise _refused(hf, f"its body has more than embedding, layers and a final norm: {', '.join(behind)}")
-    return tuple(behind)
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._layer = [layer]
+        self.arrived: Tensor | None = None
+        self.left: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the layer, by which some bodies choose its mask."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layer"][0], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = hidden_states if self.arrived is None else self.arrived
+        output = self._layer[0](given, *args, **kwargs)
+        self.left = first_tensor(output)
+        return output
 
 
-def _embedding_names(hf: PreTrainedModel) -> list[str]:
-    embedding = hf.get_input_embeddings()
-    return [name for name, module in hf.base_model.named_children() if module is embedding]
+@dataclass(frozen=True)
+class _Ends:
+    """The modules of the body that have weights and are no layers, by name.
+
+    Attributes:
+        before: those before the layers; the first is not always the embedding.
+        after: those after them: the final norm, if it has weights.
+    """
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Both."""
+        return self.before + self.after
+
+    @classmethod
+    def of(cls, hf: PreTrainedModel) -> "_Ends":
+        """Those of a model; what a stage does not hold is among them.
+
+        Raises:
+            ConfigError: the body has no list of layers.
+        """
+        known = getattr(hf, _ENDS, None)
+        return known or cls._found(hf)
+
+    @classmethod
+    def _found(cls, hf: PreTrainedModel) -> "_Ends":
+        part = body(hf)
+        if part is hf or not isinstance(part._modules.get("layers"), nn.ModuleList):
+            raise _refused(hf, "it has no list of decoder layers `layers` in its body")
+        embedding = hf.get_input_embeddings()
+        if not any(module is embedding for module in part.children()):
+            raise _refused(hf, "its embedding is not next to its layers")
+        children = [name for name, module in part._modules.items() if module is not None]
+        place = children.index("layers")
+        before = [name for name in children[:place] if _has_weights(part, name)]
+        after = [name for name in children[place + 1 :] if _has_weights(part, name)]
+        misplaced = [name for name in after if getattr(part, name) is embedding]
+        return cls((*misplaced, *before), tuple(name for name in after if name not in misplaced))
 
 
-def _owners(hf: PreTrainedModel, behind: tuple[str, ...], place: Place) -> dict[str, list[int]]:
+def _has_weights(owner: nn.Module, child: str) -> bool:
+    return next(owner.get_submodule(child).parameters(), None) is not None
+
+
+def _owners(hf: PreTrainedModel, ends: _Ends, place: Place) -> dict[str, list[int]]:
     """The stages that hold each weight."""
-    prefix = next(name for name, module in hf.named_modules() if module is hf.base_model)
-    (embedding,) = _embedding_names(hf)
+    prefix = next(name for name, module in hf.named_modules() if module is body(hf))
     last, everywhere = [place.size - 1], list(range(place.size))
     of_layer = {layer: [c % place.size] for c, chunk in enumerate(place.chunks) for layer in chunk}
     owners: dict[str, list[int]] = {}
@@ -269,24 +338,25 @@ def _owners(hf: PreTrainedModel, behind: tuple[str, ...], place: Place) -> dict[
         if part == "layers":
             owners[name] = of_layer[int(rest.partition(".")[0])]
         else:
-            owners[name] = [0] if part == embedding else last if part in behind else everywhere
+            owners[name] = [0] if part in ends.before else last if part in ends.after else everywhere
     return owners
 
 
-def _take_away(hf: PreTrainedModel, behind: tuple[str, ...], place: Place) -> None:
+def _take_away(hf: PreTrainedModel, ends: _Ends, place: Place) -> None:
     """Leave the modules of this stage; layers keep their numbers as names."""
-    body: Any = hf.base_model
+    part: Any = body(hf)
+    setattr(hf, _ENDS, ends)
     held = nn.ModuleList()
     for layer in place.layers:
-        held.add_module(str(layer), body.layers[layer])
-    body.layers = held
+        held.add_module(str(layer), part.layers[layer])
+    part.layers = held
     if not place.is_first:
-        (embedding,) = _embedding_names(hf)
-        setattr(body, embedding, None)
+        for name in ends.before:
+            setattr(part, name, None)
     if not place.is_last:
-        for name in behind:
-            setattr(body, name, None)
-        for name in [name for name, module in hf.named_children() if module is not body]:
+        for name in ends.after:
+            setattr(part, name, None)
+        for name in [name for name, module in hf.named_children() if module is not part]:
             setattr(hf, name, None)
 
 

@@ -1,0 +1,197 @@
+"""Calls in forked processes: with a deadline, and whatever they do, the caller lives on and learns of it.
+
+For numbers that are worked out on CPUs before anything else of a run has started. A child is a copy of this process, so
+it has imported all that its parent has, and reads the parent's tensors without a copy. It leads a process group of its
+own or joins its parent's, computes on one thread (OpenMP's other threads do not survive a fork), writes nothing to the
+terminal, and ends when its parent ends.
+
+Invariant: after `answers` returns or raises, none of its children is alive, nor any process that they started.
+"""
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
+from nemo_rl.utils.stop_signals import STOP_SIGNALS
+
+_PR_SET_PDEATHSIG = 1
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a call gave no answer.
+
+    Attributes:
+        what: the exception and its message, or the signal that ended the process.
+        refused: whether it was a `ConfigError`: then `what` is its message.
+        raised: whether it was another exception, or an end.
+    """
+
+    what: str
+    refused: bool = False
+    raised: bool = False
+
+
+@dataclass
+class _Child:
+    """A forked process and what it has sent so far.
+
+    Attributes:
+        pid: its id.
+        pipe: where its answer comes from.
+        leads: whether it leads a process group of its own.
+    """
+
+    pid: int
+    pipe: int
+    leads: bool
+    received: bytearray = field(default_factory=bytearray)
+    status: int | None = None
+
+    def read(self) -> bool:
+        """Take what has come; whether that was the end."""
+        part = os.read(self.pipe, _CHUNK)
+        self.received += part
+        return not part
+
+    def end(self) -> int:
+        """Kill what is left of it and its group; how it ended. Only the first call does something."""
+        if self.status is None:
+            os.close(self.pipe)
+            with suppress(ProcessLookupError, PermissionError):
+                (os.killpg if self.leads else os.kill)(self.pid, signal.SIGKILL)
+            self.status = os.waitpid(self.pid, 0)[1]
+        return self.status
+
+
+def answers[AnswerT](
+    work: Callable[[int], AnswerT], number: int, timeout_s: float, *, own_group: bool = False
+) -> list[AnswerT] | Trouble:
+    """Call `work(0)` to `work(number - 1)`, each in a process of its own.
+
+    The first one without an answer ends the others, which may wait for it.
+
+    Args:
+        work: gives something that can be pickled.
+        number: how many processes.
+        timeout_s: for all of them together.
+        own_group: give each a process group of its own, which is killed as a whole; they may have children then.
+
+    Raises:
+        DeadlineExceededError: not all have answered in time.
+    """
+    children: list[_Child] = []
+    try:
+        for index in range(number):
+            children.append(_fork(lambda index=index: work(index), children, own_group))  # type: ignore[misc]
+        return _collect(children, time.monotonic() + timeout_s, timeout_s)
+    finally:
+        for child in children:
+            child.end()
+
+
+def _collect(children: Sequence[_Child], end: float, timeout_s: float) -> Any:
+    answered: dict[int, Any] = {}
+    waiting = {child.pipe: child for child in children}
+    while waiting:
+        ready = select.select(list(waiting), [], [], max(0.0, end - time.monotonic()))[0]
+        if not ready:
+            raise DeadlineExceededError(
+                f"{len(waiting)} of {len(children)} processes gave no answer in {timeout_s:g} s."
+            )
+        for pipe in ready:
+            child = waiting[pipe]
+            if not child.read():
+                continue
+            del waiting[pipe]
+            answer = _answer_of(child)
+            if isinstance(answer, Trouble):
+                return answer
+            answered[child.pid] = answer
+    return [answered[child.pid] for child in children]
+
+
+def _answer_of(child: _Child) -> Any:
+    status = child.end()  # one that has ended by itself keeps its status
+    if child.received:
+        return pickle.loads(bytes(child.received))  # written by a copy of this program
+    if os.WIFSIGNALED(status):
+        return Trouble(f"its process was ended by {signal.Signals(os.WTERMSIG(status)).name}", raised=True)
+    return Trouble(f"its process ended with status {os.waitstatus_to_exitcode(status)}", raised=True)
+
+
+def _fork(work: Callable[[], Any], others: Sequence[_Child], own_group: bool) -> _Child:
+    ours, theirs = os.pipe()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the program may have replaced or closed it
+            stream.flush()
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork next to idle threads of torch
+        pid = os.fork()
+    if pid == 0:
+        os.close(ours)
+        for other in others:
+            os.close(other.pipe)
+        _run(work, theirs, parent, own_group)
+    os.close(theirs)
+    if own_group:
+        with suppress(OSError):  # the child does so as well; whoever is first
+            os.setpgid(pid, pid)
+    return _Child(pid, ours, own_group)
+
+
+def _run(work: Callable[[], Any], pipe: int, parent: int, own_group: bool) -> NoReturn:
+    """The life of a child."""
+    try:
+        if own_group:
+            os.setpgid(0, 0)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        _end_with(parent)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(nowhere, descriptor)
+        faulthandler.disable()  # an abort is an answer, and needs no stacks on the terminal
+        torch.set_num_threads(1)
+        _send(pipe, _answer(work))
+    finally:
+        os._exit(0)
+
+
+def _answer(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except ConfigError as error:
+        return Trouble(str(error), refused=True)
+    except BaseException as error:  # boundary: whatever the code of an architecture raises is the answer
+        said = str(error).strip().splitlines()
+        return Trouble(f"{type(error).__name__}: {said[0] if said else ''}", raised=True)
+
+
+def _send(pipe: int, answer: Any) -> None:
+    with os.fdopen(pipe, "wb") as file:
+        pickle.dump(answer, file)
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel end this process when its parent ends, however that ends; Linux only."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)

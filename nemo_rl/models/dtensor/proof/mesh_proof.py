@@ -1,0 +1,224 @@
+"""Prove before a run starts that a mesh computes what one process computes, on a small model of the architecture.
+
+    driver ── known already? ──► done
+       └─ fork ─► prover: small model, what its architecture can do, numbers of one process
+                     └─ fork ─► the ranks of a small mesh: numbers of `DTensorBackend`, compared
+
+Everything happens on CPUs, within `TIMEOUT_S`, in processes that the driver outlives, whatever they do. Invariant: a
+mesh is accepted only if loss, scores, gradient norm and every gradient agree, and an answer depends on nothing but what
+`known.digest` names.
+"""
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.dtensor.mesh_check import needs_proof
+from nemo_rl.models.dtensor.proof.children import Trouble, answers
+from nemo_rl.models.dtensor.proof.known import digest, is_proven, remember
+from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 600.0
+_RANKS_S = 240.0
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""How far numbers may be apart, relative to their size, by the format that the small model computes in. Another order
+of sums changes gradients by up to 1e-12 in float64, and by up to 1e-4 in float32. A mistake of a mesh is a term left
+out, added twice or taken from another token: of a few dozen tokens, two heads and four experts 1e-3 and more."""
+_AXES = ("pp", "cp", "tp", "ep")
+
+
+def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, section: str = "policy") -> None:
+    """Accept a mesh that is known to be right, or prove it; does nothing where no proof is needed.
+
+    Args:
+        policy: section of the model.
+        layout: sizes that the section and the number of ranks give.
+        model: the model's configuration.
+        section: name of the section, for messages.
+
+    Raises:
+        ConfigError: the architecture cannot be divided so, or its numbers differ.
+    """
+    if not needs_proof(layout, model):
+        return
+    mesh = SmallMesh.of(policy, layout)
+    question = _Question(policy, mesh, model)
+    number = digest(policy, mesh, model)
+    if is_proven(number):
+        return
+    logger.info(
+        "Proving %s on a small model of %s (a few seconds, once for each kind).", question.name, model.model_type
+    )
+    trouble = question.trouble()
+    if trouble is None:
+        remember(number)
+        return
+    message = question.refusal(trouble)
+    raise ConfigError(message if message.startswith(f"{section}.") else f"{section}.dtensor_cfg: {message}")
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Whether a mesh is right for a model."""
+
+    policy: PolicyConfig
+    mesh: SmallMesh
+    model: PretrainedConfig
+
+    @property
+    def name(self) -> str:
+        """The mesh as the user writes it."""
+        return " x ".join(_keys(self.policy)) or "one rank"
+
+    def trouble(self) -> Trouble | None:
+        """Why it is not; None where it is."""
+        try:
+            found = answers(lambda _: _prove(self), 1, TIMEOUT_S, own_group=True)
+        except DeadlineExceededError:
+            return Trouble(f"it gave no answer within {TIMEOUT_S:g} s")
+        return found if isinstance(found, Trouble) else found[0]
+
+    def refusal(self, trouble: Trouble) -> str:
+        """The message for the user."""
+        if trouble.refused:
+            return trouble.what if "Set " in trouble.what else f"{trouble.what} Set {_alone(self.policy)}."
+        return (
+            f"{self.name} is not right for {self.model.model_type}: on a small model of this architecture, compared "
+            f"with one process, {trouble.what}. {self._way_out()}"
+        )
+
+    def _way_out(self) -> str:
+        """The keys to leave out, one at a time, of which it is known that the rest is right then."""
+        fine = [keys for keys, question in self._simpler() if question is None or question.trouble() is None]
+        return f"Set {' or '.join(fine) or _alone(self.policy)}."
+
+    def _simpler(self) -> Iterator[tuple[str, "_Question | None"]]:
+        for keys, changes in _changes(self.policy).items():
+            section = self.policy.dtensor_cfg.model_copy(update=changes)
+            policy = self.policy.model_copy(update={"dtensor_cfg": section})
+            sizes = {axis: section.size(axis) for axis in _AXES}
+            alone = all(size == 1 for size in sizes.values())
+            ranks = ParallelLayout(**sizes)
+            yield keys, None if alone else _Question(policy, SmallMesh.of(policy, ranks), self.model)
+
+
+def _keys(policy: PolicyConfig) -> Iterator[str]:
+    """What divides the model, as the user writes it."""
+    section = policy.dtensor_cfg
+    for axis in _AXES:
+        if section.size(axis) > 1:
+            yield f"{section.size_keys[axis]}={section.size(axis)}"
+    if section.sequence_parallel and section.tensor_parallel_size > 1:
+        yield "sequence_parallel=true"
+
+
+def _changes(policy: PolicyConfig) -> Mapping[str, dict[str, Any]]:
+    """Ways to divide the model less: keys as the user writes them, and what they change."""
+    section = policy.dtensor_cfg
+    ways: dict[str, dict[str, Any]] = {}
+    if section.sequence_parallel and section.tensor_parallel_size > 1:
+        ways["sequence_parallel=false"] = {"sequence_parallel": False}
+    for axis in _AXES:
+        if section.size(axis) > 1:
+            ways[f"{section.size_keys[axis]}=1"] = {section.size_keys[axis]: 1}
+    return ways
+
+
+def _alone(policy: PolicyConfig) -> str:
+    """The advice where no single change helps: leave every axis at one rank."""
+    axes = [axis for axis in _AXES if policy.dtensor_cfg.size(axis) > 1]
+    return " and ".join(f"{policy.dtensor_cfg.size_keys[axis]}=1" for axis in axes)
+
+
+def _prove(question: _Question) -> Trouble | None:
+    """In the prover: compare one process with the ranks.
+
+    In float64, where a small mistake cannot hide. In float32 if the architecture does not compute in float64; and for
+    experts, whose grouped products know no float64, in float32 as well.
+    """
+    from nemo_rl.models.dtensor.build import longest_sequence, try_out
+    from nemo_rl.models.dtensor.expert_parallel import find_experts
+    from nemo_rl.models.dtensor.proof.float64 import in_float64
+    from nemo_rl.models.dtensor.proof.numbers import Task
+
+    policy = small_policy(question.policy, question.mesh)
+    twin = small_model(question.model, policy, question.mesh)
+    found = try_out(twin, longest_sequence(question.policy), policy)
+    single, double = (Task(model, policy, question.mesh.layout, found) for model in (twin, deepcopy(twin).double()))
+    with in_float64():
+        trouble = _difference(double, TOLERANCES[torch.float64])
+    if trouble.raised if trouble is not None else bool(find_experts(twin)):
+        trouble = _difference(single, TOLERANCES[torch.float32])
+    return trouble
+
+
+def _difference(task: Any, tolerance: float) -> Trouble | None:
+    """What is different on the ranks."""
+    from nemo_rl.models.dtensor.proof.numbers import RankNumbers, one_process
+
+    try:
+        reference = one_process(task)
+    except ConfigError as error:
+        return Trouble(str(error), refused=True)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        return Trouble(f"one process gave {type(error).__name__}: {str(error).splitlines()[0]}", raised=True)
+    with tempfile.TemporaryDirectory(prefix="nrl-proof-") as folder:
+        work = partial(_on_rank, task, reference, Path(folder) / "store")
+        try:
+            found = answers(work, task.layout.num_ranks, _RANKS_S)
+        except DeadlineExceededError:
+            return Trouble(f"its ranks gave no answer within {_RANKS_S:g} s")
+    if isinstance(found, Trouble):
+        return found if found.refused else Trouble(f"a rank gave {found.what}", raised=True)
+    ranks: list[RankNumbers] = found
+    return _largest(reference, ranks, tolerance)
+
+
+def _on_rank(task: Any, reference: Any, store: Path, rank: int) -> Any:
+    from nemo_rl.models.dtensor.proof.numbers import on_mesh
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    size = task.layout.num_ranks
+    limit = timedelta(seconds=_RANKS_S)
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=limit)
+    return on_mesh(task, reference)
+
+
+def _largest(reference: Any, ranks: list[Any], tolerance: float) -> Trouble | None:
+    """The difference to report: of the loss, else of the scores, of the worst gradient, of the norm."""
+    loss, norm = sum(rank.loss for rank in ranks), ranks[0].norm
+    gradients = {name: error for rank in ranks for name, error in rank.gradients.items()}
+    for rank in ranks:
+        gradients.update({name: max(error, gradients[name]) for name, error in rank.gradients.items()})
+    missing = sorted(reference.gradients.keys() - gradients.keys())
+    scale = max(abs(reference.loss), sum(float(each.abs().max()) for each in reference.scores.values()))
+    found = {
+        "the loss": abs(loss - reference.loss) / scale,
+        "a score": max(rank.scores for rank in ranks),
+    }
+    found |= {f"the gradient of {name}": error for name, error in gradients.items()}
+    found |= {f"the gradient of {name}, which no rank has,": 1.0 for name in missing}
+    found["the gradient's norm"] = abs(norm - reference.norm) / reference.norm if reference.norm else 0.0
+    wrong = {name: error for name, error in found.items() if not error <= tolerance}
+    logger.debug("Largest difference: %s", max(found.items(), key=lambda item: item[1]))
+    if not wrong:
+        return None
+    first, worst = next(iter(wrong)), max(wrong, key=lambda name: wrong[name])
+    told = [first] if first == worst else [first, worst]
+    return Trouble(" and ".join(f"{name} differs by {wrong[name]:.1e} of its size" for name in told))

@@ -1,0 +1,243 @@
+"""The numbers that a proof compares: loss, scores, gradients and their norm, of one process and of the ranks of a mesh.
+
+One process scores each row by itself, unpadded, by the model's own forward and its own attention. The ranks are those
+of a run: `DTensorBackend` with everything that a section asks for, on microbatches as a run lays them out. Both compute
+in float64 where the architecture does, but for what its code rounds to float32.
+
+Invariant: every gradient of the one process is compared with the sum that the ranks have of it.
+"""
+
+import math
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.config.rules.topology import row_length_multiple
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.placements import whole
+from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.build import Built, Found, adapted
+from nemo_rl.models.dtensor.optimizer import clip_gradients
+from nemo_rl.models.dtensor.pipeline.stages import stage_of
+from nemo_rl.models.dtensor.pipeline.weights import copied_parameters, sum_shared_gradients
+from nemo_rl.models.huggingface.unread import Unread
+from nemo_rl.models.inputs import InputLayout, ModelInputs, build_score_inputs, build_training_inputs
+
+_CPU = torch.device("cpu")
+_LENGTHS = ((13, 9), (7, 11, 6))
+"""Tokens of the rows of each microbatch: other shapes each, longer than a window."""
+_ALIKE = 6
+"""Tokens that the rows of a microbatch begin with: a prompt."""
+_NEGLIGIBLE = 1e-3
+"""A gradient is measured against its largest number, or against this part of the largest one of the model: the true
+gradient of some parameters (biases of keys) is zero, and what is left of it is rounding."""
+_ADAPTED = 0.1
+
+
+@dataclass
+class Reference:
+    """What one process computes.
+
+    Attributes:
+        loss: of all rows.
+        scores: `[b, T - 1]`, or `[b, 1]`, by data-parallel rank and microbatch.
+        gradients: by name, of every parameter that is trained.
+    """
+
+    loss: float = 0.0
+    scores: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def norm(self) -> float:
+        """Of all gradients."""
+        return math.sqrt(sum(float(gradient.square().sum()) for gradient in self.gradients.values()))
+
+    @property
+    def scale(self) -> float:
+        """The largest number of any gradient."""
+        return max((float(gradient.abs().max()) for gradient in self.gradients.values()), default=0.0)
+
+
+@dataclass
+class RankNumbers:
+    """What one rank found, as differences from the reference.
+
+    Attributes:
+        loss: of its rows, where its loss counts.
+        norm: of all gradients.
+        scores: the largest difference of a score, relative to the largest score.
+        gradients: by name, the largest difference, relative to the largest number of the gradient.
+    """
+
+    loss: float
+    norm: float
+    scores: float
+    gradients: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What both sides compute.
+
+    Attributes:
+        twin: the small model, with weights.
+        policy: section of the small mesh.
+        layout: the small mesh.
+        found: what the architecture can do.
+    """
+
+    twin: PreTrainedModel
+    policy: PolicyConfig
+    layout: ParallelLayout
+    found: Found
+
+    def model(self) -> Any:
+        """The wrapped model, its adapters filled, in the number format of the twin."""
+        dtype = next(self.twin.parameters()).dtype
+        model = adapted(deepcopy(self.twin), self.policy, self.found, seed=0).to(dtype)
+        if dtype == torch.float64:
+            model.hf.set_experts_implementation("eager")  # grouped products know no float64
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.hf.named_parameters():
+            if name.endswith("lora_B"):  # zeros hide A
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                parameter.data.copy_(_ADAPTED * noise)
+        return model
+
+    @property
+    def scores(self) -> bool:
+        """Whether it is a reward model."""
+        return self.policy.reward_model_cfg.enabled
+
+    def microbatches(self, dp_rank: int) -> Iterator[BatchedDataDict[Any]]:
+        """Rows of a data-parallel rank, right padded, with a weight for each token's score."""
+        text = self.twin.config.get_text_config()
+        padding = -1 if text.pad_token_id is None else text.pad_token_id  # ends a row for a scoring head
+        for index, lengths in enumerate(_LENGTHS):
+            generator = torch.Generator().manual_seed(10 * dp_rank + index)
+            shape = (len(lengths), max(lengths))
+            real = torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
+            ids = torch.randint(3, text.vocab_size, shape, generator=generator)
+            ids[:, :_ALIKE] = ids[:1, :_ALIKE]
+            ids = torch.where(ids == padding, 1, ids)
+            yield BatchedDataDict(
+                {
+                    "input_ids": ids * real,
+                    "input_lengths": torch.tensor(lengths),
+                    "token_mask": (real & (torch.arange(shape[1]) >= _ALIKE - 1)).float(),
+                    "sample_mask": torch.ones(len(lengths)),
+                    "weights": torch.randn(shape[0], 1 if self.scores else shape[1] - 1, generator=generator),
+                }
+            )
+
+
+def one_process(task: Task) -> Reference:
+    """The numbers of the model's own forward, row by row."""
+    hf = task.model().hf
+    if hf._can_set_attn_implementation():
+        hf.set_attn_implementation("eager")
+    hf.train()
+    reference = Reference()
+    for dp_rank in range(task.layout.data_parallel_size):
+        for index, rows in enumerate(task.microbatches(dp_rank)):
+            scores = torch.zeros(rows["weights"].shape, dtype=torch.float64)
+            for row, length in enumerate(rows["input_lengths"].tolist()):
+                given = _scores_of_row(task, hf, rows, row, length)
+                loss = -(given * rows["weights"][row, : len(given)]).sum()
+                loss.backward()
+                reference.loss += loss.item()
+                scores[row, : len(given)] = given.detach()
+            reference.scores[dp_rank, index] = scores
+    for name, parameter in hf.named_parameters():
+        if parameter.requires_grad:
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            reference.gradients[name] = gradient.detach()
+    return reference
+
+
+def _scores_of_row(task: Task, hf: PreTrainedModel, rows: BatchedDataDict[Any], row: int, length: int) -> Tensor:
+    """What is scored of a row: its tokens but for the prompt, or all of it."""
+    ids = rows["input_ids"][row : row + 1, :length]
+    logits = hf(input_ids=ids, use_cache=False).logits
+    if task.scores:
+        return logits.flatten().double()
+    logprobs = torch.log_softmax(logits[0, :-1].double(), dim=-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+    counted: Tensor = rows["token_mask"][row, 1:length]
+    return logprobs * counted
+
+
+def on_mesh(task: Task, reference: Reference) -> RankNumbers:
+    """The numbers of this rank; collective, in a process group of the size of the mesh."""
+    built = Built(task.model(), Unread(), task.found.shares_prompts)
+    options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
+    backend = DTensorBackend(task.policy, _CPU, task.layout, build=lambda *_: built, **options)
+    dp_rank = task.layout.data_parallel_rank(dist.get_rank())
+    counts = dist.get_rank() in task.layout.result_ranks
+    rows = list(task.microbatches(dp_rank))
+    inputs = [_laid_out(task, backend, each) for each in rows]
+    losses: list[float] = []
+    errors: list[float] = [0.0]
+
+    def compare(index: int, scores_K: Tensor) -> Tensor:
+        scattered = inputs[index].scatter(scores_K)
+        want = reference.scores[dp_rank, index]
+        if counts:
+            errors.append(_relative(scattered.detach(), want, float(want.abs().max())))
+        return scattered
+
+    def score(index: int, scores_K: Tensor, entropy_K: Tensor) -> None:
+        compare(index, scores_K)
+
+    def train(index: int, scores_K: Tensor, entropy_K: Tensor) -> Tensor:
+        loss = -(compare(index, scores_K) * rows[index]["weights"]).sum()
+        losses.append(loss.item())
+        return loss
+
+    backend.run(inputs, score, backward=False)
+    backend.run(inputs, train, backward=True)
+    norm, gradients = _gradients(backend)
+    found = {name: _relative(gradient, reference.gradients[name], reference.scale) for name, gradient in gradients}
+    return RankNumbers(sum(losses) if counts else 0.0, norm, max(errors), found)
+
+
+def _laid_out(task: Task, backend: DTensorBackend, rows: BatchedDataDict[Any]) -> ModelInputs:
+    packed = task.policy.sequence_packing.enabled
+    layout = InputLayout(packed, row_length_multiple(task.policy), packed and backend.shares_prompts)
+    build = build_score_inputs if task.scores else build_training_inputs
+    return build(rows, layout, _CPU)
+
+
+def _gradients(backend: DTensorBackend) -> tuple[float, Iterator[tuple[str, Tensor]]]:
+    """Norm and whole gradients of this rank's stage, by the names of the whole model; collective."""
+    hf, stage = backend.model.hf, stage_of(backend.model.hf)
+    sum_shared_gradients(hf)
+    norm = clip_gradients(
+        backend.model.parameters(),
+        None,
+        copies=copied_parameters(hf),
+        sum_over_stages=stage.sum if stage is not None else None,
+    )
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in hf.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                yield name if stage is None else stage.known_as(name), whole(gradient)
+
+    return norm, gathered()
+
+
+def _relative(got: Tensor, want: Tensor, scale: float) -> float:
+    """The largest difference, relative to the largest number; NaN counts as infinite."""
+    size = max(float(want.abs().max()), _NEGLIGIBLE * scale) if want.numel() else 1.0
+    worst = float((got.double() - want.double()).abs().max()) if want.numel() else 0.0
+    return worst / size if size and math.isfinite(worst) else (0.0 if worst == 0 else math.inf)

@@ -1,0 +1,186 @@
+"""Sweep model types over meshes: each is right, or refused before the ranks start.
+
+    python tools/mesh_sweep.py [--types llama,olmo] [--meshes tp2,pp2] [--part 1/4] [--packed] [--out FILE]
+
+Every causal language model type of the installed transformers is built small, checked as a run checks it before Ray
+starts, and, where it is accepted, trained one update by the training backend on real gloo ranks. The judge is
+transformers' own model in float64 in one process (`parity.reference`), which shares no code with the check. Prints one
+line for each cell and exits with 1 if one is wrong, crashed, or refused by its ranks only.
+
+Ranks compute in float32 as in a run; where that is farther off than the tolerance, as rounding alone is for some
+architectures, they compute again in float64, and that counts.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from parity.compare import difference
+from parity.every_type import model_types, save_tiny_model
+from parity.ranks import mesh_numbers, policy_config
+from parity.reference import Numbers, one_process
+
+from nemo_rl.models.dtensor.training_backend import DTensorTraining
+from nemo_rl.utils.errors import ConfigError
+
+TOLERANCE = 1e-5
+_TP, _SP = {"tensor_parallel_size": 2}, {"sequence_parallel": True}
+_CP, _PP, _EP = {"context_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"expert_parallel_size": 2}
+MESHES: dict[str, tuple[dict[str, Any], int]] = {
+    "tp2": (_TP, 2),
+    "tp2sp": (_TP | _SP, 2),
+    "cp2": (_CP, 2),
+    "pp2": (_PP, 2),
+    "ep2": (_EP, 2),
+    "pp2tp2": (_PP | _TP, 4),
+    "cp2tp2": (_CP | _TP, 4),
+    "tp2ep2": (_TP | _EP, 2),
+}
+"""Keys of `policy.dtensor_cfg`, and ranks."""
+GOOD = ("right", "refused")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of one model type on one mesh.
+
+    Attributes:
+        model_type: name of the type.
+        mesh: key of `MESHES`.
+        verdict: `right`, `refused`, or what is not good: `wrong`, `crashed`, `refused late`.
+        told: the difference, or the message.
+        check_s: seconds that the check took.
+    """
+
+    model_type: str
+    mesh: str
+    verdict: str
+    told: str
+    check_s: float
+
+
+def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: bool = True) -> Iterator[Cell]:
+    """The cells of one model type.
+
+    Args:
+        model_type: name of the type.
+        meshes: keys of `MESHES`.
+        packed: rows end to end instead of padded.
+        judged: whether to run what is accepted; without, its verdict is `accepted`.
+
+    Raises:
+        ValueError: the type cannot be built small.
+    """
+    with tempfile.TemporaryDirectory(prefix="mesh-sweep-") as folder:
+        name = save_tiny_model(model_type, Path(folder) / "model")
+        judge = _Judge(name)
+        for mesh in meshes:
+            began = time.monotonic()
+            asked, ranks = MESHES[mesh]
+            policy = policy_config(name, asked, packed=packed)
+            try:
+                DTensorTraining().check(policy, ranks)
+            except ConfigError as error:
+                yield Cell(model_type, mesh, "refused", str(error), time.monotonic() - began)
+                continue
+            except Exception as error:  # noqa: BLE001  (what the sweep looks for)
+                yield Cell(model_type, mesh, "crashed", repr(error), time.monotonic() - began)
+                continue
+            check_s = time.monotonic() - began
+            verdict = judge.verdict(asked, ranks, packed) if judged else ("accepted", "")
+            yield Cell(model_type, mesh, *verdict, check_s)
+
+
+class _Judge:
+    """Compares ranks with transformers in float64."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._reference: Numbers | None = None
+
+    def verdict(self, asked: dict[str, Any], ranks: int, packed: bool) -> tuple[str, str]:
+        """Run the mesh; verdict and what to say of it."""
+        told = []
+        for dtype in (torch.float32, torch.float64):
+            try:
+                ours = mesh_numbers(self._name, asked, ranks, packed=packed, steps=1, dtype=dtype)
+            except Exception as error:  # noqa: BLE001  (what the sweep looks for)
+                late = "ConfigError" in str(error)
+                return ("refused late" if late else "crashed"), str(error).strip().splitlines()[-1]
+            self._reference = self._reference or one_process(self._name, 1)
+            _fill(ours, self._reference)
+            found = difference(ours, self._reference)
+            told.append(f"{found.largest:.1e}")
+            if found.largest <= TOLERANCE:
+                return "right", ", in float64 ".join(told)
+        return "wrong", f"{', in float64 '.join(told)} {found}"
+
+
+def _fill(ours: Numbers, theirs: Numbers) -> None:
+    """Gradients that one side has as zeros and the other not at all."""
+    for mine, other in zip(ours.gradients, theirs.gradients, strict=True):
+        for here, there in ((mine, other), (other, mine)):
+            for name in there.keys() - here.keys():
+                if not bool(there[name].any()):
+                    here[name] = torch.zeros_like(there[name])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the sweep; exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", help="comma-separated; all by default")
+    parser.add_argument("--meshes", default=",".join(MESHES), help="comma-separated; all by default")
+    parser.add_argument("--part", default="1/1", help="of the types, for example 2/4")
+    parser.add_argument("--packed", action="store_true", help="rows end to end instead of padded")
+    parser.add_argument("--check-only", action="store_true", help="do not run what the check accepts")
+    parser.add_argument("--out", type=Path, help="file for one JSON object a line, appended")
+    given = parser.parse_args(arguments)
+    part, parts = map(int, given.part.split("/"))
+    chosen = given.types.split(",") if given.types else model_types()[part - 1 :: parts]
+    _be_quiet()
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="mesh-sweep-cache-") as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        for model_type in chosen:
+            for cell in _cells(model_type, given):
+                counts[cell.verdict] += 1
+                print(f"{cell.model_type:24} {cell.mesh:8} {cell.verdict:10} {cell.check_s:4.1f}s {cell.told[:400]}")
+                sys.stdout.flush()
+                if given.out:
+                    with given.out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(asdict(cell)) + "\n")
+    print(dict(counts))
+    return 0 if counts.keys() <= {*GOOD, "accepted", "not built"} else 1
+
+
+def _cells(model_type: str, given: argparse.Namespace) -> Iterator[Cell]:
+    try:
+        yield from sweep(model_type, given.meshes.split(","), packed=given.packed, judged=not given.check_only)
+    except ValueError as error:
+        yield Cell(model_type, "-", "not built", str(error), 0.0)
+    except Exception:  # noqa: BLE001  (one type does not end the sweep)
+        yield Cell(model_type, "-", "crashed", traceback.format_exc().strip().splitlines()[-1], 0.0)
+
+
+def _be_quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,172 @@
+"""A tiny model of every causal language model type that the installed transformers knows.
+
+Sizes are set by the names of configuration fields, so that types of later versions are built without a line here;
+`SPECIAL` has what one type needs besides. Invariant: sizes divide by 2, everything random in training is off, and
+every kind of layer of a type is there that its configuration can be asked for in four layers.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from parity.models import VOCABULARY
+
+_LAYERS = 4
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim", "lru_width"), 64),
+    **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("intermediate_size_mlp", "dense_intermediate_size", "n_inner", "dff", "d_inner", "dim_ff"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 48),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "feed_forward_size"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers"), _LAYERS),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "num_blocks", "num_layers"), _LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_heads", "swa_num_attention_heads", "linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_query_groups", "swa_num_key_value_heads"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "index_n_heads"), 2),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "linear_head_dim", "index_head_dim"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "qk_head_dim"), 32),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "zero_expert_num"), 1),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 128),
+    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "local_attention"), 6),
+    **dict.fromkeys(("sliding_window_size", "attention_chunk_size", "rel_extent"), 6),
+    "index_topk": 64,  # of fewer, scores of exactly zero are as good as each other
+    **dict.fromkeys(("sliding_window_pattern", "full_attention_interval", "global_attn_every_n_layers"), 2),
+    **dict.fromkeys(("attn_layer_period", "expert_layer_period", "interleave_moe_layer_step"), 2),
+    **dict.fromkeys(("attn_layer_offset", "expert_layer_offset", "max_window_layers"), 1),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_dt_rank", "time_step_rank"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), 8),
+    "mamba_d_ssm": 128,
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 16,
+    "rotary_dim": 8,
+    "initializer_range": 0.12,
+    "init_std": 0.12,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "is_decoder": True,
+    "query_pre_attn_scalar": 16,
+    "use_sliding_window": True,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+    "attention_multiplier": 0.3,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
+_OFF = re.compile(r"dropout|pdrop|drop_rate|layerdrop|jitter|drop_p|_drop$")
+_HYBRID = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
+SPECIAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("gemma2", "gemma3_text", "cohere2", "olmo3", "exaone4", "gpt_oss", "ministral"), _HYBRID),
+    **dict.fromkeys(("vaultgemma", "cwm", "modernbert-decoder", "gemma4_text", "afmoe"), _HYBRID),
+    **dict.fromkeys(("minimax", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _LINEAR),
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "mpt": {"attn_config": {"alibi": True}},
+    "gptj": {"n_embd": 64, "n_head": 4, "n_layer": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "llama4_text": {"no_rope_layers": [1, 0, 1, 0]},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8} | _HYBRID,
+    "doge": {"num_experts": 16, "is_moe": False},
+    "falcon_h1": {"mamba_d_ssm": 128, "mlp_multipliers": [0.9, 1.1], "embedding_multiplier": 3.0},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2},
+    "minicpm3": {"scale_emb": 3, "dim_model_base": 32},
+}
+"""Fields that one type needs besides `_SIZES`."""
+
+
+def model_types() -> list[str]:
+    """Names of all types."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_model(model_type: str) -> PreTrainedModel:
+    """A model in float32 with random weights, in eval mode.
+
+    Raises:
+        ValueError: no small configuration of the type makes a model that runs; says what each attempt ended with.
+    """
+    reasons: list[str] = []
+    for values in _attempts():
+        try:
+            model = _made(_small(CONFIG_MAPPING[model_type], values | SPECIAL.get(model_type, {})))
+            _require_running(model)
+            return model
+        except Exception as error:  # noqa: BLE001  (the code of any architecture)
+            reasons.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}")
+    raise ValueError("; ".join(dict.fromkeys(reasons)))
+
+
+def save_tiny_model(model_type: str, folder: Path) -> str:
+    """Write the folder of a `tiny_model`; returns its name."""
+    tiny_model(model_type).save_pretrained(folder)
+    return str(folder)
+
+
+def _attempts() -> list[dict[str, Any]]:
+    """Sizes to try, in order: some types need as many heads of keys as of queries, or compute the rest themselves."""
+    same_heads = dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "num_kv_heads"), 4)
+    kept = [name for name in _SIZES if name not in ("head_dim", "qk_head_dim", "rotary_dim")]
+    fewest = [name for name in kept if not name.startswith(("mamba", "q_lora", "index", "chunk"))]
+    return [_SIZES, _SIZES | same_heads, {name: _SIZES[name] for name in kept}, {name: _SIZES[name] for name in fewest}]
+
+
+def _small(kind: type[PretrainedConfig], values: dict[str, Any]) -> PretrainedConfig:
+    """A configuration of a class; parts for text and other inputs get the same sizes."""
+    default = kind()
+    parts: dict[str, Any] = {}
+    for name in kind.sub_configs:
+        if isinstance(getattr(default, name, None), PretrainedConfig):
+            inner = type(getattr(default, name))
+            special = SPECIAL.get(inner.model_type, {}) if name == "text_config" else {"layer_types": None}
+            parts[name] = _small(inner, values | special).to_dict()
+    known = {*vars(default), *kind.attribute_map, *getattr(kind, "__dataclass_fields__", {})}
+    given = {name: value for name, value in values.items() if name in known and value is not None}
+    given |= {name: 0.0 for name, value in vars(default).items() if _OFF.search(name) and isinstance(value, float)}
+    return kind(**given | parts)
+
+
+def _made(config: PretrainedConfig) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if sum(parameter.numel() for parameter in model.parameters()) > 20_000_000:
+            raise ValueError("its configuration has no small form")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@torch.no_grad()
+def _require_running(model: PreTrainedModel) -> None:
+    tokens = torch.arange(3, 23)[None]
+    logits = model(input_ids=tokens, use_cache=False).logits
+    if logits.shape[:2] != tokens.shape or not bool(logits.isfinite().all()):
+        raise ValueError(f"its logits have the shape {list(logits.shape)}, or are not finite")
+    again = model(input_ids=tokens.clone(), use_cache=False).logits
+    shorter = model(input_ids=tokens[:, :12], use_cache=False).logits
+    if not torch.equal(logits, again):
+        raise ValueError("it gives other numbers every time")
+    if float((logits[:, :12] - shorter).abs().max()) > 1e-3 * float(logits.abs().max()):
+        raise ValueError("it does not read from left to right")
