@@ -24,14 +24,14 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl.distributed.joined_ray import watch_joined_ray
+from nemo_rl.distributed.joined_ray import join_ray
 from nemo_rl.distributed.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
 from nemo_rl.distributed.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
 from nemo_rl.distributed.node_health import lost_nodes
+from nemo_rl.distributed.ray_address import cluster_address, require_cluster
 from nemo_rl.distributed.rendezvous import bind_free_port
 from nemo_rl.utils.errors import ResourceInsufficientError
 from nemo_rl.utils.public_names import public_names
-from nemo_rl.utils.stop_signals import handlers_kept
 
 logger = logging.getLogger(__name__)
 __getattr__ = public_names(__name__, {"PY_EXECUTABLES": "nemo_rl.utils.venvs"})
@@ -54,7 +54,6 @@ _FORWARDED_PREFIXES = (
 )  # fmt: skip
 
 
-@handlers_kept()  # Ray aborts on SIGTERM, by a handler below Python's.
 def init_ray(
     log_dir: str | None = None,
     *,
@@ -74,6 +73,11 @@ def init_ray(
         env_vars: environment of all workers, on top of this process's own.
         include_dashboard: start Ray's dashboard with a local cluster.
         log_to_driver: repeat what workers write on this process's console.
+
+    Raises:
+        ConfigError: no Ray cluster answers at RAY_ADDRESS.
+        DeadlineExceededError: Ray did not connect in time.
+        ResourceInsufficientError: a local Ray did not start.
     """
     if ray.is_initialized():
         return
@@ -83,18 +87,12 @@ def init_ray(
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     # Ray read this one when it was imported.
     ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = ray_constants.env_bool("RAY_ENABLE_UV_RUN_RUNTIME_ENV", False)
-    address = os.environ.get("RAY_ADDRESS")
+    address = cluster_address()
     context: Any
     if address:
+        require_cluster()
         forwarded = {k: v for k, v in os.environ.items() if k.startswith(_FORWARDED_PREFIXES)}
-        worker_env = {**forwarded, **(env_vars or {})}
-        context = ray.init(
-            address=address,
-            runtime_env={"env_vars": worker_env},
-            log_to_driver=log_to_driver,
-            logging_level=logging.WARNING,
-        )
-        watch_joined_ray()
+        context = join_ray(address, {**forwarded, **(env_vars or {})}, log_to_driver=log_to_driver)
     else:
         context = start_local_ray(
             num_cpus=num_cpus,
