@@ -9,7 +9,6 @@ probe looks before the first update, and again when an engine has been replaced.
 """
 
 import logging
-import math
 from collections.abc import Sequence
 
 import torch
@@ -19,10 +18,9 @@ from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.rollout.training_batch import TrainingBatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.ratios import bounded_exp
-from nemo_rl.models.finite import listed
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.errors import NonFiniteError, WeightSyncError
+from nemo_rl.utils.errors import WeightSyncError
 
 logger = logging.getLogger(__name__)
 
@@ -68,25 +66,16 @@ class SyncProbe:
 
         Raises:
             WeightSyncError: the engines compute something else than the policy.
-            NonFiniteError: its weights are not finite.
         """
         num_restarts = self._generation.num_restarts
         if self._max_error is None or self._num_restarts == num_restarts or not batch["token_mask"].any():
             return
         errors_BT = self._errors(batch)
         error = float(errors_BT.sum() / batch["token_mask"].sum())
-        if math.isnan(error):
-            self._blame_weights()
         if not error <= self._max_error:
             raise WeightSyncError(self._explanation(batch, errors_BT, error))
         self._num_restarts = num_restarts
         logger.info("Engines sample from the policy: mult_prob_error %.6f in the first batch.", error)
-
-    def _blame_weights(self) -> None:
-        """Raise a NonFiniteError where it is the policy's own weights that make its log-probabilities NaN."""
-        names = self._policy.non_finite_weights()
-        if names:
-            raise NonFiniteError(f"The policy's weights are not finite: {listed(names)}. Nothing can be learned.")
 
     def _errors(self, batch: BatchedDataDict[TrainingBatch]) -> Tensor:
         """`exp(|log p_trainer - log p_engine|)` at sampled tokens, 0 elsewhere; `[B, T]`."""

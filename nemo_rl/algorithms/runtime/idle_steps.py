@@ -9,6 +9,15 @@ logger = logging.getLogger(__name__)
 
 _CAUSES = ("reward_error_rate", "truncation_rate", "prompt_too_long_rate", "num_masked_seqs")
 
+_NOT_FINITE = "the gradients of all of its updates were not finite"
+_LOOK_AT_SAMPLES = (
+    "Inspect the samples of these steps, fix what excludes them from the loss, and start the same command again."
+)
+_LOOK_AT_NUMBERS = (
+    "The warnings above name the tensors. A lower learning rate, clipping (policy.max_grad_norm) or another precision "
+    "are usual remedies; look at the data of these steps too."
+)
+
 
 class IdleSteps:
     """Counts the steps in a row without an update.
@@ -37,12 +46,15 @@ class IdleSteps:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
-        count = f"Such steps in a row: {self.in_a_row} of max_idle_steps={self._most}"
-        error = _nothing_counted(step, metrics, count) if nothing_counts else _nothing_was_finite(step, count)
-        if self.in_a_row >= self._most:
-            return error
-        logger.warning("%s", error)
-        return None
+        reason = _reason(metrics) if nothing_counts else _NOT_FINITE
+        message = f"Step {step} trained nothing: {reason}. Weights and optimizer are as they were. "
+        message += f"Such steps in a row: {self.in_a_row} of max_idle_steps={self._most}"
+        logger.warning("%s.", message)
+        if self.in_a_row < self._most:
+            return None
+        if nothing_counts:
+            return NothingToLearnError(f"{message}. {_LOOK_AT_SAMPLES}")
+        return NonFiniteError(f"{message}. {_LOOK_AT_NUMBERS}")
 
 
 def made_update(metrics: Mapping[str, float]) -> bool:
@@ -50,18 +62,6 @@ def made_update(metrics: Mapping[str, float]) -> bool:
     return metrics.get("num_updates", 1.0) > 0 and metrics.get("global_valid_seqs") != 0
 
 
-def _nothing_counted(step: int, metrics: Mapping[str, float], count: str) -> NothingToLearnError:
+def _reason(metrics: Mapping[str, float]) -> str:
     causes = ", ".join(f"{name}={metrics[name]:.4g}" for name in _CAUSES if metrics.get(name))
-    return NothingToLearnError(
-        f"Step {step} trained nothing: none of its samples counts in the loss{causes and f' ({causes})'}. Weights and "
-        f"optimizer are as they were. {count}. Inspect the samples of these steps, fix what excludes them from the "
-        "loss, and start the same command again."
-    )
-
-
-def _nothing_was_finite(step: int, count: str) -> NonFiniteError:
-    return NonFiniteError(
-        f"Step {step} trained nothing: the gradients of all of its updates were not finite. Weights and optimizer are "
-        f"as they were. {count}. The warnings above name the tensors. A lower learning rate, gradient clipping "
-        "(policy.max_grad_norm) or another precision are usual remedies; look at the data of these steps too."
-    )
+    return f"none of its samples counts in the loss{causes and f' ({causes})'}"

@@ -21,7 +21,6 @@ from nemo_rl.models.finite import listed
 from nemo_rl.models.generation.interfaces import FinishReason, GenerationRequest, GenerationResult, VersionSpan
 from nemo_rl.utils.errors import GenerationError, NonFiniteError
 
-
 _OVERFLOW = (
     "No weight that the engine can look at holds NaN or infinity, so numbers may overflow on the way: try another "
     "precision (policy.generation.engine.precision)."

@@ -217,11 +217,6 @@ class Policy(PolicyInterface):
         """
         return BatchedDataDict({"logprobs": self._score("get_logprobs", data)})
 
-    def non_finite_weights(self) -> list[str]:
-        """Names of the weights that hold NaN or infinity; empty while all is well."""
-        names: list[str] = self._ranks.everywhere("non_finite_weights", "looking at the weights")[0]
-        return names
-
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[torch.Tensor]]:
         """The names of the decoder layers, and the hidden states `[T, D]` float32 behind each for one sequence."""
         reports: list[tuple[list[str], list[torch.Tensor]]] = self._ranks.everywhere(

@@ -105,18 +105,20 @@ def refusing_non_finite(model_name: str) -> Iterator[None]:
     Raises:
         NonFiniteError: names those that hold NaN or infinity, when the block has ended.
     """
-    read, spoilt = DefaultModelLoader.get_all_weights, []
+    loader_class: Any = DefaultModelLoader
+    read = loader_class.get_all_weights
+    spoilt: list[str] = []
 
     def watched(loader: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in read(loader, *args, **kwargs):
             spoilt.extend(not_finite({name: tensor}))
             yield name, tensor
 
-    DefaultModelLoader.get_all_weights = watched
+    loader_class.get_all_weights = watched
     try:
         yield
     finally:
-        DefaultModelLoader.get_all_weights = read
+        loader_class.get_all_weights = read
     if spoilt:
         raise NonFiniteError(f"The weights of the model {model_name} are not finite: {listed(spoilt)}. {ANOTHER_COPY}")
 
