@@ -7,6 +7,7 @@ only when RAY_ADDRESS says so.
 
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
@@ -83,6 +84,8 @@ def init_ray(
         return
     for name, value in _RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
+    if not sys.stderr.isatty():
+        _without_colours()
     # Ray warns on every start that its token authentication is on, which is what we want.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     # Ray read this one when it was imported.
@@ -340,6 +343,14 @@ def _nodes_of(groups: Sequence[PlacementGroup]) -> list[str]:
 def _address_and_free_port(low: int | None, high: int | None) -> tuple[str, int]:
     with bind_free_port(ray.util.get_node_ip_address(), low, high) as bound:
         return bound.getsockname()
+
+
+def _without_colours() -> None:
+    """Let Ray print the lines of its daemons and workers as they are, where they go into a file."""
+    colorama = ray._private.worker.colorama  # Ray brings it
+    for codes in (colorama.Fore, colorama.Style):
+        for name in vars(codes):
+            setattr(codes, name, "")
 
 
 def _link_session(log_dir: Path, session_dir: Path) -> None:

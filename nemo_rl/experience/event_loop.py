@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from nemo_rl.distributed.local_ray import LIVENESS_PERIOD_S, check_local_ray
 from nemo_rl.utils.errors import DeadlineExceededError
+from nemo_rl.utils.still_waiting import StillWaiting
 
 _END = object()
 
@@ -70,6 +71,8 @@ class EventLoopThread:
         future = asyncio.run_coroutine_threadsafe(_announced(start(items.put), ended), self._loop)
         woken = cast("queue.SimpleQueue[Any]", items)
         future.add_done_callback(lambda _: woken.put(_END))
+        num_items = 0
+        progress = StillWaiting(phase, lambda: f"{num_items} parts are finished")
         try:
             while True:
                 left = end - time.monotonic()
@@ -82,7 +85,9 @@ class EventLoopThread:
                     if item is _END:
                         check_local_ray()
                         return future.result()
+                    num_items += 1
                     yield item
+                progress.look()
                 check_local_ray()
         finally:
             if future.cancel():

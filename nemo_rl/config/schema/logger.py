@@ -35,7 +35,7 @@ class MlflowConfig(Section):
     run_name: str | None = Field(default="grpo-dev-logger", description="Name of the run.")
     tracking_uri: str | None = Field(
         default=None,
-        description="Address of a tracking server or of a database (sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI, or "
+        description="Address of a server or of a database (sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI, or "
         "without it a database in the run's folder, exp_NNN/mlflow/mlflow.db.",
     )
     artifact_location: str | None = Field(default=None, description="Where a new experiment puts artifacts.")
