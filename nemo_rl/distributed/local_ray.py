@@ -30,11 +30,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private.node import Node
 
+import ray
 from nemo_rl.distributed import ray_agents, ray_worker
 from nemo_rl.distributed.fork_server import server_socket
 from nemo_rl.distributed.start_checks import ray_folder, require_startable_ray
@@ -96,7 +96,9 @@ def start_local_ray(
     starter = {"start_ray_process": partial(_start_lean, services.start_ray_process)} if is_lean else {}
     # Workers inherit the environment that Ray starts in.
     with (
-        _environment({**env_vars, **_token_without_home(), ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}),
+        _environment(
+            {**env_vars, **_token_without_home(), **_whole_paths(), ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+        ),
         _replaced(Node, dict.fromkeys(unused, _start_nothing)),
         _replaced(services, {"ConsolePopen": _OwnSession, **starter}),
         # Ray's handler would drain the node for seconds while it starts.
@@ -136,6 +138,12 @@ def _token_without_home() -> dict[str, str]:
             return {}
     except OSError:
         return {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _whole_paths() -> dict[str, str]:
+    """RAY_TMPDIR as an absolute path: Ray's daemons have other current folders, and would wait for each other."""
+    given = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR"))
+    return {} if given is None or os.path.isabs(given) else {"RAY_TMPDIR": str(ray_folder().parent)}
 
 
 class _OwnSession(services.ConsolePopen):

@@ -40,6 +40,21 @@ class _StderrHandler(logging.Handler):
             self.handleError(record)
 
 
+def _open_outputs() -> None:
+    """Let standard output and error lead nowhere where the program was started without them.
+
+    Python has None in their places then, and other files would get their numbers.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        opened = os.open(os.devnull, os.O_WRONLY)
+        if opened != number:
+            os.dup2(opened, number)
+            os.close(opened)
+        setattr(sys, name, os.fdopen(number, "w", closefd=False))
+
+
 def wrapped(line: str, width: int = WIDTH) -> list[str]:
     """A line cut between words into lines of at most `width` characters, as far as words allow; the rest indented."""
     if len(line) <= width:
@@ -61,6 +76,7 @@ def configure_logging() -> None:
     Raises:
         ConfigError: NRL_LOG_LEVEL is not a level.
     """
+    _open_outputs()
     level = os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper()
     if level not in _LEVELS:
         raise ConfigError(f"{LOG_LEVEL_VARIABLE}={level} is not a log level; choose one of {', '.join(_LEVELS)}.")

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from example_runs import (
     REPOSITORY,
@@ -22,6 +21,7 @@ from example_runs import (
 from tiny_models import make_char_tokenizer, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+import ray
 from nemo_rl.algorithms.grpo import grpo_train, setup
 from nemo_rl.config import load_config
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
@@ -40,6 +40,10 @@ def test_learns_and_a_killed_run_repeats_its_metrics_bit_for_bit(grpo_example: G
     errors = [v for (_, _, name), v in metrics.items() if name == "token_mult_prob_error"]
     assert len(errors) == 8
     assert max(errors) < 1.01
+
+
+def test_the_console_of_a_run_has_short_lines(grpo_example: GRPOExample) -> None:
+    assert len(grpo_example.longest_line) <= 160, grpo_example.longest_line
 
 
 def test_a_trained_checkpoint_is_exported_and_evaluated(grpo_example: GRPOExample, tmp_path: Path) -> None:

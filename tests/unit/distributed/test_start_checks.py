@@ -83,3 +83,14 @@ def test_a_fault_that_stays_is_not_tried_again(
     ):
         local_ray._init_patiently()
     assert len(calls) == attempts
+
+
+@pytest.mark.parametrize(("given", "absolute"), [("", "/tmp"), ("below", "{cwd}/below"), ("/opt", None)])
+def test_rays_folder_is_absolute(
+    given: str, absolute: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a relative one Ray's daemons wait for each other without end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_TMPDIR", given)
+    expected = {} if absolute is None else {"RAY_TMPDIR": absolute.format(cwd=tmp_path)}
+    assert local_ray._whole_paths() == expected

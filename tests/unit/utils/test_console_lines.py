@@ -1,7 +1,10 @@
 """What a run says on the console is readable in a file: short lines without escape codes, and a line now and then."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +61,15 @@ def test_a_long_wait_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, cap
         "Still at work on policy train, for 31 s: 1 of 4 workers have answered.",
         "Still at work on policy train, for 62 s: 1 of 4 workers have answered.",
     ]
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-"])
+def test_a_program_without_outputs_runs(closed: str, tmp_path: Path) -> None:
+    script = "import sys; from nemo_rl.utils.logging_setup import configure_logging; configure_logging(); "
+    script += (
+        "import logging; logging.getLogger('nemo_rl').info('x'); print(sys.stdout.isatty(), sys.stderr.isatty()); "
+    )
+    script += f"open({str(tmp_path / 'file')!r}, 'w').write('intact'); sys.stderr.write('lost')"
+    done = subprocess.run(["sh", "-c", f'{sys.executable} -c "$0" {closed}', script], timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "file").read_text() == "intact"
