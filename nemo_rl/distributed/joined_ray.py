@@ -1,4 +1,4 @@
-"""Notice that a joined Ray cluster has lost what this program cannot do without.
+"""Join a Ray cluster, and notice when it has lost what this program cannot do without.
 
     raylet        of this program's machine: Ray ends all workers of the program, each for a reason of its own
     gcs_server    on the head: Ray ends this process from C++ when it has not answered for a minute
@@ -7,22 +7,61 @@
 `node_health` and the workers' own errors do that.
 """
 
+import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import ray
 from ray._private.node import Node
 
-from nemo_rl.distributed.local_ray import expect_deaths, note_death
+from nemo_rl.distributed.local_ray import connected_within, expect_deaths, note_death
+from nemo_rl.distributed.ray_address import START_ONE
+from nemo_rl.utils.errors import ConfigError, NemoRLError
 
 _RETRY_S = 0.2
 _PERIOD_S = 3.0
 _GONE_S = 0.75 * float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112
 """Without an answer of the control service; less than Ray's own limit, and time for one that starts again."""
 _GO_ON = "Start the run again; with checkpointing.enabled=true it goes on from its last checkpoint."
+
+_JOIN_S = 120.0
+
+
+def join_ray(address: str, env_vars: Mapping[str, str], *, log_to_driver: bool) -> Any:
+    """Connect this process to a running cluster, and watch it from then on.
+
+    Args:
+        address: `host:port`, `ray://host:port` or `auto`; somebody answers there.
+        env_vars: environment of all workers.
+        log_to_driver: repeat what workers write on this process's console.
+
+    Returns:
+        What `ray.init` returns.
+
+    Raises:
+        ConfigError: Ray refuses to join.
+        DeadlineExceededError: it does not connect in time.
+    """
+    start = partial(
+        ray.init,
+        address=address,
+        runtime_env={"env_vars": dict(env_vars)},
+        log_to_driver=log_to_driver,
+        logging_level=logging.WARNING,
+    )
+    try:
+        context = connected_within(start, _JOIN_S, f"Ray did not join RAY_ADDRESS={address}", START_ONE)
+    except NemoRLError:
+        raise
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"Ray refuses to join RAY_ADDRESS={address}: {error} {START_ONE}") from error
+    watch_joined_ray()
+    return context
 
 
 def watch_joined_ray() -> None:

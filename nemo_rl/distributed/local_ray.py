@@ -16,9 +16,11 @@ once, and every long wait of the controller calls `check_local_ray` once a secon
 import atexit
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -35,8 +37,10 @@ from ray._private.node import Node
 
 from nemo_rl.distributed import ray_agents, ray_worker
 from nemo_rl.distributed.fork_server import server_socket
-from nemo_rl.utils.errors import RayDiedError, ResourceInsufficientError
+from nemo_rl.distributed.start_checks import ray_folder, require_startable_ray
+from nemo_rl.utils.errors import DeadlineExceededError, RayDiedError, ResourceInsufficientError
 from nemo_rl.utils.machine_memory import machine_bytes
+from nemo_rl.utils.stop_signals import result_with_handlers
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,8 @@ _SYSTEM_CONFIG = {
 }
 _SETUP_WORKER = str(Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py")
 _START_ATTEMPTS = 3
+_START_S = 300.0
+"""For all attempts; Ray's own deadlines end each of them within a minute."""
 _ROLES = {"gcs_server": "control service", "raylet": "node manager"}
 
 _noting = threading.Lock()
@@ -76,8 +82,10 @@ def start_local_ray(
         What `ray.init` returns.
 
     Raises:
-        ResourceInsufficientError: Ray did not start, several times over.
+        ResourceInsufficientError: Ray did not start.
+        DeadlineExceededError: it did not end its attempts in time.
     """
+    require_startable_ray()
     # Without this Ray replaces 127.0.0.1 by an address that the network can reach, and all of its processes
     # listen there. The variable tells its other processes the same.
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -88,13 +96,15 @@ def start_local_ray(
     starter = {"start_ray_process": partial(_start_lean, services.start_ray_process)} if is_lean else {}
     # Workers inherit the environment that Ray starts in.
     with (
-        _environment({**env_vars, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}),
+        _environment(
+            {**env_vars, **_token_without_home(), **_whole_paths(), ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+        ),
         _replaced(Node, dict.fromkeys(unused, _start_nothing)),
         _replaced(services, {"ConsolePopen": _OwnSession, **starter}),
         # Ray's handler would drain the node for seconds while it starts.
         _replaced(ray_utils, {"set_sigterm_handler": _keep_handler, **unasked}),
     ):
-        context = _on_lasting_thread(
+        start = partial(
             _init_patiently,
             address="local",
             num_cpus=num_cpus,
@@ -105,9 +115,35 @@ def start_local_ray(
             _node_ip_address=LOOPBACK,
             _system_config=_SYSTEM_CONFIG,
         )
+        context = connected_within(start, _START_S, "Ray did not start on this machine", _start_advice())
     node: Any = ray._private.worker._global_node
     _watch(node)
     return context
+
+
+def _token_without_home() -> dict[str, str]:
+    """A secret that this Ray's processes show each other, where Ray could not keep one in `~/.ray`.
+
+    Ray makes the file on the first start of a user, and fails where the home is read-only.
+    """
+    home = Path(os.path.expanduser("~")) / ".ray"
+    given = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    if any(os.environ.get(name) for name in given) or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return {}
+    if (home / "auth_token").is_file():
+        return {}
+    existing = home if home.exists() else home.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return {}
+    except OSError:
+        return {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _whole_paths() -> dict[str, str]:
+    """RAY_TMPDIR as an absolute path: Ray's daemons have other current folders, and would wait for each other."""
+    given = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR"))
+    return {} if given is None or os.path.isabs(given) else {"RAY_TMPDIR": str(ray_folder().parent)}
 
 
 class _OwnSession(services.ConsolePopen):
@@ -187,25 +223,49 @@ def _obituary(what: str, status: int, log_path: str) -> str:
     )
 
 
-def _on_lasting_thread(start: Callable[..., Any], **arguments: Any) -> Any:
-    """Call `start` on a thread that lasts as long as this process, the main one where that calls.
+def connected_within(start: Callable[[], Any], timeout_s: float, what: str, advice: str) -> Any:
+    """Call what connects this process to Ray, on a thread that lasts as long as this process.
 
-    The kernel ends Ray's daemons with their parent (PR_SET_PDEATHSIG), and means by it the thread that started them.
+    The calling thread waits in Python, so that signals are handled at once, which Ray's C++ code would not let happen.
+    The thread has to last because the kernel ends Ray's daemons with their parent (PR_SET_PDEATHSIG), and means by it
+    the thread that started them.
+
+    Args:
+        start: calls `ray.init`.
+        timeout_s: how long it may take.
+        what: the start of the error's message.
+        advice: its end.
+
+    Raises:
+        DeadlineExceededError: it takes longer.
+        Exception: what `start` raised.
     """
-    if threading.current_thread() is threading.main_thread():
-        return start(**arguments)
     started: Future[Any] = Future()
 
     def run() -> None:
         try:
-            started.set_result(start(**arguments))
+            started.set_result(start())
         except BaseException as error:
             started.set_exception(error)
         else:
             threading.Event().wait()
 
+    log = logging.getLogger("ray._private.worker")
+    log.addFilter(_says_something_new)
     threading.Thread(target=run, name="ray-start", daemon=True).start()
-    return started.result()
+    try:
+        return result_with_handlers(started, timeout_s)
+    except TimeoutError:
+        if started.done():
+            raise
+        raise DeadlineExceededError(f"{what} within {timeout_s:g} s. {advice}") from None
+    finally:
+        log.removeFilter(_says_something_new)
+
+
+def _says_something_new(record: logging.LogRecord) -> bool:
+    """False for Ray's warning that it sets no handler of SIGTERM outside the main thread, which is what we want."""
+    return "SIGTERM handler is not set" not in record.getMessage()
 
 
 def _init_patiently(**arguments: Any) -> Any:
@@ -216,11 +276,20 @@ def _init_patiently(**arguments: Any) -> Any:
         except Exception as failure:  # boundary: Ray raises a plain Exception
             _end_half_started(failure)
             reason = failure
+        if isinstance(reason, OSError) and not isinstance(reason, ConnectionError | TimeoutError):
+            break  # a full or read-only disk is the same the next time
         logger.warning("Ray did not start (attempt %d of %d): %s", attempt, _START_ATTEMPTS, reason)
+    attempts = f"{attempt} attempt{'s' if attempt > 1 else ''}"
     raise ResourceInsufficientError(
-        f"Ray did not start on this machine in {_START_ATTEMPTS} attempts: {reason} Its logs are below /tmp/ray. A "
-        "machine with too little free memory or too many busy processes is a usual reason."
+        f"Ray did not start on this machine in {attempts}: {reason} {_start_advice()}"
     ) from reason
+
+
+def _start_advice() -> str:
+    return (
+        f"Its logs are below {ray_folder()}. A machine with too little free memory or too many busy processes is a "
+        "usual reason."
+    )
 
 
 def _end_half_started(failure: Exception) -> None:

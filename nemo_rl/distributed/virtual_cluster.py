@@ -7,6 +7,7 @@ only when RAY_ADDRESS says so.
 
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
@@ -24,14 +25,14 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl.distributed.joined_ray import watch_joined_ray
+from nemo_rl.distributed.joined_ray import join_ray
 from nemo_rl.distributed.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
 from nemo_rl.distributed.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
 from nemo_rl.distributed.node_health import lost_nodes
+from nemo_rl.distributed.ray_address import cluster_address, require_cluster
 from nemo_rl.distributed.rendezvous import bind_free_port
 from nemo_rl.utils.errors import ResourceInsufficientError
 from nemo_rl.utils.public_names import public_names
-from nemo_rl.utils.stop_signals import handlers_kept
 
 logger = logging.getLogger(__name__)
 __getattr__ = public_names(__name__, {"PY_EXECUTABLES": "nemo_rl.utils.venvs"})
@@ -65,7 +66,6 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(_FORWARDED_PREFIXES)}
 
 
-@handlers_kept()  # Ray aborts on SIGTERM, by a handler below Python's.
 def init_ray(
     log_dir: str | None = None,
     *,
@@ -85,26 +85,28 @@ def init_ray(
         env_vars: environment of all workers, on top of this process's own.
         include_dashboard: start Ray's dashboard with a local cluster.
         log_to_driver: repeat what workers write on this process's console.
+
+    Raises:
+        ConfigError: no Ray cluster answers at RAY_ADDRESS.
+        DeadlineExceededError: Ray did not connect in time.
+        ResourceInsufficientError: a local Ray did not start.
     """
     if ray.is_initialized():
         return
     for name, value in _RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
+    if not sys.stderr.isatty():
+        _without_colours()
     # Ray warns on every start that its token authentication is on, which is what we want.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     # Ray read this one when it was imported.
     ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = ray_constants.env_bool("RAY_ENABLE_UV_RUN_RUNTIME_ENV", False)
-    address = os.environ.get("RAY_ADDRESS")
+    address = cluster_address()
     context: Any
     if address:
+        require_cluster()
         worker_env = {**forwarded_environment(os.environ), **(env_vars or {})}
-        context = ray.init(
-            address=address,
-            runtime_env={"env_vars": worker_env},
-            log_to_driver=log_to_driver,
-            logging_level=logging.WARNING,
-        )
-        watch_joined_ray()
+        context = join_ray(address, worker_env, log_to_driver=log_to_driver)
     else:
         context = start_local_ray(
             num_cpus=num_cpus,
@@ -352,6 +354,14 @@ def _nodes_of(groups: Sequence[PlacementGroup]) -> list[str]:
 def _address_and_free_port(low: int | None, high: int | None) -> tuple[str, int]:
     with bind_free_port(ray.util.get_node_ip_address(), low, high) as bound:
         return bound.getsockname()
+
+
+def _without_colours() -> None:
+    """Let Ray print the lines of its daemons and workers as they are, where they go into a file."""
+    colorama = ray._private.worker.colorama  # Ray brings it
+    for codes in (colorama.Fore, colorama.Style):
+        for name in vars(codes):
+            setattr(codes, name, "")
 
 
 def _link_session(log_dir: Path, session_dir: Path) -> None:

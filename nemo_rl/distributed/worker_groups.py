@@ -36,7 +36,7 @@ from nemo_rl.distributed.worker_calls import (
     plan_sharded_calls,
     workers_at_zero,
 )
-from nemo_rl.distributed.worker_logs import wait_until_gone
+from nemo_rl.distributed.worker_logs import activity_of, end_processes, stacks_of, wait_until_gone
 from nemo_rl.distributed.worker_results import PendingCall, WorkerSeat, explain_failure, gather
 from nemo_rl.utils.errors import NodeLostError, RayDiedError, WorkerDiedError
 
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 _irreplaceable: "weakref.WeakSet[RayWorkerGroup]" = weakref.WeakSet()
 """Groups that end when one of their workers dies."""
+_KILL_S = 5.0
+"""How long Ray may take to kill a process before it is sent SIGKILL from here, and that after it."""
 _SMALL_TYPES = (type(None), bool, int, float, str)
 
 
@@ -327,6 +329,15 @@ class RayWorkerGroup:
         """The error to show for what an awaited reference of a worker raised."""
         return explain_failure(error, self._seats[worker_idx], phase)
 
+    def activity(self, worker_idxs: Sequence[int]) -> list[tuple[str, float]]:
+        """State and CPU seconds of the processes of some workers; see `worker_logs.activity_of`."""
+        known = [seat.identity for seat in (self._seats[idx] for idx in worker_idxs) if seat.identity]
+        return activity_of(known)
+
+    def stacks(self, worker_idxs: Sequence[int]) -> str:
+        """Stacks of all threads of some workers, as far as they react."""
+        return stacks_of([seat.identity for seat in (self._seats[idx] for idx in worker_idxs) if seat.identity])
+
     def meeting_point(self) -> tuple[str, int]:
         """Address of rank 0 and a port that its process holds for one `process_group.open_store`."""
         return self.get_worker_result(self._hold_port(self._seats[0]), 0, phase="choosing a port")
@@ -459,7 +470,11 @@ class RayWorkerGroup:
             return True
         for seat in seats:
             ray.kill(seat.handle, no_restart=True)
-        left = wait_until_gone([seat.identity for seat in seats if seat.identity], timeout_s=10.0)
+        known = [seat.identity for seat in seats if seat.identity]
+        left = wait_until_gone(known, timeout_s=_KILL_S)
+        if left:
+            end_processes(left)
+            left = wait_until_gone(left, timeout_s=_KILL_S)
         for identity in left:
             logger.warning("%s was killed and is still running.", identity)
         return not left

@@ -6,6 +6,7 @@ dead, or stuck in C code.
 
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,6 +43,21 @@ def stacks_of(workers: Sequence[WorkerIdentity]) -> str:
             lines = [*lines[:_MAX_STACK_LINES], f"... {left_out} more lines"]
         blocks.append("\n".join([f"Stacks of {owners}:", *(f"  {line}" for line in lines)]))
     return "\n".join(blocks)
+
+
+def activity_of(workers: Sequence[WorkerIdentity]) -> list[tuple[str, float]]:
+    """For each worker the kernel's letter for the state of its process (T: stopped) and the CPU seconds it has used.
+
+    A question mark and 0 where its node does not answer or the process is gone.
+    """
+    answers = _ask_nodes(_read_activity, [(worker,) for worker in workers])
+    read = [answer.split() if answer[0] != "(" else ["?", "0"] for answer in answers]
+    return [(state, float(seconds)) for state, seconds in read]
+
+
+def end_processes(workers: Sequence[WorkerIdentity]) -> None:
+    """Send SIGKILL to the processes that still run, on whichever node: one that is stopped heeds no other request."""
+    _ask_nodes(_kill_process, [(worker,) for worker in workers])
 
 
 def wait_until_gone(workers: Sequence[WorkerIdentity], timeout_s: float) -> list[WorkerIdentity]:
@@ -120,6 +136,21 @@ def _dump_stacks(worker: WorkerIdentity, wait_s: float = 3.0) -> str:
             return file.read().rstrip() or "(the process did not react to the signal)"
     except OSError as error:
         return f"(cannot be read: {error})"
+
+
+def _read_activity(worker: WorkerIdentity) -> str:
+    try:
+        fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "? 0"
+    ticks = int(fields[11]) + int(fields[12])
+    return f"{fields[0]} {ticks / os.sysconf('SC_CLK_TCK')}"
+
+
+def _kill_process(worker: WorkerIdentity) -> str:
+    if _is_running(worker):
+        os.kill(worker.pid, signal.SIGKILL)
+    return "asked"
 
 
 def _without_addresses(stack: str) -> str:

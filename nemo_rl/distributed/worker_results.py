@@ -8,7 +8,7 @@ Invariant: no wait is endless, and one rank's failure surfaces while the others 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from nemo_rl.distributed.node_health import describe_losses
 from nemo_rl.distributed.worker_logs import stacks_of, tail_of_logs
 from nemo_rl.distributed.worker_process import WorkerIdentity
 from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, WorkerDiedError
+from nemo_rl.utils.still_waiting import StillWaiting
 
 # When a worker dies, its peers may report a broken connection before Ray reports the death.
 ROOT_CAUSE_GRACE_S = 2.0
@@ -71,8 +72,9 @@ def gather(calls: Sequence[PendingCall], crew: Sequence[WorkerSeat], timeout_s: 
     end = time.monotonic() + timeout_s
     waiting = {call.ref: call for call in calls}
     answers: dict[Any, Any] = {}
+    progress = StillWaiting(phase, lambda: f"{len(answers)} of {len(calls)} workers have answered")
     while waiting:
-        failures = _take_ready(waiting, answers, end)
+        failures = _take_ready(waiting, answers, end, progress.look)
         if failures is None:
             raise _deadline_error(list(waiting.values()), calls, crew, timeout_s, phase)
         if failures:
@@ -102,7 +104,7 @@ def explain_failure(error: RayError, seat: WorkerSeat, phase: str) -> Exception:
 
 
 def _take_ready(
-    waiting: dict[Any, PendingCall], answers: dict[Any, Any], end: float
+    waiting: dict[Any, PendingCall], answers: dict[Any, Any], end: float, look: Callable[[], None] = lambda: None
 ) -> list[tuple[PendingCall, RayError]] | None:
     """Move answers that are there from `waiting` to `answers`.
 
@@ -116,6 +118,7 @@ def _take_ready(
     ready: list[Any] = []
     while not ready:
         check_local_ray()
+        look()
         left = end - time.monotonic()
         ready, _ = ray.wait(refs, num_returns=1, timeout=min(max(left, 0.0), LIVENESS_PERIOD_S))
         if not ready and left <= 0:

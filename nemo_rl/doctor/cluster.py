@@ -1,33 +1,20 @@
-"""Finds the Ray cluster that RAY_ADDRESS names, within a deadline, and performs the checks of each of its nodes there.
+"""Joins the Ray cluster that RAY_ADDRESS names, if it answers, and performs the checks of each of its nodes there."""
 
-Invariant: Ray is asked to join only a cluster that has answered; its own wait for one that does not is minutes long.
-"""
-
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray._private import services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.config import EvalMasterConfig, MasterConfig
+from nemo_rl.distributed.ray_address import START_ONE, unreachable
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.doctor.findings import Finding, Status, ok
 from nemo_rl.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
 from nemo_rl.doctor.requests import NodeRequest
 from nemo_rl.doctor.runner import perform
 from nemo_rl.doctor.versions import installed_versions
-
-_CONNECT_S = 5.0
-_HEALTH_S = 20.0
-_START_ONE = (
-    "Start it (ray start --head there, ray start --address=... on the other nodes), correct RAY_ADDRESS, or unset it "
-    "to run on this machine alone."
-)
 
 
 def check_cluster(address: str) -> Finding:
@@ -36,35 +23,13 @@ def check_cluster(address: str) -> Finding:
     Args:
         address: value of RAY_ADDRESS: `host:port`, `ray://host:port` or `auto`.
     """
-    trouble = _unreachable(address)
+    trouble = unreachable(address)
     if trouble is not None:
-        return Finding(Status.FAILED, f"RAY_ADDRESS={address}: {trouble}", _START_ONE)
+        return Finding(Status.FAILED, f"RAY_ADDRESS={address}: {trouble}", START_ONE)
     init_ray()
     nodes = _alive()
     gpus = sum(node["Resources"].get("GPU", 0) for node in nodes)
     return ok(f"RAY_ADDRESS={address}: {len(nodes)} nodes, {gpus:g} GPUs", numbers={"nodes": len(nodes), "gpus": gpus})
-
-
-def _unreachable(address: str) -> str | None:
-    """What keeps a cluster from being joined; None if nothing does."""
-    try:
-        target = services.canonicalize_bootstrap_address(address.removeprefix("ray://"))
-        if target is None:
-            return "no cluster runs on this machine"
-        host, _, port = target.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-    except (OSError, ValueError, ConnectionError) as error:
-        return f"nobody answers ({error})"
-    if address.startswith("ray://"):
-        return None
-    # In a process of its own: what waits in Ray's C++ code cannot be interrupted here.
-    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", target]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_HEALTH_S, check=False)
-    except subprocess.TimeoutExpired:
-        return f"what listens there is no Ray that answers within {_HEALTH_S:g} s"
-    said = asked.stderr.strip().splitlines()
-    return None if asked.returncode == 0 else f"what listens there is no Ray to join ({said[-1] if said else 'silent'})"
 
 
 def check_size(config: MasterConfig | EvalMasterConfig) -> Finding:

@@ -1,13 +1,13 @@
 """Checks of one machine's limits: shared memory, open files, room for temporary files, memory, ports."""
 
-import os
 import resource
 import shutil
-import tempfile
 from pathlib import Path
 
+from nemo_rl.config import count_gpus
 from nemo_rl.distributed.local_ray import object_store_bytes
 from nemo_rl.distributed.rendezvous import bind_free_port
+from nemo_rl.distributed.start_checks import ray_folder, start_fault
 from nemo_rl.doctor.findings import Finding, Status, ok, skipped
 from nemo_rl.doctor.requests import NodeRequest
 from nemo_rl.utils.disk_space import readable_bytes
@@ -53,13 +53,19 @@ def check_shared_memory(request: NodeRequest) -> Finding:
     )
     if free < _LEAST_SHARED_BYTES:
         need = f"less than the {readable_bytes(_LEAST_SHARED_BYTES)} that NCCL and data loaders may take"
-        return Finding(Status.FAILED, f"{found}, {need}", advice)
+        return Finding(_severity(request), f"{found}, {need}", advice)
     if not request.starts_ray or free >= wanted:
         return ok(found)
     takes = f"{found}; Ray's object store takes {readable_bytes(store)}"
     if free < store:
         return Finding(Status.WARNING, f"{takes} and will be on the disk, which is slow", advice)
     return Finding(Status.WARNING, f"{takes} instead of {readable_bytes(wanted)}; more goes to the disk", advice)
+
+
+def _severity(request: NodeRequest) -> Status:
+    """Of a scarce resource that small runs on a CPU do without."""
+    uses_gpu = count_gpus() > 0 if request.uses_gpu is None else request.uses_gpu
+    return Status.FAILED if uses_gpu else Status.WARNING
 
 
 def check_open_files(request: NodeRequest) -> Finding:
@@ -69,17 +75,26 @@ def check_open_files(request: NodeRequest) -> Finding:
     found = f"{soft} open files for a process (ulimit -n), up to {reachable} for Ray"
     advice = f"ulimit -n {_RAY_FILES} before the start, or raise nofile in /etc/security/limits.conf."
     if reachable < _LEAST_FILES:
-        return Finding(Status.FAILED, f"{found}; a run needs {_LEAST_FILES} at least", advice)
+        need = f"a run on GPUs or with many samples needs {_LEAST_FILES} at least"
+        return Finding(_severity(request), f"{found}; {need}", advice)
     return Finding(Status.WARNING, found, advice) if reachable < _FEW_FILES else ok(found)
+
+
+def check_ray_start(request: NodeRequest) -> Finding:
+    """Look for what keeps a run's own Ray from starting: paths too long for sockets, no loopback, folders."""
+    if not request.starts_ray:
+        return skipped("the run joins a Ray that runs already")
+    fault = start_fault()
+    return ok(f"nothing keeps it from starting in {ray_folder()}") if fault is None else Finding(Status.FAILED, *fault)
 
 
 def check_temporary_files(request: NodeRequest) -> Finding:
     """Look for room where Ray keeps its logs, sockets and spilled objects."""
-    chosen = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()).absolute()
+    chosen = ray_folder()
     folder = next(place for place in (chosen, *chosen.parents) if place.is_dir())  # Ray makes what is missing
     disk = shutil.disk_usage(folder)
     found = f"{readable_bytes(disk.free)} free in {folder}"
-    advice = "Delete old folders in /tmp/ray, or set RAY_TMPDIR to a folder on a larger disk."
+    advice = f"Delete old folders in {chosen}, or set RAY_TMPDIR to a folder on a larger disk."
     if disk.free < _LEAST_TEMPORARY_BYTES:
         return Finding(
             Status.FAILED, f"{found}; Ray's logs alone need {readable_bytes(_LEAST_TEMPORARY_BYTES)}", advice

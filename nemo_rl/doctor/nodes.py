@@ -8,6 +8,7 @@ from nemo_rl.doctor.host import (
     check_host_memory,
     check_open_files,
     check_ports,
+    check_ray_start,
     check_shared_memory,
     check_temporary_files,
 )
@@ -26,8 +27,9 @@ NODE_CHECKS: list[Check[NodeRequest]] = [
     Check("shared memory", check_shared_memory),
     Check("open files", check_open_files),
     Check("temporary files", check_temporary_files),
+    Check("ray start", check_ray_start),
     Check("ports", check_ports),
-    Check("exchange", _exchange, DEADLINE_S),
+    Check("exchange", _exchange, DEADLINE_S, needs=("ray start",)),
 ]
 
 NODES = "nodes"

@@ -1,6 +1,7 @@
 """Shows findings: a table for people, or the same as JSON."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +14,10 @@ from rich.text import Text
 from nemo_rl.doctor.findings import Finding, Status
 
 _STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red", Status.SKIPPED: "dim"}
+
+
+_FILE_WIDTH = 160
+"""Where no terminal says how wide it is."""
 
 
 def exit_status(findings: Sequence[Finding]) -> int:
@@ -33,7 +38,8 @@ def write_json(findings: Sequence[Finding]) -> None:
 
 def write_table(findings: Sequence[Finding]) -> None:
     """Write a line for each finding, then details, then how many there are, to standard output."""
-    console = Console(file=sys.stdout)
+    is_file = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    console = Console(file=sys.stdout, width=_FILE_WIDTH if is_file else None)
     with_nodes = any(finding.node for finding in findings)
     table = Table(box=SIMPLE_HEAD)
     for title in ("check", *(["node"] if with_nodes else []), "status", "found", "what to do"):

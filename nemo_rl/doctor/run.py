@@ -32,7 +32,8 @@ def check_devices(request: RunRequest) -> Finding:
 
     def look() -> str:
         check_device(config, count_gpus())
-        return f"cluster.device={config.cluster.device}, {config.cluster.policy_ranks_per_node} ranks a node"
+        ranks = config.cluster.policy_ranks_per_node
+        return f"cluster.device={config.cluster.device}, {ranks} rank{'s' if ranks > 1 else ''} on each node"
 
     return as_the_run_says(look, f"Run on a machine with GPUs, or on the CPU with --config {config.cpu_config}.")
 

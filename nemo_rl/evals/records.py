@@ -204,7 +204,9 @@ def _whole_prompts(path: Path, per_prompt: int) -> list[AnswerRecord]:
                 f"{number % per_prompt} of prompt {number // per_prompt}. Choose another eval.save_path."
             )
     if tail or kept < len(lines):
-        logger.warning("%s ends within a prompt; its last %d lines are done again.", path, len(lines) - kept)
+        number = len(lines) - kept + bool(tail)
+        again = "line is" if number == 1 else f"{number} lines are"
+        logger.warning("%s ends within a prompt; its last %s done again.", path, again)
         write_atomically(path, (line.decode() + "\n" for line in lines[:kept]))
     return records
 

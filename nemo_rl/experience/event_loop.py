@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from nemo_rl.distributed.local_ray import LIVENESS_PERIOD_S, check_local_ray
 from nemo_rl.utils.errors import DeadlineExceededError
+from nemo_rl.utils.still_waiting import StillWaiting
 
 _END = object()
 
@@ -43,7 +44,11 @@ class EventLoopThread:
         raise AssertionError("the coroutine gives no items")
 
     def stream[ItemT, T](
-        self, start: Callable[[Callable[[ItemT], None]], Coroutine[Any, Any, T]], timeout_s: float, phase: str
+        self,
+        start: Callable[[Callable[[ItemT], None]], Coroutine[Any, Any, T]],
+        timeout_s: float,
+        phase: str,
+        describe: Callable[[], str] = str,
     ) -> Generator[ItemT, None, T]:
         """Run a coroutine, and yield what it hands over on its way.
 
@@ -51,6 +56,7 @@ class EventLoopThread:
             start: makes the coroutine; it hands an item over by calling the argument.
             timeout_s: limit for all of it. A coroutine that is cancelled is awaited for `CLEAN_UP_S`.
             phase: for the message.
+            describe: what is waited for, asked when the time is over.
 
         Returns:
             What the coroutine returns.
@@ -65,26 +71,46 @@ class EventLoopThread:
         future = asyncio.run_coroutine_threadsafe(_announced(start(items.put), ended), self._loop)
         woken = cast("queue.SimpleQueue[Any]", items)
         future.add_done_callback(lambda _: woken.put(_END))
+        num_items = 0
+        progress = StillWaiting(phase, lambda: f"{num_items} parts are finished")
         try:
             while True:
                 left = end - time.monotonic()
                 if left <= 0:
-                    raise DeadlineExceededError(f"{phase} did not finish within {timeout_s:g} s.")
+                    raise DeadlineExceededError(
+                        f"{phase} did not finish within {timeout_s:g} s.\n{describe()}".rstrip()
+                    )
                 with contextlib.suppress(queue.Empty):
                     item = items.get(timeout=min(left, LIVENESS_PERIOD_S))
                     if item is _END:
                         check_local_ray()
                         return future.result()
+                    num_items += 1
                     yield item
+                progress.look()
                 check_local_ray()
         finally:
             if future.cancel():
                 ended.wait(CLEAN_UP_S)
 
     def close(self) -> None:
-        """Stop the loop; what still runs on it is dropped."""
+        """Cancel what still runs on the loop and stop it; what does not end by that in time is dropped in silence."""
+        ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            ended.result(CLEAN_UP_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
+
+
+async def _cancel_others() -> None:
+    """Cancel all tasks of the running loop but this one, and wait for them a moment."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        _, left = await asyncio.wait(others, timeout=CLEAN_UP_S / 2)
+        for task in left:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio's own switch for its message
 
 
 async def _announced[T](coroutine: Coroutine[Any, Any, T], ended: threading.Event) -> T:

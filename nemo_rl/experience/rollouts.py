@@ -192,6 +192,7 @@ class RolloutRunner:
             partial(self._run_all, prompts, num_generations, sampling, key),
             self._limits.timeout_s,
             f"The rollouts of {key.phase} step {key.step} (cluster.timeouts.rollout_s)",
+            self._generation.describe_open,
         )
         return Collection(groups)
 

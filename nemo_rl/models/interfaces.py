@@ -43,6 +43,8 @@ class PolicyBackend(ABC):
     Attributes:
         device: where this rank computes.
         shares_prompts: whether `run` takes packed rows that have one copy of a prompt (`models.shared_prompts`).
+        dropped_for: names of this rank's tensors that were not finite and for which `clip_and_step` last dropped an
+            update; a backend that does not fill it tells no names.
 
     Args:
         config: the policy section.
@@ -55,6 +57,7 @@ class PolicyBackend(ABC):
 
     device: torch.device
     shares_prompts: bool = False
+    dropped_for: Sequence[str] = ()
 
     @abstractmethod
     def __init__(
@@ -84,6 +87,13 @@ class PolicyBackend(ABC):
         """What the model itself has to tell about the training passes of an update, equal on all ranks.
 
         Called once after them. A backend that does not define it has nothing to tell.
+        """
+        return {}
+
+    def weights_here(self) -> dict[str, Tensor]:
+        """This rank's part of every parameter by name, not copied, to see that it is finite.
+
+        A backend that does not define it is not looked at.
         """
         return {}
 

@@ -293,7 +293,8 @@ class CheckpointManager:
             return steps[::-1]
         values = {step: self._metric_of(step) for step in steps}
         steps = [step for step in steps if step not in self._unreadable]
-        if steps and all(values[step] is None for step in steps) and not self._warned_of_metric:
+        chooses = self._keep_top_k is not None and len(steps) > self._keep_top_k
+        if chooses and all(values[step] is None for step in steps) and not self._warned_of_metric:
             self._warned_of_metric = True
             logger.warning(
                 "No checkpoint has the metric %s of checkpointing.metric_name; keeping the newest ones.",

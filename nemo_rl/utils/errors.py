@@ -77,6 +77,10 @@ class NothingToLearnError(NemoRLError, RuntimeError):
     """Nothing that was sampled or read counts in the loss, again and again."""
 
 
+class NonFiniteError(NemoRLError, ArithmeticError):
+    """Weights, gradients or scores hold NaN or infinity; the message names the tensors."""
+
+
 class RunInterruptedError(NemoRLError, RuntimeError):
     """A signal ended the run in order, and its state is saved: the same command goes on."""
 

@@ -6,12 +6,20 @@ Called once, by the program that runs. Invariant: records pass above a live prog
 
 import logging
 import os
+import re
 import sys
+import textwrap
 from typing import TextIO
 
 from nemo_rl.utils.errors import ConfigError
 
 LOG_LEVEL_VARIABLE = "NRL_LOG_LEVEL"
+WIDTH = 160
+"""Characters of a console line, so that files of it can be read too."""
+_INDENT = 11
+"""As wide as time and level."""
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+"""Colours and cursor movements, which Ray and others put into what they say."""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -25,10 +33,41 @@ class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
         try:
-            self.stream.write(self.format(record) + "\n")
+            lines = self.format(record).splitlines() or [""]
+            self.stream.write("".join(f"{part}\n" for line in lines for part in wrapped(_ESCAPES.sub("", line))))
             self.stream.flush()
         except (OSError, ValueError):
             self.handleError(record)
+
+
+def _open_outputs() -> None:
+    """Let standard output and error lead nowhere where the program was started without them.
+
+    Python has None in their places then, and other files would get their numbers.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        opened = os.open(os.devnull, os.O_WRONLY)
+        if opened != number:
+            os.dup2(opened, number)
+            os.close(opened)
+        setattr(sys, name, os.fdopen(number, "w", closefd=False))
+
+
+def wrapped(line: str, width: int = WIDTH) -> list[str]:
+    """A line cut between words into lines of at most `width` characters, as far as words allow; the rest indented."""
+    if len(line) <= width:
+        return [line]
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=" " * _INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+        replace_whitespace=False,
+    )
 
 
 def configure_logging() -> None:
@@ -37,6 +76,7 @@ def configure_logging() -> None:
     Raises:
         ConfigError: NRL_LOG_LEVEL is not a level.
     """
+    _open_outputs()
     level = os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper()
     if level not in _LEVELS:
         raise ConfigError(f"{LOG_LEVEL_VARIABLE}={level} is not a log level; choose one of {', '.join(_LEVELS)}.")

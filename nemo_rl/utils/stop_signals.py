@@ -2,7 +2,7 @@
 
     leave_at_once       what a program begins with
     DeferredSignals     around the part that has something to save; the second signal is not deferred
-    handlers_kept       around libraries that install handlers of their own
+    handlers_kept       around libraries that install handlers of their own; result_with_handlers, in another thread
 
 SIGUSR1 is what batch systems send ahead of a preemption; it means the same as SIGTERM here, in the process of the
 program. In worker processes, which install none of this, it asks for the stacks (`distributed.worker_process`).
@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -26,6 +27,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _ONE_REQUEST_S = float(os.environ.get("NRL_ONE_STOP_REQUEST_S", "1"))
 """Signals within this time are one request: `timeout`, `uv run` and signals to a process group deliver one twice at
 once, KubeRay's end of a job and the hook of its pod some seconds apart."""
+_RENEWAL_S = 0.05
 
 
 def leave_at_once() -> None:
@@ -55,6 +57,26 @@ def handlers_kept() -> Iterator[None]:
         yield
     finally:
         _restore(before)
+
+
+def result_with_handlers[T](future: Future[T], timeout_s: float) -> T:
+    """Wait for what another thread does with a library that may replace the handlers of stop signals meanwhile.
+
+    They are put back every 50 ms, and act at once, as this thread waits in Python.
+
+    Raises:
+        TimeoutError: no result in `timeout_s` seconds.
+        Exception: what the future holds.
+    """
+    before, end = _handlers(), time.monotonic() + timeout_s
+    while True:
+        try:
+            return future.result(min(_RENEWAL_S, max(end - time.monotonic(), 0.0)))
+        except TimeoutError:
+            if future.done() or time.monotonic() >= end:
+                raise
+        finally:
+            _restore(before)
 
 
 class DeferredSignals:

@@ -22,5 +22,6 @@ def grpo_example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GRPOExamp
     runs = ExampleRuns(folder)
     overrides = ("grpo.max_num_steps=8", "checkpointing.save_period=4", "grpo.val_period=2")
     metrics = killed_and_resumed(runs.start, "run_grpo.py", "grpo_math_cpu.yaml", overrides, folder, steps=8)
-    yield GRPOExample(metrics, folder / "checkpoints/step_8")
+    console = "\n".join(log.read_text(errors="replace") for log in folder.glob("*.log"))
+    yield GRPOExample(metrics, folder / "checkpoints/step_8", max(console.splitlines(), key=len))
     runs.close()

@@ -33,7 +33,12 @@ class ExampleRun:
     _seen: list[psutil.Process] = field(default_factory=list)
 
     def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
+        """What it has said so far, with the lines joined that were cut for their length."""
+        return re.sub(r"\n {11}(?=\S)", " ", self.log_path.read_text(errors="replace"))
+
+    def longest_line(self) -> str:
+        """As it stands on the console."""
+        return max(self.log_path.read_text(errors="replace").splitlines(), key=len, default="")
 
     def wait_for(self, pattern: str, timeout_s: float = 180) -> None:
         """Wait until the log matches; fails early when the process has ended."""
@@ -124,10 +129,11 @@ class ExampleRuns:
 
 @dataclass(frozen=True)
 class GRPOExample:
-    """A finished run of the GRPO example: its metrics and its last checkpoint."""
+    """A finished run of the GRPO example: its metrics, its last checkpoint, and the longest line of its console."""
 
     metrics: Metrics
     checkpoint: Path
+    longest_line: str
 
 
 def finished(start: StartExample, script: str, config: str, overrides: tuple[str, ...], folder: Path) -> Metrics:

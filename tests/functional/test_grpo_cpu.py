@@ -42,6 +42,10 @@ def test_learns_and_a_killed_run_repeats_its_metrics_bit_for_bit(grpo_example: G
     assert max(errors) < 1.01
 
 
+def test_the_console_of_a_run_has_short_lines(grpo_example: GRPOExample) -> None:
+    assert len(grpo_example.longest_line) <= 160, grpo_example.longest_line
+
+
 def test_a_trained_checkpoint_is_exported_and_evaluated(grpo_example: GRPOExample, tmp_path: Path) -> None:
     step = grpo_example.checkpoint
     status, output = run_script(

@@ -17,6 +17,8 @@ from nemo_rl.config import (
     model_ranks,
 )
 from nemo_rl.config.rules.trackers import check_trackers
+from nemo_rl.distributed.ray_address import cluster_address, require_cluster
+from nemo_rl.distributed.start_checks import require_startable_ray
 from nemo_rl.utils.logger import make_log_dir
 
 SECTIONS = ("policy", "teacher")
@@ -27,10 +29,14 @@ def check_host(config: MasterConfig | EvalMasterConfig) -> None:
     """Refuse a configuration that cannot run here; imports nothing large.
 
     Raises:
-        ConfigError: GPUs, packages, a tracker, the log folder or a model is not to be had.
+        ConfigError: GPUs, a Ray, packages, a tracker, the log folder or a model is not to be had.
     """
     check_device(config, count_gpus())
     check_packages(config)
+    if cluster_address() is None:
+        require_startable_ray()
+    else:
+        require_cluster()
     if isinstance(config, MasterConfig):
         check_trackers(config.logger)
         make_log_dir(config.logger.log_dir)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 
 from pydantic import BaseModel
 
-from nemo_rl.algorithms.runtime.idle_steps import IdleSteps
+from nemo_rl.algorithms.runtime.idle_steps import IdleSteps, made_update
 from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
 from nemo_rl.algorithms.runtime.saving import CheckpointSaver, Savable
 from nemo_rl.config import CheckpointingConfig
@@ -25,7 +25,13 @@ from nemo_rl.config.base.names import VALIDATION_METRICS
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import CheckpointError, ConfigError, NemoRLError, RunInterruptedError
+from nemo_rl.utils.errors import (
+    CheckpointError,
+    ConfigError,
+    NemoRLError,
+    NothingToLearnError,
+    RunInterruptedError,
+)
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.plain_load import load_plain
 from nemo_rl.utils.stop_signals import DeferredSignals
@@ -44,6 +50,7 @@ class SaveState:
         total_steps: optimizer-level steps done.
         consumed_samples: prompts drawn.
         total_valid_tokens: tokens that counted in a loss.
+        trained_steps: those of the steps that made an update.
         val_reward: last validation's main metric.
     """
 
@@ -52,6 +59,7 @@ class SaveState:
     current_epoch: int = 0
     consumed_samples: int = 0
     total_valid_tokens: int = 0
+    trained_steps: int = 0
     val_reward: float = -99999999.0
 
 
@@ -167,7 +175,7 @@ class Session:
         assert self._parts.checkpoints is not None and self._saver is not None
         info = self._parts.checkpoints.load_training_info(path) or {}
         known = {name: info[name] for name in asdict(self.state) if name in info}
-        self.state = SaveState(**known)
+        self.state = SaveState(**({"trained_steps": info.get("total_steps", 0)} | known))
         self._saver.saved_step = self.state.total_steps
         self._resumed_step = self.state.total_steps
         self._position = load_plain(path / DATA_POSITION_FILE)
@@ -194,6 +202,7 @@ class Session:
 
         Raises:
             RunInterruptedError: a signal ended it before its last step.
+            NothingToLearnError: none of its steps made an update.
         """
         try:
             if isinstance(error, DataExhausted):
@@ -239,6 +248,10 @@ class Session:
         if self._saver is not None and step > self._saver.saved_step:
             self._checkpoint(step)
             self._saver.settle()
+        if step and not self.state.trained_steps and not self._interrupted:
+            raise NothingToLearnError(
+                f"None of the {step} steps made an update, so nothing was learned; the warnings above say why."
+            )
         if step >= last_step:
             logger.info("Finished %d steps.", step)
             return
@@ -286,7 +299,8 @@ class Session:
         """Count the step, validate and save when due, log, and decide whether to go on.
 
         Raises:
-            NothingToLearnError: too many steps in a row made no update; what was learned before them is saved.
+            NothingToLearnError, NonFiniteError: too many steps in a row made no update; what was learned before them is
+                saved.
         """
         self._settle_or_go_on(wait=False)
         self.state.total_steps = step
@@ -294,6 +308,7 @@ class Session:
         self.state.current_epoch = self._parts.source.epoch
         self.state.consumed_samples += num_prompts
         self.state.total_valid_tokens += int(self._metrics.get("global_valid_toks", 0))
+        self.state.trained_steps += made_update(self._metrics)
         self._finished = {f"train:{name}": value for name, value in self._metrics.items()}
         train_seconds = time.perf_counter() - self._step_started
         if self._validation_is_due(step):
@@ -306,7 +321,10 @@ class Session:
         error = self._idle.note(step, self._metrics)
         if error is not None:
             if self._saver is not None and step - self._idle.in_a_row > self._saver.saved_step:
-                self._checkpoint(step)
+                try:
+                    self._checkpoint(step)
+                except CheckpointError as failure:
+                    error.add_note(str(failure))
             raise error
 
     def _validation_is_due(self, step: int) -> bool:

@@ -64,7 +64,7 @@ class Section(BaseModel):
         inherits: dotted path of a section whose values are the defaults of this one.
     """
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     later: ClassVar[Mapping[str, str]] = {}
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}

@@ -3,6 +3,10 @@
 Runs ask for them under the name of the section; workers ask again, for those who build one without a run.
 """
 
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.rules.megatron import check_megatron, check_megatron_schedule
 from nemo_rl.config.schema.policy import PolicyConfig
@@ -42,11 +46,29 @@ def check_trainable(policy: PolicyConfig) -> Findings:
         yield from check_megatron_schedule("policy", policy.megatron_cfg)
     elif policy.optimizer is None:
         yield "policy.optimizer is null, but the policy is trained. Name an optimizer, for example torch.optim.AdamW."
+    yield from _check_finite(policy)
     if policy.precision == "float16":
         yield (
             "policy.precision=float16 loses gradients below 6e-8, and there is no loss scaling that would save them. "
             "Use bfloat16, which has the range of float32, or float32."
         )
+
+
+def _check_finite(policy: PolicyConfig) -> Findings:
+    """Arguments of optimizer and schedule, which have no keys of their own, are finite numbers."""
+    written = policy.model_dump(include={"optimizer", "scheduler"})
+    for key, value in _numbers(written, "policy"):
+        if not math.isfinite(value):
+            yield f"{key}={value} is not a finite number, and would make every weight one. Write a finite one."
+
+
+def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
+    """All floats at and below a value, each with its dotted key."""
+    if isinstance(value, float):
+        yield key, value
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, below in items:
+        yield from _numbers(below, f"{key}.{name}")
 
 
 def check_budgets(section: str, model: PolicyConfig, longest: int, keys: tuple[str, ...]) -> Findings:

@@ -1,16 +1,19 @@
 """Checks that the trackers of `logger` can report, without importing them.
 
-Runs before Ray starts, and again when the trackers are made. Invariant: nothing is sent anywhere.
+Runs before Ray starts, and again when the trackers are made. Invariant: nothing is sent anywhere; an MLflow server is
+only connected to.
 """
 
 import configparser
 import importlib.util
 import netrc
 import os
+import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from nemo_rl.config.schema.logger import LoggerConfig
+from nemo_rl.config.schema.logger import LoggerConfig, MlflowConfig
+from nemo_rl.utils.background import in_background
 from nemo_rl.utils.errors import ConfigError
 
 _INSTALL = {
@@ -19,6 +22,8 @@ _INSTALL = {
     "mlflow": "the extra: uv sync --extra mlflow",
     "swanlab": "the extra: uv sync --extra swanlab",
 }
+_SERVER_S = 5.0
+"""How long an MLflow server may take to accept a connection."""
 _WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 _WITHOUT_SWANLAB_LOGIN = ("offline", "local", "disabled")
 
@@ -46,12 +51,34 @@ def check_trackers(config: LoggerConfig) -> None:
             f"{_swanlab_folder() / '.netrc'}. Run `swanlab login`, set SWANLAB_MODE=offline, or set "
             "logger.swanlab_enabled=false."
         )
-    address = config.mlflow.tracking_uri or ""
-    if config.mlflow_enabled and (address.startswith(("file:", "/", ".", "~"))):
+    if config.mlflow_enabled:
+        _check_mlflow(tracking_address(config.mlflow) or "")
+
+
+def tracking_address(section: MlflowConfig) -> str | None:
+    """Where MLflow is told to keep runs; None where nothing says so."""
+    return section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None
+
+
+def _check_mlflow(address: str) -> None:
+    if address.startswith(("file:", "/", ".", "~")):
         raise ConfigError(
             f"logger.mlflow.tracking_uri={address!r} is a folder, and MLflow 3 keeps no runs in folders. Give the "
             "address of a server, or a database such as sqlite:///mlflow.db."
         )
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https"):
+        return
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        target = (parts.hostname or "", port)
+        in_background(lambda: socket.create_connection(target, _SERVER_S).close(), "mlflow-server").result(_SERVER_S)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"logger.mlflow_enabled=true, but no server answers at tracking_uri={address} ({error or 'no answer'}). "
+            "Start it (mlflow server), correct logger.mlflow.tracking_uri, or set it to null, which keeps the run in a "
+            "database in its own folder."
+        ) from error
 
 
 def _has_wandb_login() -> bool:

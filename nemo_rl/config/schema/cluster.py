@@ -24,6 +24,11 @@ class TimeoutsConfig(Section):
 
     setup_s: PositiveFloat = Field(default=900.0, description="Seconds to start all workers and engines.")
     rollout_s: PositiveFloat = Field(default=3600.0, description="Seconds for the rollouts of one step.")
+    engine_silence_s: PositiveFloat = Field(
+        default=300.0,
+        description="Seconds that a generation engine with open requests may go without a sign of life, four times as "
+        "many while its process computes. Then it is ended and replaced like one that died.",
+    )
     train_s: PositiveFloat = Field(default=3600.0, description="Seconds for one training or logprob call.")
     weight_sync_s: PositiveFloat = Field(default=600.0, description="Seconds to move weights to the engines.")
     environment_s: PositiveFloat = Field(

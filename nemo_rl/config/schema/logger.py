@@ -34,8 +34,9 @@ class MlflowConfig(Section):
     experiment_name: str | None = Field(default="grpo-dev", description="Experiment of the run.")
     run_name: str | None = Field(default="grpo-dev-logger", description="Name of the run.")
     tracking_uri: str | None = Field(
-        default="http://localhost:5000",
-        description="Address of the tracking server, or of a database: sqlite:///mlflow.db.",
+        default=None,
+        description="Address of a server or of a database (sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI, or "
+        "without it a database in the run's folder, exp_NNN/mlflow/mlflow.db.",
     )
     artifact_location: str | None = Field(default=None, description="Where a new experiment puts artifacts.")
     run_id: str | None = Field(default=None, description="Existing run to continue; null: a new one.")

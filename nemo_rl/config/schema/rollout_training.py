@@ -24,7 +24,8 @@ class RolloutTrainingConfig(Section):
     max_rollout_turns: PositiveInt = Field(default=1, description="Most turns of model and environment in one rollout.")
     max_idle_steps: PositiveInt = Field(
         default=5,
-        description="The run ends with an error after this many steps in a row in which no sample counts in the loss.",
+        description="The run ends with an error after this many steps in a row without an update: no sample counts in "
+        "the loss, or the gradients are not finite.",
     )
     seed: Seed = Field(default=42, description="Seed of data order, initialisation and sampling.")
     overlong_filtering: bool = Field(

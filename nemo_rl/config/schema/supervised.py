@@ -29,7 +29,8 @@ class SupervisedConfig(Section):
     )
     max_idle_steps: PositiveInt = Field(
         default=5,
-        description="The run ends with an error after this many steps in a row in which no sample counts in the loss.",
+        description="The run ends with an error after this many steps in a row without an update: no sample counts in "
+        "the loss, or the gradients are not finite.",
     )
     seed: Seed = Field(default=42, description="Seed of data order and initialisation.")
     val_period: CountOrAll = Field(

@@ -12,6 +12,7 @@ plan order, ranks reduce in gloo's fixed ring order, and no kernel used here has
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -57,6 +58,7 @@ from nemo_rl.models.dtensor.pipeline.weights import (
     without_copies,
 )
 from nemo_rl.models.dtensor.reward_model import RewardModel
+from nemo_rl.models.finite import not_finite
 from nemo_rl.models.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers
@@ -192,16 +194,25 @@ class DTensorBackend(PolicyBackend):
             copies=copied_parameters(self.model.hf),
             sum_over_stages=self._stage.sum if self._stage is not None else None,
         )
-        finite = norm == norm and norm != float("inf")
+        finite = math.isfinite(norm) and math.isfinite(self.learning_rate())
         if finite:
             self.optimizer.step()
             if self._adapters_unproven and norm > 0 and self.learning_rate() > 0:
                 check_adapters_moved(self.model.hf, self.device)
                 self._adapters_unproven = False
         else:
-            logger.warning("Gradient norm is %s: this optimizer update is skipped.", norm)
+            self.dropped_for = not_finite(self._gradients())
         self.model.zero_grad(set_to_none=True)
         return norm, finite
+
+    def weights_here(self) -> dict[str, Tensor]:
+        """See `PolicyBackend.weights_here`."""
+        reshard(self.model)
+        return dict(self.model.hf.named_parameters())
+
+    def _gradients(self) -> dict[str, Tensor]:
+        named = self.model.hf.named_parameters()
+        return {f"{name}.grad": weight.grad for name, weight in named if weight.grad is not None}
 
     def advance_schedule(self) -> None:
         """See `PolicyBackend.advance_schedule`."""

@@ -6,6 +6,7 @@ Map (everything below runs on the rollout event loop, see `experience.event_loop
     generate() cancelled (deadline, another sample failed) ─► _flush ─► worker.abort
     _watch task per call ─► a call that fails ends the engine's requests
     _collect task per engine ─► collect of its workers (long poll) ─► resolves the futures of generate()
+    engine is silent (hangs) ─► killed, then as one that died
     engine dies ─► _revive: new actors, current weights (`bring_up`), unfinished requests submitted again
     a revival fails ─► the group has ended: all that wait, and all that ask later, are told why
     the training thread meets a dead engine (`with_replacements`) ─► revive_dead, then the call again
@@ -43,8 +44,33 @@ _REVIVAL_END_S = 10.0
 """How long `shutdown` waits for a revival that it has broken off."""
 
 
-type _Waits = dict[int, asyncio.Future[Any]]
-"""Waits for calls of `collect`, by rank."""
+_STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger", "S": "asleep", "R": "running", "D": "in the kernel"}
+_POLL_S = 60.0
+"""How long a worker waits for a result before it answers that it has none."""
+_BUSY_FACTOR = 4
+"""How many times longer an engine may be silent while its process computes."""
+_BUSY_SHARE = 0.1
+"""Of a core that a process takes if it computes."""
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A wait for a call of `collect`, and when it began, by the loop's clock."""
+
+    future: asyncio.Future[Any]
+    since: float
+
+
+type _Waits = dict[int, _Wait]
+"""By rank."""
+
+
+class _Silence(Exception):
+    """A worker of an engine has not answered for too long."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__(f"rank {rank} was silent for {seconds:g} s")
+        self.rank, self.seconds = rank, seconds
 
 
 @dataclass
@@ -88,6 +114,7 @@ class EngineGroup(GenerationInterface):
         max_restarts: how many engine deaths the run survives.
         turn_timeout_s: limit for another thread's turn (`exclusively`); None is `setup_timeout_s`.
         workers_per_engine: as `EngineSettings.num_workers`.
+        silence_s: how long an engine with open requests may go without an answer.
 
     Attributes:
         workers: the worker group; `algorithms.rollout.refit` moves weights through it.
@@ -102,6 +129,7 @@ class EngineGroup(GenerationInterface):
         max_restarts: int,
         turn_timeout_s: float | None = None,
         workers_per_engine: int = 1,
+        silence_s: float = 300.0,
     ):
         self.workers = workers
         self.weight_version = 0
@@ -110,6 +138,7 @@ class EngineGroup(GenerationInterface):
         self._setup_timeout_s = setup_timeout_s
         self._turn_timeout_s = turn_timeout_s or setup_timeout_s
         self._max_restarts = max_restarts
+        self._silence_s = silence_s
         self._ids = itertools.count()
         self._flush_is_due = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -224,11 +253,16 @@ class EngineGroup(GenerationInterface):
                 if member.collector is not asyncio.current_task():
                     return  # another loop is served now
                 called, _ = member.polls.pop(rank)
-                results = waits.pop(rank).result()
+                results = waits.pop(rank).future.result()
             except RayActorError as death:
                 member.polls.clear()
                 _give_up_waits(waits)
-                await self._try_revive(member, called, rank, death)
+                await self._try_revive(member, called, partial(self._cause_of_death, rank, death))
+                continue
+            except _Silence as silence:
+                member.polls.clear()
+                _give_up_waits(waits)
+                await self._try_revive(member, member.num_starts, partial(self._cause_of_silence, member, silence))
                 continue
             except Exception as failure:  # boundary: whatever broke the engine ends its requests
                 self._fail(member, failure)
@@ -239,32 +273,69 @@ class EngineGroup(GenerationInterface):
                     pending.future.set_result(result)
 
     async def _first_to_answer(self, member: _Member, waits: _Waits) -> int:
-        """The worker of an engine whose call of `collect` ends first, with answers or because it died."""
+        """The worker of an engine whose call of `collect` ends first, with answers or because it died.
+
+        Raises:
+            _Silence: one of them answers no more, not even that it has nothing.
+        """
+        clock = asyncio.get_running_loop().time
         for rank in member.ranks:
             if rank not in member.polls:
-                member.polls[rank] = (member.num_starts, self._call(rank, "collect"))
+                poll_s = min(_POLL_S, self._silence_s / 4)
+                member.polls[rank] = (member.num_starts, self._call(rank, "collect", poll_s))
             if rank not in waits:
-                waits[rank] = asyncio.ensure_future(member.polls[rank][1])
-                waits[rank].add_done_callback(_note_as_seen)
-        await asyncio.wait(waits.values(), return_when=asyncio.FIRST_COMPLETED)
-        return next(rank for rank, wait in waits.items() if wait.done())
+                waits[rank] = _Wait(asyncio.ensure_future(member.polls[rank][1]), clock())
+                waits[rank].future.add_done_callback(_note_as_seen)
+        quietest = min(waits, key=lambda rank: waits[rank].since)
+        while not await _some_answer(waits, waits[quietest].since + self._silence_s - clock()):
+            silent_s = clock() - waits[quietest].since
+            if silent_s > _BUSY_FACTOR * self._silence_s or not await self._is_busy(member, waits):
+                raise _Silence(quietest, silent_s)
+        return next(rank for rank, wait in waits.items() if wait.future.done())
 
-    async def _try_revive(self, member: _Member, called: int, rank: int, death: RayActorError) -> None:
+    async def _is_busy(self, member: _Member, waits: _Waits) -> bool:
+        """Whether an engine that is silent answers after all, or computes."""
+        before = await asyncio.to_thread(self.workers.activity, member.ranks)
+        window_s = self._silence_s / 10
+        if await _some_answer(waits, window_s):
+            return True
+        after = await asyncio.to_thread(self.workers.activity, member.ranks)
+        used_s = sum(seconds for _, seconds in after) - sum(seconds for _, seconds in before)
+        return used_s > _BUSY_SHARE * window_s and all(state not in "Tt" for state, _ in after)
+
+    async def _try_revive(self, member: _Member, called: int, cause: Callable[[], str]) -> None:
         member.is_down = True
         try:
-            await asyncio.to_thread(self._revive, member, called, rank, death)
+            await asyncio.to_thread(self._revive, member, called, cause)
             member.is_down, member.outbox = False, []
             self._send(member, "submit", [(id_, p.request) for id_, p in member.unfinished.items()])
         except Exception as failure:  # boundary: an engine that cannot be brought back ends the group
             self._end = self._end or failure
             self._flush()
 
-    def _revive(self, member: _Member, called: int, rank: int, death: RayActorError) -> None:
+    def _cause_of_death(self, rank: int, death: RayActorError) -> str:
+        return str(self.workers.explain_failure(death, rank, "generation"))
+
+    def _cause_of_silence(self, member: _Member, silence: _Silence) -> str:
+        lengths = [len(pending.request.prompt_token_ids) for pending in member.unfinished.values()]
+        open_ones = (
+            f"{len(lengths)} requests open (prompts of {min(lengths)} to {max(lengths)} tokens)" if lengths else ""
+        )
+        states = ", ".join(_STATES.get(state, state) for state, _ in self.workers.activity(member.ranks))
+        reason = (
+            f"Worker {self.workers.seat(silence.rank)} has given no sign of life for {silence.seconds:.0f} s "
+            f"(cluster.timeouts.engine_silence_s={self._silence_s:g}), its process is {states}; "
+            f"{open_ones or 'no request is open'}."
+        )
+        logger.warning("Generation engine %d hangs. %s\n%s", member.index, reason, self.workers.stacks(member.ranks))
+        return reason
+
+    def _revive(self, member: _Member, called: int, cause: Callable[[], str]) -> None:
         """Replace the `called`-th engine of a member, unless that has happened meanwhile."""
         with self.exclusively():
             self._refuse_at_the_end()
             if member.num_starts == called:
-                self._replace(member, str(self.workers.explain_failure(death, rank, "generation")))
+                self._replace(member, cause())
                 if self.bring_up is not None:
                     self.bring_up()
         logger.warning("Generation engine %d is back at version %d.", member.index, self.weight_version)
@@ -351,6 +422,18 @@ class EngineGroup(GenerationInterface):
         member.unfinished.clear()
         member.outbox, member.given_up = [], []
 
+    def describe_open(self) -> str:
+        """See `GenerationInterface.describe_open`: with the stacks of their workers."""
+        lines = []
+        for member in self._members:
+            if member.unfinished:
+                names = ", ".join(str(self.workers.seat(rank)) for rank in member.ranks)
+                state = " (being replaced)" if member.is_down else f"\n{self.workers.stacks(member.ranks)}"
+                lines.append(
+                    f"Generation engine {member.index} has {len(member.unfinished)} requests open: {names}{state}"
+                )
+        return "\n".join(lines)
+
     def shutdown(self) -> None:
         """Kill the engine actors, and with them what they still generate; requests that are waited for fail.
 
@@ -374,5 +457,12 @@ def _note_as_seen(wait: asyncio.Future[Any]) -> None:
 def _give_up_waits(waits: _Waits, _: object = None) -> None:
     """The calls go on; a wait that nobody ends would be reported as forgotten when the loop is gone."""
     for wait in waits.values():
-        wait.cancel()
+        wait.future.cancel()
     waits.clear()
+
+
+async def _some_answer(waits: _Waits, timeout_s: float) -> bool:
+    """Whether one of the calls ends within some seconds."""
+    futures = [wait.future for wait in waits.values()]
+    done, _ = await asyncio.wait(futures, timeout=max(timeout_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
+    return bool(done)

@@ -180,4 +180,5 @@ def make_engines(settings: EngineSettings, where: RayVirtualCluster, cluster: Cl
         cluster.max_actor_restarts,
         turn_timeout_s=timeouts.train_s + timeouts.setup_s + timeouts.weight_sync_s,
         workers_per_engine=settings.num_workers,
+        silence_s=timeouts.engine_silence_s,
     )

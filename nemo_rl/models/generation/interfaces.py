@@ -234,6 +234,10 @@ class GenerationInterface(ABC):
             WorkerDiedError: engines died more often than allowed.
         """
 
+    def describe_open(self) -> str:
+        """Which engines have requests open, for an error; empty where there are none or the group cannot tell."""
+        return ""
+
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the engines and free their resources."""

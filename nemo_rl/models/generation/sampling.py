@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.distributed.parallel_logprobs import apply_top_k_top_p
 from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.utils.errors import NonFiniteError
 
 
 def filtered_logprobs(logits_V: torch.Tensor, sampling: SamplingParams, banned: Sequence[int] = ()) -> torch.Tensor:
@@ -49,8 +50,14 @@ def banned_tokens(sequences: Sequence[list[int]], written: list[int]) -> list[in
 def draw(
     logits_V: torch.Tensor, sampling: SamplingParams, generator: torch.Generator, banned: Sequence[int] = ()
 ) -> tuple[int, float]:
-    """One token id, none of the banned ones, and its log-probability."""
+    """One token id, none of the banned ones, and its log-probability.
+
+    Raises:
+        NonFiniteError: the logits hold NaN or +inf.
+    """
     logprobs = filtered_logprobs(logits_V, sampling, banned).cpu()
+    if logprobs.isnan().any():
+        raise NonFiniteError("The engine's logits are not finite.")
     if sampling.temperature == 0:
         token = int(logprobs.argmax())
     else:

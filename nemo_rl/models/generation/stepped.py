@@ -17,8 +17,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nemo_rl.models.finite import listed
 from nemo_rl.models.generation.interfaces import FinishReason, GenerationRequest, GenerationResult, VersionSpan
-from nemo_rl.utils.errors import GenerationError
+from nemo_rl.utils.errors import GenerationError, NonFiniteError
+
+_OVERFLOW = (
+    "No weight that the engine can look at holds NaN or infinity, so numbers may overflow on the way: try another "
+    "precision (policy.generation.engine.precision)."
+)
 
 
 class Finished(NamedTuple):
@@ -55,7 +61,11 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     def step(self) -> list[Finished]:
-        """Advance all queued requests by a token or a few; returns what finished."""
+        """Advance all queued requests by a token or a few; returns what finished.
+
+        Raises:
+            NonFiniteError: the scores of a token are not finite.
+        """
 
     @abstractmethod
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
@@ -93,6 +103,10 @@ class SteppedEngine(ABC):
     @abstractmethod
     async def wake_up(self) -> None:
         """See `Engine.wake_up`."""
+
+    def weights_not_finite(self) -> list[str]:
+        """Names of the weights that hold NaN or infinity; an engine that does not define it names none."""
+        return []
 
     def decode(self, token_ids: list[int]) -> str | None:
         """See `GenerationResult.text`."""
@@ -141,10 +155,23 @@ class SteppedEngine(ABC):
     async def _run(self) -> None:
         while self._running:
             if self._may_step.is_set():
-                self._answer(self.step())
+                self._answer(self._checked_step())
                 await asyncio.sleep(0)
             else:
                 await self._may_step.wait()
+
+    def _checked_step(self) -> list[Finished]:
+        """`step`, where scores that are not finite are traced to the weights.
+
+        Raises:
+            NonFiniteError: names the weights that are not finite, if there are any.
+        """
+        try:
+            return self.step()
+        except NonFiniteError as error:
+            names = self.weights_not_finite()
+            cause = f"The engine's weights are not finite: {listed(names)}." if names else _OVERFLOW
+            raise NonFiniteError(f"{error} {cause}") from None
 
     def _answer(self, finished: list[Finished]) -> None:
         for request_id, token_ids, logprobs, reason in finished:

@@ -76,14 +76,14 @@ class GenerationWorker:
             self._failure = failure
         self._has_news.set()
 
-    async def collect(self) -> list[tuple[str, GenerationResult]]:
-        """Results finished since the last call; waits for one up to `COLLECT_POLL_S`, then answers empty.
+    async def collect(self, poll_s: float = COLLECT_POLL_S) -> list[tuple[str, GenerationResult]]:
+        """Results finished since the last call; waits for one up to `poll_s` seconds, then answers empty.
 
         Raises:
             Exception: whatever broke the engine.
         """
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._has_news.wait(), COLLECT_POLL_S)
+            await asyncio.wait_for(self._has_news.wait(), poll_s)
         if self._failure is not None and not self._finished:
             failure, self._failure = self._failure, None
             self._has_news.clear()

@@ -121,7 +121,7 @@ class MegatronBackend(PolicyBackend):
         self._has_gradients = False
         if self._memory_level > 1:
             free_cache(self.device)
-        norm, stepped = self._optim.clip_and_step(self.optimizer, self.chunks)
+        norm, stepped, self.dropped_for = self._optim.clip_and_step(self.optimizer, self.chunks)
         if stepped and self._adapters_unproven and norm > 0 and self.learning_rate() > 0:
             self._optim.complete_weights(self.chunks)
             self._lora.check_adapters_moved(self.chunks)
@@ -129,6 +129,13 @@ class MegatronBackend(PolicyBackend):
         if self._memory_level > 0:
             free_cache(self.device)
         return norm, stepped
+
+    def weights_here(self) -> dict[str, Tensor]:
+        """See `PolicyBackend.weights_here`; Megatron Core's names, from the first chunk on."""
+        from nemo_rl.models.megatron.build import unwrap
+
+        self._optim.complete_weights(self.chunks)
+        return {name: weight for chunk in self.chunks for name, weight in unwrap(chunk).named_parameters()}
 
     def advance_schedule(self) -> None:
         """See `PolicyBackend.advance_schedule`."""

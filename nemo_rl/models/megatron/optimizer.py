@@ -19,6 +19,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from nemo_rl.config.schema.megatron import MegatronConfig, MegatronSchedulerConfig
+from nemo_rl.models.finite import not_finite
 from nemo_rl.models.host_memory import HostMemory, move_state
 from nemo_rl.models.megatron import cpu_shim
 from nemo_rl.utils.errors import ConfigError
@@ -159,25 +160,33 @@ def _last_step(wanted: MegatronSchedulerConfig) -> int:
     return int(wanted.lr_decay_iters)
 
 
-def clip_and_step(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> tuple[float, bool]:
+def clip_and_step(
+    optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]
+) -> tuple[float, bool, list[str]]:
     """Clip, update and set gradients to zero; collective.
 
     Megatron Core's own `step` updates with a norm that is not finite; these are its parts.
 
     Returns:
-        The norm before clipping, equal on all ranks, and whether the update was made.
+        The norm before clipping, equal on all ranks, whether the update was made, and else the names of this rank's
+        gradients that are not finite.
     """
     with cpu_shim.cuda_names():
         overflow = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
-        finite = math.isfinite(norm) and not overflow
+        finite = math.isfinite(norm) and math.isfinite(learning_rate(optimizer)) and not overflow
         if finite:
             _clip(optimizer, norm)
             optimizer.step_with_ready_grads()
-        else:
-            logger.warning("Gradient norm is %s: this optimizer update is skipped.", norm)
+        dropped_for = [] if finite else not_finite(_gradients(chunks))
         zero_gradients(optimizer, chunks)
-    return norm, finite
+    return norm, finite, dropped_for
+
+
+def _gradients(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
+    named = ((name, weight) for chunk in chunks for name, weight in chunk.module.named_parameters())
+    gradients = {name: getattr(weight, "main_grad", None) for name, weight in named}
+    return {f"{name}.grad": gradient for name, gradient in gradients.items() if gradient is not None}
 
 
 def _clip(optimizer: MegatronOptimizer, norm: float) -> None:

@@ -1,10 +1,12 @@
 """From what the ranks answer to the result of `Policy.train`."""
 
 import logging
+import math
 
 import torch
 
 from nemo_rl.losses.interfaces import AnyLossFunction
+from nemo_rl.models.finite import listed
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.metrics import join_updates, reduce_metrics
 from nemo_rl.models.policy.workers.base import UpdateResult
@@ -21,14 +23,28 @@ def join_ranks(parts: list[UpdateResult], valid: tuple[float, float], eval_mode:
         joined["lr"] = parts[0].lr
         joined["grad_norm"] = parts[0].grad_norm
         joined["skipped_updates"] = float(parts[0].skipped)
+        joined["num_updates"] = float(not parts[0].skipped)
+        _warn_of_values(joined, parts[0])
     return joined
+
+
+def _warn_of_values(update: dict[str, float], rank: UpdateResult) -> None:
+    """Say on the driver when a loss, a gradient or the learning rate of an update was not finite, and whose."""
+    numbers = {name: update[name] for name in ("loss", "grad_norm", "lr")}
+    if not rank.skipped and all(map(math.isfinite, numbers.values())):
+        return
+    said = ", ".join(f"{name}={value:g}" for name, value in numbers.items())
+    names = f"; not finite: {listed(rank.not_finite)}" if rank.not_finite else ""
+    end = "This update is skipped: weights and optimizer stay as they were." if rank.skipped else "It was made."
+    logger.warning("An update is not finite (%s%s). %s", said, names, end)
 
 
 def train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> TrainResult:
     """The result of all global batches; those that were skipped are empty."""
     made = [update for update in updates if update]
     num_skipped = len(updates) - len(made)
-    metrics = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0} | join_updates(made, loss_fn)
+    none_made = {} if made else {"num_updates": 0.0}
+    metrics = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0, **none_made} | join_updates(made, loss_fn)
     if num_skipped:
         logger.warning("%d of %d updates were skipped: nothing in them counts in the loss.", num_skipped, len(updates))
         metrics["skipped_updates"] = metrics.get("skipped_updates", 0.0) + num_skipped

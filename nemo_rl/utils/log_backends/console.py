@@ -39,6 +39,8 @@ _SHORT = {
     "generation": "gen_s",
     "policy_training": "train_s",
 }
+_ROUGH = ("timing/train",)
+_ONLY_IF_ANY = ("num_reward_errors",)
 _LAST_PREFIX = "performance"
 
 
@@ -64,10 +66,11 @@ class ConsoleLogger(LoggerInterface):
             self._print_step(step)
 
     def _print_step(self, step: int) -> None:
+        given = [(prefix, name) for prefix, name in _SHOWN if (prefix, name) in self._pending]
         shown = [
-            f"{_SHORT.get(name, name)}={self._pending[prefix_, name]:.4g}"
-            for prefix_, name in _SHOWN
-            if (prefix_, name) in self._pending
+            f"{_SHORT.get(name, name)}={self._pending[prefix, name]:.{3 if prefix in _ROUGH else 4}g}"
+            for prefix, name in given
+            if name not in _ONLY_IF_ANY or self._pending[prefix, name]
         ]
         of_total = f"/{self._total}" if self._total else ""
         logger.info("step %d%s  %s", step, of_total, "  ".join(shown))

@@ -3,6 +3,7 @@
 Chosen by `logger.mlflow_enabled`. Invariant: the only file that imports mlflow.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import mlflow
 from mlflow.exceptions import MlflowException
 
 from nemo_rl.config import MlflowConfig
+from nemo_rl.config.rules.trackers import tracking_address
 from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, flatten_dict, full_name, to_scalars
 
 _PARAMS_PER_CALL = 100
 _LONGEST_VALUE = 500
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""MLflow's own are retries with pauses that double, for minutes, while the run waits."""
 
 
 class MLflowLogger(LoggerInterface):
@@ -22,17 +26,27 @@ class MLflowLogger(LoggerInterface):
 
     Args:
         cfg: the `logger.mlflow` section.
-        log_dir: unused; MLflow keeps its files where `tracking_uri` says.
+        log_dir: where the database and the artifacts are when neither `tracking_uri` nor MLFLOW_TRACKING_URI says.
     """
 
     failures = (OSError, MlflowException)
 
     def __init__(self, cfg: MlflowConfig, log_dir: str | Path | None = None):
-        if cfg.tracking_uri:
-            mlflow.set_tracking_uri(cfg.tracking_uri)
+        for name, value in _PATIENCE.items():
+            os.environ.setdefault(name, value)
+        artifact_location = cfg.artifact_location
+        address = tracking_address(cfg)
+        if address is None and log_dir is not None:
+            folder = Path(log_dir).absolute()
+            address, artifact_location = (
+                f"sqlite:///{folder / 'mlflow.db'}",
+                artifact_location or str(folder / "artifacts"),
+            )
+        if address is not None:
+            mlflow.set_tracking_uri(address)
         if cfg.experiment_name:
-            if cfg.artifact_location and mlflow.get_experiment_by_name(cfg.experiment_name) is None:
-                mlflow.create_experiment(cfg.experiment_name, artifact_location=cfg.artifact_location)
+            if artifact_location and mlflow.get_experiment_by_name(cfg.experiment_name) is None:
+                mlflow.create_experiment(cfg.experiment_name, artifact_location=artifact_location)
             mlflow.set_experiment(cfg.experiment_name)
         mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name)
 

@@ -16,7 +16,14 @@ from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.experience.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.errors import CheckpointError, ConfigError, NothingToLearnError, RunInterruptedError, WorkerDiedError
+from nemo_rl.utils.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    NothingToLearnError,
+    RunInterruptedError,
+    WorkerDiedError,
+)
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.stop_signals import STOP_SIGNALS, handlers_kept, leave_at_once
 
@@ -379,6 +386,40 @@ def test_idle_steps_in_a_row_end_the_run_and_save_it(tmp_path: Path, caplog: pyt
     assert error.value.exit_status == 1
     assert caplog.text.count("trained nothing: none of its samples counts") == 5
     assert (tmp_path / "checkpoints/step_8").exists()
+
+
+def updates_of(session: Session, data: Data, counts: dict[int, float]) -> None:
+    """Steps in which everything counts, each with as many updates as given; 1 without a number."""
+    with session:
+        for step in session.steps():
+            data.next()
+            session.record({"global_valid_seqs": 4.0, "num_updates": counts.get(step, 1.0)})
+            session.finish_step(step, num_prompts=4)
+
+
+def test_steps_whose_gradients_are_not_finite_are_idle_too(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(20, save_period=100, max_idle_steps=3), data)
+    with pytest.raises(NonFiniteError, match=r"Step 6 .*gradients of all of its updates were not finite.* 3 of max"):
+        updates_of(session, data, dict.fromkeys((1, 2, 4, 5, 6), 0.0))
+    assert session.state.trained_steps == 1
+
+
+def test_a_run_that_never_made_an_update_is_no_success(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(2, max_idle_steps=5), data)
+    with pytest.raises(NothingToLearnError, match="None of the 2 steps made an update"):
+        updates_of(session, data, {1: 0.0, 2: 0.0})
+
+
+def test_a_run_that_goes_on_has_made_its_updates_before(tmp_path: Path) -> None:
+    data = Data()
+    session, _ = make_session(tmp_path, Cadence(2), data)
+    updates_of(session, data, {})
+    again = Data()
+    session, _ = make_session(tmp_path, Cadence(3, max_idle_steps=5), again)
+    updates_of(session, again, {3: 0.0})
+    assert session.state.trained_steps == 2
 
 
 def test_idle_steps_alone_leave_the_last_checkpoint_the_newest(tmp_path: Path) -> None:

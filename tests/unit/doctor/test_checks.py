@@ -69,10 +69,24 @@ def test_the_smallest_machine_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "status"), [(1024, 1 << 20, "ok"), (1024, 2048, "warning"), (256, 512, "failed")]
+    ("soft", "hard", "uses_gpu", "status"),
+    [
+        (1024, 1 << 20, True, "ok"),
+        (1024, 2048, True, "warning"),
+        (256, 512, True, "failed"),
+        (64, 64, False, "warning"),
+    ],
 )
-def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, status: str) -> None:
+def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, uses_gpu: bool, status: str) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    assert host.check_open_files(NodeRequest(uses_gpu=uses_gpu)).status == status
+
+
+@pytest.mark.parametrize(("gpus", "status"), [(0, "warning"), (8, "failed")])
+def test_scarce_files_without_a_configuration(monkeypatch: pytest.MonkeyPatch, gpus: int, status: str) -> None:
+    """The machine says what its runs are like."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    monkeypatch.setattr(host, "count_gpus", lambda: gpus)
     assert host.check_open_files(NodeRequest()).status == status
 
 
@@ -98,8 +112,10 @@ def test_shared_memory_is_held_against_the_object_store(
     monkeypatch.setattr(os, "statvfs", lambda path: usage)
     monkeypatch.setattr(host, "object_store_bytes", lambda: store_mb and store_mb << 20)
     monkeypatch.setattr(host, "machine_bytes", lambda: 2 << 40)
-    finding = host.check_shared_memory(NodeRequest(starts_ray=starts_ray))
+    finding = host.check_shared_memory(NodeRequest(uses_gpu=True, starts_ray=starts_ray))
     assert finding.status == status and text in finding.found
+    on_cpu = host.check_shared_memory(NodeRequest(uses_gpu=False, starts_ray=starts_ray))
+    assert on_cpu.status == ("warning" if status == "failed" else status)
     if store_mb is None and status == "warning":
         monkeypatch.setattr(ray_utils, "get_shared_memory_bytes", lambda: free_mb << 20)
         assert f"takes {readable_bytes(ray_utils.resolve_object_store_memory(2 << 40))} " in finding.found

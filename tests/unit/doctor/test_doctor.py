@@ -98,8 +98,8 @@ def test_a_tiny_shared_memory_is_named(doctor: Doctor, ram_disk: Any, monkeypatc
     with ram_disk("size=64m") as folder:
         monkeypatch.setattr(host, "SHARED_MEMORY", folder)
         status, lines = doctor()
-    assert status == 1
-    assert_named(lines, "shared memory", "67.1 MB free")
+    assert (status, lines["shared memory"]["status"]) == (0, "warning"), "a run on the CPU works"
+    assert "67.1 MB free" in lines["shared memory"]["found"]
     assert "--shm-size" in lines["shared memory"]["advice"]
 
 

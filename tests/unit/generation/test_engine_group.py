@@ -28,6 +28,8 @@ class FakeWorker:
         self.submissions: list[list[str]] = []
         self.held: dict[str, GenerationRequest] = {}
         self.is_dead = False
+        self.hangs = False
+        self.activity = ("S", 0.0)
         self.collect_failure: Exception | None = None
         self.submit_failure: Exception | None = None
         self.aborted: list[str] = []
@@ -52,13 +54,16 @@ class FakeWorker:
             self._finished.append((request_id, GenerationResult([], [], "abort", [])))
         self._changed.set()
 
-    async def collect(self) -> list[tuple[str, GenerationResult]]:
-        while not self._finished:
+    async def collect(self, poll_s: float) -> list[tuple[str, GenerationResult]]:
+        while self.hangs or not self._finished:
             self._check_alive()
             if self.collect_failure is not None:
                 raise self.collect_failure
             self._changed.clear()
-            await self._changed.wait()
+            try:
+                await asyncio.wait_for(self._changed.wait(), None if self.hangs else poll_s)
+            except TimeoutError:
+                return []
         results, self._finished = self._finished, []
         return results
 
@@ -128,6 +133,15 @@ class FakeGroup:
     def explain_failure(self, error: Exception, index: int, phase: str) -> Exception:
         return WorkerDiedError(f"worker {index} died during {phase}: {error}")
 
+    def activity(self, indices: list[int]) -> list[tuple[str, float]]:
+        return [self.workers[index].activity for index in indices]
+
+    def stacks(self, indices: list[int]) -> str:
+        return f"stacks of {indices}"
+
+    def seat(self, index: int) -> str:
+        return f"engine-{index} (pid 17)"
+
     def shutdown(self, force: bool) -> None:
         self.is_shut_down = True
         for worker in self.workers:
@@ -166,6 +180,79 @@ async def wait_for(condition: Any) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("it did not happen")
+
+
+def make_impatient(num_engines: int, silence_s: float, size: int = 1) -> tuple[EngineGroup, FakeGroup]:
+    fake = FakeGroup(num_engines * size)
+    group = EngineGroup(fake, 5.0, 3, workers_per_engine=size, silence_s=silence_s)  # type: ignore[arg-type]
+    return group, fake
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+async def test_an_engine_that_hangs_is_replaced_and_its_requests_are_answered(
+    num_engines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    group, fake = make_impatient(num_engines, silence_s=0.4)
+    tasks = start(group, [1, 2, 3, 4])
+    await settle()
+    fake.workers[0].hangs, fake.workers[0].activity = True, ("T", 3.0)
+    if num_engines == 2:
+        fake.workers[1].answer(*fake.workers[1].held)
+    answers = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert [answer.token_ids for answer in answers] == [[1001], [1002], [1003], [1004]]
+    assert (fake.restarted, group.num_restarts) == ([[0]], 1)
+    assert "Generation engine 0 hangs. Worker engine-0 (pid 17) has given no sign of life" in caplog.text
+    assert "engine_silence_s=0.4), its process is stopped (SIGSTOP); " in caplog.text
+    assert f"{4 // num_engines} requests open (prompts of 1 to 1 tokens)" in caplog.text
+    assert "stacks of [0]" in caplog.text
+
+
+async def test_one_rank_that_hangs_is_enough() -> None:
+    """The first worker of the engine goes on to say that it has nothing."""
+    group, fake = make_impatient(1, silence_s=0.3, size=2)
+    (task,) = start(group, [1])
+    await settle()
+    fake.workers[1].hangs = True
+    assert (await asyncio.wait_for(task, 5)).token_ids == [1001]
+    assert fake.restarted == [[0, 1]]
+
+
+async def test_a_long_generation_is_not_taken_for_one_that_hangs() -> None:
+    """The engine answers its polls, although no request is finished."""
+    group, fake = make_impatient(1, silence_s=0.2)
+    (task,) = start(group, [1])
+    await asyncio.sleep(1.0)
+    fake.workers[0].answer(*fake.workers[0].held)
+    assert (await task).token_ids == [1001]
+    assert fake.restarted == []
+
+
+@pytest.mark.parametrize(("state", "seconds", "is_replaced"), [("R", 0.6, False), ("R", 2.0, True), ("T", 0.6, True)])
+async def test_an_engine_that_computes_gets_longer(
+    state: str, seconds: float, is_replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of many seconds holds the engine's loop."""
+    group, fake = make_impatient(1, silence_s=0.3)
+    (task,) = start(group, [1])
+    await settle()
+    worker, started = fake.workers[0], time.monotonic()
+    worker.hangs = True
+    monkeypatch.setattr(fake, "activity", lambda indices: [(state, time.monotonic() - started)])
+    await asyncio.sleep(seconds)
+    if not is_replaced:
+        worker.hangs = False
+        worker.answer(*worker.held)
+    assert (await asyncio.wait_for(task, 5)).token_ids == [1001]
+    assert bool(fake.restarted) is is_replaced
+
+
+async def test_who_has_requests_open_is_said() -> None:
+    group, fake = make_group(2)
+    start(group, [1, 2, 3])
+    await settle()
+    fake.workers[1].answer(*fake.workers[1].held)
+    await settle()
+    assert group.describe_open() == "Generation engine 0 has 2 requests open: engine-0 (pid 17)\nstacks of [0]"
 
 
 async def test_results_reach_those_who_asked_in_any_order():

@@ -6,9 +6,14 @@ import math
 import os
 import pty
 import re
+import socket
 import struct
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -279,6 +284,67 @@ assert signal.getsignal(signal.SIGINT) is before
         assert name in records and struct.pack("<d", value) in records, name
     assert b"train/kl" in records and b"histogram" not in records
     assert "num_prompts_per_step" in (path.parent / "files/config.yaml").read_text()
+
+
+class FakeMlflow(ModuleType):
+    """Keeps what it is told; only what `MLflowLogger` calls."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.told: list[tuple[str, Any]] = []
+        self.__spec__ = ModuleSpec("mlflow", None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            self.told.append((name, args or kwargs))
+
+        return call
+
+
+@pytest.fixture
+def fake_mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMlflow:
+    module, exceptions = FakeMlflow(), ModuleType("mlflow.exceptions")
+    exceptions.MlflowException = Exception  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", exceptions)
+    monkeypatch.delitem(sys.modules, "nemo_rl.utils.log_backends.mlflow", raising=False)
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return module
+
+
+def test_mlflow_keeps_runs_in_the_folder_of_the_run(tmp_path: Path, fake_mlflow: FakeMlflow) -> None:
+    Logger(LoggerConfig.build(mlflow_enabled=True), tmp_path).close()
+    told = dict(fake_mlflow.told)
+    assert told["set_tracking_uri"] == (f"sqlite:///{tmp_path}/mlflow/mlflow.db",)
+    assert told["create_experiment"] == ("grpo-dev",)
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
+
+
+@pytest.mark.parametrize("given", ["key", "variable"])
+def test_mlflow_keeps_runs_where_it_is_told(
+    given: str, tmp_path: Path, fake_mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"sqlite:///{tmp_path}/other.db"
+    if given == "variable":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    section = {"tracking_uri": address} if given == "key" else {}
+    Logger(LoggerConfig.build(mlflow_enabled=True, mlflow=section), tmp_path).close()
+    assert dict(fake_mlflow.told)["set_tracking_uri"] == (address,)
+
+
+def test_an_mlflow_server_that_is_not_there_is_refused_at_once(tmp_path: Path, fake_mlflow: FakeMlflow) -> None:
+    with socket.socket() as bound:  # bound, but nobody listens
+        bound.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        config = LoggerConfig.build(mlflow_enabled=True, mlflow={"tracking_uri": address})
+        with pytest.raises(ConfigError, match=rf"no server answers at tracking_uri={address} .*refused"):
+            Logger(config, tmp_path)
+    assert fake_mlflow.told == []
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from nemo_rl.models.finite import ANOTHER_COPY, not_finite, require_finite
 from nemo_rl.models.generation.batched import BatchedEngine
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
@@ -24,6 +25,7 @@ class HfEngine(BatchedEngine):
         )
         fix_rotary_frequencies(model, settings.max_model_len)
         self._model = model.to(self._device).eval()
+        require_finite(dict(model.named_parameters()), f"the model {settings.model_name}", ANOTHER_COPY)
         super().__init__(settings, self._model.get_input_embeddings().weight.shape[0])
         self._cache: DynamicCache | None = None
         self._mask = self._position_ids = torch.empty(0)
@@ -60,6 +62,10 @@ class HfEngine(BatchedEngine):
         )
         logits_bV: torch.Tensor = output.logits[:, -1]
         return logits_bV
+
+    def weights_not_finite(self) -> list[str]:
+        """See `SteppedEngine.weights_not_finite`."""
+        return not_finite(dict(self._model.named_parameters()))
 
     def forget(self) -> None:
         """See `BatchedEngine.forget`."""

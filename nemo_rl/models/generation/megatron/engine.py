@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nemo_rl.config import MegatronConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.attention import AttentionPlan, Piece
+from nemo_rl.models.finite import ANOTHER_COPY, not_finite, require_finite
 from nemo_rl.models.generation.batched import BatchedEngine
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.huggingface.layers import recorded_outputs
@@ -57,6 +58,7 @@ class MegatronEngine(BatchedEngine):
         chunks = build_chunks(hf_config, section, precision=dtype, device=self._device)
         if settings.load_weights:
             load_huggingface(chunks, hf_config, model_folder(settings.model_name))
+            require_finite(dict(chunks[0].named_parameters()), f"the model {settings.model_name}", ANOTHER_COPY)
         self._model: Any = chunks[0].eval()
         self._receiver = HubReceiver(chunks, hf_config)
         room = _cache_bytes(settings, self._device) // _token_bytes(self._model)
@@ -85,6 +87,10 @@ class MegatronEngine(BatchedEngine):
         logits_bV: Tensor = self._call(ids_bt, plan, before, inference_context=self._cache, output_processor=_last)
         self._cache.sequence_len_offset += new
         return logits_bV
+
+    def weights_not_finite(self) -> list[str]:
+        """See `SteppedEngine.weights_not_finite`."""
+        return not_finite(dict(self._model.named_parameters()))
 
     def _call(self, ids_bt: Tensor, plan: AttentionPlan | None, first: int = 0, **arguments: Any) -> Any:
         positions = torch.arange(first, first + ids_bt.shape[1]).expand(ids_bt.shape)

@@ -6,6 +6,7 @@ divides logits by the same temperature agrees.
 """
 
 import logging
+import math
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -36,9 +37,15 @@ from nemo_rl.models.generation.vllm.layers import start_recording, stop_recordin
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
 from nemo_rl.models.generation.vllm.threads import ThreadChoice, cores_of_each, start_threads
-from nemo_rl.models.generation.vllm.weights import begin_reload, finish_reload, load_tensors
+from nemo_rl.models.generation.vllm.weights import (
+    begin_reload,
+    finish_reload,
+    load_tensors,
+    non_finite_parameters,
+    refusing_non_finite,
+)
 from nemo_rl.models.huggingface.load import load_model_config
-from nemo_rl.utils.errors import GenerationError
+from nemo_rl.utils.errors import GenerationError, NonFiniteError
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +70,8 @@ class VllmEngine(SteppedEngine):
             # vLLM would leave a file in the folder for temporary files.
             uniproc_executor.get_file_store_init_method = _nameless_file
         # Names the limits of a batch that vLLM takes where the arguments have none: those of offline generation.
-        self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        with refusing_non_finite(settings.model_name):
+            self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         self._threads = self._start_threads(settings)
         self._take_bursts(settings)
 
@@ -113,6 +121,11 @@ class VllmEngine(SteppedEngine):
         """See `SteppedEngine.num_tokens`."""
         num_tokens: int = self._state(request_id).detokenizer.num_output_tokens()
         return num_tokens
+
+    def weights_not_finite(self) -> list[str]:
+        """See `SteppedEngine.weights_not_finite`; vLLM's names, without those of layers that it has packed."""
+        of_ranks = self._engine.collective_rpc(non_finite_parameters)
+        return list(dict.fromkeys(name for names in of_ranks for name in names))
 
     def _start_threads(self, settings: EngineSettings) -> ThreadChoice | None:
         """On CPUs, for an engine of one process, unless the run has said how many threads it wants."""
@@ -285,6 +298,7 @@ def sampled_logprobs(token_ids: list[int], logprobs: object) -> list[float]:
 
     Raises:
         GenerationError: vLLM returned a table that does not hold the sampled tokens.
+        NonFiniteError: one of theirs is NaN.
     """
     table_ids = list(getattr(logprobs, "token_ids", []))
     values = list(getattr(logprobs, "logprobs", []))
@@ -292,6 +306,8 @@ def sampled_logprobs(token_ids: list[int], logprobs: object) -> list[float]:
         raise GenerationError(
             f"vLLM returned log-probabilities of {len(table_ids)} tokens for {len(token_ids)} sampled ones."
         )
+    if math.isnan(sum(values)):
+        raise NonFiniteError("vLLM's log-probabilities are not finite.")
     return values
 
 

@@ -11,18 +11,23 @@ loaded.
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.platforms import current_platform
+
+from nemo_rl.models.finite import ANOTHER_COPY, listed, not_finite
+from nemo_rl.utils.errors import NonFiniteError
 
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 _GPT_OSS_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
@@ -91,6 +96,36 @@ def finish_reload(worker: Any) -> list[str]:
             for head in heads.values():
                 head.quant_method.process_weights_after_loading(head)
     return sorted(unbound)
+
+
+@contextmanager
+def refusing_non_finite(model_name: str) -> Iterator[None]:
+    """Look at each tensor that vLLM reads from a model's files in a block; afterwards many are packed out of sight.
+
+    Raises:
+        NonFiniteError: names those that hold NaN or infinity, when the block has ended.
+    """
+    loader_class: Any = DefaultModelLoader
+    read = loader_class.get_all_weights
+    spoilt: list[str] = []
+
+    def watched(loader: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in read(loader, *args, **kwargs):
+            spoilt.extend(not_finite({name: tensor}))
+            yield name, tensor
+
+    loader_class.get_all_weights = watched
+    try:
+        yield
+    finally:
+        loader_class.get_all_weights = read
+    if spoilt:
+        raise NonFiniteError(f"The weights of the model {model_name} are not finite: {listed(spoilt)}. {ANOTHER_COPY}")
+
+
+def non_finite_parameters(worker: Any) -> list[str]:
+    """Names of the model's parameters, as vLLM holds them, that are not finite."""
+    return not_finite(dict(worker.model_runner.get_model().named_parameters()))
 
 
 def lost_tensors(model: torch.nn.Module, unbound: set[str]) -> set[str]:

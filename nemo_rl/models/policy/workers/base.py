@@ -26,6 +26,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.distributed.process_group import destroy_process_group
 from nemo_rl.losses.interfaces import AnyLossFunction, LossMetrics
+from nemo_rl.models.finite import listed, not_finite, on_all_ranks, require_finite
 from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.models.inputs import (
     InputLayout,
@@ -39,6 +40,7 @@ from nemo_rl.models.policy.metrics import reduce_metrics
 from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
 from nemo_rl.utils.background import in_background
 from nemo_rl.utils.device import device_for, to_host
+from nemo_rl.utils.errors import CheckpointError, NonFiniteError
 from nemo_rl.utils.machine_cores import usable_cores
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
@@ -89,7 +91,8 @@ class UpdateResult:
         metrics: this rank's part of each metric; sums over ranks, `_min`/`_max` by extreme.
         grad_norm: of the whole model, equal on all ranks.
         lr: learning rate of the update.
-        skipped: whether the update was dropped because its gradient was not finite.
+        skipped: whether the update was dropped because its gradient, or the learning rate, was not finite.
+        not_finite: names of the weights, or else of the gradients, on any rank, for which it was.
         model_metrics: of the model itself, equal on all ranks.
     """
 
@@ -98,6 +101,7 @@ class UpdateResult:
     grad_norm: float = 0.0
     lr: float = 0.0
     skipped: bool = False
+    not_finite: list[str] = field(default_factory=list)
     model_metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -163,8 +167,14 @@ class PolicyWorker:
         result.lr = self.backend.learning_rate()
         result.grad_norm, stepped = self.backend.clip_and_step()
         result.skipped = not stepped
+        if result.skipped:
+            result.not_finite = self.non_finite_weights() or on_all_ranks(list(self.backend.dropped_for))
         if last_update:
             self.backend.advance_schedule()
+
+    def non_finite_weights(self) -> list[str]:
+        """Names of the weights that hold NaN or infinity on any rank; collective."""
+        return on_all_ranks(not_finite(self.backend.weights_here()))
 
     def get_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
         """Score every token of this rank's rows under the current weights.
@@ -273,7 +283,15 @@ class PolicyWorker:
         Args:
             spec: transport agreement; another one than last time makes a new sender.
             dtype: torch dtype the engines compute in, for example "bfloat16".
+
+        Raises:
+            NonFiniteError: a weight is not finite, on any rank.
         """
+        spoilt = self.non_finite_weights()
+        if spoilt:
+            raise NonFiniteError(
+                f"The policy's weights are not finite: {listed(spoilt)}. They are not sent to engines."
+            )
         if self._sender is None or self._sender.spec != spec:
             if self._sender is not None:
                 self._sender.close()
@@ -292,7 +310,14 @@ class PolicyWorker:
         self._sender.send(bucket)
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, background: bool = False) -> None:
-        """Write this rank's part of a checkpoint; in the background only copies are made before this returns."""
+        """Write this rank's part of a checkpoint; in the background only copies are made before this returns.
+
+        Raises:
+            CheckpointError: a weight is not finite, on any rank; nothing is written.
+        """
+        spoilt = self.non_finite_weights()
+        if spoilt:
+            raise CheckpointError(f"The weights are not finite and are not saved: {listed(spoilt)}.")
         paths = _paths(weights_path, optimizer_path)
         if background:
             self.finish_checkpoint()
@@ -315,8 +340,14 @@ class PolicyWorker:
             saving.result()
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Restore a checkpoint; the reference weights stay those of `policy.model_name`."""
+        """Restore a checkpoint; the reference weights stay those of `policy.model_name`.
+
+        Raises:
+            CheckpointError: a rank cannot read it.
+            NonFiniteError: it holds weights that are not finite.
+        """
         self.backend.load(_paths(weights_path, optimizer_path))
+        require_finite(self.backend.weights_here(), f"the checkpoint {weights_path}", "Resume from an earlier one.")
 
     def shutdown(self) -> bool:
         """Free the weight transport and leave the process group."""

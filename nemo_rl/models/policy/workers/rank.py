@@ -9,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.process_group import init_process_group
+from nemo_rl.models.finite import ANOTHER_COPY, require_finite
 from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
 from nemo_rl.utils.device import device_for
 from nemo_rl.utils.errors import ConfigError
@@ -41,6 +42,7 @@ class PolicyRank(PolicyWorker):
             init_reference_model=settings.init_reference_model,
             seed=settings.seed,
         )
+        require_finite(backend.weights_here(), f"the model {config.model_name}", ANOTHER_COPY)
         set_seed(derive_seed(settings.seed, "policy", *layout.random_path(rank)))
         super().__init__(backend, config, gives_scores=rank in layout.result_ranks)
         if torch_device.type == "cpu":

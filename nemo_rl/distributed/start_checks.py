@@ -1,0 +1,69 @@
+"""What keeps a Ray of this run's own from starting on this machine, found in milliseconds and before Ray is asked.
+
+The preflight of a run, `local_ray` and `nemo_rl doctor` ask. Invariant: nothing here starts a process or leaves a file.
+"""
+
+import os
+import socket
+import tempfile
+from datetime import datetime
+from pathlib import Path
+
+from nemo_rl.utils.errors import ConfigError
+
+_LONGEST_SOCKET_BYTES = 107
+"""Of a path that a socket may have on Linux (`sockaddr_un`)."""
+_LONGEST_SOCKET = "sockets/plasma_store"
+_LOOPBACK_S = 5.0
+
+
+def require_startable_ray() -> None:
+    """Refuse to start Ray where it cannot work.
+
+    Raises:
+        ConfigError: says what is wrong and what to do.
+    """
+    fault = start_fault()
+    if fault is not None:
+        raise ConfigError(f"Ray cannot start on this machine: {fault[0]}. {fault[1]}")
+
+
+def start_fault() -> tuple[str, str] | None:
+    """What keeps Ray from starting, and what to do about it; None if nothing is known."""
+    return _temporary_folder_fault() or _loopback_fault()
+
+
+def ray_folder() -> Path:
+    """Where a Ray that this machine starts keeps sockets, logs and spilled objects."""
+    chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    return Path(chosen).absolute() / "ray"
+
+
+def _temporary_folder_fault() -> tuple[str, str] | None:
+    folder = ray_folder()
+    variable = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") or not os.environ.get("TMPDIR") else "TMPDIR"
+    session = f"session_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}_{os.getpid()}"
+    excess = len(os.fsencode(folder / session / _LONGEST_SOCKET)) - _LONGEST_SOCKET_BYTES
+    if excess > 0:
+        found = f"{variable} makes the paths of its sockets {excess} bytes too long: {folder.parent}"
+        return found, f"Set RAY_TMPDIR to a folder whose path is at least {excess} bytes shorter, such as /tmp."
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        found = f"its folder {folder} cannot be written ({error.strerror or error})"
+        return found, "Set RAY_TMPDIR to a folder that this user may write, with a gigabyte of free space."
+    return None
+
+
+def _loopback_fault() -> tuple[str, str] | None:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(_LOOPBACK_S)
+            with socket.create_connection(server.getsockname(), _LOOPBACK_S):
+                server.accept()[0].close()
+    except OSError as error:
+        found = f"this machine does not reach itself under 127.0.0.1 ({error.strerror or error})"
+        return found, "Switch the loopback interface on (ip link set lo up), or start the container with a network."
+    return None

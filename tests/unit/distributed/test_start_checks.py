@@ -1,0 +1,96 @@
+"""What keeps Ray from starting on this machine is found before Ray is asked."""
+
+import errno
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.distributed import local_ray
+from nemo_rl.distributed.start_checks import ray_folder, require_startable_ray, start_fault
+from nemo_rl.utils.errors import ConfigError, ResourceInsufficientError
+
+
+@pytest.fixture(autouse=True)
+def folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_TMPDIR", "TMPDIR", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_nothing_is_wrong_here() -> None:
+    assert start_fault() is None
+    require_startable_ray()
+
+
+def test_rays_folder_is_the_one_that_ray_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._common.utils import get_default_ray_temp_dir
+
+    for changes in ({}, {"TMPDIR": "/var/tmp"}, {"RAY_TMPDIR": "/opt", "TMPDIR": "/var/tmp"}):
+        for name, value in changes.items():
+            monkeypatch.setenv(name, value)
+        assert str(ray_folder()) == get_default_ray_temp_dir()
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_a_path_too_long_for_sockets(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "/tmp/" + "x" * 60)
+    with pytest.raises(ConfigError, match=rf"{variable} makes the paths of its sockets \d+ bytes too long: /tmp/xxx"):
+        require_startable_ray()
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/proc")
+    with pytest.raises(ConfigError, match=r"its folder /proc/ray cannot be written .*Set RAY_TMPDIR"):
+        require_startable_ray()
+
+
+def test_a_machine_without_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: Any, **kwargs: Any) -> socket.socket:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    with pytest.raises(ConfigError, match=r"does not reach itself under 127\.0\.0\.1 .*ip link set lo up"):
+        require_startable_ray()
+
+
+def test_a_secret_is_made_only_where_ray_cannot_keep_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_ray._token_without_home() == {}
+    monkeypatch.setenv("HOME", "/proc")
+    assert len(local_ray._token_without_home()["RAY_AUTH_TOKEN"]) == 64
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert local_ray._token_without_home() == {}
+
+
+@pytest.mark.parametrize(
+    ("failure", "attempts"),
+    [(OSError(errno.EROFS, "Read-only file system"), 1), (Exception("too slow"), 3), (ConnectionError("refused"), 3)],
+)
+def test_a_fault_that_stays_is_not_tried_again(
+    failure: Exception, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def start(**arguments: Any) -> None:
+        calls.append(arguments)
+        raise failure
+
+    monkeypatch.setenv("RAY_TMPDIR", "/opt/elsewhere")
+    monkeypatch.setattr("ray.init", start)
+    with pytest.raises(
+        ResourceInsufficientError, match=rf"in {attempts} attempts?: .*logs are below /opt/elsewhere/ray"
+    ):
+        local_ray._init_patiently()
+    assert len(calls) == attempts
+
+
+@pytest.mark.parametrize(("given", "absolute"), [("", "/tmp"), ("below", "{cwd}/below"), ("/opt", None)])
+def test_rays_folder_is_absolute(
+    given: str, absolute: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a relative one Ray's daemons wait for each other without end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_TMPDIR", given)
+    expected = {} if absolute is None else {"RAY_TMPDIR": absolute.format(cwd=tmp_path)}
+    assert local_ray._whole_paths() == expected

@@ -1,0 +1,75 @@
+"""What a run says on the console is readable in a file: short lines without escape codes, and a line now and then."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.utils import still_waiting
+from nemo_rl.utils.logging_setup import WIDTH, configure_logging, wrapped
+from nemo_rl.utils.still_waiting import StillWaiting
+
+
+@pytest.fixture
+def program() -> Iterator[None]:
+    """The logging of a program."""
+    root, library = logging.getLogger(), logging.getLogger("nemo_rl")
+    handlers, root.handlers, level = root.handlers, [], library.level
+    configure_logging()
+    yield
+    root.handlers = handlers
+    library.setLevel(level)
+
+
+def test_long_lines_are_cut_between_words(program: None, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"metric_{number}={number / 7:.4g}" for number in range(40)]
+    logging.getLogger("nemo_rl.test").info("validation: %s", "  ".join(words))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 3 and max(map(len, lines)) <= WIDTH
+    assert all(line.startswith(" " * 11) for line in lines[1:])
+    assert [word for line in lines for word in line.split()][3:] == words
+
+
+def test_what_cannot_be_cut_and_tables_stay_whole() -> None:
+    path = "/folder" * 40
+    assert wrapped(path) == [path]
+    assert wrapped("a    b") == ["a    b"]
+
+
+def test_several_lines_stay_several(program: None, capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("nemo_rl.test").info("first\n  second\n\nfourth")
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.endswith("I first") and others == ["  second", "", "fourth"]
+
+
+def test_escape_codes_are_left_out(program: None, capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("someone").warning("\x1b[33m(raylet)\x1b[0m is \x1b[1;31mslow\x1b[K")
+    assert capsys.readouterr().err.endswith("W (raylet) is slow\n")
+
+
+def test_a_long_wait_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="nemo_rl")
+    now = 100.0
+    monkeypatch.setattr(still_waiting.time, "monotonic", lambda: now)
+    progress = StillWaiting("policy train", lambda: "1 of 4 workers have answered")
+    for now in (110.0, 129.0, 131.0, 140.0, 162.0):  # noqa: B007  (the clock reads it)
+        progress.look()
+    assert [record.message for record in caplog.records] == [
+        "Still at work on policy train, for 31 s: 1 of 4 workers have answered.",
+        "Still at work on policy train, for 62 s: 1 of 4 workers have answered.",
+    ]
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-"])
+def test_a_program_without_outputs_runs(closed: str, tmp_path: Path) -> None:
+    script = "import sys; from nemo_rl.utils.logging_setup import configure_logging; configure_logging(); "
+    script += (
+        "import logging; logging.getLogger('nemo_rl').info('x'); print(sys.stdout.isatty(), sys.stderr.isatty()); "
+    )
+    script += f"open({str(tmp_path / 'file')!r}, 'w').write('intact'); sys.stderr.write('lost')"
+    done = subprocess.run(["sh", "-c", f'{sys.executable} -c "$0" {closed}', script], timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "file").read_text() == "intact"
