@@ -103,11 +103,21 @@ def filled(model: PreTrainedModel) -> PreTrainedModel:
         torch.manual_seed(0)
         model.to_empty(device="cpu")
         model.tie_weights()
+        _overwrite_memory(model)
+        torch.manual_seed(0)
         model.initialize_weights()
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(_NOISE * torch.randn_like(parameter))
     return model.float().eval()
+
+
+def _overwrite_memory(model: PreTrainedModel) -> None:
+    """Give every tensor defined values, because some classes initialize only a part of theirs."""
+    for parameter in model.parameters():
+        parameter.normal_(std=_NOISE)
+    for buffer in model.buffers():
+        buffer.zero_()
 
 
 def smaller(config: PretrainedConfig) -> PretrainedConfig:

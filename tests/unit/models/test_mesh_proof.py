@@ -246,3 +246,22 @@ def test_answers_come_in_order_and_in_time() -> None:
     assert answers(lambda index: index * index, 3, 60) == [0, 1, 4]
     with pytest.raises(DeadlineExceededError, match="1 of 1 processes gave no answer in 0.5 s"):
         answers(lambda index: time.sleep(60), 1, 0.5)
+
+
+def test_weights_that_a_class_leaves_uninitialized_are_defined(monkeypatch) -> None:
+    """ERNIE's router is one: it must not hold whatever the memory held before."""
+    empty_like = torch.empty_like
+
+    def dirty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        memory = empty_like(*args, **kwargs)
+        return memory.fill_(float("nan")) if memory.is_floating_point() else memory
+
+    monkeypatch.setattr(torch, "empty_like", dirty)
+    config = AutoConfig.for_model(
+        "ernie4_5_moe", hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=128, moe_num_experts=4, moe_k=2,
+    )  # fmt: skip
+    policy = policy_config("unused", dtensor_cfg=TP2)
+    model = small_model(config, policy, SmallMesh.of(policy, layout_of(policy)))
+    monkeypatch.undo()
+    assert all(bool(tensor.isfinite().all()) for tensor in (*model.parameters(), *model.buffers()))
