@@ -1,10 +1,9 @@
-"""What is written without a value: sections whose keys are all commented out, texts of shell variables that are not
-set, and numbers that are none.
+"""What is written without a value: sections whose keys are all commented out, and texts of shell variables that are not
+set.
 
-Invariant: an empty section changes nothing, and neither an empty text nor an infinite number is taken for a value.
+Invariant: an empty section changes nothing, and an empty text is not taken for a value.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,7 +37,7 @@ def _kept(slot: Slot, tree: Any) -> Any:
 
 
 def without_value(schema: type[BaseModel], values: Any, unresolved: Any, sources: Sources) -> Iterator[str]:
-    """A sentence for each key of the schema that holds an empty text, or a number that is not finite.
+    """A sentence for each key of the schema that holds an empty text.
 
     Args:
         schema: section that `values` is.
@@ -52,10 +51,6 @@ def without_value(schema: type[BaseModel], values: Any, unresolved: Any, sources
             if place is None or place.annotation is None or is_interpolation(value_at(unresolved, [*path, key])):
                 continue
             way = f"Give it a value{', or null' if place.optional else ''}; a shell variable that is not set is empty."
-            if isinstance(value, float) and not math.isfinite(value):
-                name = dotted_path([*path, key])
-                finite = f"Give a finite number{', or null' if place.optional else ''}."
-                yield f"{name}={value} (set by {sources.of([*path, key])}) is not allowed. {finite}"
             for where in _empty_in(value, (*path, key)):
                 yield f"{dotted_path(where)} is empty (set by {sources.of(where)}). {way}"
 

@@ -2,7 +2,7 @@
 
 import ray
 
-from nemo_rl.distributed import virtual_cluster
+from nemo_rl.distributed import joined_ray, virtual_cluster
 from nemo_rl.distributed.virtual_cluster import forwarded_environment, init_ray
 
 FORWARDED = (
@@ -57,7 +57,8 @@ def test_a_joined_ray_is_given_them(monkeypatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(virtual_cluster, "watch_joined_ray", lambda: None)
+    monkeypatch.setattr(virtual_cluster, "require_cluster", lambda: None)
+    monkeypatch.setattr(joined_ray, "watch_joined_ray", lambda: None)
     init_ray(env_vars={"NVTE_FLASH_ATTN": "0", "MINE": "1"})
     variables = given["runtime_env"]["env_vars"]
     assert variables["NVTE_FLASH_ATTN"] == "0" and variables["MINE"] == "1"
