@@ -220,7 +220,8 @@ def test_updates_without_a_valid_sample_leave_everything_as_it_was(policy, tmp_p
     no_tokens = BatchedDataDict({**data, "token_mask": torch.zeros(12, 24)})
     for empty in (nothing, no_tokens, nothing):
         result = policy.train(empty, ReportsRank())
-        assert result["metrics"] == {"global_valid_seqs": 0.0, "global_valid_toks": 0.0, "skipped_updates": 2.0}
+        none_counts = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0}
+        assert result["metrics"] == none_counts | {"skipped_updates": 2.0, "num_updates": 0.0}
         assert result["loss"].tolist() == result["grad_norm"].tolist() == [0.0, 0.0]
     policy.save_checkpoint(tmp_path / "after/weights", tmp_path / "after/optimizer", background=True)
     policy.train(data, ReportsRank())  # while the ranks write what they had
