@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_rl.distributed.ray_worker import WorkerStart, receive_start
+from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.imports import importing
 from nemo_rl.utils.machine_cores import usable_cores
 from nemo_rl.utils.stop_signals import STOP_SIGNALS
@@ -79,7 +80,7 @@ def start_fork_server(libraries: Callable[[], Sequence[str]] = tuple) -> None:
             the server does so while it is idle. They start no thread, and read no variable that workers have.
     """
     global _socket
-    if _socket is not None or sys.platform != "linux" or os.environ.get("RAY_ADDRESS"):
+    if _socket is not None or sys.platform != "linux" or cluster_address():
         return
     if {"torch", "ray"} & sys.modules.keys():
         logger.debug("This process has imported too much: workers are started anew.")

@@ -11,9 +11,9 @@ import sys
 from functools import partial
 
 from nemo_rl.utils.background import in_background
+from nemo_rl.utils.cluster_address import VARIABLE, cluster_address
 from nemo_rl.utils.errors import ConfigError
 
-VARIABLE = "RAY_ADDRESS"
 START_ONE = (
     "Start it (ray start --head there, ray start --address=... on the other nodes), correct RAY_ADDRESS, or unset it "
     "to run on this machine alone."
@@ -27,12 +27,6 @@ _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 
 _FRAME_HEADER_BYTES, _SETTINGS_FRAME = 9, 4
 
 _answered: set[str] = set()
-
-
-def cluster_address() -> str | None:
-    """The value of RAY_ADDRESS; None where it is unset, empty, or `local`: a run then starts its own Ray."""
-    address = os.environ.get(VARIABLE, "").strip()
-    return None if address in ("", "local") else address
 
 
 def require_cluster() -> None:

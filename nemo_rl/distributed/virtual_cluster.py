@@ -29,8 +29,9 @@ from nemo_rl.distributed.joined_ray import join_ray
 from nemo_rl.distributed.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
 from nemo_rl.distributed.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
 from nemo_rl.distributed.node_health import lost_nodes
-from nemo_rl.distributed.ray_address import cluster_address, require_cluster
+from nemo_rl.distributed.ray_address import require_cluster
 from nemo_rl.distributed.rendezvous import bind_free_port
+from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ResourceInsufficientError
 from nemo_rl.utils.public_names import public_names
 

@@ -1,7 +1,6 @@
 """All checks in their order: configuration, cluster, machines, run."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from nemo_rl.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
 from nemo_rl.doctor.requests import NodeRequest, RunRequest, node_request
 from nemo_rl.doctor.run import run_checks
 from nemo_rl.doctor.runner import as_the_run_says, perform, smallest
+from nemo_rl.utils.cluster_address import cluster_address
 
 CONFIGURATION, CLUSTER = "configuration", "cluster"
 _CLUSTER_DEADLINE_S = 120.0
@@ -24,7 +24,7 @@ _GRACE_S = 30.0
 
 def examine(arguments: argparse.Namespace) -> list[Finding]:
     """Make all checks that a command line asks for."""
-    address = os.environ.get("RAY_ADDRESS")
+    address = cluster_address()
     with _progress() as tell:
         config, findings = _configuration(arguments)
         joined = False
@@ -86,7 +86,7 @@ def _on_all_nodes(request: NodeRequest, tell: Callable[[str], object]) -> list[F
 def _run_request(config: MasterConfig | EvalMasterConfig, machines: Sequence[Finding], dummy_step: bool) -> RunRequest:
     return RunRequest(
         config,
-        joins_cluster=bool(os.environ.get("RAY_ADDRESS")),
+        joins_cluster=cluster_address() is not None,
         gpu_bytes=smallest(machines, "gpu_bytes"),
         host_bytes=smallest(machines, "host_bytes"),
         dummy_step=dummy_step,

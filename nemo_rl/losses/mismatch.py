@@ -7,6 +7,7 @@ Legend: `B` samples, `T` predicted positions.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -79,6 +80,6 @@ def sequence_error_metrics(errors_B: Tensor, counts_B: Tensor, num_samples: Tens
     }
 
 
-def after_mask(metrics: LossMetrics) -> LossMetrics:
+def after_mask[ValueT](metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
     """The same metrics under the names that they have after the samples beyond the threshold were masked."""
     return {f"{name}_after_mask": value for name, value in metrics.items()}

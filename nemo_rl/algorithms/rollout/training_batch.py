@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
-from nemo_rl.losses.mismatch import sequence_error_metrics, sequence_errors
+from nemo_rl.losses.mismatch import after_mask, sequence_error_metrics, sequence_errors
 
 
 class TrainingBatch(TypedDict, total=False):
@@ -107,11 +107,7 @@ def mask_mismatched_sequences(
     after = _error_metrics(errors_B, _counted(batch).any(1))
     right_B = torch.tensor([is_right(reward) for reward in rewards])
     num_masked = float(exceeds_B.sum())
-    return (
-        before
-        | {f"{name}_after_mask": value for name, value in after.items()}
-        | masked_metrics(num_masked, float((right_B & exceeds_B).sum()))
-    )
+    return before | after_mask(after) | masked_metrics(num_masked, float((right_B & exceeds_B).sum()))
 
 
 def masked_metrics(num_masked: float = 0.0, num_right: float = 0.0) -> dict[str, float]:

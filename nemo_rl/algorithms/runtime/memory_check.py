@@ -5,13 +5,13 @@ that are larger than the memory.
 """
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 
 from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.config import ClusterConfig, PolicyConfig, model_ranks
 from nemo_rl.models.backends import training_backend
 from nemo_rl.models.memory import MemoryPlan
+from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.machine_memory import machine_bytes
 from nemo_rl.utils.nvidia_smi import query_gpus
@@ -91,7 +91,7 @@ def memory_of_a_rank(cluster: ClusterConfig) -> float | None:
     """Bytes of one GPU, or a rank's share of this machine; None where the machines are elsewhere."""
     if cluster.uses_gpu and cluster.gpu_memory_gb is not None:
         return cluster.gpu_memory_gb * 2**30
-    if os.environ.get("RAY_ADDRESS"):
+    if cluster_address():
         return None
     return gpu_bytes() if cluster.uses_gpu else machine_bytes() / cluster.policy_ranks_per_node
 

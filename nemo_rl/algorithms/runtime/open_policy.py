@@ -4,7 +4,6 @@ A `models.policy.lm_policy.Policy` with defaults that fit one batch at a time; `
 Invariant: what is started here ends with `shutdown`, the `with` block or the Python process.
 """
 
-import os
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, cast
@@ -23,6 +22,7 @@ from nemo_rl.models.policy.batching import require_keys
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import TRAINING_KEYS, Policy
 from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
+from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -135,7 +135,7 @@ def _try_out(loss_fn: LossFunction, data: BatchedDataDict[Any]) -> None:
 
 def _require_gpus(cluster: ClusterConfig) -> None:
     """As `config.check_device`, in the words of `open_policy`."""
-    if not cluster.uses_gpu or os.environ.get("RAY_ADDRESS"):
+    if not cluster.uses_gpu or cluster_address():
         return
     found = count_gpus()
     if found < cluster.gpus_per_node:

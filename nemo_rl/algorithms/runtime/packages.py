@@ -23,6 +23,7 @@ from nemo_rl.config import (
     VenvConfig,
 )
 from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADIENTS, missing_megatron_core
+from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
 _REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry"
@@ -132,7 +133,7 @@ def _is_installed(distribution: str) -> bool:
 
 def _has_own_python(kind: str, cluster: ClusterConfig) -> bool:
     """Whether workers may have other packages than this process."""
-    if os.environ.get("RAY_ADDRESS"):
+    if cluster_address():
         return True
     if os.environ.get("NEMO_RL_PY_EXECUTABLES_SYSTEM", "0") == "1":
         return False
@@ -149,7 +150,7 @@ def _lacking(needs: Sequence[Need], cluster: ClusterConfig) -> list[Need]:
 
 def _is_left_out(need: Need, venv: VenvConfig | None) -> bool:
     """Whether an environment that is made of extras alone has none that brings the package."""
-    if venv is None or venv.extras is None or venv.packages or os.environ.get("RAY_ADDRESS"):
+    if venv is None or venv.extras is None or venv.packages or cluster_address():
         return False
     return not set(need.extras) & set(venv.extras)
 

@@ -17,8 +17,9 @@ from nemo_rl.config import (
     model_ranks,
 )
 from nemo_rl.config.rules.trackers import check_trackers
-from nemo_rl.distributed.ray_address import cluster_address, require_cluster
+from nemo_rl.distributed.ray_address import require_cluster
 from nemo_rl.distributed.start_checks import require_startable_ray
+from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.logger import make_log_dir
 
 SECTIONS = ("policy", "teacher")

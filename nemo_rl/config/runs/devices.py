@@ -12,6 +12,7 @@ from pathlib import Path
 from nemo_rl.config.rules.topology import plan_topology
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.runs.rollouts import MasterConfig
+from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -29,7 +30,7 @@ def check_device(config: MasterConfig | EvalMasterConfig, gpu_count: int) -> Non
             configuration.
     """
     cluster = config.cluster
-    if os.environ.get("RAY_ADDRESS"):
+    if cluster_address():
         return
     if cluster.num_nodes > 1:
         raise ConfigError(

@@ -31,6 +31,7 @@ from ray.exceptions import RayActorError, RayError
 
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import (
+    COLLECT_POLL_S,
     GenerationInterface,
     GenerationRequest,
     GenerationResult,
@@ -45,8 +46,6 @@ _REVIVAL_END_S = 10.0
 
 
 _STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger", "S": "asleep", "R": "running", "D": "in the kernel"}
-_POLL_S = 60.0
-"""How long a worker waits for a result before it answers that it has none."""
 _BUSY_FACTOR = 4
 """How many times longer an engine may be silent while its process computes."""
 _BUSY_SHARE = 0.1
@@ -281,7 +280,7 @@ class EngineGroup(GenerationInterface):
         clock = asyncio.get_running_loop().time
         for rank in member.ranks:
             if rank not in member.polls:
-                poll_s = min(_POLL_S, self._silence_s / 4)
+                poll_s = min(COLLECT_POLL_S, self._silence_s / 4)
                 member.polls[rank] = (member.num_starts, self._call(rank, "collect", poll_s))
             if rank not in waits:
                 waits[rank] = _Wait(asyncio.ensure_future(member.polls[rank][1]), clock())

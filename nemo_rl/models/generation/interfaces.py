@@ -20,6 +20,9 @@ __getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.mo
 
 FinishReason = Literal["stop", "length", "abort"]
 
+COLLECT_POLL_S = 60.0
+"""How long a worker waits for a result before it answers that it has none."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:

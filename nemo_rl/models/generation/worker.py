@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from nemo_rl.models.generation.interfaces import (
+    COLLECT_POLL_S,
     EngineSettings,
     GenerationRequest,
     GenerationResult,
@@ -29,8 +30,6 @@ from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightReceiver
 from nemo_rl.weight_sync.interfaces import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt
-
-COLLECT_POLL_S = 60.0
 
 
 class GenerationWorker:

@@ -1,6 +1,7 @@
 """An address in RAY_ADDRESS where no Ray answers is refused in seconds, whatever is found there."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+import nemo_rl
 from nemo_rl.distributed import ray_address
-from nemo_rl.distributed.ray_address import cluster_address, require_cluster, unreachable
+from nemo_rl.distributed.ray_address import require_cluster, unreachable
+from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -127,3 +130,10 @@ def test_a_signal_ends_a_run_that_looks_for_its_cluster(number: int, status: int
     assert run.returncode == status, said
     assert "ended at once" in said
     assert time.monotonic() - sent < 2
+
+
+def test_one_place_reads_the_variable() -> None:
+    """Elsewhere `local` or a blank would count as a cluster that the run joins."""
+    package = Path(nemo_rl.__file__).parent
+    reading = re.compile(r"environ\W+(get\W+)?RAY_ADDRESS")
+    assert [file.name for file in package.rglob("*.py") if reading.search(file.read_text())] == []

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.registry import ModelRegistry
@@ -236,29 +236,28 @@ def _hf_overrides(settings: EngineSettings) -> Any:
     own = settings.engine_kwargs.get("hf_overrides") or {}
     if not isinstance(own, Mapping):  # a function of the configuration
         return own
-    return _routing(settings) | _head(settings) | settings.hf_overrides | dict(own)
+    model = load_model_config(settings.model_name, settings.hf_overrides)
+    return _routing(model) | _head(settings, model) | settings.hf_overrides | dict(own)
 
 
-def _head(settings: EngineSettings) -> dict[str, str]:
+def _head(settings: EngineSettings, model: PretrainedConfig) -> dict[str, str]:
     """Float32 logits on GPUs, as the trainer's; vLLM rounds them to the format of the weights otherwise.
 
     Of logits between 16 and 32 bfloat16 has steps of 0.125. The product is the same kernel with another output. On
     CPUs vLLM would copy the head to float32 in every step; quantized heads refuse it.
     """
-    model = load_model_config(settings.model_name, settings.hf_overrides)
     quantized = settings.engine_kwargs.get("quantization") or getattr(model, "quantization_config", None)
     if settings.device == "cpu" or settings.precision == "float32" or quantized:
         return {}
     return {"head_dtype": "float32"}
 
 
-def _routing(settings: EngineSettings) -> dict[str, str]:
+def _routing(model: PretrainedConfig) -> dict[str, str]:
     """What makes vLLM route as transformers' DeepSeek-V3 always does: by sigmoids, with a bias.
 
     The published `config.json` says so; one that transformers makes does not, and vLLM then refuses the bias and takes
     the softmax.
     """
-    model = load_model_config(settings.model_name, settings.hf_overrides)
     if model.model_type != "deepseek_v3":
         return {}
     return {key: value for key, value in _DEEPSEEK_V3_ROUTING.items() if getattr(model, key, None) is None}
