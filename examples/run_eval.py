@@ -10,7 +10,7 @@ its first `=` is the value, as in OmegaConf's dotlists; Hydra's grammar (`+key=v
 import sys
 from pathlib import Path
 
-from nemo_rl.algorithms.runtime.launch import launch
+from nemo_rl.algorithms.setup.launch import launch
 from nemo_rl.config.loading.dotlist import dotlist_to_overrides
 from nemo_rl.config.runs.eval import EvalMasterConfig
 

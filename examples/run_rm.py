@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from nemo_rl.algorithms.runtime.launch import launch
+from nemo_rl.algorithms.setup.launch import launch
 from nemo_rl.config import RMMasterConfig
 
 STARTED_AT = time.perf_counter()

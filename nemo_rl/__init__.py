@@ -7,26 +7,26 @@ nor ray.
 
 from typing import TYPE_CHECKING
 
-from nemo_rl.utils.public_names import explain_missing_modules, public_names
+from nemo_rl.compat.public_names import explain_missing_modules, public_names
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.runtime.open_policy import OpenPolicy, open_policy
+    from nemo_rl.algorithms.setup.open_policy import OpenPolicy, open_policy
     from nemo_rl.data.chat_batch import chat_batch
-    from nemo_rl.losses.interfaces import LossInputType, LossType
     from nemo_rl.losses.invariance import check_invariance
+    from nemo_rl.losses.loss_function import LossInputType, LossType
     from nemo_rl.losses.token_loss import TokenLoss, token_loss
 
 __version__ = "0.1.0"
 """As in pyproject.toml, which environments of workers are made from where there is no checkout."""
 
 _HOMES = {
-    "LossInputType": "nemo_rl.losses.interfaces",
-    "LossType": "nemo_rl.losses.interfaces",
-    "OpenPolicy": "nemo_rl.algorithms.runtime.open_policy",
+    "LossInputType": "nemo_rl.losses.loss_function",
+    "LossType": "nemo_rl.losses.loss_function",
+    "OpenPolicy": "nemo_rl.algorithms.setup.open_policy",
     "TokenLoss": "nemo_rl.losses.token_loss",
     "chat_batch": "nemo_rl.data.chat_batch",
     "check_invariance": "nemo_rl.losses.invariance",
-    "open_policy": "nemo_rl.algorithms.runtime.open_policy",
+    "open_policy": "nemo_rl.algorithms.setup.open_policy",
     "token_loss": "nemo_rl.losses.token_loss",
 }
 

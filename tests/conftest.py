@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nemo_rl.utils.stop_signals import STOP_SIGNALS, handlers_kept
+from nemo_rl.host.stop_signals import STOP_SIGNALS, handlers_kept
 
 # What Ray's objects of other tests do when they are collected waits for threads that a forked process does not have.
 os.register_at_fork(before=gc.disable, after_in_parent=gc.enable, after_in_child=lambda: (gc.freeze(), gc.enable()))

@@ -9,7 +9,7 @@ from typing import Any
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
-from nemo_rl.utils.stop_signals import handlers_kept
+from nemo_rl.host.stop_signals import handlers_kept
 
 FIRST_ADDRESS = 2
 """Of the last number of the nodes' addresses; Ray replaces 127.0.0.1 by one that the network can reach."""

@@ -11,7 +11,7 @@ import argparse
 import sys
 
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
-from nemo_rl.config.loading.obstacles import obstacles
+from nemo_rl.config.loading.all_errors import obstacles
 from nemo_rl.utils.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from nemo_rl.algorithms.runtime.dry_run import describe, mesh_text, rows_per_sample
-from nemo_rl.algorithms.runtime.memory_forecast import MemoryForecast
+from nemo_rl.algorithms.setup.dry_run import describe, mesh_text, rows_per_sample
+from nemo_rl.algorithms.setup.memory_forecast import MemoryForecast
 from nemo_rl.config import MasterConfig, RolloutMasterConfig, load_config, model_ranks
 from nemo_rl.config.base.paths import REPOSITORY_ROOT
 from nemo_rl.config.loading.algorithms import ALGORITHMS

@@ -37,12 +37,12 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.losses.likelihood import NLLLossFn
-from nemo_rl.models.backends import training_backend
+from nemo_rl.models.capacity.memory import Work, microbatch_tokens
 from nemo_rl.models.dtensor.memory_plan import DTensorRank
 from nemo_rl.models.megatron.memory_plan import MegatronRank
-from nemo_rl.models.memory import Work, microbatch_tokens
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.training.backends import training_backend
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 

@@ -25,8 +25,8 @@ from golden_runs import CASES, ROOT, Metrics, read, run_example
 from parity.moe import save_mixture
 
 from nemo_rl.config.loading.inheritance import load_config_with_inheritance
-from nemo_rl.config.schema.megatron import MegatronConfig
-from nemo_rl.config.schema.policy_parallel import BackendSection, DTensorConfig
+from nemo_rl.config.schema.model.megatron import MegatronConfig
+from nemo_rl.config.schema.model.parallel import BackendSection, DTensorConfig
 
 LIMIT = 1e-4
 ALGORITHMS = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.algorithms.runtime.launch import exit_status
+from nemo_rl.algorithms.setup.launch import exit_status
 from nemo_rl.utils.errors import CheckpointError
 
 
@@ -50,7 +50,7 @@ def convert(options: argparse.Namespace, model_name: str | None = None) -> int:
         model_name: model whose tokenizer is used where the checkpoint has none; None takes the configuration's.
     """
     # Imported here so that --help does not wait for torch.
-    from nemo_rl.models.backends import backend_of_checkpoint
+    from nemo_rl.models.training.backends import backend_of_checkpoint
 
     backend = backend_of_checkpoint(options.dcp_ckpt_path, options.config)
     weights = backend.find_weights(options.dcp_ckpt_path)

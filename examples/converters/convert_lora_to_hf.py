@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nemo_rl.algorithms.runtime.launch import exit_status
+from nemo_rl.algorithms.setup.launch import exit_status
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 def convert(options: argparse.Namespace) -> int:
     """Export as the command line says; 1 if the export is not what was trained."""
     # Imported here so that --help does not wait for torch.
-    from nemo_rl.models.dtensor.adapter_export import (
+    from nemo_rl.models.dtensor.lora.export import (
         adapter_source,
         export_adapter,
         export_merged,

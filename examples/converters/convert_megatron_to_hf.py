@@ -12,7 +12,7 @@ import sys
 
 from convert_dcp_to_hf import convert, export_parser
 
-from nemo_rl.algorithms.runtime.launch import exit_status
+from nemo_rl.algorithms.setup.launch import exit_status
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nemo_rl.algorithms.runtime.launch import exit_status
+from nemo_rl.algorithms.setup.launch import exit_status
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -36,7 +36,7 @@ def convert(options: argparse.Namespace) -> int:
 
     require_megatron_core("import_hf_to_megatron.py")
     # Imported here so that --help does not wait for torch.
-    from nemo_rl.models.megatron.folder_import import import_huggingface
+    from nemo_rl.models.megatron.checkpoints.folder_import import import_huggingface
 
     count = import_huggingface(options.hf_model_name, options.megatron_ckpt_path, options.dtype)
     print(f"Imported {count} tensors to {options.megatron_ckpt_path}")

@@ -11,15 +11,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
-from nemo_rl.algorithms.rollout.teacher import TeacherScores, check_teacher_fits, check_vocab_equality
-from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
-from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as distillation_train
+from nemo_rl.algorithms.setup.roles import Role
+from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
+from nemo_rl.algorithms.teacher import TeacherScores, check_teacher_fits, check_vocab_equality
 from nemo_rl.config import DistillationConfig, DistillationMasterConfig
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.losses.distillation import DistillationLossFn
-from nemo_rl.losses.interfaces import AnyLossFunction
+from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 

@@ -12,13 +12,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms import kto
-from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train as dpo_train
+from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_pairs, from_section, start_run
 from nemo_rl.config import DPOConfig, DPOMasterConfig
 from nemo_rl.data.datasets.setup import setup_preference_data
-from nemo_rl.losses.interfaces import LossFunction
+from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.policy.lm_policy import Policy

@@ -18,16 +18,16 @@ from nemo_rl.algorithms.credit.reward_shaping import scale_rewards
 from nemo_rl.algorithms.rollout.scoring import PolicyScoring
 from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
-from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
-from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as grpo_train
+from nemo_rl.algorithms.setup.roles import Role
+from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
+from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import GRPOConfig, GRPOMasterConfig
 from nemo_rl.data.datasets.setup import setup_response_data
-from nemo_rl.losses.interfaces import LossFunction
+from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.seed import set_seed
 
 __all__ = ["GRPOConfig", "MasterConfig", "grpo_train", "recipe", "setup"]
@@ -43,7 +43,7 @@ __getattr__ = public_names(
         "StatefulDataLoader": "torchdata.stateful_dataloader",
         "TokenizerType": "nemo_rl.data.interfaces",
         "refit_policy_generation": "nemo_rl.algorithms.rollout.sync_setup",
-        "shutdown_environments": "nemo_rl.environments.handed_in",
+        "shutdown_environments": "nemo_rl.environments.user_environments",
     },
 )
 
@@ -67,7 +67,7 @@ def setup(
             and `[i]` that gives a `DatumSpec`.
         val_dataset: validation prompts of the same kinds; with `dataset` alone there is no validation.
         environments: what rewards answers, by task name: classes, objects, actors or clients; see
-            `environments.handed_in.environment_of`.
+            `environments.user_environments.environment_of`.
         loss_fn: a `LossFunction`. One of your own gets `prev_logprobs` in every batch.
         started_at: `time.perf_counter()` at process start, to report the time to the first step.
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
+from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_by, from_section
 from nemo_rl.config import DPOMasterConfig
 from nemo_rl.data.collate_fn import feedback_collate_fn

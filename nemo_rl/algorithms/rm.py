@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
 from nemo_rl.algorithms.runtime.run import Run
 from nemo_rl.algorithms.runtime.run import train as rm_train
+from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_pairs, start_run, validation_rows
 from nemo_rl.config import RMConfig, RMMasterConfig
 from nemo_rl.data.datasets.setup import setup_preference_data
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.interfaces import LossFunction
+from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.pair_losses import CentredMargin
 from nemo_rl.losses.preference import PreferenceLossFn
 from nemo_rl.utils.seed import set_seed

@@ -8,15 +8,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
 from nemo_rl.algorithms.runtime.run import Run
 from nemo_rl.algorithms.runtime.run import train as sft_train
+from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_by, start_run
 from nemo_rl.config import SFTConfig, SFTMasterConfig
 from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.datasets.setup import setup_sft_data
-from nemo_rl.losses.interfaces import LossFunction
 from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.utils.seed import set_seed
 
 __all__ = ["MasterConfig", "SFTConfig", "recipe", "setup", "sft_train"]

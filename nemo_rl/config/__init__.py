@@ -9,7 +9,7 @@ from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.loading.load import config_of, load_config, save_resolved
 from nemo_rl.config.loading.overrides import OverridesError
-from nemo_rl.config.rules.findings import report_findings
+from nemo_rl.config.rules.broken_rules import report_findings
 from nemo_rl.config.rules.loss import check_loss_options
 from nemo_rl.config.rules.topology import (
     Topology,
@@ -32,19 +32,31 @@ from nemo_rl.config.runs.supervised import (
     SFTMasterConfig,
     SupervisedMasterConfig,
 )
-from nemo_rl.config.schema.checkpointing import CheckpointingConfig
-from nemo_rl.config.schema.cluster import ClusterConfig, TimeoutsConfig, VenvConfig
-from nemo_rl.config.schema.data import DataConfig, DatasetConfig, DatasetDefaults
-from nemo_rl.config.schema.distillation import (
+from nemo_rl.config.schema.algorithms.distillation import (
     DistillationConfig,
     DistillationLossConfig,
     TeacherConfig,
     TeacherPlacementConfig,
 )
-from nemo_rl.config.schema.dpo import DPOConfig
+from nemo_rl.config.schema.algorithms.dpo import DPOConfig
+from nemo_rl.config.schema.algorithms.evaluation import EvalConfig, EvalDataConfig
+from nemo_rl.config.schema.algorithms.grpo import (
+    AdvantageEstimatorConfig,
+    GRPOConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
+from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.algorithms.rm import RMConfig
+from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
+from nemo_rl.config.schema.algorithms.sft import SFTConfig
+from nemo_rl.config.schema.algorithms.supervised import SupervisedConfig, SupervisedDataConfig
+from nemo_rl.config.schema.checkpointing import CheckpointingConfig
+from nemo_rl.config.schema.cluster import ClusterConfig, TimeoutsConfig, VenvConfig
+from nemo_rl.config.schema.data import DataConfig, DatasetConfig, DatasetDefaults
 from nemo_rl.config.schema.env import MathEnvironmentConfig
-from nemo_rl.config.schema.evaluation import EvalConfig, EvalDataConfig
-from nemo_rl.config.schema.generation import (
+from nemo_rl.config.schema.logger import LoggerConfig, MlflowConfig, SwanlabConfig, TensorboardConfig, WandbConfig
+from nemo_rl.config.schema.model.generation import (
     ColocatedConfig,
     ColocatedResourcesConfig,
     EngineConfig,
@@ -52,17 +64,8 @@ from nemo_rl.config.schema.generation import (
     VllmConfig,
     WeightSyncConfig,
 )
-from nemo_rl.config.schema.grpo import (
-    AdvantageEstimatorConfig,
-    GRPOConfig,
-    RewardScalingConfig,
-    RewardShapingConfig,
-)
-from nemo_rl.config.schema.logger import LoggerConfig, MlflowConfig, SwanlabConfig, TensorboardConfig, WandbConfig
-from nemo_rl.config.schema.loss_fn import ClippedPGLossConfig
-from nemo_rl.config.schema.megatron import MegatronConfig
-from nemo_rl.config.schema.policy import PolicyConfig, RewardModelConfig, TokenizerConfig
-from nemo_rl.config.schema.policy_parallel import (
+from nemo_rl.config.schema.model.megatron import MegatronConfig
+from nemo_rl.config.schema.model.parallel import (
     DTensorConfig,
     DynamicBatchingConfig,
     LoraConfig,
@@ -71,10 +74,7 @@ from nemo_rl.config.schema.policy_parallel import (
     SchedulerMilestones,
     SequencePackingConfig,
 )
-from nemo_rl.config.schema.rm import RMConfig
-from nemo_rl.config.schema.rollout_training import RolloutTrainingConfig
-from nemo_rl.config.schema.sft import SFTConfig
-from nemo_rl.config.schema.supervised import SupervisedConfig, SupervisedDataConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig, RewardModelConfig, TokenizerConfig
 
 __all__ = [
     "FEEDBACK_DATASET_NAMES",

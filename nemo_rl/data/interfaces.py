@@ -13,7 +13,7 @@ from typing import Any, NotRequired, Protocol, TypedDict
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.content import Content, ImagePart, TextPart, TextRules, content_text
+from nemo_rl.data.messages.content import Content, ImagePart, TextPart, TextRules, content_text
 from nemo_rl.utils.errors import DataError
 
 __all__ = [

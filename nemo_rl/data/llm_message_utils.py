@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from nemo_rl.data.content import with_texts
-from nemo_rl.data.control_tokens import control_tokens_of
 from nemo_rl.data.interfaces import (
     FlatMessagesType,
     LLMMessageLogType,
     TaskDataSpec,
     TokenizerType,
 )
-from nemo_rl.data.rendering import encode_text, render_chat
-from nemo_rl.data.turn_spans import ChatRenderer, closing_token, message_ends
+from nemo_rl.data.messages.content import with_texts
+from nemo_rl.data.messages.control_tokens import control_tokens_of
+from nemo_rl.data.messages.rendering import encode_text, render_chat
+from nemo_rl.data.messages.turn_spans import ChatRenderer, closing_token, message_ends
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DataError
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nemo_rl.data.content import TextRules, content_text
-from nemo_rl.data.control_tokens import control_tokens_of
 from nemo_rl.data.interfaces import (
     Chat,
     DatumSpec,
@@ -24,8 +22,10 @@ from nemo_rl.data.interfaces import (
     TokenizerType,
 )
 from nemo_rl.data.llm_message_utils import get_formatted_message_log, with_task_prompts
-from nemo_rl.data.rendering import encode_text, render_chat
-from nemo_rl.data.tools import tools_of
+from nemo_rl.data.messages.content import TextRules, content_text
+from nemo_rl.data.messages.control_tokens import control_tokens_of
+from nemo_rl.data.messages.rendering import encode_text, render_chat
+from nemo_rl.data.messages.tools import tools_of
 from nemo_rl.utils.errors import DataError
 
 STUB_TOKENS = 4

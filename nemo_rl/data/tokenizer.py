@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from nemo_rl.config import TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.host.time_limit import time_limit
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, NotBuiltError
-from nemo_rl.utils.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
 

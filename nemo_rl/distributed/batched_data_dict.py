@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.distributed.tensor_transport import pack_tensors
-from nemo_rl.utils.device import to_device
+from nemo_rl.host.device import to_device
 from nemo_rl.utils.errors import DataError
 
 

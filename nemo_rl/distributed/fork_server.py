@@ -38,10 +38,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_rl.distributed.ray_worker import WorkerStart, receive_start
+from nemo_rl.host.cores import usable_cores
+from nemo_rl.host.stop_signals import STOP_SIGNALS
 from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.imports import importing
-from nemo_rl.utils.machine_cores import usable_cores
-from nemo_rl.utils.stop_signals import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 

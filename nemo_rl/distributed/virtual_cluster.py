@@ -25,15 +25,15 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl.distributed.joined_ray import join_ray
-from nemo_rl.distributed.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
-from nemo_rl.distributed.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
-from nemo_rl.distributed.node_health import lost_nodes
-from nemo_rl.distributed.ray_address import require_cluster
-from nemo_rl.distributed.rendezvous import bind_free_port
+from nemo_rl.compat.public_names import public_names
+from nemo_rl.distributed.cluster.address import require_cluster
+from nemo_rl.distributed.cluster.joined_ray import join_ray
+from nemo_rl.distributed.cluster.local_ray import LOOPBACK, local_ray_has_died, start_local_ray
+from nemo_rl.distributed.cluster.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
+from nemo_rl.distributed.cluster.node_health import lost_nodes
+from nemo_rl.distributed.ranks.rendezvous import bind_free_port
 from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ResourceInsufficientError
-from nemo_rl.utils.public_names import public_names
 
 logger = logging.getLogger(__name__)
 __getattr__ = public_names(__name__, {"PY_EXECUTABLES": "nemo_rl.utils.venvs"})

@@ -25,19 +25,19 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from nemo_rl.distributed.cluster.node_health import describe_losses
 from nemo_rl.distributed.named_sharding import NamedSharding
-from nemo_rl.distributed.node_health import describe_losses
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_builder import RayWorkerBuilder, plan_places
-from nemo_rl.distributed.worker_calls import (
+from nemo_rl.distributed.workers.builder import RayWorkerBuilder, plan_places
+from nemo_rl.distributed.workers.calls import (
     MultiWorkerFuture,
     check_nesting,
     plan_sharded_calls,
     workers_at_zero,
 )
-from nemo_rl.distributed.worker_logs import activity_of, end_processes, stacks_of, wait_until_gone
-from nemo_rl.distributed.worker_results import PendingCall, WorkerSeat, explain_failure, gather
+from nemo_rl.distributed.workers.logs import activity_of, end_processes, stacks_of, wait_until_gone
+from nemo_rl.distributed.workers.results import PendingCall, WorkerSeat, explain_failure, gather
 from nemo_rl.utils.errors import NodeLostError, RayDiedError, WorkerDiedError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]

@@ -10,7 +10,7 @@ from nemo_rl.config.loading.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:  # they take seconds to import
     from nemo_rl.algorithms.rollout.start import RolloutRecipe
-    from nemo_rl.algorithms.runtime.roles import Role
+    from nemo_rl.algorithms.setup.roles import Role
     from nemo_rl.algorithms.supervised.start import SupervisedRecipe
 
 
@@ -24,7 +24,7 @@ def recipe_of(config: MasterConfig, *, with_data: bool = True) -> "RolloutRecipe
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
     """
-    from nemo_rl.algorithms.runtime.handed_in import NOTHING, HandedIn
+    from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
 
     @dataclass(frozen=True)
     class WithoutData(HandedIn):
@@ -45,7 +45,7 @@ def roles_of(config: MasterConfig) -> "Mapping[str, Role]":
         ConfigError: as `recipe_of`.
     """
     from nemo_rl.algorithms.rollout.start import RolloutRecipe
-    from nemo_rl.algorithms.runtime.roles import Role
+    from nemo_rl.algorithms.setup.roles import Role
 
     recipe = recipe_of(config, with_data=False)
     if isinstance(recipe, RolloutRecipe):

@@ -8,9 +8,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.config import EvalMasterConfig, MasterConfig
-from nemo_rl.distributed.ray_address import START_ONE, unreachable
+from nemo_rl.distributed.cluster.address import START_ONE, unreachable
 from nemo_rl.distributed.virtual_cluster import init_ray
-from nemo_rl.doctor.findings import Finding, Status, ok
+from nemo_rl.doctor.checks import Finding, Status, ok
 from nemo_rl.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
 from nemo_rl.doctor.requests import NodeRequest
 from nemo_rl.doctor.runner import perform

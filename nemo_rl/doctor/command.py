@@ -7,7 +7,7 @@ command line itself is wrong, and 128 plus its number after a signal.
 import argparse
 from pathlib import Path
 
-from nemo_rl.utils.stop_signals import handlers_kept, leave_at_once
+from nemo_rl.host.stop_signals import handlers_kept, leave_at_once
 
 NAME = "doctor"
 SUMMARY = "check this machine or cluster before a run"
@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Make all checks and show what they found; returns the exit status."""
     with handlers_kept():
         leave_at_once()
-        from nemo_rl.algorithms.runtime import launch
+        from nemo_rl.algorithms.setup import launch
         from nemo_rl.doctor.examination import examine
         from nemo_rl.doctor.report import exit_status, write_json, write_table
 

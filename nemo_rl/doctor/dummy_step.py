@@ -23,7 +23,7 @@ def make_step(config: MasterConfig) -> str:
     """
     import torch
 
-    from nemo_rl.algorithms.runtime.open_policy import OpenPolicy
+    from nemo_rl.algorithms.setup.open_policy import OpenPolicy
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.losses.likelihood import NLLLossFn
     from nemo_rl.losses.preference import PreferenceLossFn
@@ -53,7 +53,7 @@ def make_step(config: MasterConfig) -> str:
 
 def rows_of_microbatch(policy: PolicyConfig) -> int:
     """Rows of the greatest length in one microbatch of a rank; in two where that is odd: pairs stay together."""
-    from nemo_rl.models.memory import microbatch_tokens
+    from nemo_rl.models.capacity.memory import microbatch_tokens
 
     rows = max(microbatch_tokens(policy, trains=True) // policy.max_total_sequence_length, 1)
     return rows * (1 + rows % 2)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config, report_findings
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
-from nemo_rl.doctor.findings import Check, Finding, Status, ok
+from nemo_rl.doctor.checks import Check, Finding, Status, ok
 from nemo_rl.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
 from nemo_rl.doctor.requests import NodeRequest, RunRequest, node_request
 from nemo_rl.doctor.run import run_checks

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import IO
 
-from nemo_rl.distributed.rendezvous import bind_free_port
-from nemo_rl.doctor.findings import Finding, Status, ok, skipped
+from nemo_rl.distributed.ranks.rendezvous import bind_free_port
+from nemo_rl.doctor.checks import Finding, Status, ok, skipped
 from nemo_rl.doctor.requests import NodeRequest
 
 DEADLINE_S = 150.0
@@ -101,8 +101,8 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from nemo_rl.distributed.process_group import destroy_process_group, init_process_group
-    from nemo_rl.utils.device import device_for
+    from nemo_rl.distributed.ranks.process_group import destroy_process_group, init_process_group
+    from nemo_rl.host.device import device_for
 
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = device_for(os.environ[_GPU_VARIABLE] == "1")

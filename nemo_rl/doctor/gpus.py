@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.config import count_gpus
-from nemo_rl.doctor.findings import Finding, Status, ok, skipped
+from nemo_rl.doctor.checks import Finding, Status, ok, skipped
 from nemo_rl.doctor.requests import NodeRequest
-from nemo_rl.utils.disk_space import readable_bytes
-from nemo_rl.utils.nvidia_smi import query_gpus
+from nemo_rl.host.disk_space import readable_bytes
+from nemo_rl.host.nvidia_smi import query_gpus
 
 _FIELDS = ("name", "driver_version", "memory.total", "memory.used", "index")
 _ANSWER_S = 20.0

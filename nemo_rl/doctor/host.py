@@ -5,15 +5,15 @@ import shutil
 from pathlib import Path
 
 from nemo_rl.config import count_gpus
-from nemo_rl.distributed.local_ray import object_store_bytes
-from nemo_rl.distributed.rendezvous import bind_free_port
-from nemo_rl.distributed.start_checks import ray_folder, start_fault
-from nemo_rl.doctor.findings import Finding, Status, ok, skipped
+from nemo_rl.distributed.cluster.local_ray import object_store_bytes
+from nemo_rl.distributed.cluster.start_checks import ray_folder, start_fault
+from nemo_rl.distributed.ranks.rendezvous import bind_free_port
+from nemo_rl.doctor.checks import Finding, Status, ok, skipped
 from nemo_rl.doctor.requests import NodeRequest
-from nemo_rl.utils.disk_space import readable_bytes
+from nemo_rl.host.cores import usable_cores
+from nemo_rl.host.disk_space import readable_bytes
+from nemo_rl.host.memory import machine_bytes
 from nemo_rl.utils.errors import ResourceInsufficientError
-from nemo_rl.utils.machine_cores import usable_cores
-from nemo_rl.utils.machine_memory import machine_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 512 << 20

@@ -1,8 +1,8 @@
 """The checks of one machine, performed here or, in a Ray task each, on the nodes of a cluster."""
 
 from nemo_rl.config import count_gpus
+from nemo_rl.doctor.checks import Check, Finding
 from nemo_rl.doctor.exchange import DEADLINE_S, check_exchange
-from nemo_rl.doctor.findings import Check, Finding
 from nemo_rl.doctor.gpus import check_gpus
 from nemo_rl.doctor.host import (
     check_host_memory,

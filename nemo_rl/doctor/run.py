@@ -13,10 +13,10 @@ from nemo_rl.config import EvalMasterConfig, MasterConfig, RolloutMasterConfig, 
 from nemo_rl.config.rules.trackers import check_trackers
 from nemo_rl.doctor import dummy_step
 from nemo_rl.doctor.algorithms import recipe_of, roles_of
-from nemo_rl.doctor.findings import Check, Finding, skipped
+from nemo_rl.doctor.checks import Check, Finding, skipped
 from nemo_rl.doctor.requests import RunRequest
 from nemo_rl.doctor.runner import as_the_run_says, warnings_of_library
-from nemo_rl.utils.disk_space import free_bytes, readable_bytes
+from nemo_rl.host.disk_space import free_bytes, readable_bytes
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def check_devices(request: RunRequest) -> Finding:
 
 def check_model(request: RunRequest) -> Finding:
     """Look for models and tokenizers: a folder, the hub's cache, or the hub."""
-    from nemo_rl.algorithms.runtime.preflight import check_reachable_models
+    from nemo_rl.algorithms.setup.preflight import check_reachable_models
 
     def look() -> str:
         check_reachable_models(request.config)
@@ -54,7 +54,7 @@ def check_model(request: RunRequest) -> Finding:
 
 def check_mesh(request: RunRequest) -> Finding:
     """Ask each model's backend whether it can be spread over its ranks, and the engine whether it knows the model."""
-    from nemo_rl.algorithms.runtime.preflight import check_backends
+    from nemo_rl.algorithms.setup.preflight import check_backends
     from nemo_rl.models.generation.factory import check_engine_model
 
     def look() -> str:
@@ -86,7 +86,7 @@ def check_data(request: RunRequest) -> Finding:
 
 def check_rewards(request: RunRequest) -> Finding:
     """Import the environments that the data asks for."""
-    from nemo_rl.algorithms.runtime.preflight import check_environments
+    from nemo_rl.algorithms.setup.preflight import check_environments
 
     config = request.config
     if not isinstance(config, RolloutMasterConfig | EvalMasterConfig):
@@ -117,7 +117,7 @@ def check_memory(request: RunRequest) -> Finding:
 
     A failure is what the run refuses, which is less than what cannot work; the rest of that is a warning.
     """
-    from nemo_rl.algorithms.runtime.memory_check import compare_memory, memory_plans
+    from nemo_rl.algorithms.setup.memory_check import compare_memory, memory_plans
 
     config = request.config
     if isinstance(config, EvalMasterConfig):
@@ -156,7 +156,7 @@ def check_memory(request: RunRequest) -> Finding:
 
 def _warn_of_shortfalls(config: MasterConfig, device: float, host: float | None) -> None:
     """Log what a dry run would not let pass, and what models and engines keep in host memory beyond a GPU's share."""
-    from nemo_rl.algorithms.runtime.memory_forecast import forecast_memory
+    from nemo_rl.algorithms.setup.memory_forecast import forecast_memory
 
     forecast = forecast_memory(config, device)
     for problem in forecast.shortfalls:
@@ -179,8 +179,8 @@ def _gib(size: float) -> str:
 
 def check_checkpoints(request: RunRequest) -> Finding:
     """Hold the free space of the checkpoint folder against the size that the training backend expects."""
-    from nemo_rl.algorithms.runtime.checkpoint_size import require_space
-    from nemo_rl.models.backends import training_backend
+    from nemo_rl.algorithms.setup.checkpoint_size import require_space
+    from nemo_rl.models.training.backends import training_backend
 
     config = request.config
     if isinstance(config, EvalMasterConfig) or not config.checkpointing.enabled:

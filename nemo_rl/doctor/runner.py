@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from nemo_rl.doctor.findings import Check, Finding, Status, ok, skipped
-from nemo_rl.utils.background import in_background
+from nemo_rl.doctor.checks import Check, Finding, Status, ok, skipped
+from nemo_rl.host.background import in_background
 from nemo_rl.utils.errors import NemoRLError
 
 _REPORT_IT = "A defect of this check or of what it calls: report it with the output of --json."

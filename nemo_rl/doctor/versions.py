@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from nemo_rl.doctor.findings import Finding, Status, ok
+from nemo_rl.doctor.checks import Finding, Status, ok
 from nemo_rl.doctor.requests import NodeRequest
 
 LIBRARY = "nemo-rl"

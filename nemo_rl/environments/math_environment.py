@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config.schema.env import MathEnvironmentConfig
-from nemo_rl.data.content import content_text
+from nemo_rl.data.messages.content import content_text
 from nemo_rl.environments.grading.boxed import grade_plain_number
+from nemo_rl.environments.grading.grade import Grade, Reward, Verdict
 from nemo_rl.environments.grading.pool import GradingPool
-from nemo_rl.environments.grading.verdict import Grade, Reward, Verdict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
 

@@ -16,10 +16,9 @@ import numpy as np
 from nemo_rl.config import DatasetConfig
 from nemo_rl.config.base.names import ARITHMETIC
 from nemo_rl.config.rules.evaluation import LOCALES, is_local_dataset
-from nemo_rl.config.schema.evaluation import EvalDataConfig
+from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.content import text_rules
-from nemo_rl.data.datasets.arithmetic import VALIDATION
+from nemo_rl.data.datasets.arithmetic.problems import VALIDATION
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.response_datasets import (
@@ -28,8 +27,9 @@ from nemo_rl.data.datasets.response_datasets import (
     ResponseDataset,
     load_response_dataset,
 )
-from nemo_rl.data.datasets.row_values import kind_of, text_of, value_of
+from nemo_rl.data.datasets.rows.values import kind_of, text_of, value_of
 from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
+from nemo_rl.data.messages.content import text_rules
 from nemo_rl.data.processors import get_processor
 from nemo_rl.environments.grading.boxed import last_boxed
 from nemo_rl.utils.errors import DataError

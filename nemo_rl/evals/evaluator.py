@@ -18,25 +18,25 @@ from nemo_rl.config import config_of
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.env import stop_strings_of
-from nemo_rl.data.content import text_rules
+from nemo_rl.data.messages.content import text_rules
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.node_checks import Shared, check_nodes
+from nemo_rl.distributed.cluster.node_checks import Shared, check_nodes
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.environments.client import EnvironmentClient
-from nemo_rl.environments.handed_in import Start, environment_of, start_environment
 from nemo_rl.environments.loading import load_env_class
 from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.user_environments import Start, environment_of, start_environment
 from nemo_rl.evals.prompts import EvalPrompts, GivenPrompts, Prompts
 from nemo_rl.evals.records import AnswerRecord, RecordStore
 from nemo_rl.evals.report import EvalReport, make_report
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.host.stop_signals import DeferredSignals
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import ConfigError, RunInterruptedError
-from nemo_rl.utils.stop_signals import DeferredSignals
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def run_env_eval(
     Args:
         vllm_generation: the first that `setup` returns.
         dataloader: the second.
-        env: what grades, see `environments.handed_in.environment_of`; None takes `data.env_name`.
+        env: what grades, see `environments.user_environments.environment_of`; None takes `data.env_name`.
         master_config: the third; None is the same.
 
     Returns:

@@ -11,15 +11,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nemo_rl.config.schema.evaluation import EvalDataConfig
+from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import report_bad_rows
 from nemo_rl.data.collate_fn import rl_collate_fn
-from nemo_rl.data.control_tokens import control_tokens_of
-from nemo_rl.data.datasets.control_rows import check_control_tokens
 from nemo_rl.data.datasets.given import checked_rows
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, RowView
+from nemo_rl.data.datasets.rows.control_tokens import check_control_tokens
 from nemo_rl.data.interfaces import DatumSpec, TokenizerType
+from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.processors import get_processor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.evals.datasets import load_eval_dataset, unfold_choice

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.utils.atomic_write import write_atomically
+from nemo_rl.files.atomic_write import write_atomically
+from nemo_rl.files.folder_lock import FolderLock
 from nemo_rl.utils.errors import CheckpointError, ConfigError
-from nemo_rl.utils.folder_lock import FolderLock
-from nemo_rl.utils.log_backends.interface import flatten_dict
+from nemo_rl.utils.log_backends.tracker import flatten_dict
 
 logger = logging.getLogger(__name__)
 

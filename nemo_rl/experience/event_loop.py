@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, cast
 
-from nemo_rl.distributed.local_ray import LIVENESS_PERIOD_S, check_local_ray
+from nemo_rl.distributed.cluster.local_ray import LIVENESS_PERIOD_S, check_local_ray
+from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import DeadlineExceededError
-from nemo_rl.utils.still_waiting import StillWaiting
 
 _END = object()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Outcome, Trajectory
-from nemo_rl.utils.log_backends.interface import to_scalars
+from nemo_rl.utils.log_backends.tracker import to_scalars
 
 logger = logging.getLogger(__name__)
 

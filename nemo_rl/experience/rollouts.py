@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.content import TextRules
+from nemo_rl.compat.public_names import public_names
 from nemo_rl.data.interfaces import Message
-from nemo_rl.data.observations import ObservationRenderer
+from nemo_rl.data.messages.content import TextRules
+from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -45,7 +46,6 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import ConfigError, DataError
 from nemo_rl.utils.garbage import search_all_objects_rarely
-from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.seed import derive_seed
 
 __getattr__ = public_names(__name__)

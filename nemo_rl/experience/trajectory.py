@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from nemo_rl.data.content import content_text
 from nemo_rl.data.interfaces import Chat, Message
+from nemo_rl.data.messages.content import content_text
 from nemo_rl.models.generation.interfaces import VersionSpan
 
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.data.content import with_texts
+from nemo_rl.data.messages.content import with_texts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
-from nemo_rl.utils.atomic_write import write_atomically
-from nemo_rl.utils.optional_output import OptionalOutput
+from nemo_rl.files.atomic_write import write_atomically
+from nemo_rl.files.optional_output import OptionalOutput
 
 _DECIMALS = 6
 _PER_TOKEN = ("generation_logprobs", "prev_logprobs", "advantages", "reference_policy_logprobs")

@@ -5,8 +5,8 @@ whole batch.
 """
 
 from nemo_rl.losses.distillation import DistillationLossFn
-from nemo_rl.losses.interfaces import LossFunction, LossInputType, LossType
 from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.losses.loss_function import LossFunction, LossInputType, LossType
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config import DistillationLossConfig
-from nemo_rl.losses.interfaces import LossData, LossInputType, LossMetrics, LossType
+from nemo_rl.losses.loss_function import LossData, LossInputType, LossMetrics, LossType
 from nemo_rl.losses.reductions import masked_mean
 
 LOG_TEACHER_OUTSIDE = -100.0

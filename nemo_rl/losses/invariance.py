@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl.losses.interfaces import LossData, LossFunction, extreme_of
+from nemo_rl.losses.loss_function import LossData, LossFunction, extreme_of
 
 EXTRA_PADDING = 3
 """Columns of garbage that the padding check appends."""

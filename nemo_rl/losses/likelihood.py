@@ -5,7 +5,7 @@ Invariant: a probability of 0 on a token that counts is an infinite loss; nothin
 
 from torch import Tensor
 
-from nemo_rl.losses.interfaces import LossData, LossInputType, LossMetrics, LossType
+from nemo_rl.losses.loss_function import LossData, LossInputType, LossMetrics, LossType
 from nemo_rl.losses.reductions import masked_sum, safe_divide
 
 

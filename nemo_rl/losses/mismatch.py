@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from nemo_rl.losses.interfaces import LossMetrics
 from nemo_rl.losses.kl import calculate_kl
+from nemo_rl.losses.loss_function import LossMetrics
 from nemo_rl.losses.policy_batch import PolicyBatch
 from nemo_rl.losses.ratios import token_weight, without_overflow
 from nemo_rl.losses.reductions import masked_max, masked_mean, masked_min, masked_sum, safe_divide

@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from nemo_rl.config import ClippedPGLossConfig, check_loss_options, report_findings
-from nemo_rl.losses.interfaces import LossData, LossInputType, LossMetrics, LossType
 from nemo_rl.losses.kl import calculate_kl
+from nemo_rl.losses.loss_function import LossData, LossInputType, LossMetrics, LossType
 from nemo_rl.losses.mismatch import after_mask, mismatch_metrics, sequence_error_metrics, sequence_errors
 from nemo_rl.losses.objectives import clip_ratio, make_objective
 from nemo_rl.losses.policy_batch import PolicyBatch, make_policy_batch

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl.losses.interfaces import LossData, LossInputType, LossMetrics, LossType
+from nemo_rl.losses.loss_function import LossData, LossInputType, LossMetrics, LossType
 from nemo_rl.losses.pair_losses import PairLossFn, logistic_pair_loss, make_variant
 from nemo_rl.losses.reductions import masked_sum, safe_divide
 from nemo_rl.utils.errors import DataError

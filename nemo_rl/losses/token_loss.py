@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from nemo_rl.losses.interfaces import LossData, LossInputType, LossMetrics, LossType
+from nemo_rl.losses.loss_function import LossData, LossInputType, LossMetrics, LossType
 from nemo_rl.losses.reductions import masked_mean
 
 type PerToken = Callable[[Tensor, LossData], Tensor]
@@ -56,7 +56,7 @@ class TokenLoss:
             raise ValueError(
                 f"{getattr(self.per_token, '__name__', 'the loss')} returned shape {tuple(losses_BT.shape)}; a token "
                 f"loss returns one value for each of the log-probabilities {tuple(next_token_logprobs.shape)}. "
-                "For sums over sequences write a class, as nemo_rl.losses.interfaces.LossFunction."
+                "For sums over sequences write a class, as nemo_rl.losses.loss_function.LossFunction."
             )
         mask_BT = aligned["token_mask"] * data["sample_mask"][:, None]
         loss = masked_mean(losses_BT, mask_BT, None, global_valid_toks)

@@ -22,10 +22,10 @@ import yaml
 from pydantic import BaseModel
 
 from nemo_rl.config import CheckpointingConfig
-from nemo_rl.utils.atomic_write import write_atomically
+from nemo_rl.files.atomic_write import write_atomically
+from nemo_rl.files.folder_lock import FolderLock
+from nemo_rl.files.manifest import find_damage, manifest_bytes, write_manifest
 from nemo_rl.utils.errors import CheckpointError, ConfigError
-from nemo_rl.utils.folder_lock import FolderLock
-from nemo_rl.utils.manifest import find_damage, manifest_bytes, write_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from nemo_rl.host.disk_space import free_bytes, is_disk_full, readable_bytes
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.disk_space import free_bytes, is_disk_full, readable_bytes
 from nemo_rl.utils.errors import CheckpointError, NemoRLError
 
 

@@ -19,12 +19,12 @@ from rich.text import Text
 
 from nemo_rl.config import LoggerConfig
 from nemo_rl.config.rules.trackers import check_trackers
-from nemo_rl.utils.atomic_write import write_atomically
+from nemo_rl.files.atomic_write import write_atomically
+from nemo_rl.files.optional_output import OptionalOutput
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
-from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, flatten_dict
 from nemo_rl.utils.log_backends.jsonl import JsonlLogger, to_line
-from nemo_rl.utils.optional_output import OptionalOutput
+from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten_dict
 
 if TYPE_CHECKING:
     from nemo_rl.utils.log_backends.mlflow import MLflowLogger

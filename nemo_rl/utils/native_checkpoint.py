@@ -1,5 +1,5 @@
-"""Export of checkpoints, under NeMo RL's path; re-export only, see `nemo_rl.models.backends`."""
+"""Export of checkpoints, under NeMo RL's path; re-export only, see `nemo_rl.models.training.backends`."""
 
-from nemo_rl.utils.public_names import public_names
+from nemo_rl.compat.public_names import public_names
 
-__getattr__ = public_names(__name__, {"convert_dcp_to_hf": "nemo_rl.models.backends"})
+__getattr__ = public_names(__name__, {"convert_dcp_to_hf": "nemo_rl.models.training.backends"})

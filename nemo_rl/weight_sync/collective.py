@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl.distributed.process_group import choose_interface, open_store
+from nemo_rl.distributed.ranks.process_group import choose_interface, open_store
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 
 # All members are called together, so a member that is not there within a minute will not come.
 JOIN_TIMEOUT_S = 60.0

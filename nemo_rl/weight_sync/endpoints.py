@@ -20,8 +20,8 @@ from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot, group_by_size, pack, plan_slots, unpack
 from nemo_rl.weight_sync.collective import CollectiveReceiver, CollectiveSender
 from nemo_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
-from nemo_rl.weight_sync.interfaces import ReceiverTransport, SenderTransport, TransportSpec
 from nemo_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from nemo_rl.weight_sync.transport import ReceiverTransport, SenderTransport, TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, fingerprints, mismatched_names
 
 

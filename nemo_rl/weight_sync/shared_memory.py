@@ -19,7 +19,7 @@ import torch
 
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 
 _NUM_BUFFERS = 2
 _SERIALS = itertools.count()

@@ -19,13 +19,13 @@ from policy_helpers import (
 )
 
 from nemo_rl.config import DistillationLossConfig
-from nemo_rl.distributed.process_group import destroy_process_group, init_process_group
+from nemo_rl.distributed.ranks.process_group import destroy_process_group, init_process_group
+from nemo_rl.host.device import device_for
 from nemo_rl.losses.distillation import DistillationLossFn
 from nemo_rl.models.attention import varlen
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
-from nemo_rl.utils.device import device_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -200,7 +200,7 @@ def test_a_checkpoint_is_written_while_the_gpu_trains(gpu, tmp_path) -> None:
 
 def test_vocabulary_statistics_are_compiled_and_right(gpu) -> None:
     from nemo_rl.distributed import parallel_logprobs
-    from nemo_rl.utils import fusion
+    from nemo_rl.distributed.parallel_logprobs import fusion
 
     hidden = torch.randn(3000, 64, device=gpu, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(5001, 64, device=gpu, dtype=torch.bfloat16, requires_grad=True)

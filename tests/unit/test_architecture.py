@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nemo_rl"
 
 LAYERS: list[set[str]] = [
-    {"config", "utils"},
+    {"config", "utils", "host", "files", "compat"},
     {"distributed"},
     {"losses", "data", "weight_sync"},
     {"models"},
@@ -31,15 +31,16 @@ LAYERS: list[set[str]] = [
     {"algorithms", "evals"},
     {"doctor"},
 ]
-SHARED_LAYERS = [{"config", "utils"}]
+SHARED_LAYERS = [{"config", "utils", "host", "files", "compat"}]
 """Packages of one layer that may import each other, as long as no circle of files arises."""
 
 LEVELS: dict[str, list[set[str]]] = {
     "config": [{"base"}, {"schema"}, {"rules"}, {"runs"}, {"loading"}],
     "algorithms": [
         {"runtime"},
+        {"setup"},
         {"rollout", "credit", "supervised"},
-        {"kto"},
+        {"kto", "teacher"},
         {"grpo", "distillation", "sft", "dpo", "rm"},
         {"advantage_estimator", "reward_functions", "utils", "loss"},
     ],
@@ -50,12 +51,12 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 """(file, imported module) pairs that break the layers; may only shrink."""
 
 BACKENDS = ("vllm", "wandb", "mlflow", "megatron", "sglang", "transformer_engine", "flash_attn", "swanlab")
-CUDA_PLACES = ("utils/device.py", "weight_sync/", "models/generation/vllm/", "models/megatron/")
+CUDA_PLACES = ("host/device.py", "weight_sync/", "models/generation/vllm/", "models/megatron/")
 CUDA_EXCEPTIONS = {"config/schema/cluster.py": "declares the key cluster.device, whose values are cuda and cpu"}
 
 BROAD_EXCEPT_BOUNDARIES = {
     "data/datasets/processed_dataset.py": "chat template and processor may be the user's own code",
-    "distributed/local_ray.py": "Ray raises a plain Exception when its parts do not start in time",
+    "distributed/cluster/local_ray.py": "Ray raises a plain Exception when its parts do not start in time",
     "distributed/worker_groups.py": "clean-up goes on whatever part of it fails",
     "distributed/fork_server.py": "nothing of the program that was forked may run on in a worker",
     "environments/client.py": "a batch's failure is relayed to each waiting coroutine",
@@ -63,7 +64,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "models/dtensor/proof/children.py": "whatever the code of an architecture raises is the answer of a proof",
     "models/generation/vllm/ranks.py": "whatever broke a step of one rank is told to the rank that asked for it",
     "models/generation/engine_group.py": "whatever broke an engine ends its requests",
-    "utils/background.py": "what a call raised is relayed to whoever asks for its result",
+    "host/background.py": "what a call raised is relayed to whoever asks for its result",
     "models/huggingface/reachable.py": "whatever the hub's HTTP library raises means that the hub was not reached",
 }
 
@@ -203,50 +204,20 @@ def test_arrows_inside_a_package_run_one_way(package):
     assert found == set()
 
 
-_BELOW_BACKENDS = {
-    "inputs",
-    "interfaces",
-    "huggingface",
-    "memory",
-    "memory_trace",
-    "rank_memory",
-    "host_memory",
-    "finite",
-    "sampling",
-    "expert_load",
-    "attention",
-    "staging",
-    "plain_checkpoint",
-    "low_rank",
-    "mesh",
-    "backends",
-}
 MODEL_ARROWS: dict[str, set[str]] = {
     "attention": set(),
-    "shared_prompts": {"attention"},
-    "inputs": {"shared_prompts"},
-    "interfaces": {"inputs"},
     "huggingface": set(),
-    "memory": set(),
-    "memory_trace": {"huggingface"},
-    "rank_memory": {"huggingface", "memory", "memory_trace"},
-    "host_memory": set(),
-    "finite": set(),
-    "sampling": set(),
-    "expert_load": set(),
-    "staging": set(),
-    "plain_checkpoint": set(),
-    "low_rank": set(),
-    "mesh": set(),
-    "backends": {"huggingface", "memory"},
-    "dtensor": _BELOW_BACKENDS | {"shared_prompts"},
-    "megatron": _BELOW_BACKENDS,
+    "capacity": {"huggingface"},
+    "training": {"attention"},
+    "training.backends": {"capacity", "huggingface"},
+    "dtensor": {"attention", "capacity", "huggingface", "training", "training.backends"},
+    "megatron": {"attention", "capacity", "huggingface", "training", "training.backends"},
     "policy.interfaces": set(),
     "policy.metrics": set(),
-    "policy.workers": {"finite", "inputs", "interfaces", "huggingface", "policy.metrics"},
-    "policy": {"backends", "finite", "policy.interfaces", "policy.metrics", "policy.workers"},
-    "generation": {"finite", "huggingface"},
-    "generation.megatron": {"finite", "generation", "huggingface", "attention", "megatron"},
+    "policy.workers": {"huggingface", "policy.metrics", "training"},
+    "policy": {"policy.interfaces", "policy.metrics", "policy.workers", "training", "training.backends"},
+    "generation": {"capacity", "huggingface", "training"},
+    "generation.megatron": {"attention", "generation", "huggingface", "megatron", "training"},
 }
 """Parts of `nemo_rl.models`, lowest first, and the parts that each imports; policy, backends and engines never meet,
 but for the engine that is Megatron Core's model, which nothing imports."""
@@ -271,15 +242,15 @@ def test_arrows_inside_models_run_one_way():
 
 
 RANK_READERS = {
-    "distributed/collectives.py": "each rank's place in the group of a collective",
-    "models/dtensor/checkpoint_io.py": "one rank writes for all",
+    "distributed/ranks/collectives.py": "each rank's place in the group of a collective",
+    "models/dtensor/checkpoints/model_files.py": "one rank writes for all",
     "models/dtensor/proof/numbers.py": "asks the layout what a rank of a proof is there for",
-    "models/dtensor/training_state.py": "one rank writes for all, and each its random numbers",
-    "models/dtensor/verdict.py": "one rank finds out for all",
-    "models/dtensor/weight_files.py": "ranks that hold the same take turns",
+    "models/dtensor/checkpoints/training_state.py": "one rank writes for all, and each its random numbers",
+    "models/dtensor/decide_on_rank0.py": "one rank finds out for all",
+    "models/dtensor/checkpoints/weight_files.py": "ranks that hold the same take turns",
     "models/huggingface/peft_folder.py": "one rank writes for all",
-    "models/megatron/checkpoint_io.py": "one rank writes for all, and each its random numbers",
-    "models/megatron/torch_dist.py": "one rank writes for all",
+    "models/megatron/checkpoints/run_state.py": "one rank writes for all, and each its random numbers",
+    "models/megatron/checkpoints/torch_dist.py": "one rank writes for all",
     "models/policy/workers/rank.py": "asks the layout what this rank is there for",
 }
 

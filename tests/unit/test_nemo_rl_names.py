@@ -18,8 +18,9 @@ from omegaconf import OmegaConf
 from nemo_rl.algorithms import distillation, dpo, grpo, rm, sft
 from nemo_rl.algorithms.grpo import MasterConfig
 from nemo_rl.algorithms.rollout import start as rollout_start
-from nemo_rl.algorithms.runtime.handed_in import HandedIn
+from nemo_rl.algorithms.setup.user_parts import HandedIn
 from nemo_rl.algorithms.utils import get_tokenizer, set_seed
+from nemo_rl.compat.public_names import ELSEWHERE, NOT_BUILT
 from nemo_rl.config import (
     ClusterConfig,
     DistillationMasterConfig,
@@ -30,18 +31,17 @@ from nemo_rl.config import (
 )
 from nemo_rl.config import load_config as load_checked
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
-from nemo_rl.config.loading.obstacles import obstacles
+from nemo_rl.config.loading.all_errors import obstacles
 from nemo_rl.data.datasets import AllTaskProcessedDataset, load_response_dataset
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.utils import setup_preference_data, setup_response_data
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.handed_in import environment_of
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.user_environments import environment_of
 from nemo_rl.models.generation import configure_generation_config
 from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers
 from nemo_rl.utils.errors import ConfigError, DataError, NemoRLError
-from nemo_rl.utils.public_names import ELSEWHERE, NOT_BUILT
 from nemo_rl.utils.timer import Timer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,13 +24,13 @@ from gpu_checks.shapes import SHAPES
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.host.device import device_for
 from nemo_rl.losses.likelihood import NLLLossFn
-from nemo_rl.models.backends import training_backend
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import UpdateResult, WorkerSettings
 from nemo_rl.models.policy.workers.rank import PolicyRank
-from nemo_rl.utils.device import device_for
+from nemo_rl.models.training.backends import training_backend
 
 type Rows = BatchedDataDict[Any]
 GIB = 1 << 30

@@ -10,8 +10,8 @@ from gpu_checks.bench import GIB, Bench, packed, policy_config, random_rows, sco
 from gpu_checks.report import Figures, Finding
 from gpu_checks.shapes import SHAPES
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.capacity.memory import Work
 from nemo_rl.models.dtensor.memory_plan import DTensorRank
-from nemo_rl.models.memory import Work
 
 RECOMPUTATION: dict[str, Any] = {"nothing": False, "whole layers": True, "selected": "selective"}
 _MOST = 1.25

@@ -14,7 +14,7 @@ from gpu_checks.report import Finding
 from gpu_checks.shapes import TINY, TINY_ON_CPU
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.dtensor.attention import varlen_attention
-from nemo_rl.models.shared_prompts import SharedPrompts
+from nemo_rl.models.training.shared_prompts import SharedPrompts
 
 PARTS = [37, 20, 5, 64, 1, 30]
 """Tokens of the parts of a layout: two prompts, ..."""

@@ -16,7 +16,7 @@ from nemo_rl.models.policy.workers.rank import PolicyRank
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts, fingerprint
 
 NUM_SYNCS = 6

@@ -21,7 +21,7 @@ from torch import Tensor
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.placements import whole
+from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.build import Built, build_model
 from nemo_rl.models.dtensor.pipeline.stages import stage_of

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.interfaces import LossInputType, LossType
+from nemo_rl.losses.loss_function import LossInputType, LossType
 from nemo_rl.models.dtensor.proof.float64 import in_float64
 from parity.models import VOCABULARY
 

@@ -1,5 +1,5 @@
-"""Re-exports of the protocol of losses; see `nemo_rl.losses.interfaces`."""
+"""Re-exports of the protocol of losses; see `nemo_rl.losses.loss_function`."""
 
-from nemo_rl.losses.interfaces import LossFunction, LossInputType, LossType
+from nemo_rl.losses.loss_function import LossFunction, LossInputType, LossType
 
 __all__ = ["LossFunction", "LossInputType", "LossType"]

@@ -6,8 +6,8 @@ from typing import Any
 
 from nemo_rl.config import RolloutMasterConfig
 from nemo_rl.environments.client import EnvironmentClient
-from nemo_rl.environments.handed_in import environment_of, start_environment
 from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.user_environments import environment_of, start_environment
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ def check_environments(config: RolloutMasterConfig, tasks: Collection[str], hand
     Args:
         config: the run's configuration; `env` has a section for each environment.
         tasks: named by the data.
-        handed_in: environments by task name, see `environments.handed_in.environment_of`.
+        handed_in: environments by task name, see `environments.user_environments.environment_of`.
 
     Raises:
         ConfigError: as said.

@@ -23,11 +23,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nemo_rl.algorithms.runtime.memory import MemorySharing
-from nemo_rl.distributed.worker_results import PendingCall, gather
+from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
+from nemo_rl.distributed.workers.results import PendingCall, gather
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.weight_sync.buckets import Bucket
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nemo_rl.data.prompt_stream import DataExhausted, PromptStream
 from nemo_rl.experience.metrics import mean_metrics
-from nemo_rl.experience.prompt_stream import DataExhausted, PromptStream
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams

@@ -30,24 +30,24 @@ from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
 from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.algorithms.rollout.validation import Validator
-from nemo_rl.algorithms.runtime.memory import FrozenModel, MemorySharing, Party, TrainedModel
-from nemo_rl.algorithms.runtime.memory_check import tell_memory
-from nemo_rl.algorithms.runtime.placement import place_roles, shares_with_policy
-from nemo_rl.algorithms.runtime.roles import Role, reserve, start_role, start_together
+from nemo_rl.algorithms.runtime.device_sharing import FrozenModel, MemorySharing, Party, TrainedModel
 from nemo_rl.algorithms.runtime.run import Run, Stage
-from nemo_rl.algorithms.runtime.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.setup.memory_check import tell_memory
+from nemo_rl.algorithms.setup.placement import place_roles, shares_with_policy
+from nemo_rl.algorithms.setup.roles import Role, reserve, start_role, start_together
+from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.config import RolloutMasterConfig
-from nemo_rl.data.content import text_rules, with_texts
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
+from nemo_rl.data.messages.content import text_rules, with_texts
+from nemo_rl.data.prompt_stream import PromptStream, training_stream
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.experience.event_loop import EventLoopThread
-from nemo_rl.experience.prompt_stream import PromptStream, training_stream
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory_log import TrajectoryLog
-from nemo_rl.losses.interfaces import AnyLossFunction
+from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
 from nemo_rl.models.policy.lm_policy import Policy

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.rollout.sync_probe import ROUNDING, SyncProbe
-from nemo_rl.algorithms.runtime.memory import MemorySharing
+from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.generation.batches import VllmGeneration, cluster_config
 from nemo_rl.models.generation.engine_group import EngineGroup
@@ -18,7 +18,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
 from nemo_rl.utils.errors import ConfigError, NotBuiltError
 from nemo_rl.utils.timer import Timer
-from nemo_rl.weight_sync.interfaces import TransportName, TransportSpec
+from nemo_rl.weight_sync.transport import TransportName, TransportSpec
 
 
 def make_refitter(

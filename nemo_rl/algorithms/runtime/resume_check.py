@@ -13,9 +13,9 @@ import yaml
 
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.rules.resume import ChangedKey, changed_keys
+from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.huggingface.folders import CONSOLIDATED_FOLDER, MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError, ConfigError
-from nemo_rl.utils.plain_load import load_plain
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
 
-from nemo_rl.algorithms.runtime.memory import MemorySharing
+from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.session import Resumable, Session
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
-from nemo_rl.losses.interfaces import AnyLossFunction
+from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.interfaces import PolicyInterface
 

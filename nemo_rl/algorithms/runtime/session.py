@@ -22,7 +22,9 @@ from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
 from nemo_rl.algorithms.runtime.saving import CheckpointSaver, Savable
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.config.base.names import VALIDATION_METRICS
-from nemo_rl.experience.prompt_stream import DataExhausted
+from nemo_rl.data.prompt_stream import DataExhausted
+from nemo_rl.files.safe_load import load_plain
+from nemo_rl.host.stop_signals import DeferredSignals
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import (
@@ -33,8 +35,6 @@ from nemo_rl.utils.errors import (
     RunInterruptedError,
 )
 from nemo_rl.utils.logger import Logger
-from nemo_rl.utils.plain_load import load_plain
-from nemo_rl.utils.stop_signals import DeferredSignals
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 logger = logging.getLogger(__name__)

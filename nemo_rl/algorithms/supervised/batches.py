@@ -3,7 +3,7 @@
 from typing import Any
 
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
-from nemo_rl.experience.prompt_stream import PromptStream
+from nemo_rl.data.prompt_stream import PromptStream
 
 
 class WrittenBatches:

@@ -13,13 +13,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.runtime.memory import MemorySharing
-from nemo_rl.algorithms.runtime.memory_check import tell_memory
-from nemo_rl.algorithms.runtime.placement import place_roles
-from nemo_rl.algorithms.runtime.roles import Role, reserve, start_role
+from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import Run, Stage
-from nemo_rl.algorithms.runtime.run_folders import open_folders
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.setup.memory_check import tell_memory
+from nemo_rl.algorithms.setup.placement import place_roles
+from nemo_rl.algorithms.setup.roles import Role, reserve, start_role
+from nemo_rl.algorithms.setup.run_folders import open_folders
 from nemo_rl.algorithms.supervised.batches import WrittenBatches
 from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateValidations, Validate
 from nemo_rl.config import DPOConfig, SupervisedMasterConfig
@@ -27,10 +27,10 @@ from nemo_rl.data.collate_fn import preference_collate_fn
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
+from nemo_rl.data.prompt_stream import training_stream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
-from nemo_rl.experience.prompt_stream import training_stream
-from nemo_rl.losses.interfaces import LossFunction
+from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.logger import Logger
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.interfaces import LossFunction
+from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.policy.metrics import join_updates
 

@@ -16,9 +16,9 @@ from nemo_rl.config.base.names import (
     RESPONSE_DATASET_NAMES,
 )
 from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path, looks_local
-from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.data import DataConfig, DatasetConfig
-from nemo_rl.config.schema.policy import PolicyConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.utils.did_you_mean import did_you_mean
 
 NEED_PATH = (

@@ -1,14 +1,14 @@
 """Checks between keys for on-policy distillation.
 
-Vocabularies are compared in `algorithms.rollout.teacher`, which may read tokenizers.
+Vocabularies are compared in `algorithms.teacher`, which may read tokenizers.
 """
 
-from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.model import check_backend, check_budgets
 from nemo_rl.config.rules.topology import students_share
+from nemo_rl.config.schema.algorithms.distillation import DistillationLossConfig, TeacherConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
-from nemo_rl.config.schema.distillation import DistillationLossConfig, TeacherConfig
-from nemo_rl.config.schema.policy import PolicyConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
 
 
 def check_teacher(policy: PolicyConfig, teacher: TeacherConfig, cluster: ClusterConfig) -> Findings:

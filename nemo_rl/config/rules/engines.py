@@ -1,11 +1,11 @@
 """How the ranks of generation divide into engines, from `engine` and the ranks of each machine.
 
-What a model's sizes allow is checked by `models.generation.engine_shape`, which reads the model. Invariant: an engine
+What a model's sizes allow is checked by `models.generation.vllm.check`, which reads the model. Invariant: an engine
 never spans machines.
 """
 
-from nemo_rl.config.rules.findings import Findings, nearest_multiples
-from nemo_rl.config.schema.generation import EngineConfig, GenerationConfig
+from nemo_rl.config.rules.broken_rules import Findings, nearest_multiples
+from nemo_rl.config.schema.model.generation import EngineConfig, GenerationConfig
 
 _OWN_KEYS = {
     "tensor_parallel_size": "engine.tensor_parallel_size",

@@ -10,9 +10,9 @@ from typing import Any
 from nemo_rl.config.base.names import ARITHMETIC, RESPONSE_DATASET_NAMES
 from nemo_rl.config.base.paths import find_path, looks_local
 from nemo_rl.config.base.section import Section
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_environment, check_operands, check_unused
-from nemo_rl.config.rules.findings import Findings
-from nemo_rl.config.schema.evaluation import EvalConfig, EvalDataConfig, EvalGenerationConfig
+from nemo_rl.config.schema.algorithms.evaluation import EvalConfig, EvalDataConfig, EvalGenerationConfig
 from nemo_rl.utils.did_you_mean import did_you_mean
 
 LOCALES = (

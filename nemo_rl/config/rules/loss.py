@@ -4,10 +4,10 @@
 `check_loss_options` again, for those who make a loss without a run.
 """
 
-from nemo_rl.config.rules.findings import Findings
-from nemo_rl.config.schema.grpo import GRPOConfig
-from nemo_rl.config.schema.loss_fn import ClippedPGLossConfig
-from nemo_rl.config.schema.policy import PolicyConfig
+from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
+from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
 
 
 def check_loss(grpo: GRPOConfig, policy: PolicyConfig, loss: ClippedPGLossConfig) -> Findings:

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.cluster import ClusterConfig
-from nemo_rl.config.schema.megatron import MEGATRON_LINEAR_LAYERS, MegatronConfig
-from nemo_rl.config.schema.policy import PolicyConfig
+from nemo_rl.config.schema.model.megatron import MEGATRON_LINEAR_LAYERS, MegatronConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
 
 _HOLDS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),

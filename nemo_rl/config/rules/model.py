@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.megatron import check_megatron, check_megatron_schedule
-from nemo_rl.config.schema.policy import PolicyConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
 
 
 def check_backend(section: str, policy: PolicyConfig) -> Findings:

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from itertools import chain
 
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_dataset, named_entries
-from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.rules.model import check_backend, check_trainable
 from nemo_rl.config.rules.training import check_lengths, check_shards, check_validation
+from nemo_rl.config.schema.algorithms.dpo import DPOConfig
+from nemo_rl.config.schema.algorithms.supervised import SupervisedConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
-from nemo_rl.config.schema.dpo import DPOConfig
-from nemo_rl.config.schema.policy import PolicyConfig
-from nemo_rl.config.schema.supervised import SupervisedConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
 
 
 def check_supervised(

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nemo_rl.config.rules.engines import ranks_of_engine
+from nemo_rl.config.schema.algorithms.distillation import TeacherConfig, TeacherPlacementConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
-from nemo_rl.config.schema.distillation import TeacherConfig, TeacherPlacementConfig
-from nemo_rl.config.schema.policy import PolicyConfig
-from nemo_rl.config.schema.policy_parallel import BackendSection
+from nemo_rl.config.schema.model.parallel import BackendSection
+from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.utils.errors import ConfigError
 
 _FACTORS = ("pp", "dp_replicate", "cp", "tp")

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from nemo_rl.config.schema.logger import LoggerConfig, MlflowConfig
-from nemo_rl.utils.background import in_background
+from nemo_rl.host.background import in_background
 from nemo_rl.utils.errors import ConfigError
 
 _INSTALL = {

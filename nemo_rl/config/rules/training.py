@@ -6,18 +6,18 @@ Paths and data entries are in `data`, loss options in `loss`.
 from typing import Protocol
 
 from nemo_rl.config.base.names import PASS_K, VALIDATION_METRICS
+from nemo_rl.config.rules.broken_rules import Findings, nearest_multiples
 from nemo_rl.config.rules.engines import check_engines
-from nemo_rl.config.rules.findings import Findings, nearest_multiples
 from nemo_rl.config.rules.megatron import check_offloading
 from nemo_rl.config.rules.model import check_backend, check_budgets, check_trainable
 from nemo_rl.config.rules.topology import data_parallel_ranks, plan_topology
+from nemo_rl.config.schema.algorithms.grpo import GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
-from nemo_rl.config.schema.generation import GenerationConfig
-from nemo_rl.config.schema.grpo import GRPOConfig, RewardScalingConfig, RewardShapingConfig
-from nemo_rl.config.schema.loss_fn import ClippedPGLossConfig
-from nemo_rl.config.schema.policy import PolicyConfig
-from nemo_rl.config.schema.rollout_training import RolloutTrainingConfig
+from nemo_rl.config.schema.model.generation import GenerationConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
 

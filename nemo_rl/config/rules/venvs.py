@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.utils.did_you_mean import did_you_mean
 

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_data
 from nemo_rl.config.rules.distillation import check_distillation_loss, check_teacher
-from nemo_rl.config.rules.findings import Findings
 from nemo_rl.config.rules.topology import students_share
 from nemo_rl.config.rules.training import (
     check_batches,
@@ -18,14 +18,14 @@ from nemo_rl.config.rules.training import (
     check_validation,
 )
 from nemo_rl.config.runs.rollouts import MasterConfig, RolloutMasterConfig
-from nemo_rl.config.schema.checkpointing import CheckpointingConfig
-from nemo_rl.config.schema.distillation import (
+from nemo_rl.config.schema.algorithms.distillation import (
     CROSS_TOKENIZER,
     DistillationConfig,
     DistillationLossConfig,
     TeacherConfig,
 )
-from nemo_rl.config.schema.policy import PolicyConfig
+from nemo_rl.config.schema.checkpointing import CheckpointingConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
 
 
 class DistillationCheckpointingConfig(CheckpointingConfig):

@@ -7,14 +7,19 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from nemo_rl.config.base.section import Section
+from nemo_rl.config.rules.broken_rules import Findings, report_findings
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.evaluation import check_eval_data, check_eval_files, check_sampling, is_local_dataset
-from nemo_rl.config.rules.findings import Findings, report_findings
 from nemo_rl.config.rules.venvs import check_venvs
+from nemo_rl.config.schema.algorithms.evaluation import (
+    EvalConfig,
+    EvalDataConfig,
+    EvalGenerationConfig,
+    EvalTokenizerConfig,
+)
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.env import EnvironmentMap
-from nemo_rl.config.schema.evaluation import EvalConfig, EvalDataConfig, EvalGenerationConfig, EvalTokenizerConfig
-from nemo_rl.config.schema.policy import PolicyConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
 
 
 class EvalMasterConfig(Section):

@@ -11,8 +11,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from nemo_rl.config.base.section import Section
+from nemo_rl.config.rules.broken_rules import Findings, report_findings
 from nemo_rl.config.rules.data import check_data, check_data_files, check_model_files
-from nemo_rl.config.rules.findings import Findings, report_findings
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.training import (
     check_advantages,
@@ -24,15 +24,15 @@ from nemo_rl.config.rules.training import (
     check_validation,
 )
 from nemo_rl.config.rules.venvs import check_venvs
+from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
+from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
 from nemo_rl.config.schema.env import EnvironmentMap
-from nemo_rl.config.schema.grpo import GRPOConfig
 from nemo_rl.config.schema.logger import LoggerConfig
-from nemo_rl.config.schema.loss_fn import ClippedPGLossConfig
-from nemo_rl.config.schema.policy import PolicyConfig
-from nemo_rl.config.schema.rollout_training import RolloutTrainingConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
 
 
 class MasterConfig(Section):

@@ -6,7 +6,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
-from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.supervised import (
     check_best_metric,
     check_datasets,
@@ -18,16 +18,16 @@ from nemo_rl.config.rules.supervised import (
     check_supervised,
 )
 from nemo_rl.config.runs.rollouts import MasterConfig
-from nemo_rl.config.schema.checkpointing import CheckpointingConfig, MetricName
-from nemo_rl.config.schema.dpo import DPOConfig
-from nemo_rl.config.schema.rm import RMConfig, RMPolicyConfig
-from nemo_rl.config.schema.sft import SFTConfig
-from nemo_rl.config.schema.supervised import (
+from nemo_rl.config.schema.algorithms.dpo import DPOConfig
+from nemo_rl.config.schema.algorithms.rm import RMConfig, RMPolicyConfig
+from nemo_rl.config.schema.algorithms.sft import SFTConfig
+from nemo_rl.config.schema.algorithms.supervised import (
     PairPolicyConfig,
     SupervisedConfig,
     SupervisedDataConfig,
     SupervisedPolicyConfig,
 )
+from nemo_rl.config.schema.checkpointing import CheckpointingConfig, MetricName
 
 
 class SFTCheckpointingConfig(CheckpointingConfig):

@@ -1,6 +1,6 @@
 """Keys of `cluster`: devices, processes, deadlines.
 
-Invariant: the choice of device is made here once; every other package asks `uses_gpu` or `utils.device`.
+Invariant: the choice of device is made here once; every other package asks `uses_gpu` or `host.device`.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self

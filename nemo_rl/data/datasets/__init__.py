@@ -1,5 +1,6 @@
 """Data sets by name or path, checked row by row (re-exports)."""
 
+from nemo_rl.compat.public_names import public_names
 from nemo_rl.data.collate_fn import eval_collate_fn, rl_collate_fn
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
@@ -7,7 +8,6 @@ from nemo_rl.data.datasets.raw_dataset import RawDataset
 from nemo_rl.data.datasets.response_datasets import DATASET_REGISTRY, load_response_dataset
 from nemo_rl.data.datasets.setup import RunData, setup_response_data
 from nemo_rl.data.datasets.utils import merge_datasets, update_single_dataset_config
-from nemo_rl.utils.public_names import public_names
 
 __all__ = [
     "DATASET_REGISTRY",

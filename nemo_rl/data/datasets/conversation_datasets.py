@@ -10,13 +10,13 @@ from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.content import content_text
-from nemo_rl.data.datasets.arithmetic import TRAIN
+from nemo_rl.data.datasets.arithmetic.problems import TRAIN
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
-from nemo_rl.data.datasets.readers import RowTable
-from nemo_rl.data.datasets.row_values import kind_of, plain_text, text_of, value_of
-from nemo_rl.data.tools import parsed_json, tools_of
+from nemo_rl.data.datasets.rows.readers import RowTable
+from nemo_rl.data.datasets.rows.values import kind_of, plain_text, text_of, value_of
+from nemo_rl.data.messages.content import content_text
+from nemo_rl.data.messages.tools import parsed_json, tools_of
 from nemo_rl.utils.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "environment")

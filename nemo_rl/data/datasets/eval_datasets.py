@@ -1,5 +1,5 @@
 """Problems with known answers, under NeMo RL's path; re-export only, see `nemo_rl.evals.datasets`."""
 
-from nemo_rl.utils.public_names import public_names
+from nemo_rl.compat.public_names import public_names
 
 __getattr__ = public_names(__name__, {"load_eval_dataset": "nemo_rl.evals.datasets"})

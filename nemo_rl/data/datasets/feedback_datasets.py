@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.arithmetic import TRAIN
+from nemo_rl.data.datasets.arithmetic.problems import TRAIN
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.preference_datasets import (
     answer_messages,
@@ -20,7 +20,7 @@ from nemo_rl.data.datasets.preference_datasets import (
 )
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row, RowView
 from nemo_rl.data.datasets.registry import DatasetKind
-from nemo_rl.data.datasets.row_values import kind_of, value_of
+from nemo_rl.data.datasets.rows.values import kind_of, value_of
 
 KEY = "feedback"
 BINARY_FEEDBACK = "BinaryFeedbackDataset"

@@ -12,13 +12,13 @@ from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.arithmetic import TRAIN
-from nemo_rl.data.datasets.arithmetic_worked import WorkedPairsDataset
+from nemo_rl.data.datasets.arithmetic.problems import TRAIN
+from nemo_rl.data.datasets.arithmetic.worked import WorkedPairsDataset
 from nemo_rl.data.datasets.conversation_datasets import ASSISTANT, checked_messages, message_list
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.registry import DatasetFactory, DatasetKind
-from nemo_rl.data.datasets.row_values import kind_of, text_of, value_of
+from nemo_rl.data.datasets.rows.values import kind_of, text_of, value_of
 
 Pair = dict[str, Any]
 Messages = list[dict[str, Any]]

@@ -22,8 +22,8 @@ from nemo_rl.data.interfaces import (
     TokenizerType,
 )
 from nemo_rl.data.processors import cut_to_stub
+from nemo_rl.host.time_limit import time_limit
 from nemo_rl.utils.errors import DataError, DeadlineExceededError
-from nemo_rl.utils.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
 

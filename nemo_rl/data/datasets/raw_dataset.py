@@ -11,7 +11,7 @@ import numpy as np
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import BadRow, RowError
-from nemo_rl.data.datasets.readers import NOT_UTF8, RowTable, is_table
+from nemo_rl.data.datasets.rows.readers import NOT_UTF8, RowTable, is_table
 from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.processors import get_processor
 from nemo_rl.utils.errors import DataError

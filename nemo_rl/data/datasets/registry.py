@@ -11,11 +11,11 @@ from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
+from nemo_rl.data.datasets.arithmetic.problems import TRAIN, VALIDATION
 from nemo_rl.data.datasets.conversation_datasets import message_text
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
-from nemo_rl.data.datasets.readers import RowTable
-from nemo_rl.data.datasets.row_values import text_of, value_of
+from nemo_rl.data.datasets.rows.readers import RowTable
+from nemo_rl.data.datasets.rows.values import text_of, value_of
 from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.imports import import_dotted

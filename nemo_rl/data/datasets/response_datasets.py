@@ -11,8 +11,8 @@ from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.arithmetic import TRAIN, ArithmeticDataset
-from nemo_rl.data.datasets.arithmetic_worked import WorkedSumsDataset
+from nemo_rl.data.datasets.arithmetic.problems import TRAIN, ArithmeticDataset
+from nemo_rl.data.datasets.arithmetic.worked import WorkedSumsDataset
 from nemo_rl.data.datasets.conversation_datasets import (
     MessagesDataset,
     OpenAIFormatDataset,
@@ -21,7 +21,7 @@ from nemo_rl.data.datasets.conversation_datasets import (
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.registry import DatasetFactory, DatasetKind
-from nemo_rl.data.datasets.row_values import kind_of, text_of, value_of
+from nemo_rl.data.datasets.rows.values import kind_of, text_of, value_of
 
 
 class ResponseDataset(RawDataset):

@@ -15,17 +15,17 @@ from nemo_rl.config import DataConfig, DatasetConfig, SupervisedDataConfig, repo
 from nemo_rl.config.rules.data import check_environment
 from nemo_rl.config.schema.env import stop_strings_of
 from nemo_rl.data.bad_rows import BadRow, report_bad_rows
-from nemo_rl.data.content import text_rules
-from nemo_rl.data.control_tokens import control_tokens_of
-from nemo_rl.data.datasets.arithmetic import TRAIN, VALIDATION
-from nemo_rl.data.datasets.control_rows import check_control_tokens
+from nemo_rl.data.datasets.arithmetic.problems import TRAIN, VALIDATION
 from nemo_rl.data.datasets.feedback_datasets import load_feedback_dataset
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
 from nemo_rl.data.datasets.raw_dataset import RawDataset
 from nemo_rl.data.datasets.registry import held_out_rows
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.datasets.rows.control_tokens import check_control_tokens
 from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
+from nemo_rl.data.messages.content import text_rules
+from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.processors import feedback_processor, get_processor, preference_preprocessor, sft_processor
 from nemo_rl.utils.errors import DataError
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset
 
-from nemo_rl.data.datasets.readers import is_table
+from nemo_rl.data.datasets.rows.readers import is_table
 from nemo_rl.utils.errors import DataError
 
 

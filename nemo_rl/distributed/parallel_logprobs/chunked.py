@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_rl.distributed.collectives import Group, all_gather, all_reduce
 from nemo_rl.distributed.parallel_logprobs.density import SamplingDensity, columns, logits_of_density
+from nemo_rl.distributed.parallel_logprobs.fusion import fused_on_gpu
 from nemo_rl.distributed.parallel_logprobs.head import PLAIN, LogitTransform, OutputHead, default_chunk_size, widen
-from nemo_rl.utils.fusion import fused_on_gpu
+from nemo_rl.distributed.ranks.collectives import Group, all_gather, all_reduce
 
 
 def token_logprobs(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl.distributed.collectives import Group, all_gather, part_of
+from nemo_rl.distributed.ranks.collectives import Group, all_gather, part_of
 from nemo_rl.utils.errors import ConfigError
 
 

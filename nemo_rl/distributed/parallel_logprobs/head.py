@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl.distributed.collectives import Group
+from nemo_rl.distributed.ranks.collectives import Group
 
 _CHUNK_SIZE, _CHUNK_SIZE_GPU = 512, 2048
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_rl.distributed.collectives import Group, all_gather
 from nemo_rl.distributed.parallel_logprobs.head import PLAIN, LogitTransform, OutputHead, default_chunk_size, widen
+from nemo_rl.distributed.ranks.collectives import Group, all_gather
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ math-verify decides the same.
 import re
 from decimal import Decimal
 
-from nemo_rl.environments.grading.verdict import Verdict
+from nemo_rl.environments.grading.grade import Verdict
 
 _BOXED = re.compile(r"\\boxed\s*\{")
 _PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,6})?")

@@ -8,7 +8,7 @@ normalisation makes them so.
 import re
 
 from nemo_rl.environments.grading.boxed import last_boxed
-from nemo_rl.environments.grading.verdict import Verdict
+from nemo_rl.environments.grading.grade import Verdict
 
 _ANSWER_LINE = re.compile(r"answer\**\s*:\**[ \t]*([^\n]+)", re.IGNORECASE)
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|overline)\s*\{([^{}]*)\}")

@@ -11,7 +11,7 @@ from itertools import product
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from nemo_rl.environments.grading.boxed import last_boxed
-from nemo_rl.environments.grading.verdict import Verdict
+from nemo_rl.environments.grading.grade import Verdict
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 

@@ -6,7 +6,7 @@ an answer word is wrong, not an error.
 
 import re
 
-from nemo_rl.environments.grading.verdict import Verdict
+from nemo_rl.environments.grading.grade import Verdict
 
 _BEFORE_LETTER = r"(?:\\boxed\{|[*($（\s])*"
 _ENGLISH = re.compile(rf"answer\**\s*:{_BEFORE_LETTER}([A-Z])(?![A-Za-z])", re.IGNORECASE)

@@ -22,8 +22,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_rl.environments.grading.grade import Grade, Verdict
 from nemo_rl.environments.grading.process import GradingProcess
-from nemo_rl.environments.grading.verdict import Grade, Verdict
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
 logger = logging.getLogger(__name__)

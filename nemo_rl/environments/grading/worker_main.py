@@ -17,7 +17,7 @@ import signal
 import sys
 from typing import TextIO
 
-from nemo_rl.environments.grading.verdict import Verifier, load_verifier
+from nemo_rl.environments.grading.grade import Verifier, load_verifier
 
 _PR_SET_PDEATHSIG = 1
 _MAX_ERROR_CHARS = 1000

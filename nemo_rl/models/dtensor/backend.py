@@ -1,7 +1,7 @@
 """The PyTorch-native training backend of one rank: FSDP2 over a Hugging Face model.
 
-A `models.interfaces.PolicyBackend`; `policy.workers.rank` builds it inside a Ray actor, tests build it in plain
-processes. The process group is up before it is made.
+A `models.training.interfaces.PolicyBackend`; `policy.workers.rank` builds it inside a Ray actor, tests build it in
+plain processes. The process group is up before it is made.
 
 Invariant: float32 master weights, sharded over the data-parallel mesh; code that changes them leaves no gathered copy
 behind. With LoRA the loaded weights are the reference and stay as they are; what goes out (engines, checkpoints) is
@@ -24,23 +24,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.rules.findings import report_findings
+from nemo_rl.config.rules.broken_rules import report_findings
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.placements import held_here, whole
-from nemo_rl.models.dtensor import adapter_io, checkpoint_io, training_state
+from nemo_rl.distributed.ranks.placements import held_here, whole
+from nemo_rl.host.device import device_for, free_cache
 from nemo_rl.models.dtensor.build import Built, build_model
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
+from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
+from nemo_rl.models.dtensor.checkpoints import training_state
+from nemo_rl.models.dtensor.checkpoints.materialize import materialize
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
-from nemo_rl.models.dtensor.expert_balance import ExpertBalance, watch_experts
-from nemo_rl.models.dtensor.lora import (
+from nemo_rl.models.dtensor.experts.balance import ExpertBalance, watch_experts
+from nemo_rl.models.dtensor.lora import files as adapter_io
+from nemo_rl.models.dtensor.lora.modules import (
     SECTION,
     adapted_weights,
     adapters_off,
     check_adapters_moved,
     merged_by_name,
 )
-from nemo_rl.models.dtensor.materialize import materialize
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, clip_gradients, optimizer_settings
 from nemo_rl.models.dtensor.parallelize import (
@@ -58,17 +61,16 @@ from nemo_rl.models.dtensor.pipeline.weights import (
     without_copies,
 )
 from nemo_rl.models.dtensor.reward_model import RewardModel
-from nemo_rl.models.finite import not_finite
-from nemo_rl.models.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import torch_dtype
-from nemo_rl.models.inputs import ModelInputs, with_positions
-from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
-from nemo_rl.models.low_rank import require_on_some_rank
-from nemo_rl.models.sampling import sampling_density
-from nemo_rl.models.staging import Keep, Write, as_it_is
-from nemo_rl.utils.device import device_for, free_cache
+from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
+from nemo_rl.models.training.finite import not_finite
+from nemo_rl.models.training.host_memory import HostMemory, move_state, move_weights
+from nemo_rl.models.training.inputs import ModelInputs, with_positions
+from nemo_rl.models.training.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
+from nemo_rl.models.training.low_rank import require_on_some_rank
+from nemo_rl.models.training.sampling import sampling_density
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)

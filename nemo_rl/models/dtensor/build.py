@@ -13,16 +13,16 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs import LogitTransform
 from nemo_rl.models.dtensor.attention import attention_to_load, can_share_prompts, choose_attention
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
-from nemo_rl.models.dtensor.lora import apply_lora
+from nemo_rl.models.dtensor.decide_on_rank0 import found_by_one_rank
+from nemo_rl.models.dtensor.lora.modules import apply_lora
 from nemo_rl.models.dtensor.pipeline.stages import try_division
 from nemo_rl.models.dtensor.reward_model import RewardModel, require_scoring_head
-from nemo_rl.models.dtensor.verdict import found_by_one_rank
 from nemo_rl.models.huggingface.head import find_transform
 from nemo_rl.models.huggingface.layers import hidden_states
+from nemo_rl.models.huggingface.lazy_weights import Unread, weights_left_in_files
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
+from nemo_rl.models.huggingface.probe_model import small_twin
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
-from nemo_rl.models.huggingface.twin import small_twin
-from nemo_rl.models.huggingface.unread import Unread, weights_left_in_files
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.distributed.collectives import reduce_gradient
 from nemo_rl.distributed.parallel_logprobs import (
     LogitTransform,
     SamplingDensity,
@@ -27,6 +26,7 @@ from nemo_rl.distributed.parallel_logprobs import (
     topk_logits,
     topk_of,
 )
+from nemo_rl.distributed.ranks.collectives import reduce_gradient
 from nemo_rl.models.dtensor.parallelize import ShardableModel
 from nemo_rl.models.huggingface.head import find_transform
 from nemo_rl.models.huggingface.layers import hidden_states

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nemo_rl.distributed.collectives import all_gather, all_reduce, all_to_all
+from nemo_rl.distributed.ranks.collectives import all_gather, all_reduce, all_to_all
 from nemo_rl.models.attention.plan import AttentionPlan, Piece
-from nemo_rl.models.inputs import ModelInputs
-from nemo_rl.models.interfaces import ForwardStep
+from nemo_rl.models.training.inputs import ModelInputs
+from nemo_rl.models.training.interfaces import ForwardStep
 from nemo_rl.utils.errors import ConfigError
 
 _OF_WHOLE_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

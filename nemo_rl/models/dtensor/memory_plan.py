@@ -8,10 +8,10 @@ libraries and fragmentation take comes on top. Sources: Korthikanti et al. 2022 
 parallelism divides.
 """
 
+from nemo_rl.models.capacity.memory import WIDE, MemoryPlan, Moment, microbatches_in_flight
+from nemo_rl.models.capacity.memory_trace import GRADIENT_OF_LOGITS, Activations, Parameters
+from nemo_rl.models.capacity.rank_memory import RankMemory
 from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
-from nemo_rl.models.memory import WIDE, MemoryPlan, Moment, microbatches_in_flight
-from nemo_rl.models.memory_trace import GRADIENT_OF_LOGITS, Activations, Parameters
-from nemo_rl.models.rank_memory import RankMemory
 
 _MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "adadelta": 2, "lion": 1}
 _LAYERS_GATHERED = 3

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.process_group import device_mesh
+from nemo_rl.distributed.ranks.process_group import device_mesh
 
 
 @dataclass(frozen=True)

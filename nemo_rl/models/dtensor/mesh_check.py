@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from transformers import PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.mesh import (
+from nemo_rl.models.training.mesh_rules import (
     Divided,
     Mesh,
     check_context,

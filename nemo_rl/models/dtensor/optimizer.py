@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, SequentialLR
 
 from nemo_rl.config import OptimizerConfig, PolicyConfig, SchedulerConfig, SchedulerMilestones
-from nemo_rl.config.schema.policy import SchedulerList
+from nemo_rl.config.schema.model.policy import SchedulerList
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 

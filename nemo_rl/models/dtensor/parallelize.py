@@ -28,8 +28,8 @@ from torch.utils.checkpoint import (
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.distributed.collectives import all_gather
-from nemo_rl.models.dtensor.expert_parallel import (
+from nemo_rl.distributed.ranks.collectives import all_gather
+from nemo_rl.models.dtensor.experts.parallel import (
     dispatch_over_expert_ranks,
     divide_over_tensor_ranks,
     find_experts,
@@ -37,8 +37,8 @@ from nemo_rl.models.dtensor.expert_parallel import (
     shard_experts,
 )
 from nemo_rl.models.dtensor.mesh import Meshes
-from nemo_rl.models.dtensor.tensor_parallel import TensorParallel, divide_layers
-from nemo_rl.models.dtensor.tensor_plans import plan_for
+from nemo_rl.models.dtensor.tensor_parallel.apply import TensorParallel, divide_layers
+from nemo_rl.models.dtensor.tensor_parallel.plans import plan_for
 from nemo_rl.models.huggingface.layers import decoder_layers, hidden_states
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.utils.errors import ConfigError

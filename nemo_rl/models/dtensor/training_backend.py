@@ -1,6 +1,6 @@
 """The PyTorch-native backend as runs and tools see it: what it can train, and its checkpoints without a model.
 
-Checkpoints hold safetensors under Hugging Face names already (`models.dtensor.checkpoint_io`), so an export copies them
+Checkpoints hold safetensors under Hugging Face names already (`checkpoints.model_files`), so an export copies them
 (`huggingface.folders`), adds the tokenizer and, if asked, changes the number format. Works for any head. Adapters whose
 base is elsewhere: `adapter_export`. Invariant: `verify_export` compares the folder as `transformers` reads it with the
 checkpoint as training reads it.
@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.backends import TrainingBackend
+from nemo_rl.files.manifest import find_damage
 from nemo_rl.models.huggingface.folders import (
     CONSOLIDATED_FOLDER,
     MODEL_FOLDER,
@@ -25,14 +25,14 @@ from nemo_rl.models.huggingface.folders import (
     require_empty,
 )
 from nemo_rl.models.huggingface.sizes import count_parameters
+from nemo_rl.models.training.backends import TrainingBackend
 from nemo_rl.utils.errors import CheckpointError, ConfigError
-from nemo_rl.utils.manifest import find_damage
 
-if TYPE_CHECKING:  # see `models.backends`
+if TYPE_CHECKING:  # see `models.training.backends`
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from nemo_rl.models.capacity.rank_memory import RankMemory
     from nemo_rl.models.huggingface.comparison import ExportCheck
-    from nemo_rl.models.rank_memory import RankMemory
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class DTensorTraining(TrainingBackend):
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-        from nemo_rl.models.dtensor.checkpoint_io import load_weights
+        from nemo_rl.models.dtensor.checkpoints.model_files import load_weights
         from nemo_rl.models.huggingface.comparison import SCORING_SUFFIX, compare_models
 
         config = AutoConfig.from_pretrained(weights / MODEL_FOLDER)
@@ -168,6 +168,6 @@ class DTensorTraining(TrainingBackend):
 
 def _require_plan(policy: PolicyConfig, model: "PretrainedConfig") -> None:
     """Raise a ConfigError where nothing says how tensor-parallel ranks divide the model's layers."""
-    from nemo_rl.models.dtensor.tensor_plans import plan_for_configuration
+    from nemo_rl.models.dtensor.tensor_parallel.plans import plan_for_configuration
 
     plan_for_configuration(model, policy.dtensor_cfg.custom_parallel_plan, scores=policy.reward_model_cfg.enabled)

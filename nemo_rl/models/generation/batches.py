@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nemo_rl.config import ClusterConfig, EvalMasterConfig
-from nemo_rl.config.schema.evaluation import EvalGenerationConfig
+from nemo_rl.config.schema.algorithms.evaluation import EvalGenerationConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster

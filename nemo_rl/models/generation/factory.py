@@ -10,8 +10,8 @@ from typing import Any
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.models.capacity.engine_memory import engine_memory
 from nemo_rl.models.generation.engine_group import EngineGroup
-from nemo_rl.models.generation.engine_memory import engine_memory
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nemo_rl.compat.public_names import public_names
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.utils.public_names import public_names
 
 __getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.models.generation.configure"})
 

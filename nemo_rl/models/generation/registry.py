@@ -37,7 +37,7 @@ ENGINES = {
         "nemo_rl.models.generation.vllm.engine.VllmEngine",
         engine_environment,
         "nemo_rl.models.generation.vllm.ranks.VllmRank",
-        "nemo_rl.models.generation.engine_shape.check_model",
+        "nemo_rl.models.generation.vllm.check.check_model",
         CPU_SEQUENCES,
     ),
     "hf": EngineKind("nemo_rl.models.generation.hf.engine.HfEngine"),

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nemo_rl.models.finite import listed
 from nemo_rl.models.generation.interfaces import FinishReason, GenerationRequest, GenerationResult, VersionSpan
+from nemo_rl.models.training.finite import listed
 from nemo_rl.utils.errors import GenerationError, NonFiniteError
 
 _OVERFLOW = (

@@ -28,7 +28,7 @@ from nemo_rl.utils.errors import GenerationError
 from nemo_rl.utils.host_allocator import keep_freed_memory
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightReceiver
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt
 
 

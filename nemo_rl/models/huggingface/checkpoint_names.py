@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.distributed.placements import whole
+from nemo_rl.distributed.ranks.placements import whole
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
 
-from nemo_rl.config.schema.policy_parallel import AdapterConfig
-from nemo_rl.distributed.failing_together import failing_together
+from nemo_rl.config.schema.model.parallel import AdapterConfig
+from nemo_rl.distributed.ranks.shared_failure import failing_together
 from nemo_rl.utils.errors import CheckpointError
 
 ADAPTER_FOLDER = "adapter"

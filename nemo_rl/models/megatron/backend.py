@@ -1,7 +1,7 @@
 """The Megatron Core training backend of one rank: assembles the parts of this package.
 
-A `models.interfaces.PolicyBackend`; `policy.workers.rank` builds it inside a Ray actor, tests build it in plain
-processes. The process group is up before it is made, and there is one in a process.
+A `models.training.interfaces.PolicyBackend`; `policy.workers.rank` builds it inside a Ray actor, tests build it in
+plain processes. The process group is up before it is made, and there is one in a process.
 
 Invariant: the weights are complete on this rank, for its share of the model, whenever anyone but a forward pass reads
 them. Below float32 the optimizer keeps float32 weights. With LoRA (`policy.megatron_cfg.peft`) the reference is the
@@ -20,20 +20,20 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.distributed.collectives import all_gather
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.host_memory import HostMemory, move_weights
+from nemo_rl.distributed.ranks.collectives import all_gather
+from nemo_rl.host.device import free_cache
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
-from nemo_rl.models.inputs import ModelInputs
-from nemo_rl.models.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
-from nemo_rl.models.low_rank import require_on_some_rank
 from nemo_rl.models.megatron.inputs import rank_inputs, row_order
 from nemo_rl.models.megatron.parallel import division_of, start_model_parallel
 from nemo_rl.models.megatron.release import require_megatron_core
-from nemo_rl.models.sampling import sampling_density
-from nemo_rl.models.staging import Keep, Write, as_it_is
-from nemo_rl.utils.device import free_cache
+from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
+from nemo_rl.models.training.host_memory import HostMemory, move_weights
+from nemo_rl.models.training.inputs import ModelInputs
+from nemo_rl.models.training.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
+from nemo_rl.models.training.low_rank import require_on_some_rank
+from nemo_rl.models.training.sampling import sampling_density
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 
@@ -64,9 +64,9 @@ class MegatronBackend(PolicyBackend):
         require_megatron_core()
         groups = start_model_parallel(layout, section, device, seed)
         # Only now: on a machine without CUDA they need what has just been prepared.
-        from nemo_rl.models.megatron import lora
         from nemo_rl.models.megatron import optimizer as optim
         from nemo_rl.models.megatron.expert_load import ExpertLoad
+        from nemo_rl.models.megatron.lora import modules as lora
         from nemo_rl.models.megatron.schedule import Schedule
         from nemo_rl.models.megatron.scoring import Scoring, logit_transform
 
@@ -189,7 +189,7 @@ class MegatronBackend(PolicyBackend):
 
     def save(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.save`."""
-        from nemo_rl.models.megatron.checkpoint_io import save
+        from nemo_rl.models.megatron.checkpoints.run_state import save
 
         self._ready_to_save(paths)
         save(paths, self.chunks, self.optimizer, self.scheduler, hf_config=self.hf_config)
@@ -198,7 +198,7 @@ class MegatronBackend(PolicyBackend):
 
     def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
         """See `PolicyBackend.stage_save`."""
-        from nemo_rl.models.megatron.checkpoint_io import on_host, stage_save
+        from nemo_rl.models.megatron.checkpoints.run_state import on_host, stage_save
 
         self._ready_to_save(paths)
         if self._writers is None:
@@ -219,7 +219,7 @@ class MegatronBackend(PolicyBackend):
         """What writes the adapters for other libraries, if there are any."""
         if not self._adapted:
             return []
-        from nemo_rl.models.megatron.adapter_io import save_adapter
+        from nemo_rl.models.megatron.lora.files import save_adapter
 
         return [
             save_adapter(self.chunks, self.hf_config, self._peft, self._model_name, self._adapted, paths.weights, keep)
@@ -227,8 +227,8 @@ class MegatronBackend(PolicyBackend):
 
     def load(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.load`."""
-        from nemo_rl.models.megatron.adapter_io import check_adapter
-        from nemo_rl.models.megatron.checkpoint_io import load
+        from nemo_rl.models.megatron.checkpoints.run_state import load
+        from nemo_rl.models.megatron.lora.files import check_adapter
 
         check_adapter(paths.weights, self._peft)
         self._optim.complete_weights(self.chunks)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from nemo_rl.models.expert_load import load_metrics
 from nemo_rl.models.megatron.inputs import Division, RankInputs
+from nemo_rl.models.training.expert_load import load_metrics
 
 
 def routers(chunks: Sequence[Any]) -> list[TopKRouter]:

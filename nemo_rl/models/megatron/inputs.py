@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.distributed.parallel_logprobs import TopK
-from nemo_rl.models.inputs import ModelInputs, round_up
+from nemo_rl.models.training.inputs import ModelInputs, round_up
 
 
 @dataclass(frozen=True)

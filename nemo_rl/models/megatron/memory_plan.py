@@ -5,13 +5,13 @@ optimizer's float32 state the share of its data-parallel rank (ZeRO-1, Rajbhanda
 Activations are those of plain PyTorch layers, divided as in Korthikanti et al. 2022 (arXiv:2205.05198); Transformer
 Engine's fused layers keep less. Imports nothing of megatron.
 
-Invariant: as in `models.memory`.
+Invariant: as in `models.capacity.memory`.
 """
 
 from nemo_rl.config import MegatronConfig
-from nemo_rl.models.memory import WIDE, MemoryPlan, Moment, microbatches_in_flight
-from nemo_rl.models.memory_trace import GRADIENT_OF_LOGITS, Parameters
-from nemo_rl.models.rank_memory import RankMemory
+from nemo_rl.models.capacity.memory import WIDE, MemoryPlan, Moment, microbatches_in_flight
+from nemo_rl.models.capacity.memory_trace import GRADIENT_OF_LOGITS, Parameters
+from nemo_rl.models.capacity.rank_memory import RankMemory
 
 _SELECTIVE = "Selective recomputation saves some of the activations; they are counted as if it were off."
 

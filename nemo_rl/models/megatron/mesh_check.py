@@ -9,10 +9,10 @@ from itertools import chain
 from transformers import PretrainedConfig
 
 from nemo_rl.config import MegatronConfig, PolicyConfig
-from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.megatron.families import MODEL_TYPES
-from nemo_rl.models.mesh import Mesh, check_context, check_experts, divided_layers, vocabulary
+from nemo_rl.models.training.mesh_rules import Mesh, check_context, check_experts, divided_layers, vocabulary
 
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nemo_rl.config import MegatronConfig
-from nemo_rl.config.rules.findings import Findings
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.models.megatron.families import family_of
 
 _FIXED = ("calculate_per_token_loss", "variable_seq_lengths", "batch_p2p_comm")

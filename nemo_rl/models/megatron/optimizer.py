@@ -18,10 +18,10 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
-from nemo_rl.config.schema.megatron import MegatronConfig, MegatronSchedulerConfig
-from nemo_rl.models.finite import not_finite
-from nemo_rl.models.host_memory import HostMemory, move_state
+from nemo_rl.config.schema.model.megatron import MegatronConfig, MegatronSchedulerConfig
 from nemo_rl.models.megatron import cpu_shim
+from nemo_rl.models.training.finite import not_finite
+from nemo_rl.models.training.host_memory import HostMemory, move_state
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)

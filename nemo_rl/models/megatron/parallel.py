@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nemo_rl.config.schema.megatron import MegatronConfig
-from nemo_rl.distributed.collectives import Group
+from nemo_rl.config.schema.model.megatron import MegatronConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.process_group import collective_timeout
+from nemo_rl.distributed.ranks.collectives import Group
+from nemo_rl.distributed.ranks.process_group import collective_timeout
 from nemo_rl.models.megatron import cpu_shim
 from nemo_rl.models.megatron.inputs import Division
 from nemo_rl.utils.errors import ConfigError

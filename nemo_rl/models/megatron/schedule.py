@@ -21,10 +21,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from nemo_rl.models.interfaces import ForwardStep
 from nemo_rl.models.megatron.expert_load import routers
 from nemo_rl.models.megatron.inputs import Division, RankInputs, without_scores
 from nemo_rl.models.megatron.scoring import Scoring
+from nemo_rl.models.training.interfaces import ForwardStep
 
 type Watch = Callable[[RankInputs], AbstractContextManager[None]]
 """Context manager around the forward pass of a microbatch in a chunk of this stage."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nemo_rl.distributed.collectives import all_gather, all_reduce, reduce_gradient
 from nemo_rl.distributed.parallel_logprobs import LogitTransform, SamplingDensity, token_logprobs, topk_logits
+from nemo_rl.distributed.ranks.collectives import all_gather, all_reduce, reduce_gradient
 from nemo_rl.models.megatron.inputs import RankInputs
 from nemo_rl.models.megatron.parallel import Groups
 

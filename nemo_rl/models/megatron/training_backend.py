@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
 from nemo_rl.config.rules.megatron import check_adapters_of_experts
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.backends import TrainingBackend
-from nemo_rl.models.memory import microbatch_tokens
+from nemo_rl.models.capacity.memory import microbatch_tokens
+from nemo_rl.models.training.backends import TrainingBackend
 from nemo_rl.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # see `models.backends`
+if TYPE_CHECKING:  # see `models.training.backends`
     from transformers import PreTrainedTokenizerBase
 
+    from nemo_rl.models.capacity.rank_memory import RankMemory
     from nemo_rl.models.huggingface.comparison import ExportCheck
-    from nemo_rl.models.rank_memory import RankMemory
 
 
 logger = logging.getLogger(__name__)
@@ -92,30 +92,30 @@ class MegatronTraining(TrainingBackend):
 
     def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
         """See `TrainingBackend.complete_checkpoint`."""
-        from nemo_rl.models.megatron.checkpoint_folder import complete_checkpoint
+        from nemo_rl.models.megatron.checkpoints.folder import complete_checkpoint
 
         complete_checkpoint(weights, tokenizer, precision)
 
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
         """See `TrainingBackend.checkpoint_bytes`."""
-        from nemo_rl.models.megatron.checkpoint_folder import checkpoint_bytes
+        from nemo_rl.models.megatron.checkpoints.folder import checkpoint_bytes
 
         return checkpoint_bytes(policy, checkpointing)
 
     def find_weights(self, path: Path) -> Path:
         """See `TrainingBackend.find_weights`."""
-        from nemo_rl.models.megatron.checkpoint_folder import find_weights
+        from nemo_rl.models.megatron.checkpoints.folder import find_weights
 
         return find_weights(path)
 
     def export(self, weights: Path, target: Path, tokenizer_name: str | None = None, dtype: str | None = None) -> None:
         """See `TrainingBackend.export`."""
-        from nemo_rl.models.megatron.checkpoint_folder import export
+        from nemo_rl.models.megatron.checkpoints.folder import export
 
         export(weights, target, tokenizer_name, dtype)
 
     def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
         """See `TrainingBackend.verify_export`."""
-        from nemo_rl.models.megatron.checkpoint_folder import verify_export
+        from nemo_rl.models.megatron.checkpoints.folder import verify_export
 
         return verify_export(weights, target)

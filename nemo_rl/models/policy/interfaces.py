@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.interfaces import AnyLossFunction
+from nemo_rl.losses.loss_function import AnyLossFunction
 
 
 class LogprobOutputSpec(TypedDict):

@@ -27,10 +27,9 @@ from nemo_rl.data.packing import MicrobatchStrategy
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_builder import plan_places
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.losses.interfaces import AnyLossFunction, LossInputType
-from nemo_rl.models.backends import training_backend
+from nemo_rl.distributed.workers.builder import plan_places
+from nemo_rl.losses.loss_function import AnyLossFunction, LossInputType
 from nemo_rl.models.policy.batching import (
     ShardedBatch,
     count_valid,
@@ -53,6 +52,7 @@ from nemo_rl.models.policy.rank_calls import RankCalls
 from nemo_rl.models.policy.train_results import join_ranks, train_result
 from nemo_rl.models.policy.workers.base import WorkerSettings
 from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
+from nemo_rl.models.training.backends import training_backend
 from nemo_rl.utils.errors import ConfigError
 
 _WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"

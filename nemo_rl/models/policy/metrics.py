@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from nemo_rl.losses.interfaces import AnyLossFunction, LossType, extreme_of
+from nemo_rl.losses.loss_function import AnyLossFunction, LossType, extreme_of
 
 _OF_THE_OPTIMIZER = ("lr", "grad_norm")
 

@@ -5,11 +5,11 @@ import math
 
 import torch
 
-from nemo_rl.losses.interfaces import AnyLossFunction
-from nemo_rl.models.finite import listed
+from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.metrics import join_updates, reduce_metrics
 from nemo_rl.models.policy.workers.base import UpdateResult
+from nemo_rl.models.training.finite import listed
 
 logger = logging.getLogger(__name__)
 

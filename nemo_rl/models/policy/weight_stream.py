@@ -6,11 +6,11 @@ so every rank is asked every time, whichever rank packs.
 
 from contextlib import AbstractContextManager
 
-from nemo_rl.distributed.worker_results import PendingCall
+from nemo_rl.distributed.workers.results import PendingCall
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import merge_buckets
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 
 
 class PolicyWeightStream:

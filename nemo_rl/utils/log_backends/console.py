@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, to_scalars
+from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, to_scalars
 
 logger = logging.getLogger("nemo_rl.console")
 

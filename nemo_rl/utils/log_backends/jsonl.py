@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, to_scalars
+from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, to_scalars
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 
 from nemo_rl.config import MlflowConfig
 from nemo_rl.config.rules.trackers import tracking_address
-from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, flatten_dict, full_name, to_scalars
+from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten_dict, full_name, to_scalars
 
 _PARAMS_PER_CALL = 100
 _LONGEST_VALUE = 500

@@ -11,9 +11,9 @@ import swanlab
 from swanlab.exceptions import AuthenticationError, DataStoreError
 
 from nemo_rl.config import SwanlabConfig
+from nemo_rl.host.stop_signals import handlers_kept
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, full_name, to_scalars
-from nemo_rl.utils.stop_signals import handlers_kept
+from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, full_name, to_scalars
 
 
 class SwanlabLogger(LoggerInterface):

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from nemo_rl.config import TensorboardConfig
-from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, flatten_dict, full_name, to_scalars
+from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten_dict, full_name, to_scalars
 
 _FLUSH_S = 10
 

@@ -10,7 +10,7 @@ from typing import Any
 import wandb
 
 from nemo_rl.config import WandbConfig
-from nemo_rl.utils.log_backends.interface import LoggerInterface, Metrics, full_name, to_scalars
+from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, full_name, to_scalars
 
 _PREFIXES = ("train", "validation", "timing/train", "timing/validation", "performance", "refit")
 

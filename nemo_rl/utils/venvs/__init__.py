@@ -25,10 +25,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import REPOSITORY_ROOT, VenvConfig
+from nemo_rl.files.private_folder import is_shared, require_own
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, VenvError
-from nemo_rl.utils.own_folder import is_shared, require_own
-from nemo_rl.utils.public_names import public_names
 from nemo_rl.utils.venvs.ingredients import digest, ingredients_of, with_absolute_paths
 from nemo_rl.utils.venvs.making import Uv, build, check_interpreter, update_lock
 

@@ -8,10 +8,10 @@ import pytest
 import ray
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
-from nemo_rl.algorithms.runtime import memory_check
-from nemo_rl.algorithms.runtime.dry_run import describe
-from nemo_rl.algorithms.runtime.launch import launch
-from nemo_rl.algorithms.runtime.memory_forecast import DEFAULT_GPU_GB, device_bytes
+from nemo_rl.algorithms.setup import memory_check
+from nemo_rl.algorithms.setup.dry_run import describe
+from nemo_rl.algorithms.setup.launch import launch
+from nemo_rl.algorithms.setup.memory_forecast import DEFAULT_GPU_GB, device_bytes
 from nemo_rl.config import (
     REPOSITORY_ROOT,
     ClusterConfig,
@@ -24,8 +24,8 @@ from nemo_rl.config import (
 )
 from nemo_rl.losses.pair_losses import VARIANTS, make_variant
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
+from nemo_rl.models.capacity.hub_configs import FOLDER, known_models, with_local_configs
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
-from nemo_rl.models.huggingface.known_shapes import FOLDER, known_models, with_local_configs
 from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.utils.errors import ConfigError
 from tools import generate_recipe_table as tool

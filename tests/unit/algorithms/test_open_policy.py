@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nemo_rl
-from nemo_rl.algorithms.runtime.open_policy import OpenPolicy
+from nemo_rl.algorithms.setup.open_policy import OpenPolicy
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.utils.errors import ConfigError, DataError

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.runtime import launch as launch_module
-from nemo_rl.algorithms.runtime import packages
-from nemo_rl.algorithms.runtime.launch import launch
-from nemo_rl.algorithms.runtime.packages import check_packages, check_training_packages
+from nemo_rl.algorithms.setup import launch as launch_module
+from nemo_rl.algorithms.setup import packages
+from nemo_rl.algorithms.setup.launch import launch
+from nemo_rl.algorithms.setup.packages import check_packages, check_training_packages
 from nemo_rl.config import (
     REPOSITORY_ROOT,
     ClusterConfig,

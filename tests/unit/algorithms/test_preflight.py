@@ -10,8 +10,8 @@ from huggingface_hub import constants
 
 from nemo_rl.algorithms import grpo, sft
 from nemo_rl.algorithms.rollout import start as rollout_start
-from nemo_rl.algorithms.runtime.launch import launch
-from nemo_rl.algorithms.runtime.preflight import check_models
+from nemo_rl.algorithms.setup.launch import launch
+from nemo_rl.algorithms.setup.preflight import check_models
 from nemo_rl.algorithms.supervised import start as supervised_start
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, SFTMasterConfig, load_config
 from nemo_rl.environments.loading import load_env_class

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_rl.algorithms.runtime import checkpoint_size
-from nemo_rl.algorithms.runtime.run_folders import RunFolders, open_folders
+from nemo_rl.algorithms.setup import checkpoint_size
+from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.config import SFTMasterConfig, load_config
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.sizes import count_parameters

@@ -14,7 +14,8 @@ import torch
 
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
-from nemo_rl.experience.prompt_stream import DataExhausted
+from nemo_rl.data.prompt_stream import DataExhausted
+from nemo_rl.host.stop_signals import STOP_SIGNALS, handlers_kept, leave_at_once
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import (
     CheckpointError,
@@ -25,7 +26,6 @@ from nemo_rl.utils.errors import (
     WorkerDiedError,
 )
 from nemo_rl.utils.logger import Logger
-from nemo_rl.utils.stop_signals import STOP_SIGNALS, handlers_kept, leave_at_once
 
 
 class Data:

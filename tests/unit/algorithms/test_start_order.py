@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.rollout import start
-from nemo_rl.algorithms.runtime import roles
-from nemo_rl.algorithms.runtime.roles import Role
+from nemo_rl.algorithms.setup import roles
+from nemo_rl.algorithms.setup.roles import Role
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, load_config
 from nemo_rl.models.generation.interfaces import EngineSettings
 

@@ -10,9 +10,9 @@ from nemo_rl.algorithms import distillation
 from nemo_rl.algorithms.distillation import check_vocab_equality
 from nemo_rl.algorithms.rollout import start as rollout_start
 from nemo_rl.algorithms.rollout.start import Workers, share_memory
-from nemo_rl.algorithms.rollout.teacher import TeacherScores, check_teacher_fits
-from nemo_rl.algorithms.runtime.roles import Role
 from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.algorithms.setup.roles import Role
+from nemo_rl.algorithms.teacher import TeacherScores, check_teacher_fits
 from nemo_rl.config import DistillationMasterConfig, load_config
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

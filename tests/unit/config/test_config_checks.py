@@ -21,7 +21,7 @@ from nemo_rl.config import (
     plan_topology,
 )
 from nemo_rl.config.base.names import VALIDATION_METRICS
-from nemo_rl.config.rules.findings import nearest_multiples
+from nemo_rl.config.rules.broken_rules import nearest_multiples
 from nemo_rl.config.rules.trackers import check_trackers
 from nemo_rl.experience.metrics import validation_metrics
 from nemo_rl.experience.trajectory import Trajectory

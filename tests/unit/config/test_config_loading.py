@@ -26,7 +26,7 @@ from nemo_rl.config import (
     load_config,
     save_resolved,
 )
-from nemo_rl.config.schema.policy_parallel import DTensorConfig
+from nemo_rl.config.schema.model.parallel import DTensorConfig
 from nemo_rl.utils.errors import ConfigError
 
 

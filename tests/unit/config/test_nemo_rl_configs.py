@@ -18,7 +18,7 @@ from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, Section
 from nemo_rl.config.base.availability import Later
 from nemo_rl.config.base.structure import Slot
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
-from nemo_rl.config.loading.obstacles import obstacles
+from nemo_rl.config.loading.all_errors import obstacles
 from nemo_rl.config.rules.training import check_generation
 from nemo_rl.utils.errors import ConfigError
 

@@ -24,8 +24,8 @@ from nemo_rl.config.base.section import is_interpolation
 from nemo_rl.config.base.structure import Slot
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.model import check_backend
-from nemo_rl.config.schema.megatron import MegatronConfig
-from nemo_rl.config.schema.policy_parallel import DTensorConfig, TrainingBackendConfig
+from nemo_rl.config.schema.model.megatron import MegatronConfig
+from nemo_rl.config.schema.model.parallel import DTensorConfig, TrainingBackendConfig
 from nemo_rl.losses.feedback import KTOLossConfig
 from nemo_rl.losses.preference import DPOLossConfig
 
@@ -148,7 +148,7 @@ PLANTED = {
         ("models/policy/batching.py", "config.dynamic_batching.enabled", "False"),
         ("models/policy/workers/base.py", "config.dynamic_batching.enabled", "False"),
         ("algorithms/supervised/start.py", "policy.dynamic_batching.enabled", "False"),
-        ("models/memory.py", "if way.enabled", "if True"),
+        ("models/capacity/memory.py", "if way.enabled", "if True"),
         {"DynamicBatchingConfig.enabled", "PairDynamicBatchingConfig.enabled"},
     ),
     "env.math.stop_strings": (

@@ -9,14 +9,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nemo_rl.config import SupervisedDataConfig
-from nemo_rl.data.content import TextRules
-from nemo_rl.data.control_tokens import control_tokens_of, is_marked
-from nemo_rl.data.datasets.control_rows import rows_with_control_tokens
+from nemo_rl.data.datasets.rows.control_tokens import rows_with_control_tokens
 from nemo_rl.data.datasets.setup import setup_preference_data, setup_response_data, setup_sft_data
 from nemo_rl.data.interfaces import Chat, TaskDataSpec
-from nemo_rl.data.observations import ObservationRenderer
+from nemo_rl.data.messages.content import TextRules
+from nemo_rl.data.messages.control_tokens import control_tokens_of, is_marked
+from nemo_rl.data.messages.observations import ObservationRenderer
+from nemo_rl.data.messages.rendering import encode_text
 from nemo_rl.data.processors import prompt_entry, sft_processor
-from nemo_rl.data.rendering import encode_text
 from nemo_rl.data.tokenizer import PASSTHROUGH_TEMPLATE
 from nemo_rl.utils.errors import DataError
 

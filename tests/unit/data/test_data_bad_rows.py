@@ -10,11 +10,11 @@ import pytest
 from data_helpers import entry, pairs, write_lines
 
 from nemo_rl.data.bad_rows import BadRow, report_bad_rows, summarize_bad_rows
-from nemo_rl.data.datasets.readers import read_file
 from nemo_rl.data.datasets.response_datasets import (
     DATASET_REGISTRY,
     load_response_dataset,
 )
+from nemo_rl.data.datasets.rows.readers import read_file
 from nemo_rl.utils.errors import DataError
 
 

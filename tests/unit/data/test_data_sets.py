@@ -10,7 +10,7 @@ from data_helpers import data_config, entry, write_lines
 from nemo_rl.config import MathEnvironmentConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets import AllTaskProcessedDataset, setup_response_data
-from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
+from nemo_rl.data.datasets.arithmetic.problems import ArithmeticDataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.processors import math_data_processor, math_hf_data_processor

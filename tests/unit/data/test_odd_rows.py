@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from tiny_models import make_char_tokenizer
 
 from nemo_rl.config import DatasetConfig, SupervisedDataConfig
-from nemo_rl.config.schema.evaluation import EvalDataConfig
+from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn, rl_collate_fn, sft_collate_fn
 from nemo_rl.data.datasets import processed_dataset, setup_response_data
-from nemo_rl.data.datasets.readers import read_file
 from nemo_rl.data.datasets.registry import own_messages
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.datasets.rows.readers import read_file
 from nemo_rl.data.datasets.setup import setup_feedback_data, setup_preference_data, setup_sft_data
 from nemo_rl.data.loader import build_loader
-from nemo_rl.data.rendering import encode_text
+from nemo_rl.data.messages.rendering import encode_text
 from nemo_rl.data.tokenizer import PASSTHROUGH_TEMPLATE
 from nemo_rl.evals.prompts import EvalPrompts
 from nemo_rl.utils.errors import DataError

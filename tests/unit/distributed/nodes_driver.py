@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.runtime.placement import make_clusters
+from nemo_rl.algorithms.setup.placement import make_clusters
 from nemo_rl.config import ClusterConfig, PolicyConfig
-from nemo_rl.distributed import node_checks, virtual_cluster
-from nemo_rl.distributed.node_checks import Shared, check_nodes
+from nemo_rl.distributed import virtual_cluster
+from nemo_rl.distributed.cluster import node_checks
+from nemo_rl.distributed.cluster.node_checks import Shared, check_nodes
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.utils.errors import NemoRLError

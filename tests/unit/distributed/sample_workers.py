@@ -120,8 +120,8 @@ class Tensors:
         return data
 
     def all_reduce(self) -> float:
-        from nemo_rl.distributed.process_group import destroy_process_group, init_process_group
-        from nemo_rl.utils.device import Device
+        from nemo_rl.distributed.ranks.process_group import destroy_process_group, init_process_group
+        from nemo_rl.host.device import Device
 
         init_process_group(Device("cpu"), timeout_s=60)
         value = self.torch.tensor(float(os.environ["RANK"]) + 1)

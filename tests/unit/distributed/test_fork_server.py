@@ -187,7 +187,7 @@ os._exit(fork_server.server_socket() is not None)
 STUB = """
 import os, signal, sys, types
 from nemo_rl.distributed import fork_server
-from nemo_rl.utils.stop_signals import leave_at_once
+from nemo_rl.host.stop_signals import leave_at_once
 leave_at_once()
 torch = types.SimpleNamespace(set_num_threads=lambda number: None)
 fork_server._preload = lambda: sys.modules.update(torch=torch)

@@ -2,7 +2,8 @@
 
 import ray
 
-from nemo_rl.distributed import joined_ray, virtual_cluster
+from nemo_rl.distributed import virtual_cluster
+from nemo_rl.distributed.cluster import joined_ray
 from nemo_rl.distributed.virtual_cluster import forwarded_environment, init_ray
 
 FORWARDED = (

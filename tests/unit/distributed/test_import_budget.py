@@ -26,12 +26,12 @@ DATA = frozenset({"datasets", "pandas"})
 MODELS = frozenset({"transformers", "torch._dynamo", "sympy", "math_verify"})
 ENGINES = frozenset({"vllm", "openai", "fastapi", "torch._inductor.lowering"})
 BUDGETS = {
-    "command line": Budget(("nemo_rl.algorithms.runtime.launch",), 600, frozenset({"torch", "ray", "transformers"})),
+    "command line": Budget(("nemo_rl.algorithms.setup.launch",), 600, frozenset({"torch", "ray", "transformers"})),
     "driver": Budget(
         ("nemo_rl.algorithms.grpo", "nemo_rl.algorithms.dpo"), 3900, DATA | ENGINES | {"transformers.modeling_utils"}
     ),
     "policy worker": Budget(
-        ("nemo_rl.distributed.worker_process", "nemo_rl.models.policy.workers.rank", "nemo_rl.models.dtensor.backend"),
+        ("nemo_rl.distributed.workers.process", "nemo_rl.models.policy.workers.rank", "nemo_rl.models.dtensor.backend"),
         3900,
         DATA | ENGINES,
     ),
@@ -42,7 +42,7 @@ BUDGETS = {
     ),
     "engine actor": Budget(
         (
-            "nemo_rl.distributed.worker_process",
+            "nemo_rl.distributed.workers.process",
             "nemo_rl.models.generation.worker",
             "nemo_rl.models.generation.vllm.engine",
         ),

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.distributed.worker_process import process_start_ticks
+from nemo_rl.distributed.workers.process import process_start_ticks
 
 pytestmark = pytest.mark.ray
 
 SETUP = """
     import os, signal, sys, threading, time
     import ray
-    from nemo_rl.algorithms.runtime.launch import exit_status
-    from nemo_rl.distributed import local_ray
+    from nemo_rl.algorithms.setup.launch import exit_status
+    from nemo_rl.distributed.cluster import local_ray
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
     from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
     from nemo_rl.experience.event_loop import EventLoopThread

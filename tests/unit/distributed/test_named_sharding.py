@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nemo_rl.distributed.named_sharding import NamedSharding
-from nemo_rl.distributed.worker_builder import plan_places
-from nemo_rl.distributed.worker_calls import check_nesting, plan_sharded_calls, workers_at_zero
+from nemo_rl.distributed.workers.builder import plan_places
+from nemo_rl.distributed.workers.calls import check_nesting, plan_sharded_calls, workers_at_zero
 
 AXES = ["pipeline_parallel", "data_parallel", "tensor_parallel"]
 

@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES
 from nemo_rl.distributed.parallel_layout import AXES, ParallelLayout
-from nemo_rl.distributed.process_group import device_mesh
-from nemo_rl.distributed.worker_calls import plan_sharded_calls
+from nemo_rl.distributed.ranks.process_group import device_mesh
+from nemo_rl.distributed.workers.calls import plan_sharded_calls
 from nemo_rl.utils.errors import ConfigError
 
 SIXTEEN = ParallelLayout(pp=2, dp_shard=2, cp=2, tp=2)

@@ -11,8 +11,8 @@ from multiprocessing.synchronize import Barrier
 import pytest
 import torch.distributed as dist
 
-from nemo_rl.distributed.process_group import choose_interface, open_store
-from nemo_rl.distributed.rendezvous import bind_free_port, hold_port, take_port
+from nemo_rl.distributed.ranks.process_group import choose_interface, open_store
+from nemo_rl.distributed.ranks.rendezvous import bind_free_port, hold_port, take_port
 from nemo_rl.utils.errors import ResourceInsufficientError
 from nemo_rl.utils.seed import set_seed
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from ray_nodes import ray_nodes
 
-from nemo_rl.distributed import joined_ray
-from nemo_rl.distributed.node_choice import NodeRoom, choose_nodes, shortage
+from nemo_rl.distributed.cluster import joined_ray
+from nemo_rl.distributed.cluster.node_choice import NodeRoom, choose_nodes, shortage
 
 HERE = Path(__file__).parent
 TOLD_SOON = {"health_check_period_ms": 1500, "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.distributed import local_ray
-from nemo_rl.distributed.start_checks import ray_folder, require_startable_ray, start_fault
+from nemo_rl.distributed.cluster import local_ray
+from nemo_rl.distributed.cluster.start_checks import ray_folder, require_startable_ray, start_fault
 from nemo_rl.utils.errors import ConfigError, ResourceInsufficientError
 
 

@@ -21,7 +21,7 @@ from nemo_rl.distributed.named_sharding import REPLICATED_AXES, NamedSharding
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.distributed.worker_process import process_start_ticks
+from nemo_rl.distributed.workers.process import process_start_ticks
 from nemo_rl.utils.errors import (
     DeadlineExceededError,
     ResourceInsufficientError,

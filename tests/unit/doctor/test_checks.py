@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from ray._private import utils as ray_utils
 
-from nemo_rl.algorithms.runtime import memory_check
-from nemo_rl.distributed.rendezvous import bind_free_port
+from nemo_rl.algorithms.setup import memory_check
+from nemo_rl.distributed.ranks.rendezvous import bind_free_port
 from nemo_rl.doctor import host
+from nemo_rl.doctor.checks import Check, Finding, Status, ok
 from nemo_rl.doctor.exchange import _start, check_exchange
-from nemo_rl.doctor.findings import Check, Finding, Status, ok
 from nemo_rl.doctor.gpus import check_gpus, list_gpus
 from nemo_rl.doctor.requests import NodeRequest
 from nemo_rl.doctor.runner import perform, smallest
 from nemo_rl.doctor.versions import check_versions, installed_versions
-from nemo_rl.utils.disk_space import readable_bytes
+from nemo_rl.host.disk_space import readable_bytes
 from nemo_rl.utils.errors import ConfigError
 
 

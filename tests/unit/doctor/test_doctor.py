@@ -17,11 +17,11 @@ from nemo_rl.__main__ import main
 from nemo_rl.config import load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.doctor import command, host, nodes
-from nemo_rl.doctor.findings import skipped
+from nemo_rl.doctor.checks import skipped
 from nemo_rl.doctor.nodes import NODE_CHECKS
 from nemo_rl.doctor.requests import RunRequest
 from nemo_rl.doctor.run import check_data, check_memory, run_checks
-from nemo_rl.models.huggingface.known_shapes import with_local_configs
+from nemo_rl.models.capacity.hub_configs import with_local_configs
 from nemo_rl.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

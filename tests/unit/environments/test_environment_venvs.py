@@ -15,7 +15,7 @@ from wheels_for_tests import make_wheel
 
 from nemo_rl.config import ClusterConfig
 from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY, make_actor_runtime_env
-from nemo_rl.environments.handed_in import environment_of, start_environment
+from nemo_rl.environments.user_environments import environment_of, start_environment
 from nemo_rl.utils.errors import ConfigError, VenvError
 
 pytestmark = [

@@ -5,9 +5,9 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from nemo_rl.environments.grading.boxed import grade_plain_number, last_boxed
 from nemo_rl.environments.grading.dapo import normalize_answer, verify_final_answer
+from nemo_rl.environments.grading.grade import load_verifier
 from nemo_rl.environments.grading.hf_math_verify import verify_math, verify_math_components
 from nemo_rl.environments.grading.multichoice import verify_english, verify_multilingual
-from nemo_rl.environments.grading.verdict import load_verifier
 
 NUMBERS = [
     "18",

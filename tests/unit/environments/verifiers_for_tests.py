@@ -4,7 +4,7 @@ import math
 import os
 import time
 
-from nemo_rl.environments.grading.verdict import Verdict
+from nemo_rl.environments.grading.grade import Verdict
 
 
 def obedient(response: str, ground_truth: str) -> Verdict:

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.messages.rendering import encode_text
 from nemo_rl.data.processors import math_hf_data_processor
-from nemo_rl.data.rendering import encode_text
 from nemo_rl.environments.interfaces import EpisodeStart
 from nemo_rl.experience import rollouts
 from nemo_rl.experience.event_loop import EventLoopThread

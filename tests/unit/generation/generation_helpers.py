@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
+from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.generation.interfaces import (
     Engine,
     EngineSettings,

@@ -9,10 +9,10 @@ from generation_helpers import streamed
 from torch import nn
 from transformers import PreTrainedModel
 
-from nemo_rl.distributed.worker_results import PendingCall
+from nemo_rl.distributed.workers.results import PendingCall
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 
 
 class LocalPolicy:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from nemo_rl.distributed.worker_calls import MultiWorkerFuture
+from nemo_rl.distributed.workers.calls import MultiWorkerFuture
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, ResourceInsufficientError, WorkerDiedError

@@ -6,8 +6,8 @@ import pytest
 from transformers import DeepseekV3Config, Qwen2Config
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
-from nemo_rl.models.generation.engine_shape import _CPU_HEAD_SIZES
 from nemo_rl.models.generation.factory import check_engine_model
+from nemo_rl.models.generation.vllm.check import _CPU_HEAD_SIZES
 from nemo_rl.utils.errors import ConfigError
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}

@@ -33,8 +33,8 @@ from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.interfaces import TransportSpec
 from nemo_rl.weight_sync.shared_memory import SharedBuffer, allocate, map_memory
+from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
 
 pytestmark = [

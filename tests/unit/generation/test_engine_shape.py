@@ -5,8 +5,8 @@ from transformers import DeepseekV3Config, MixtralConfig, Qwen2Config, Qwen3MoeC
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.models.generation.engine_shape import check_engine_shape
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines
+from nemo_rl.models.generation.vllm.check import check_engine_shape
 from nemo_rl.utils.errors import ConfigError
 
 DENSE = Qwen2Config(num_attention_heads=12, num_key_value_heads=2, intermediate_size=8960, num_hidden_layers=28)

@@ -8,7 +8,7 @@ from generation_helpers import MAX_MODEL_LEN, PROMPTS, ask, greedy_reference, ma
 
 from nemo_rl.models.generation.worker import GenerationWorker
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
 
 pytestmark = pytest.mark.asyncio

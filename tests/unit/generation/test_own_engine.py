@@ -18,7 +18,7 @@ from nemo_rl.models.generation.factory import check_engine_model, engine_setting
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/design-docs/adding-things.md"
 CLUSTER = ClusterConfig(device="cpu", gpus_per_node=0)

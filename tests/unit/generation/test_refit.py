@@ -26,7 +26,7 @@ from local_policy import LocalPolicy
 
 from nemo_rl.algorithms.rollout import refit
 from nemo_rl.algorithms.rollout.refit import Engines, Refitter
-from nemo_rl.algorithms.runtime.memory import MemorySharing, TrainedModel
+from nemo_rl.algorithms.runtime.device_sharing import MemorySharing, TrainedModel
 from nemo_rl.config import ClusterConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -35,7 +35,7 @@ from nemo_rl.models.generation.factory import make_engines
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 from nemo_rl.weight_sync.buckets import Bucket
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
 
 pytestmark = pytest.mark.ray

@@ -53,14 +53,14 @@ from vllm_looks import (
 
 from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
 from nemo_rl.config import ClusterConfig, PolicyConfig
-from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
+from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.generation.factory import engine_settings
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationResult, SamplingParams
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
 
 pytestmark = [

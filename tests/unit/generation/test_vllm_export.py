@@ -12,7 +12,7 @@ from generation_helpers import MAX_MODEL_LEN, PROMPTS, ask, make_settings, refer
 from tiny_models import make_char_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from nemo_rl.models.dtensor.checkpoint_io import prepare_weights
+from nemo_rl.models.dtensor.checkpoints.model_files import prepare_weights
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 

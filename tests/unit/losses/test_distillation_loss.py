@@ -15,8 +15,8 @@ from nemo_rl.distributed.parallel_logprobs import (
     topk_logits,
 )
 from nemo_rl.losses.distillation import LOG_TEACHER_OUTSIDE, DistillationLossFn
-from nemo_rl.losses.interfaces import LossInputType, LossType
 from nemo_rl.losses.invariance import check_invariance
+from nemo_rl.losses.loss_function import LossInputType, LossType
 from nemo_rl.utils.errors import ConfigError
 
 B, T, V, D = 6, 5, 11, 7

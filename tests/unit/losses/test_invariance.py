@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nemo_rl.losses.interfaces import LossInputType, LossType
 from nemo_rl.losses.invariance import check_invariance
+from nemo_rl.losses.loss_function import LossInputType, LossType
 
 
 class Written:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nemo_rl.config import ClippedPGLossConfig
-from nemo_rl.losses.interfaces import LossType
 from nemo_rl.losses.invariance import check_invariance
+from nemo_rl.losses.loss_function import LossType
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.utils.errors import ConfigError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nemo_rl.config import ClippedPGLossConfig
-from nemo_rl.losses.interfaces import extreme_of
 from nemo_rl.losses.invariance import check_invariance
+from nemo_rl.losses.loss_function import extreme_of
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.metrics import join_updates, mean_weight
 

@@ -8,8 +8,8 @@ import torch
 from ray import cloudpickle
 
 import nemo_rl
-from nemo_rl.losses.interfaces import LossInputType, LossType
 from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.losses.loss_function import LossInputType, LossType
 from nemo_rl.losses.token_loss import TokenLoss, token_loss
 from nemo_rl.models.policy.portable_loss import make_portable
 

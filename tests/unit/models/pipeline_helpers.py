@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
+from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
-from nemo_rl.models.inputs import InputLayout, build_training_inputs
+from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5

@@ -24,7 +24,7 @@ from transformers import (
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.interfaces import LossInputType, LossType
+from nemo_rl.losses.loss_function import LossInputType, LossType
 
 VOCAB = 97
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "gemma3")

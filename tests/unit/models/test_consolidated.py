@@ -12,12 +12,12 @@ from tiny_models import make_char_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.config import CheckpointingConfig
-from nemo_rl.models.backends import training_backend
-from nemo_rl.models.dtensor import checkpoint_io
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.interfaces import CheckpointPaths
+from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.rank_calls import RankCalls
+from nemo_rl.models.training.backends import training_backend
+from nemo_rl.models.training.interfaces import CheckpointPaths
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from nemo_rl.distributed import collectives
 from nemo_rl.distributed.parallel_logprobs import (
     LogitTransform,
     SamplingDensity,
@@ -23,6 +22,7 @@ from nemo_rl.distributed.parallel_logprobs import (
     token_logprobs,
     topk_logits,
 )
+from nemo_rl.distributed.ranks import collectives
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
 from nemo_rl.models.dtensor.reward_model import RewardModel
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_rl.models.expert_load import load_metrics
+from nemo_rl.models.training.expert_load import load_metrics
 
 
 def test_each_layer_is_reported_by_its_position_and_not_otherwise() -> None:

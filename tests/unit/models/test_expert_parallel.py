@@ -10,11 +10,11 @@ from policy_helpers import WeightedNLL, policy_config, random_batch, run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nemo_rl.distributed import collectives
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.ranks import collectives
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.expert_balance import ExpertBalance
-from nemo_rl.models.dtensor.expert_parallel import (
+from nemo_rl.models.dtensor.experts.balance import ExpertBalance
+from nemo_rl.models.dtensor.experts.parallel import (
     dispatch_over_expert_ranks,
     divide_over_tensor_ranks,
     divide_tokens,

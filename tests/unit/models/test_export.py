@@ -11,12 +11,12 @@ from policy_helpers import policy_config, process_group
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from nemo_rl.models.dtensor import checkpoint_io
+from nemo_rl.files.manifest import write_manifest
 from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
-from nemo_rl.models.interfaces import CheckpointPaths
+from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError
-from nemo_rl.utils.manifest import write_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY_CHAT = ROOT / "examples/assets/tiny-chat"

@@ -18,10 +18,10 @@ from policy_helpers import (
 
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.finite import listed, not_finite, require_finite
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.train_results import join_ranks, train_result
 from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.training.finite import listed, not_finite, require_finite
 from nemo_rl.utils.errors import CheckpointError, ConfigError, NonFiniteError
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_weights_are_not_saved_not_sent_and_not_loaded(model: str, tmp_path: Pat
 
 
 def _paths(folder: Path) -> Any:
-    from nemo_rl.models.interfaces import CheckpointPaths
+    from nemo_rl.models.training.interfaces import CheckpointPaths
 
     return CheckpointPaths(folder)
 

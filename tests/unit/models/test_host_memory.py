@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_rl.algorithms.runtime.memory import FrozenModel, MemorySharing, TrainedModel
-from nemo_rl.models import host_memory
+from nemo_rl.algorithms.runtime.device_sharing import FrozenModel, MemorySharing, TrainedModel
+from nemo_rl.host import device as device_module
 from nemo_rl.models.dtensor import backend as backend_module
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.host_memory import HostMemory, move_weights
 from nemo_rl.models.policy.workers.base import PolicyWorker
-from nemo_rl.utils import device as device_module
+from nemo_rl.models.training import host_memory
+from nemo_rl.models.training.host_memory import HostMemory, move_weights
 
 CPU = torch.device("cpu")
 

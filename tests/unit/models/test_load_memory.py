@@ -14,7 +14,7 @@ from policy_helpers import policy_config, run_ranks
 
 from nemo_rl.config import REPOSITORY_ROOT
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.interfaces import CheckpointPaths
+from nemo_rl.models.training.interfaces import CheckpointPaths
 
 RANKS = 4
 SHARE = 0.45

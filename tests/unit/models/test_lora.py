@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.lora import LoraLinear, adapted_modules, adapters_off, apply_lora, select_modules
+from nemo_rl.models.dtensor.lora.modules import LoraLinear, adapted_modules, adapters_off, apply_lora, select_modules
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.utils.errors import CheckpointError, ConfigError, WeightSyncError

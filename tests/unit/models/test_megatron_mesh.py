@@ -12,18 +12,18 @@ import pytest
 from architectures import _COMMON, SPECIAL
 from transformers import AutoConfig, PretrainedConfig
 
-from nemo_rl.algorithms.runtime import preflight
+from nemo_rl.algorithms.setup import preflight
 from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, model_ranks, row_length_multiple
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.config.loading.load import load_config
 from nemo_rl.config.rules.megatron import check_megatron, check_offloading
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.backends import backend_of_checkpoint, training_backend
+from nemo_rl.models.capacity.hub_configs import FOLDER, known_models
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
-from nemo_rl.models.huggingface.known_shapes import FOLDER, known_models
 from nemo_rl.models.megatron.mesh_check import check_mesh
 from nemo_rl.models.megatron.release import TESTED_VERSION, require_megatron_core
 from nemo_rl.models.megatron.training_backend import MegatronTraining
+from nemo_rl.models.training.backends import backend_of_checkpoint, training_backend
 from nemo_rl.utils.errors import ConfigError
 
 TINY = str(REPOSITORY_ROOT / "examples/assets/tiny-chat")

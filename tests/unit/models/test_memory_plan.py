@@ -10,16 +10,16 @@ from architectures import _COMMON, SPECIAL
 from policy_helpers import WeightedNLL, policy_config, random_batch, run_ranks, save_tiny_model
 from transformers import AutoConfig, PretrainedConfig
 
-from nemo_rl.algorithms.runtime import memory_check
-from nemo_rl.algorithms.runtime.memory_check import tell_memory
-from nemo_rl.algorithms.runtime.roles import Role
+from nemo_rl.algorithms.setup import memory_check
+from nemo_rl.algorithms.setup.memory_check import tell_memory
+from nemo_rl.algorithms.setup.roles import Role
 from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.capacity.memory import MemoryPlan, Work, keys_per_token
+from nemo_rl.models.capacity.memory_trace import trace_model
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.memory_plan import DTensorRank
 from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
-from nemo_rl.models.memory import MemoryPlan, Work, keys_per_token
-from nemo_rl.models.memory_trace import trace_model
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.utils.errors import ConfigError

@@ -9,9 +9,9 @@ from policy_helpers import save_tiny_model
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.rollout import start as rollout_start
-from nemo_rl.algorithms.runtime import preflight
-from nemo_rl.algorithms.runtime.launch import launch
-from nemo_rl.algorithms.runtime.open_policy import open_policy
+from nemo_rl.algorithms.setup import preflight
+from nemo_rl.algorithms.setup.launch import launch
+from nemo_rl.algorithms.setup.open_policy import open_policy
 from nemo_rl.config import (
     REPOSITORY_ROOT,
     DistillationMasterConfig,
@@ -328,7 +328,7 @@ def test_a_teacher_apart_leaves_the_rest_to_the_policy() -> None:
 
 
 def test_a_notebook_is_answered_before_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_rl.algorithms.runtime.open_policy.init_ray", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr("nemo_rl.algorithms.setup.open_policy.init_ray", lambda *_: pytest.fail("Ray was started"))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=16 does not divide"):
         open_policy(TINY, ranks=16, learning_rate=1e-5, dtensor_cfg={"tensor_parallel_size": 16})
 

@@ -13,12 +13,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.dtensor import tensor_parallel
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.pipeline import stages
 from nemo_rl.models.dtensor.proof import known, mesh_proof, prove_mesh
 from nemo_rl.models.dtensor.proof.children import Trouble, answers
 from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
+from nemo_rl.models.dtensor.tensor_parallel import apply as tensor_parallel
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
 TP2 = {"tensor_parallel_size": 2}

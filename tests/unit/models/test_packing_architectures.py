@@ -15,7 +15,7 @@ from nemo_rl.models.dtensor.attention import (
     verify_packing,
 )
 from nemo_rl.models.huggingface.load import load_causal_lm
-from nemo_rl.models.inputs import packed_model_inputs
+from nemo_rl.models.training.inputs import packed_model_inputs
 from nemo_rl.utils.errors import ConfigError
 
 PACKS = (

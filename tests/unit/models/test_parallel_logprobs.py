@@ -12,11 +12,11 @@ from nemo_rl.distributed.parallel_logprobs import (
     SamplingDensity,
     apply_top_k_top_p,
     default_chunk_size,
+    fusion,
     logprobs_from_logits,
     token_logprobs,
 )
 from nemo_rl.distributed.parallel_logprobs.chunked import _grad_logits, _statistics
-from nemo_rl.utils import fusion
 from nemo_rl.utils.errors import ConfigError
 
 N, D, V = 37, 16, 53

@@ -13,12 +13,12 @@ from policy_helpers import free_port, run_ranks
 from torch import nn
 
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.process_group import collective_timeout
+from nemo_rl.distributed.ranks.process_group import collective_timeout
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.pipeline import runner
 from nemo_rl.models.dtensor.pipeline.runner import HiddenStates
 from nemo_rl.models.dtensor.pipeline.stages import Place, active, cut, layers_of_chunks, require_divisible, try_division
-from nemo_rl.models.inputs import InputLayout, build_training_inputs
+from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
 from nemo_rl.utils.errors import ConfigError
 
 

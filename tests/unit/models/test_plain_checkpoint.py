@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from nemo_rl.models.megatron.saved_tensors import SavedTensors
-from nemo_rl.models.plain_checkpoint import METADATA_FILE, only_plain_values, read_metadata
+from nemo_rl.files.safe_checkpoint import METADATA_FILE, only_plain_values, read_metadata
+from nemo_rl.files.safe_load import load_plain
+from nemo_rl.models.megatron.checkpoints.saved_tensors import SavedTensors
 from nemo_rl.utils.errors import CheckpointError
-from nemo_rl.utils.plain_load import load_plain
 
 STATE = {"weights": {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([1.5], dtype=torch.bfloat16)}, "step": 7}
 

@@ -26,12 +26,14 @@ from torch.optim.lr_scheduler import SequentialLR
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.config import OptimizerConfig, PolicyConfig
-from nemo_rl.models.dtensor import checkpoint_io, optimizer, training_state
+from nemo_rl.models.dtensor import optimizer
 from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
+from nemo_rl.models.dtensor.checkpoints import training_state
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, hyperparameters_now
-from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.process_group import device_mesh
-from nemo_rl.losses.interfaces import LossType
+from nemo_rl.distributed.ranks.process_group import device_mesh
+from nemo_rl.losses.loss_function import LossType
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.causal_lm import build_causal_lm
 from nemo_rl.models.dtensor.mesh import Meshes

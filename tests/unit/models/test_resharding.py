@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers import PreTrainedModel
 
-from nemo_rl.models.dtensor import checkpoint_io
-from nemo_rl.models.dtensor.checkpoint_io import prepare_weights
+from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
+from nemo_rl.models.dtensor.checkpoints.model_files import prepare_weights
+from nemo_rl.models.dtensor.checkpoints.training_state import load_training_state, prepare_training_state
+from nemo_rl.models.dtensor.checkpoints.weight_files import Part, join_pieces, write_parts
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, optimizer_settings
-from nemo_rl.models.dtensor.training_state import load_training_state, prepare_training_state
-from nemo_rl.models.dtensor.weight_files import Part, join_pieces, write_parts
-from nemo_rl.models.interfaces import CheckpointPaths
+from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError
 
 

@@ -19,9 +19,9 @@ from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.build import build_model
-from nemo_rl.models.interfaces import CheckpointPaths
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ from parity.reference import one_process
 from policy_helpers import WeightedNLL, random_batch, save_tiny_model
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.distributed import collectives
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.placements import whole
+from nemo_rl.distributed.ranks import collectives
+from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.tensor_plans import COLUMN, ROW, Style, plan_for
+from nemo_rl.models.dtensor.tensor_parallel.plans import COLUMN, ROW, Style, plan_for
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker

@@ -14,14 +14,14 @@ from transformers import AutoTokenizer
 
 from nemo_rl.config import PolicyConfig, TimeoutsConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.models.backends import backend_of_checkpoint, training_backend
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
 from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.training.backends import backend_of_checkpoint, training_backend
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.weight_sync.endpoints import WeightReceiver
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 RATE = 0.5

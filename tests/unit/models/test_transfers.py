@@ -9,16 +9,16 @@ from policy_helpers import policy_config, random_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.distributed.parallel_logprobs import TopK
-from nemo_rl.models import inputs
-from nemo_rl.models.inputs import (
+from nemo_rl.models.policy.workers import base
+from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.training import inputs
+from nemo_rl.models.training.inputs import (
     InputLayout,
     build_distillation_inputs,
     build_score_inputs,
     build_topk_inputs,
     build_training_inputs,
 )
-from nemo_rl.models.policy.workers import base
-from nemo_rl.models.policy.workers.base import PolicyWorker
 
 META = torch.device("meta")
 

@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from nemo_rl.distributed.placements import held_here
+from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.checkpoint_io import weights_by_name
-from nemo_rl.models.dtensor.weight_files import local_box
+from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
+from nemo_rl.models.dtensor.checkpoints.weight_files import local_box
+from nemo_rl.models.huggingface.lazy_weights import weights_left_in_files
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
+from nemo_rl.models.huggingface.probe_model import small_twin
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
-from nemo_rl.models.huggingface.twin import small_twin
-from nemo_rl.models.huggingface.unread import weights_left_in_files
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 CPU = torch.device("cpu")

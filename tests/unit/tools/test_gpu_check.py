@@ -25,9 +25,9 @@ from gpu_checks.runner import Check, Runner, Setting
 from gpu_checks.shapes import SHAPES
 from transformers import AutoConfig
 
-from nemo_rl.distributed.placements import held_here
+from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.models.attention import kernels as attention_kernels
-from nemo_rl.models.dtensor import checkpoint_io
+from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.worker import GenerationWorker
 from nemo_rl.models.policy.workers.rank import PolicyRank

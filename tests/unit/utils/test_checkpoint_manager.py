@@ -12,10 +12,10 @@ import torch
 import yaml
 
 from nemo_rl.config import CheckpointingConfig
+from nemo_rl.files.manifest import write_manifest
 from nemo_rl.utils import checkpoint as checkpoint_module
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import CheckpointError, ConfigError
-from nemo_rl.utils.manifest import write_manifest
 
 PAYLOAD = "policy/weights/model.bin"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils import still_waiting
+from nemo_rl.host import waiting_log as still_waiting
+from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.logging_setup import WIDTH, configure_logging, wrapped
-from nemo_rl.utils.still_waiting import StillWaiting
 
 
 @pytest.fixture

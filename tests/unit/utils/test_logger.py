@@ -21,12 +21,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_rl.config import LoggerConfig
+from nemo_rl.files.optional_output import OptionalOutput
 from nemo_rl.utils import logger as logger_module
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.log_backends.interface import LoggerInterface, flatten_dict, to_scalars
+from nemo_rl.utils.log_backends.tracker import LoggerInterface, flatten_dict, to_scalars
 from nemo_rl.utils.logger import Logger, get_next_experiment_dir, print_message_log_samples
 from nemo_rl.utils.logging_setup import configure_logging
-from nemo_rl.utils.optional_output import OptionalOutput
 
 
 def read_lines(path) -> list[dict]:

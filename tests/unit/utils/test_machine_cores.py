@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from nemo_rl.utils import machine_cores
+from nemo_rl.host import cores as machine_cores
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from nemo_rl.distributed import local_ray
-from nemo_rl.utils import machine_memory
+from nemo_rl.distributed.cluster import local_ray
+from nemo_rl.host import memory as machine_memory
 
 
 @pytest.mark.parametrize(("limit", "want"), [("1000000\n", 1_000_000), ("max\n", None), (None, None)])

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.stop_signals import STOP_SIGNALS
+from nemo_rl.host.stop_signals import STOP_SIGNALS
 
 PROGRAM = """
 import logging, signal, sys, time
-from nemo_rl.utils.stop_signals import DeferredSignals, handlers_kept, leave_at_once
+from nemo_rl.host.stop_signals import DeferredSignals, handlers_kept, leave_at_once
 logging.basicConfig(format="%(message)s")
 leave_at_once()
 with handlers_kept():
@@ -126,11 +126,11 @@ def test_what_nohup_ignores_stays_ignored(program: list[subprocess.Popen[str]]) 
 
 UNDER_A_TERMINAL = """
 import sys, time
-from nemo_rl.algorithms.runtime.launch import exit_status
+from nemo_rl.algorithms.setup.launch import exit_status
 from nemo_rl.utils.errors import RunInterruptedError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
 from nemo_rl.utils.logging_setup import configure_logging
-from nemo_rl.utils.stop_signals import DeferredSignals, leave_at_once
+from nemo_rl.host.stop_signals import DeferredSignals, leave_at_once
 
 def work():
     configure_logging()

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from nemo_rl.host.time_limit import time_limit
 from nemo_rl.utils.errors import DeadlineExceededError
-from nemo_rl.utils.time_limit import time_limit
 
 
 def loop(seconds: float) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightReceiver
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt
 
 ANSWER_TIMEOUT_S = 30.0

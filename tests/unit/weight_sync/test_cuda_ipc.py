@@ -10,7 +10,7 @@ from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync import cuda_ipc
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
 
 SPEC = TransportSpec("cuda_ipc", run_id="test", device="cpu", bucket_size_bytes=1024)

@@ -5,7 +5,7 @@ to nothing else; what cannot be honoured is refused, not approximated. A layer's
 the attention functions of transformers: not every architecture passes it beside the mask.
 
 The model's forward carries down what says which tokens belong together: `cu_seq_lens_q` of packed rows
-(`models.inputs`), or `divided_row` of rows that several ranks share.
+(`models.training.inputs`), or `divided_row` of rows that several ranks share.
 """
 
 from dataclasses import replace

@@ -20,8 +20,8 @@ from nemo_rl.data.packing import Family
 from nemo_rl.models.attention.plan import AttentionPlan, Piece
 from nemo_rl.models.dtensor.attention.function import VARLEN_ATTENTION, register_varlen_attention
 from nemo_rl.models.huggingface.load import WITHOUT_PACKING
-from nemo_rl.models.inputs import packed_model_inputs
-from nemo_rl.models.shared_prompts import share_prompts
+from nemo_rl.models.training.inputs import packed_model_inputs
+from nemo_rl.models.training.shared_prompts import share_prompts
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)

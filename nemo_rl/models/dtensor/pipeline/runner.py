@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import P2POp, batch_isend_irecv
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.distributed.process_group import collective_timeout
+from nemo_rl.distributed.ranks.process_group import collective_timeout
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.parallelize import ShardableModel, reshard
 from nemo_rl.models.dtensor.pipeline.schedule import Exchange, Pass, programs
 from nemo_rl.models.dtensor.pipeline.stages import Stage, active, stage_of
 from nemo_rl.models.huggingface.load import torch_dtype
-from nemo_rl.models.inputs import ModelInputs
-from nemo_rl.models.interfaces import ForwardStep
+from nemo_rl.models.training.inputs import ModelInputs
+from nemo_rl.models.training.interfaces import ForwardStep
 
 type Score = Callable[[ModelInputs], tuple[Tensor, Tensor]]
 """The model's scores of one microbatch; in the last stage its model inputs hold `inputs_embeds`."""

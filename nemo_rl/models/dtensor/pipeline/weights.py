@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import P2POp, batch_isend_irecv
 
-from nemo_rl.distributed.placements import held_here
+from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.models.dtensor.pipeline.stages import Place, stage_of
 from nemo_rl.weight_sync.buckets import group_by_size
 

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from nemo_rl.host.stop_signals import STOP_SIGNALS
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
-from nemo_rl.utils.stop_signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
 _CHUNK = 1 << 20

@@ -153,7 +153,7 @@ def _prove(question: _Question) -> Trouble | None:
     experts, whose grouped products know no float64, in float32 as well.
     """
     from nemo_rl.models.dtensor.build import longest_sequence, try_out
-    from nemo_rl.models.dtensor.expert_parallel import find_experts
+    from nemo_rl.models.dtensor.experts.parallel import find_experts
     from nemo_rl.models.dtensor.proof.float64 import in_float64
     from nemo_rl.models.dtensor.proof.numbers import Task
 

@@ -22,14 +22,14 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.topology import row_length_multiple
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.placements import whole
+from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.build import Built, Found, adapted
 from nemo_rl.models.dtensor.optimizer import clip_gradients
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.dtensor.pipeline.weights import copied_parameters, sum_shared_gradients
-from nemo_rl.models.huggingface.unread import Unread
-from nemo_rl.models.inputs import InputLayout, ModelInputs, build_score_inputs, build_training_inputs
+from nemo_rl.models.huggingface.lazy_weights import Unread
+from nemo_rl.models.training.inputs import InputLayout, ModelInputs, build_score_inputs, build_training_inputs
 
 _CPU = torch.device("cpu")
 _LENGTHS = ((13, 9), (7, 11, 6))

@@ -22,7 +22,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.attention import attention_to_load
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.models.huggingface.load import attention_choice
-from nemo_rl.models.huggingface.twin import CANNOT_BE_MADE, EXPERTS, filled, of_few_layers, smaller
+from nemo_rl.models.huggingface.probe_model import CANNOT_BE_MADE, EXPERTS, filled, of_few_layers, smaller
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)

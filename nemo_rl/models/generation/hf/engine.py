@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from nemo_rl.models.finite import ANOTHER_COPY, not_finite, require_finite
 from nemo_rl.models.generation.batched import BatchedEngine
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
+from nemo_rl.models.training.finite import ANOTHER_COPY, not_finite, require_finite
 from nemo_rl.utils.errors import GenerationError
 
 

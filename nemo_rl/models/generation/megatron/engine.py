@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from nemo_rl.config import MegatronConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.host.device import device_for
 from nemo_rl.models.attention import AttentionPlan, Piece
-from nemo_rl.models.finite import ANOTHER_COPY, not_finite, require_finite
 from nemo_rl.models.generation.batched import BatchedEngine
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.megatron.parallel import start_model_parallel
-from nemo_rl.utils.device import device_for
+from nemo_rl.models.training.finite import ANOTHER_COPY, not_finite, require_finite
 
 _ON_ONE_RANK: dict[str, Any] = {
     "tensor_model_parallel_size": 1,

@@ -1,6 +1,6 @@
 """vLLM as an engine; the only folder that imports vllm. Its public names are those of `generation.batches`."""
 
-from nemo_rl.utils.public_names import public_names
+from nemo_rl.compat.public_names import public_names
 
 _BATCHES = "nemo_rl.models.generation.batches"
 __getattr__ = public_names(__name__, {"VllmConfig": _BATCHES, "VllmGeneration": _BATCHES})

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from nemo_rl.distributed.process_group import choose_interface, open_store
-from nemo_rl.utils.device import Device
+from nemo_rl.distributed.ranks.process_group import choose_interface, open_store
+from nemo_rl.host.device import Device
 
 logger = logging.getLogger(__name__)
 

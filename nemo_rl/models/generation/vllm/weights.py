@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.platforms import current_platform
 
-from nemo_rl.models.finite import ANOTHER_COPY, listed, not_finite
+from nemo_rl.models.training.finite import ANOTHER_COPY, listed, not_finite
 from nemo_rl.utils.errors import NonFiniteError
 
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nemo_rl.models.low_rank import ADAPTER_PARAMETERS
 from nemo_rl.models.megatron.conversion.holdings import Groups, Holder, held_here, holders
 from nemo_rl.models.megatron.conversion.parts import Rule
 from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
+from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
 
 
 def iterate_hf_weights(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nemo_rl.distributed.collectives import all_gather
+from nemo_rl.distributed.ranks.collectives import all_gather
 from nemo_rl.models.attention import AttentionPlan, Piece
 
 _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -24,27 +24,27 @@ from nemo_rl.config import PolicyConfig, row_length_multiple
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import TopK
-from nemo_rl.distributed.process_group import destroy_process_group
-from nemo_rl.losses.interfaces import AnyLossFunction, LossMetrics
-from nemo_rl.models.finite import listed, not_finite, on_all_ranks, require_finite
+from nemo_rl.distributed.ranks.process_group import destroy_process_group
+from nemo_rl.host.background import in_background
+from nemo_rl.host.cores import usable_cores
+from nemo_rl.host.device import device_for, to_host
+from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics
 from nemo_rl.models.huggingface.layers import recorded_outputs
-from nemo_rl.models.inputs import (
+from nemo_rl.models.policy.metrics import reduce_metrics
+from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
+from nemo_rl.models.training.finite import listed, not_finite, on_all_ranks, require_finite
+from nemo_rl.models.training.inputs import (
     InputLayout,
     all_targets,
     build_model_inputs,
     build_score_inputs,
     build_topk_inputs,
 )
-from nemo_rl.models.interfaces import CheckpointPaths, PolicyBackend
-from nemo_rl.models.policy.metrics import reduce_metrics
-from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
-from nemo_rl.utils.background import in_background
-from nemo_rl.utils.device import device_for, to_host
+from nemo_rl.models.training.interfaces import CheckpointPaths, PolicyBackend
 from nemo_rl.utils.errors import CheckpointError, NonFiniteError
-from nemo_rl.utils.machine_cores import usable_cores
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.interfaces import TransportSpec
+from nemo_rl.weight_sync.transport import TransportSpec
 
 logger = logging.getLogger(__name__)
 

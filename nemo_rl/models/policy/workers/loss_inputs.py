@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.interfaces import (
+from nemo_rl.losses.loss_function import (
     AnyLossFunction,
     LossFunction,
     LossInputType,
     LossMetrics,
     TopkLossFunction,
 )
-from nemo_rl.models.inputs import (
+from nemo_rl.models.training.inputs import (
     InputLayout,
     ModelInputs,
     build_distillation_inputs,

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.distributed.process_group import init_process_group
-from nemo_rl.models.finite import ANOTHER_COPY, require_finite
+from nemo_rl.distributed.ranks.process_group import init_process_group
+from nemo_rl.host.device import device_for
 from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
-from nemo_rl.utils.device import device_for
+from nemo_rl.models.training.finite import ANOTHER_COPY, require_finite
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.host_allocator import keep_freed_memory
 from nemo_rl.utils.imports import import_dotted

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.inputs import InputLayout, build_training_inputs
-from nemo_rl.models.interfaces import CheckpointPaths
+from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
+from nemo_rl.models.training.interfaces import CheckpointPaths
 
 ROWS, LENGTH = 4, 16
 _RATES = {"lr_decay_style": "cosine", "lr_decay_iters": 20, "lr_warmup_iters": 2}
@@ -91,7 +91,7 @@ class Run:
 
     def optimizers(self) -> list[Any]:
         """Torch's, one for each part of Megatron Core's."""
-        from nemo_rl.models.megatron.optimizer_state import members
+        from nemo_rl.models.megatron.checkpoints.optimizer_state import members
 
         return [member.optimizer for member in members(self.backend.optimizer)]
 

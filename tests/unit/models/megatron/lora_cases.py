@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from witness import _share, difference, global_tensors
 
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.inputs import InputLayout, build_training_inputs
-from nemo_rl.models.interfaces import CheckpointPaths
+from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
+from nemo_rl.models.training.interfaces import CheckpointPaths
 
 DIM, ALPHA, STEPS = 4, 8, 3
 LAYERS = {
@@ -161,7 +161,7 @@ class Policy:
 
     def shares(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """What this rank holds of some values, by `<layer>.lora_A` and `<layer>.lora_B`."""
-        from nemo_rl.models.megatron.lora import adapted_modules
+        from nemo_rl.models.megatron.lora.modules import adapted_modules
 
         wholes = {part: self.whole(values, part) for part in _PARAMETERS}
         return {
@@ -171,7 +171,7 @@ class Policy:
         }
 
     def parameters(self) -> dict[str, Tensor]:
-        from nemo_rl.models.megatron.lora import adapted_modules
+        from nemo_rl.models.megatron.lora.modules import adapted_modules
 
         return {
             f"{name}.{part}": getattr(module, part)

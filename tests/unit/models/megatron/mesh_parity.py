@@ -15,7 +15,7 @@ from witness import difference, global_tensors, largest_difference, largest_grad
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.inputs import InputLayout, build_training_inputs
+from nemo_rl.models.training.inputs import InputLayout, build_training_inputs
 
 ROWS, STEPS, LR, DECAY, CLIP, EPS = 8, 4, 1e-3, 0.1, 1.0, 1e-5
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

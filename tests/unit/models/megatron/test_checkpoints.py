@@ -26,10 +26,10 @@ from small_models import hf_config, saved
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from nemo_rl.models.inputs import InputLayout, build_score_inputs
-from nemo_rl.models.interfaces import CheckpointPaths
-from nemo_rl.models.megatron import checkpoint_folder
-from nemo_rl.models.megatron.saved_tensors import SavedTensors
+from nemo_rl.models.megatron.checkpoints import folder as checkpoint_folder
+from nemo_rl.models.megatron.checkpoints.saved_tensors import SavedTensors
+from nemo_rl.models.training.inputs import InputLayout, build_score_inputs
+from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import CheckpointError
 
@@ -182,7 +182,7 @@ def test_weights_alone_reach_the_optimizers_float32_weights(host, tmp_path):
 
 
 def _refuse(rank: int, num_ranks: int, folder: Path, format_name: str) -> str:
-    from nemo_rl.models.megatron import torch_dist
+    from nemo_rl.models.megatron.checkpoints import torch_dist
 
     run = Run(Mesh())
     run.update(0)
@@ -259,7 +259,7 @@ def test_a_full_disk_is_an_error_of_all_ranks_and_training_goes_on(host, tmp_pat
 
 PLANTS = {
     "folder": (1, "pathlib.Path.mkdir"),
-    "format": (0, "nemo_rl.models.megatron.torch_dist.save_config"),
+    "format": (0, "nemo_rl.models.megatron.checkpoints.torch_dist.save_config"),
     "configuration": (0, "transformers.PretrainedConfig.save_pretrained"),
     "generators": (1, "torch.save"),
     "trainer": (0, "torch.save"),

@@ -44,7 +44,7 @@ def _peaks(rank: int, world_size: int, folder: str, warm_up: str) -> dict[str, f
 
 def _import(folder: Path) -> float:
     """MiB that a checkpoint on disk takes to be written, above what the process held before."""
-    from nemo_rl.models.megatron.folder_import import import_huggingface
+    from nemo_rl.models.megatron.checkpoints.folder_import import import_huggingface
 
     with without_groups(), measured(anonymous_mib()) as peak:
         import_huggingface(str(folder), folder / "megatron", "float32")

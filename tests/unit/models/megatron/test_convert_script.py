@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import nemo_rl.models.backends
+import nemo_rl.models.training.backends
 
 CONVERTERS = Path(__file__).resolve().parents[4] / "examples/converters"
 
@@ -20,7 +20,7 @@ def exported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     backend = SimpleNamespace(
         find_weights=lambda path: path / "policy/weights", export=lambda *args: calls.append(args)
     )
-    monkeypatch.setattr(nemo_rl.models.backends, "backend_of_checkpoint", lambda *paths: backend)
+    monkeypatch.setattr(nemo_rl.models.training.backends, "backend_of_checkpoint", lambda *paths: backend)
     monkeypatch.syspath_prepend(str(CONVERTERS))
     (tmp_path / "config.yaml").write_text("policy: {model_name: trained}\n")
     return calls

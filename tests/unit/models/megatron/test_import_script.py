@@ -17,7 +17,7 @@ from small_models import MODELS, VOCAB, hf_model
 from tiny_models import make_char_tokenizer
 from torch import Tensor
 
-from nemo_rl.models.interfaces import CheckpointPaths
+from nemo_rl.models.training.interfaces import CheckpointPaths
 
 pytestmark = needs_megatron
 

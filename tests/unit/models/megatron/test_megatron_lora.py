@@ -10,8 +10,8 @@ from lora_cases import STEPS, Policy, logits_in_peft, model, paths_in, run_case,
 from rank_host import needs_megatron
 from torch import Tensor
 
-from nemo_rl.models.megatron import checkpoint_folder
-from nemo_rl.models.megatron.saved_tensors import SavedTensors
+from nemo_rl.models.megatron.checkpoints import folder as checkpoint_folder
+from nemo_rl.models.megatron.checkpoints.saved_tensors import SavedTensors
 from nemo_rl.utils.errors import CheckpointError, ConfigError, WeightSyncError
 
 pytestmark = [needs_megatron, pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")]
@@ -66,8 +66,8 @@ def on_two_ranks(rank: int, world: int, folder: Path, trained: dict[str, Any]) -
 
 def initial(folder: Path, values: dict[str, Any]) -> dict[str, Tensor]:
     """First values, whole, under the hub's names."""
-    from nemo_rl.models.megatron.adapter_io import _hub_adapters
     from nemo_rl.models.megatron.conversion.rules import rules_for
+    from nemo_rl.models.megatron.lora.files import _hub_adapters
 
     policy = Policy("llama", folder / "llama", values)
     found = _hub_adapters(policy.backend.chunks, rules_for(policy.hf_config), policy.backend._adapted)
@@ -76,7 +76,7 @@ def initial(folder: Path, values: dict[str, Any]) -> dict[str, Tensor]:
 
 def unsummed(folder: Path, trained: Any) -> dict[str, float]:
     """How far gradients are off where one way of summing them is taken away."""
-    from nemo_rl.models.megatron import lora
+    from nemo_rl.models.megatron.lora import modules as lora
 
     found = {}
     policy = Policy("llama", folder / "llama", SP)
@@ -158,9 +158,9 @@ def half_precision(folder: Path) -> dict[str, Any]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    from nemo_rl.models.interfaces import CheckpointPaths
-    from nemo_rl.models.megatron.adapter_io import check_adapter
-    from nemo_rl.models.megatron.lora import check_adapters_moved
+    from nemo_rl.models.megatron.lora.files import check_adapter
+    from nemo_rl.models.megatron.lora.modules import check_adapters_moved
+    from nemo_rl.models.training.interfaces import CheckpointPaths
 
     def made(**peft: Any) -> Policy:
         return Policy("deepseek_v3", folder / "deepseek_v3", {"peft": peft})

@@ -18,8 +18,8 @@ from rank_host import needs_megatron
 from torch import Tensor
 from two_devices import on_host, two_devices
 
-from nemo_rl.models.interfaces import CheckpointPaths
-from nemo_rl.models.megatron.saved_tensors import SavedTensors
+from nemo_rl.models.megatron.checkpoints.saved_tensors import SavedTensors
+from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError
 
 pytestmark = needs_megatron

@@ -65,8 +65,9 @@ def two_devices() -> Iterator[None]:
     """This process as on a GPU without Transformer Engine, as far as an optimizer and the moves of its state go."""
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
-    from nemo_rl.models import host_memory
-    from nemo_rl.models.megatron import optimizer, optimizer_state
+    from nemo_rl.models.megatron import optimizer
+    from nemo_rl.models.megatron.checkpoints import optimizer_state
+    from nemo_rl.models.training import host_memory
 
     places = {
         HybridDeviceOptimizer: ("__init__", "step"),

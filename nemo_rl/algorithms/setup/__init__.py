@@ -1,0 +1,1 @@
+"""Everything that is checked, predicted and built before the first step of a run."""

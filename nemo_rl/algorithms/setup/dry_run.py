@@ -1,0 +1,225 @@
+"""What a run would be, said without one: layout, arithmetic of a step, memory by phase, checkpoint, and the verdict.
+
+`--dry-run` of every example script (`launch`). The configuration has been checked as for a run; here follows what takes
+the models' configurations. Not looked at: GPUs, hub, trackers and data of this machine. Invariant: nothing is started
+and nothing written; a model is its `config.json`, from its folder, the hub's cache, or
+`models/capacity/hub_configs`.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from nemo_rl.algorithms.setup.checkpoint_size import checkpoints_at_once
+from nemo_rl.algorithms.setup.memory_forecast import (
+    USABLE_SHARE,
+    MemoryForecast,
+    device_bytes,
+    forecast_memory,
+)
+from nemo_rl.algorithms.setup.preflight import check_models
+from nemo_rl.config import (
+    ClusterConfig,
+    EngineConfig,
+    EvalMasterConfig,
+    MasterConfig,
+    PolicyConfig,
+    RolloutMasterConfig,
+    SupervisedMasterConfig,
+    TeacherConfig,
+    Topology,
+    model_ranks,
+    plan_topology,
+    students_share,
+    teachers_share,
+)
+from nemo_rl.config.rules.engines import ranks_of_engine
+from nemo_rl.distributed.parallel_layout import AXES, ParallelLayout
+from nemo_rl.host.disk_space import readable_bytes
+from nemo_rl.models.capacity.hub_configs import with_local_configs
+from nemo_rl.models.generation.factory import check_engine_model
+from nemo_rl.models.training.backends import training_backend
+
+NOT_FITTING = 1
+"""Exit status of a dry run whose numbers do not fit."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a run would be.
+
+    Attributes:
+        text: for people.
+        forecast: its memory, and what does not fit.
+        checkpoint: bytes of one; None where there are none or the backend does not say.
+    """
+
+    text: str
+    forecast: MemoryForecast
+    checkpoint: int | None
+
+
+def dry_run(config: MasterConfig | EvalMasterConfig) -> int:
+    """Print what the run would be; the exit status, which says whether it fits.
+
+    Args:
+        config: a configuration as `load_config` gives it.
+
+    Raises:
+        ConfigError: a model's configuration is not to be had from here, or does not fit its mesh or engines.
+    """
+    description = describe(config)
+    sys.stdout.write(description.text)
+    return NOT_FITTING if description.forecast.shortfalls else 0
+
+
+def describe(config: MasterConfig | EvalMasterConfig) -> Description:
+    """What `dry_run` prints, and the numbers in it; arguments and errors as there."""
+    local = with_local_configs(config)
+    check_models(local)
+    check_engine_model(local.policy, local.cluster)
+    device = device_bytes(config.cluster)
+    forecast = forecast_memory(local, device)
+    checkpoint = _checkpoint_bytes(local) if isinstance(local, MasterConfig) else None
+    parts = {
+        "Layout": layout_lines(config, device),
+        "One training step": step_lines(config) if isinstance(config, MasterConfig) else (),
+        "Memory": memory_lines(config.policy, forecast),
+        "Checkpoint": checkpoint_lines(config, checkpoint) if isinstance(config, MasterConfig) else (),
+        "Verdict": verdict_lines(config.cluster, device, forecast),
+    }
+    texts = ["\n".join([title, *lines]) for title, found in parts.items() if (lines := list(found))]
+    return Description("\n\n".join(texts) + "\n", forecast, checkpoint)
+
+
+def layout_lines(config: MasterConfig | EvalMasterConfig, device: float) -> Iterator[str]:
+    """Nodes, ranks, axes and engines."""
+    cluster, policy = config.cluster, config.policy
+    size = f"{device / 2**30:.3g} GiB"
+    devices = f"{_count(cluster.gpus_per_node, 'GPU')} of {size}" if cluster.uses_gpu else f"CPUs, {size} for a rank"
+    yield _line("cluster", f"{_count(cluster.num_nodes, 'node')} x {devices}")
+    left = cluster
+    for section in config.models[1:] if isinstance(config, MasterConfig) else ():
+        if isinstance(section, TeacherConfig) and not section.colocated.enabled:
+            share, left = teachers_share(cluster, section.colocated), students_share(left, section.colocated)
+            yield _line("teacher", _ranks_line(section, share.num_nodes, share.policy_ranks_per_node))
+        else:
+            ranks = plan_topology(left, policy)
+            shared = _ranks_line(section, ranks.policy_nodes, ranks.policy_ranks_per_node)
+            yield _line("teacher", f"{shared}, on the policy's devices in turns")
+    topology = plan_topology(left, policy)
+    if isinstance(config, MasterConfig):
+        yield _line("policy", _ranks_line(policy, topology.policy_nodes, topology.policy_ranks_per_node))
+    if policy.generation is not None:
+        alone = isinstance(config, EvalMasterConfig) or not policy.generation.colocated.enabled
+        where = "" if alone else ", on the policy's devices in turns"
+        yield _line("generation", f"{_engines_line(policy.generation.engine, topology)}{where}")
+
+
+def _ranks_line(model: PolicyConfig, nodes: int, per_node: int) -> str:
+    mesh = mesh_text(model, nodes * per_node)
+    placed = f"{_count(nodes * per_node, 'rank')} ({_count(nodes, 'node')} x {per_node})"
+    return f"{model.model_name} by {model.backend_key}, {placed}{f': {mesh}' if mesh else ''}"
+
+
+def mesh_text(model: PolicyConfig, ranks: int) -> str:
+    """The axes of a model with more than one rank, and over how many of the same ranks experts are spread."""
+    layout = ParallelLayout.of(model, ranks)
+    names = {"dp_shard": "fsdp" if model.backend_key == "dtensor_cfg" else "dp"}
+    axes = zip(AXES, layout.shape, strict=True)
+    sizes = " x ".join(f"{names.get(axis, axis)} {size}" for axis, size in axes if size > 1)
+    return f"{sizes}, ep {layout.ep}" if layout.ep > 1 else sizes
+
+
+def _engines_line(engine: EngineConfig, topology: Topology) -> str:
+    size = ranks_of_engine(engine)
+    return (
+        f"{_count(topology.generation_ranks // size, 'engine')} of {_count(size, 'device')} (tensor "
+        f"{engine.tensor_parallel_size} x pipeline {engine.pipeline_parallel_size}), "
+        f"{topology.generation_ranks_per_node // size} on each of {_count(topology.generation_nodes, 'node')}"
+    )
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:<14}{text}"
+
+
+def step_lines(config: MasterConfig) -> Iterator[str]:
+    """Samples, updates, microbatches and tokens of a step, where every sample is as long as it may be."""
+    policy, length = config.policy, config.policy.max_total_sequence_length
+    layout = ParallelLayout.of(policy, model_ranks(config.cluster, config.models)[0])
+    rows_each = rows_per_sample(config)
+    samples = policy.train_global_batch_size
+    if isinstance(config, RolloutMasterConfig):
+        algorithm = config.algorithm
+        prompts, answers = algorithm.num_prompts_per_step, algorithm.num_generations_per_prompt
+        samples = prompts * answers
+        yield _line("samples", f"{prompts} prompts x {answers} answers = {samples}")
+    updates = ceil(samples / policy.train_global_batch_size)
+    kind = "samples" if rows_each == 1 else f"pairs ({rows_each} rows each)"
+    yield _line("updates", f"{samples} {kind} / train_global_batch_size {policy.train_global_batch_size} = {updates}")
+    rows = ceil(policy.train_global_batch_size * rows_each / layout.data_parallel_size)
+    microbatches, how = _microbatches(policy, rows, rows_each)
+    ranks = _count(layout.data_parallel_size, "data-parallel rank")
+    yield _line("microbatches", f"{_count(rows, 'row')} for each of {ranks}, {how}: at most {microbatches} an update")
+    tokens = samples * rows_each * length
+    yield _line("tokens", f"at most {_count(samples * rows_each, 'row')} x {length} = {tokens:,} a step")
+
+
+def rows_per_sample(config: MasterConfig) -> int:
+    """Rows of a batch that a sample takes: 2 for pairs of answers."""
+    pairs = isinstance(config, SupervisedMasterConfig) and config.section in ("dpo", "rm")
+    return 1 + (pairs and getattr(config.algorithm, "preference_loss", "") != "kto")
+
+
+def _microbatches(policy: PolicyConfig, rows: int, rows_each: int) -> tuple[int, str]:
+    """Most microbatches of a rank's rows, and how they are formed."""
+    length = policy.max_total_sequence_length
+    for way, name in ((policy.sequence_packing, "packed into"), (policy.dynamic_batching, "batched up to")):
+        if way.enabled:
+            per_microbatch = max(way.train_mb_tokens // (length * rows_each), 1) * rows_each
+            return ceil(rows / per_microbatch), f"{name} {way.train_mb_tokens} tokens"
+    size = policy.train_micro_batch_size * rows_each
+    return ceil(rows / size), f"{size} at a time"
+
+
+def memory_lines(policy: PolicyConfig, forecast: MemoryForecast) -> Iterator[str]:
+    """A table for each group of devices, and what the engines' caches hold."""
+    for group, plan in forecast.groups.items():
+        yield plan.table(f"  {group}")
+    if forecast.cache_tokens is not None and policy.generation is not None:
+        tokens = max(forecast.cache_tokens, 0.0)
+        answers = tokens / policy.generation.engine.max_model_len
+        yield f"  key-value cache of an engine: {tokens:,.0f} tokens, {answers:.1f} answers of full length at once"
+
+
+def _checkpoint_bytes(config: MasterConfig) -> int | None:
+    if not config.checkpointing.enabled:
+        return None
+    return training_backend(config.policy).checkpoint_bytes(config.policy, config.checkpointing)
+
+
+def checkpoint_lines(config: MasterConfig, one: int | None) -> Iterator[str]:
+    """Bytes of a checkpoint, and of all that are kept."""
+    if one is not None:
+        most = checkpoints_at_once(config.checkpointing)
+        yield f"  {readable_bytes(one)} each, {readable_bytes(most * one)} for the {most} on the disk at once"
+
+
+def verdict_lines(cluster: ClusterConfig, device: float, forecast: MemoryForecast) -> Iterator[str]:
+    """Whether it fits the machines that are described, and what they are taken for."""
+    against = f"{device / 2**30:.3g} GiB of each process"
+    if cluster.uses_gpu:
+        against = f"{USABLE_SHARE:.0%} of the {device / 2**30:.3g} GiB of each GPU"
+        against += "" if cluster.gpu_memory_gb else " (describe others by cluster.gpu_memory_gb)"
+    missing = " ".join(dict.fromkeys(plan.missing for plan in forecast.groups.values() if plan.missing))
+    if not forecast.shortfalls:
+        yield f"  fits {against}{f', as far as it is known. {missing}' if missing else ''}"
+        return
+    yield f"  does NOT fit {against}:"
+    yield from (f"  - {problem}" for problem in forecast.shortfalls)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

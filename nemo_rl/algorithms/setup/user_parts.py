@@ -1,0 +1,112 @@
+"""What a program hands to `setup` in place of what the configuration says.
+
+Each part is optional, and replaces the configured one where the algorithm's `recipe` chooses it, so nothing is loaded
+that is not used. Invariant: a configuration that a program made is checked as one from a file, before anything starts.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig
+from pydantic import BaseModel
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config import MasterConfig, PolicyConfig, config_of
+from nemo_rl.config.loading.load import make_paths_absolute
+from nemo_rl.config.runs.rollouts import RolloutMasterConfig
+from nemo_rl.data.datasets.given import given_data
+from nemo_rl.data.datasets.setup import RunData
+from nemo_rl.data.tokenizer import ensure_pad_token, get_tokenizer
+from nemo_rl.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """Parts of a run that its program brings; None (or no entry) leaves a part to the configuration.
+
+    Attributes:
+        tokenizer: of all models and of the data.
+        dataset: training rows, see `data.datasets.given.given_data`.
+        val_dataset: validation rows; without `dataset` they go with the configured training rows.
+        environments: what rewards, by task name: see `environments.user_environments.environment_of`; a mapping is a
+            section of `env`.
+        loss_fn: what the policy is trained on.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None = None
+    dataset: Any = None
+    val_dataset: Any = None
+    environments: Mapping[str, Any] = field(default_factory=dict)
+    loss_fn: Any = None
+
+    @property
+    def running_environments(self) -> dict[str, Any]:
+        """Environments that are more than a section."""
+        return {name: given for name, given in self.environments.items() if not _is_section(given)}
+
+    def checked[Config: MasterConfig](
+        self, given: Config | Mapping[str, Any] | DictConfig, schema: type[Config]
+    ) -> Config:
+        """The configuration of the run.
+
+        Args:
+            given: an object of `schema`, or what a file of it holds as a dict or OmegaConf config.
+            schema: the master config class of the algorithm.
+
+        Raises:
+            ConfigError: a key, a value or a combination is wrong, or it belongs to another algorithm.
+        """
+        if isinstance(given, Mapping | DictConfig):
+            given = config_of(given, schema, check=False)
+        if not isinstance(given, schema):
+            raise ConfigError(f"setup takes a {schema.__name__} or a dict of its keys, got {type(given).__name__}.")
+        config = given.model_copy()
+        if self.dataset is not None:
+            config.data = config.data.handed_in()
+        if self.environments and isinstance(config, RolloutMasterConfig):
+            sections = {name: section for name, section in self.environments.items() if _is_section(section)}
+            config["env"] = dict.fromkeys(self.environments, {}) | config.env | sections
+        make_paths_absolute(config)
+        config.check()
+        return config
+
+    def tokenizer_of(self, policy: PolicyConfig) -> PreTrainedTokenizerBase:
+        """The tokenizer of the run, which has a token to pad with."""
+        if self.tokenizer is None:
+            return get_tokenizer(policy.tokenizer)
+        ensure_pad_token(self.tokenizer, policy.tokenizer.name)
+        return self.tokenizer
+
+    def data(self, config: MasterConfig, load: Callable[[], RunData], *, sampled: bool = False) -> RunData:
+        """The rows of the run.
+
+        Args:
+            config: the configuration.
+            load: reads what the configuration names.
+            sampled: rows are prompts.
+
+        Raises:
+            DataError: they cannot be used.
+        """
+        if self.dataset is not None:
+            return given_data(self.dataset, self.val_dataset, config.data, sampled=sampled)
+        configured = load()
+        if self.val_dataset is None:
+            return configured
+        return given_data(configured.train, self.val_dataset, config.data, sampled=sampled)
+
+    def loss[Loss](self, configured: Loss, rows_per_sample: int = 1) -> Loss:
+        """The loss of the run; one of the program's own keeps a sample's rows together unless it says otherwise."""
+        if self.loss_fn is None:
+            return configured
+        if not hasattr(self.loss_fn, "rows_per_unit"):
+            self.loss_fn.rows_per_unit = rows_per_sample
+        return self.loss_fn
+
+
+NOTHING = HandedIn()
+
+
+def _is_section(given: Any) -> bool:
+    return isinstance(given, Mapping | BaseModel)

@@ -1,0 +1,143 @@
+"""Names that modules offer to programs without importing them first, and names of features that are not built yet.
+
+A name is imported from its home when it is first used, so a public path may lead to any layer and costs nothing until
+then. Invariant: a public name of NeMo RL either works, or says to which feature it belongs (`NOT_BUILT`) or what to use
+in its place (`ELSEWHERE`).
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+from nemo_rl.utils.errors import NotBuiltError
+
+_GYM = ("NeMo-Gym", ())
+_SINGLE_CONTROLLER = ("the single controller (async)", ())
+_VISION = "multimodal data (VLM)"
+
+NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
+    "nemo_rl.algorithms.async_utils": ("async GRPO", ()),
+    "nemo_rl.algorithms.grpo": ("async GRPO", ("async_grpo_train", "AsyncGRPOConfig")),
+    "nemo_rl.algorithms.grpo_sync": ("the data plane", ()),
+    "nemo_rl.algorithms.ppo": ("PPO", ()),
+    "nemo_rl.algorithms.single_controller": _SINGLE_CONTROLLER,
+    "nemo_rl.algorithms.single_controller_utils": _SINGLE_CONTROLLER,
+    "nemo_rl.algorithms.x_token": ("cross-tokenizer distillation", ()),
+    "nemo_rl.algorithms.xtoken_off_policy_distillation": ("cross-tokenizer distillation", ()),
+    "nemo_rl.data.dataloader": ("one data loader per data set", ()),
+    "nemo_rl.data.datasets.eval_datasets": (_VISION, ("_is_multimodal_dataset", "MULTIMODAL_DATASETS")),
+    "nemo_rl.data.multimodal_utils": (_VISION, ()),
+    "nemo_rl.data_plane": ("the data plane", ()),
+    "nemo_rl.environments.code_environment": ("the code environment", ()),
+    "nemo_rl.environments.code_jaccard_environment": ("the code environment", ()),
+    "nemo_rl.environments.games": ("the sliding puzzle", ()),
+    "nemo_rl.environments.nemo_gym": _GYM,
+    "nemo_rl.environments.reward_model_environment": ("the reward-model environment", ()),
+    "nemo_rl.environments.rewards": (_VISION, ()),
+    "nemo_rl.environments.tools": ("the retrieval environment", ()),
+    "nemo_rl.environments.vlm_environment": (_VISION, ()),
+    "nemo_rl.experience.rollouts": (_GYM[0], ("run_nemo_gym_rollout_sync", "run_async_nemo_gym_rollout")),
+    "nemo_rl.models.generation.dynamo": ("the generation backend dynamo", ()),
+    "nemo_rl.models.generation.sglang": ("the generation backend sglang", ()),
+    "nemo_rl.models.generation.trtllm": ("the generation backend trtllm", ()),
+    "nemo_rl.models.generation.vllm.config": ("multimodal generation (VLM)", ()),
+    "nemo_rl.models.megatron.community_import": ("conversion by Megatron Bridge", ()),
+    "nemo_rl.models.policy.tq_policy": ("the data plane", ()),
+    "nemo_rl.models.policy.utils": ("extension of policy workers", ()),
+    "nemo_rl.models.policy.workers.dtensor_policy_worker_v2": ("extension of policy workers", ()),
+    "nemo_rl.models.value": ("PPO", ()),
+    "nemo_rl.utils.checkpoint_engines": ("checkpoint engines", ()),
+    "nemo_rl.utils.flops_tracker": ("the count of floating-point operations", ()),
+    "nemo_rl.utils.memory_tracker": ("the record of host memory by stage", ()),
+    "nemo_rl.utils.nsys": ("profiling with Nsight Systems", ()),
+}
+"""Module -> feature and those of its names that belong to it; no names: the whole module does."""
+
+ELSEWHERE: dict[str, str] = {
+    "nemo_rl.algorithms.interfaces": "import LossFunction and LossType from nemo_rl.algorithms.loss.interfaces",
+    "nemo_rl.algorithms.logits_sampling_utils": "nemo_rl.distributed.parallel_logprobs has apply_top_k_top_p",
+    "nemo_rl.algorithms.loss.utils": "a loss receives its input prepared, as its input_type says "
+    "(nemo_rl.algorithms.loss.interfaces)",
+    "nemo_rl.algorithms.loss.wrapper": "the rows of a packed microbatch reach a loss unpacked, so nothing wraps it",
+    "nemo_rl.algorithms.loss_functions": "import losses from nemo_rl.algorithms.loss; they are called with "
+    "log-probabilities, as in NeMo RL from 0.6 on",
+    "nemo_rl.data.chat_templates": "give the template itself, or a .jinja file, as policy.tokenizer.chat_template",
+    "nemo_rl.distributed.model_utils": "nemo_rl.distributed.parallel_logprobs has log-probabilities of divided logits",
+    "nemo_rl.distributed.worker_group_utils": "options of workers are keys of the configuration (cluster, env_vars)",
+    "nemo_rl.environments.dapo_math_verifier": "use env.math.math_verify_impl: dapo_math_verify, or "
+    "nemo_rl.environments.grading.dapo",
+    "nemo_rl.evals.answer_parsing": "use env.math.verifier_type: multilingual_multichoice, or "
+    "nemo_rl.environments.grading.multichoice",
+    "nemo_rl.experience.metric_utils": "metrics of rollouts are made in nemo_rl.experience.metrics",
+    "nemo_rl.models.generation.vllm.patches": "vLLM is not patched in its files; what the library changes is in "
+    "nemo_rl.models.generation.vllm, and options go through policy.generation.vllm_kwargs",
+    "nemo_rl.models.generation.vllm.vllm_generation": "import VllmGeneration from nemo_rl.models.generation.vllm",
+    "nemo_rl.models.huggingface.common": "packing is in nemo_rl.data.packing, attention over packed rows in "
+    "nemo_rl.models.attention",
+    "nemo_rl.utils.nvml": "use nemo_rl.host.nvidia_smi, or torch.cuda",
+    "nemo_rl.weight_sync.factory": "weights move by refit_policy_generation (nemo_rl.algorithms.grpo), as "
+    "policy.generation.weight_sync says",
+}
+"""Module of NeMo RL whose work is done under another name -> what to use."""
+
+_ENGINES_OF_CHECKPOINTS = "checkpoint_engine"
+"""Part of the names of modules that move weights through checkpoint engines, wherever they are."""
+
+
+def public_names(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:
+    """A module's `__getattr__`.
+
+    Args:
+        module: its `__name__`.
+        homes: module that defines a name.
+
+    Raises:
+        AttributeError: there is no such name (when the result is called).
+        NotBuiltError: it belongs to a feature that is not built yet (likewise).
+    """
+    known = homes or {}
+
+    def find(name: str) -> Any:
+        if name in known:
+            value = getattr(importlib.import_module(known[name]), name)
+            setattr(sys.modules[module], name, value)
+            return value
+        feature, names = NOT_BUILT.get(module, ("", ()))
+        if name in names:
+            raise NotBuiltError(f"{module}.{name} belongs to {feature}, which is not built yet.")
+        offered = f"; it has {', '.join(known)}" if known else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{offered}")
+
+    return find
+
+
+class _NotBuiltFinder(MetaPathFinder):
+    """Asked last for modules that nobody found: says what a module of NeMo RL belongs to."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> None:
+        feature, names = NOT_BUILT.get(fullname, ("", ()))
+        if fullname in ELSEWHERE:
+            raise NotBuiltError(f"there is no {fullname} here: {ELSEWHERE[fullname]}.", name=fullname)
+        if fullname.startswith("nemo_rl.") and _ENGINES_OF_CHECKPOINTS in fullname.rpartition(".")[2]:
+            feature, names = "checkpoint engines (create_checkpoint_engine)", ()
+        if feature and not names:
+            raise NotBuiltError(
+                f"{fullname} belongs to {feature}, which is not built yet.{_way(feature)}", name=fullname
+            )
+
+
+def _way(feature: str) -> str:
+    """What does the work of a feature that is missing, where something does."""
+    if feature.startswith("the generation backend"):
+        return " Set policy.generation.backend to vllm, hf, megatron or the dotted path of a class."
+    if feature.startswith("checkpoint engines"):
+        return " Weights reach the engines as policy.generation.weight_sync says."
+    return ""
+
+
+def explain_missing_modules() -> None:
+    """Let imports of modules in `NOT_BUILT` and `ELSEWHERE` say so; once in a process."""
+    if not any(isinstance(finder, _NotBuiltFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_NotBuiltFinder())

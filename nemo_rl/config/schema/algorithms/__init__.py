@@ -1,0 +1,1 @@
+"""Sections of the algorithms: GRPO, distillation, SFT, DPO, RM, evaluation and their losses."""

@@ -1,0 +1,131 @@
+"""Keys of `distillation`, of its `loss_fn`, and of `teacher`: on-policy distillation.
+
+Invariant: the student is the section `policy`, as in every algorithm; the teacher is a second policy section whose
+weights never change.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveInt
+
+from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
+from nemo_rl.config.schema.model.generation import GenerationConfig
+from nemo_rl.config.schema.model.parallel import OptimizerConfig, SchedulerConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig, SchedulerList
+
+CROSS_TOKENIZER = "distillation across tokenizers"
+
+
+class DistillationConfig(RolloutTrainingConfig):
+    """On-policy distillation: the student answers, the teacher says how it would have gone on at every token."""
+
+    num_prompts_per_step: PositiveInt = Field(
+        default=128, description="Prompts drawn from the data for each training step."
+    )
+    num_generations_per_prompt: PositiveInt = Field(
+        default=1, description="Answers that the student samples for each prompt."
+    )
+    max_num_steps: PositiveInt = Field(default=1000, description="Training stops after this many steps.")
+    max_num_epochs: PositiveInt = Field(
+        default=10, description="Training stops after this many passes over the training data."
+    )
+    topk_logits_k: PositiveInt = Field(
+        default=64, description="Logits that the teacher sends for each token: those of its k most likely tokens."
+    )
+    val_period: int = Field(
+        default=20, ge=-1, description="Validate every this many steps; 0 or -1: only at start or end."
+    )
+    val_batch_size: PositiveInt | None = Field(
+        default=64, description="Prompts in one validation batch; null: all at once."
+    )
+    max_val_samples: PositiveInt | None = Field(
+        default=512, description="Prompts validated in total; null: all of the validation data."
+    )
+
+
+class DistillationLossConfig(Section):
+    """The divergence between teacher and student at each token, both at `policy.generation.temperature`."""
+
+    later: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            *("alpha", "ce_loss_scale", "dynamic_loss_scaling", "exact_token_match_only", "gold_loss", "kd_loss_mode"),
+            *("kl_loss_weight", "normalize_teacher_by_vocab", "projection_matrix_paths", "reverse_kl"),
+            *("student_vocab_size", "sum_weights_metric", "teacher_gold_loss", "teacher_vocab_sizes"),
+            *("teacher_weights", "teacher_xtoken_loss", "temperature", "uncommon_topk", "vocab_topk", "xtoken_loss"),
+        ),
+        CROSS_TOKENIZER,
+    )
+    neutral: ClassVar[dict[str, tuple[float | str, ...]]] = {
+        **dict.fromkeys(("alpha", "kl_loss_weight", "temperature"), (1.0,)),
+        "kd_loss_mode": ("sum",),
+    }
+
+    kl_type: Literal["forward", "reverse", "mixed"] = Field(
+        default="mixed",
+        description="forward: KL(teacher || student), covers all that the teacher says; reverse: KL(student || "
+        "teacher), keeps to what the teacher says most; mixed: a weighted sum.",
+    )
+    mixed_kl_weight: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.5, description="With mixed: weight of the forward part; the reverse part has the rest."
+    )
+    zero_outside_topk: bool = Field(
+        default=False,
+        description="Take the teacher's probability outside its top-k as 0 and compare over the whole vocabulary "
+        "(true), or compare both models within the top-k only (false).",
+    )
+
+
+class TeacherResourcesConfig(Section):
+    """What the teacher gets when it does not share the policy's devices."""
+
+    gpus_per_node: PositiveInt | None = Field(
+        default=None, description="GPUs of each teacher machine; needed when not colocated on GPUs."
+    )
+    num_nodes: PositiveInt | None = Field(
+        default=None, description="Machines for the teacher only; null on one machine, which is split."
+    )
+    ranks_per_node: PositiveInt | None = Field(
+        default=None, description="Teacher processes on each machine when not colocated on the CPU; null: 1."
+    )
+
+
+class TeacherPlacementConfig(Section):
+    """Whether the teacher shares devices with the policy."""
+
+    enabled: bool = Field(default=True, description="Teacher and policy take turns on the same devices.")
+    resources: TeacherResourcesConfig = Field(
+        default_factory=TeacherResourcesConfig, description="Devices of a separate teacher."
+    )
+
+
+class TeacherConfig(PolicyConfig):
+    """The model that scores the student's answers; what it only shares with `policy` follows it."""
+
+    place: ClassVar[str] = "teacher"
+    idle: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            *("train_global_batch_size", "max_grad_norm", "optimizer", "scheduler", "generation"),
+            "offload_optimizer_for_logprob",
+        ),
+        "the teacher is frozen and only scores",
+    )
+
+    precision: Literal["bfloat16", "float16", "float32"] = derived(
+        "${policy.precision}", "Number format of the forward pass."
+    )
+    max_total_sequence_length: PositiveInt = derived(
+        "${policy.max_total_sequence_length}", "Most tokens of a prompt and its answer together."
+    )
+    train_global_batch_size: PositiveInt = derived("${policy.train_global_batch_size}", "Not used: nothing is trained.")
+    train_micro_batch_size: PositiveInt = derived(
+        "${policy.train_micro_batch_size}", "Only the default of logprob_batch_size."
+    )
+    optimizer: OptimizerConfig | None = Field(default=None, description="Not used: the teacher's weights never change.")
+    scheduler: SchedulerList | SchedulerConfig | None = Field(default=None, description="Not used.")
+    generation: GenerationConfig | None = Field(
+        default=None, description="Not used: the teacher is frozen (inference only)."
+    )
+    colocated: TeacherPlacementConfig = Field(
+        default_factory=TeacherPlacementConfig, description="Sharing of devices with the policy."
+    )

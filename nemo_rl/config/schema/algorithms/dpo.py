@@ -1,0 +1,51 @@
+"""Keys of `dpo`: direct preference optimisation and its relatives.
+
+Invariant: a variant is a value of `preference_loss`; it changes the loss and nothing else.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from nemo_rl.config.base.section import derived
+from nemo_rl.config.schema.algorithms.supervised import CountOrAll, SupervisedConfig
+
+PreferenceLossName = Literal["sigmoid", "ipo", "hinge", "robust", "rpo", "simpo", "orpo", "kto"]
+
+
+class DPOConfig(SupervisedConfig):
+    """Direct preference optimisation: steps, validation and the loss."""
+
+    max_num_steps: CountOrAll = Field(default=150, description="Training stops after this many steps; -1: never.")
+    val_period: CountOrAll = Field(
+        default=25, description="Validate every this many steps; 0 or -1: only at start or end."
+    )
+    val_global_batch_size: PositiveInt = Field(default=8, description="Pairs of one validation batch.")
+    reference_policy_kl_penalty: PositiveFloat = Field(
+        default=0.05, description="Beta: the factor between a log-probability ratio and a reward."
+    )
+    preference_loss: PreferenceLossName = Field(
+        default="sigmoid",
+        description="Loss on a pair: sigmoid (DPO), ipo, hinge, robust (noisy labels), rpo (DPO plus likelihood of "
+        "the chosen answer), simpo and orpo (both without a reference); or kto, on single answers that are desirable "
+        "or not, where batch sizes count answers.",
+    )
+    preference_loss_weight: NonNegativeFloat = Field(default=1.0, description="Weight of the preference loss.")
+    sft_loss_weight: NonNegativeFloat = Field(
+        default=0.0, description="Weight of the negative log-likelihood of the chosen answer."
+    )
+    preference_average_log_probs: bool = Field(
+        default=False, description="Divide log-ratios by answer length; ipo, simpo and orpo always do."
+    )
+    sft_average_log_probs: bool = derived(
+        "${.preference_average_log_probs}",
+        "Divide the log-likelihood of the chosen answer by its length; rpo and orpo always do.",
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="Share of pairs assumed to be labelled the wrong way round, for sigmoid and robust."
+    )
+    target_margin: NonNegativeFloat = Field(
+        default=0.5, description="SimPO's gamma: reward by which the chosen answer should lead."
+    )
+    desirable_weight: PositiveFloat = Field(default=1.0, description="KTO's weight of desirable answers, lambda_D.")
+    undesirable_weight: PositiveFloat = Field(default=1.0, description="KTO's weight of undesirable answers, lambda_U.")

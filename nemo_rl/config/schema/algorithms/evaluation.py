@@ -1,0 +1,155 @@
+"""Keys of `examples/run_eval.py`: a model, a data set, how to sample and what to measure.
+
+The section `generation` is that of training with the model's name added, so evaluation and training start engines in
+the same way.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from nemo_rl.config.base.section import Section, Seed, derived
+from nemo_rl.config.schema.data import FROM_TOOLS, IN_ROWS, FromTools, InRows, Operand, numbers_without_effect
+from nemo_rl.config.schema.model.generation import EngineConfig, GenerationConfig, TopK
+from nemo_rl.config.schema.model.policy import TokenizerConfig
+
+
+class EvalEngineConfig(EngineConfig):
+    """The engine of an evaluation."""
+
+    max_model_len: PositiveInt = Field(
+        default=2048, description="Context length of the engine in tokens, prompt and answer together."
+    )
+    precision: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16", description="Number format of weights and activations."
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.9, description="Share of a GPU's memory that the engine may take."
+    )
+
+
+class EvalGenerationConfig(GenerationConfig):
+    """The model and how it samples."""
+
+    ignored: ClassVar[dict[str, str]] = {
+        key: reason for key, reason in GenerationConfig.ignored.items() if key != "model_name"
+    }
+
+    idle: ClassVar[dict[str, str]] = {
+        "colocated": "there is no policy beside the engines",
+        "weight_sync": "engines read the weights themselves",
+        **dict.fromkeys(("val_temperature", "val_top_k", "val_top_p"), "an evaluation samples in one way"),
+    }
+
+    model_name: str = Field(
+        default="Qwen/Qwen2.5-Math-1.5B-Instruct",
+        description="Hub id, or folder with a model: for a checkpoint <step folder>/policy/weights/model.",
+    )
+    num_prompts_per_step: Annotated[int, Field(ge=-1)] = Field(
+        default=-1, description="Prompts sampled together and then written to save_path; -1: all of them."
+    )
+    temperature: NonNegativeFloat = Field(
+        default=0.0, description="Sampling temperature; 0 takes the most likely token."
+    )
+    top_k: TopK | None = Field(default=-1, description="Sample from the k most likely tokens; null or -1: from all.")
+    max_new_tokens: PositiveInt = derived(
+        "${.engine.max_model_len}",
+        "Most tokens of one answer; prompt and answer together end at max_model_len.",
+    )
+    engine: EvalEngineConfig = Field(default_factory=EvalEngineConfig, description="The engine, whichever it is.")
+
+
+class EvalTokenizerConfig(TokenizerConfig):
+    """The tokenizer and its chat template."""
+
+    name: str = derived("${generation.model_name}", "Hub id or folder of the tokenizer.")
+
+
+class EvalConfig(Section):
+    """What is measured, and where the answers are kept."""
+
+    moved: ClassVar[dict[str, str]] = {"pass_k_value": "write eval.k_value"}
+
+    metric: Literal["pass@k", "cons@k"] = Field(
+        default="pass@k",
+        description="The score: pass@k, a right answer among k; or cons@k, the majority of k answers is right.",
+    )
+    num_tests_per_prompt: PositiveInt = Field(default=1, description="Answers sampled per prompt.")
+    k_value: PositiveInt = Field(default=1, description="The k of the metric, at most num_tests_per_prompt.")
+    seed: Seed = Field(default=42, description="Seed of the samples.")
+    save_path: str | None = Field(
+        default=None,
+        description="Folder for answers and results; started again with the same folder, an evaluation goes on. "
+        "null: nothing is written.",
+    )
+    max_rollout_turns: PositiveInt = Field(
+        default=1, description="Most turns of model and environment in one conversation."
+    )
+    signal_grace_s: PositiveFloat = Field(
+        default=600.0,
+        description="Seconds from SIGTERM, SIGINT, SIGHUP or SIGUSR1 in which the prompts under way have to be "
+        "answered and written to save_path; then the evaluation ends without them.",
+    )
+
+
+class EvalDataConfig(Section):
+    """The problems."""
+
+    ignored: ClassVar[dict[str, str]] = {
+        "num_workers": "prompts are prepared in the driver",
+        "shuffle": "problems are asked in the order of the data set",
+    }
+    idle: ClassVar[dict[str, str]] = {
+        "file_format": "the ending of the name decides; a format that disagrees with it is refused",
+    }
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """The numbers of generated problems belong to the data set that generates some."""
+        return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
+
+    dataset_name: str | None = Field(
+        default="aime2024",
+        description="A built-in data set, or the path of a local csv, json or jsonl file with problem_key and "
+        "solution_key.",
+    )
+    data_path: str | None = Field(
+        default=None, description="A local copy of the named data set: a file or the folder of the hub repository."
+    )
+    subset: str | None = Field(default=None, description="Configuration name of a hub data set; null: the usual one.")
+    split: str | None = Field(default=None, description="Split of a hub data set; null: the usual one.")
+    problem_key: str | None = Field(default=None, description="Column of the problem; null: the data set's own.")
+    solution_key: str | None = Field(default=None, description="Column of the answer; null: the data set's own.")
+    file_format: Literal["csv", "json", "jsonl"] | None = Field(
+        default=None, description="Kind of a local file; it must agree with the name's ending."
+    )
+    prompt_file: str | None = Field(
+        default=None, description="Text file with one {} for the problem (none in multiple choice); null: no text."
+    )
+    system_prompt_file: str | None = Field(default=None, description="Text file with the system message; null: none.")
+    env_name: str = Field(default="math", description="Environment that grades answers, from env.")
+    processor: str | None = Field(
+        default=None, description="Function that turns a row into a prompt; null: the data set's usual one."
+    )
+    max_input_seq_length: PositiveInt | None = derived(
+        "${generation.engine.max_model_len}",
+        "Longest prompt in tokens; longer ones are not asked and count as not solved; null: no limit.",
+    )
+    repeat: PositiveInt = Field(
+        default=1, description="How often the problems are asked, one round of all of them after another."
+    )
+    max_samples: PositiveInt | None = Field(
+        default=None, description="Ask only this many problems, a seeded random choice; null: all."
+    )
+    seed: Seed = Field(default=42, description="Seed of max_samples, of option orders and of generated sums.")
+    num_samples: PositiveInt | None = Field(
+        default=None, description="Generated problems, only for arithmetic; null: 256."
+    )
+    min_operand: Operand = Field(default=10, description="Smallest number in a problem, only for arithmetic.")
+    max_operand: Operand = Field(default=99, description="Largest number in a problem, only for arithmetic.")
+    max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="Share of unusable rows above which a data set is refused."
+    )
+    control_tokens_in_rows: InRows = Field(default="report", description=IN_ROWS)
+    control_tokens_from_tools: FromTools = Field(default="as_text", description=FROM_TOOLS)

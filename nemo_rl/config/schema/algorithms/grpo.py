@@ -1,0 +1,172 @@
+"""Keys of `grpo`: the cadence of the training loop and how rewards become advantages.
+
+Lengths and batch sizes of the model live in `policy`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
+
+_BUILT = ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus")
+_PPO = "PPO with a value model (grpo and rloo need none)"
+
+AdvantageEstimatorName = Annotated[
+    Literal["grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus", "opd", "gae", "raw", "raw_reward"],
+    Only(_BUILT, {"opd": "Multi-teacher on-policy distillation", **dict.fromkeys(("gae", "raw", "raw_reward"), _PPO)}),
+]
+
+
+class AdvantageEstimatorConfig(Section):
+    """How a group's rewards become advantages."""
+
+    name: AdvantageEstimatorName = Field(
+        default="grpo", description="Advantage formula; dr_grpo and rloo set the two switches below themselves."
+    )
+    normalize_rewards: bool = derived(
+        "${..normalize_rewards}",
+        "Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo whitens its sum "
+        "over the batch in any case.",
+    )
+    std_level: Literal["group", "batch"] = Field(
+        default="group",
+        description="With normalize_rewards: the deviation of the prompt's rewards, or of all rewards of the step.",
+    )
+    use_leave_one_out_baseline: bool = derived(
+        "${..use_leave_one_out_baseline}",
+        "Leave the sample's own reward out of its baseline.",
+    )
+    minus_baseline: bool = Field(
+        default=True, description="REINFORCE++: subtract the group's mean reward before whitening the batch."
+    )
+    kl_to_go: bool = Field(
+        default=False,
+        description="REINFORCE++ with use_kl_in_reward: subtract the KL of this and all later tokens, as its paper "
+        "does; false: this token's alone, as NeMo RL does.",
+    )
+    reward_weights: list[float] | None = Field(
+        default=None, description="GDPO: weight of each reward component, in order; null: all 1."
+    )
+
+
+class RewardScalingConfig(Section):
+    """A linear map of rewards, and with gdpo of each component, from a source range to a target range."""
+
+    enabled: bool = Field(default=False, description="Map rewards linearly from source to target range.")
+    source_min: float = Field(default=0.0, description="Reward that becomes target_min; lower ones are cut.")
+    source_max: float = Field(default=1.0, description="Reward that becomes target_max; higher ones are cut.")
+    target_min: float = Field(default=0.0, description="Low end of the new range.")
+    target_max: float = Field(default=1.0, description="High end of the new range.")
+
+
+class RewardShapingConfig(Section):
+    """DAPO's penalties on over-long answers."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Apply the length penalties below to each total reward; gdpo's advantages are made of components, "
+        "which have no penalty.",
+    )
+    max_response_length: PositiveInt | None = derived(
+        "${policy.max_total_sequence_length}",
+        "Answer length in tokens at which the penalty is full; all turns count (in NeMo RL the first only), since "
+        "all of them are trained on.",
+    )
+    overlong_buffer_length: NonNegativeInt | None = Field(
+        default=128,
+        description="Tokens before max_response_length over which the penalty grows linearly; more tokens than that "
+        "give the shortest answer a part of the penalty.",
+    )
+    overlong_buffer_penalty: NonNegativeFloat | None = Field(
+        default=1.0, description="Penalty at max_response_length, subtracted from the reward."
+    )
+    limit_overlong_penalty: bool = Field(
+        default=False,
+        description="Keep the penalty of longer answers at overlong_buffer_penalty, as DAPO's paper does; false: it "
+        "grows on at the same rate, as NeMo RL does. Without a buffer it is always limited.",
+    )
+    stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="Factor on the reward of cut-off answers, used instead of the ramp; null: off.",
+    )
+
+
+class GRPOConfig(RolloutTrainingConfig):
+    """Group relative policy optimisation: steps, groups, validation and reward treatment."""
+
+    later: ClassVar[dict[str, str]] = {
+        "async_grpo": "asynchronous training",
+        "invalid_tool_call_advantage": "an advantage for invalid tool calls",
+        "malformed_thinking_advantage": "an advantage for malformed thinking tags",
+    }
+
+    ignored: ClassVar[dict[str, str]] = {
+        "calculate_advantages_on_gpu": "advantages are a few numbers per answer and computed in the driver",
+        "debug_payload_metrics": "sizes of messages are not reported",
+        "deduplicate_multimodal_data": "there are no images, sounds or videos",
+        **dict.fromkeys(
+            (
+                *("invalid_tool_call_strategy", "num_val_generations_per_prompt", "penalize_invalid_tool_call"),
+                *("penalize_malformed_thinking", "zero_variance_prompt_filtering"),
+            ),
+            "NeMo RL does not read it either",
+        ),
+    }
+    idle: ClassVar[dict[str, str]] = {
+        "skip_reference_policy_logprobs_calculation": "the reference policy runs only where a KL penalty needs it",
+    }
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """More prompts for dynamic sampling that is off."""
+        idle = not values.get("use_dynamic_sampling") and values.get("batch_multiplier", 1) != 1
+        told = {"batch_multiplier": "use_dynamic_sampling is false"} if idle else {}
+        return {**super().without_effect(values), **told}
+
+    normalize_rewards: bool = Field(
+        default=True, description="Divide advantages by the sample standard deviation of the prompt's rewards."
+    )
+    use_leave_one_out_baseline: bool = Field(
+        default=True, description="The baseline of a sample leaves out its own reward."
+    )
+    adv_estimator: AdvantageEstimatorConfig = Field(
+        default_factory=AdvantageEstimatorConfig, description="The advantage formula."
+    )
+    advantage_clip_low: float | None = Field(
+        default=None, description="Lower bound of the final advantage; null: none."
+    )
+    advantage_clip_high: float | None = Field(
+        default=None, description="Upper bound of the final advantage; null: none."
+    )
+    reward_scaling: RewardScalingConfig = Field(
+        default_factory=RewardScalingConfig, description="Linear map of rewards."
+    )
+    reward_shaping: RewardShapingConfig = Field(
+        default_factory=RewardShapingConfig, description="Penalties on over-long answers."
+    )
+    use_dynamic_sampling: bool = Field(
+        default=False,
+        description="DAPO: drop prompts whose rewards, scaled, are all equal and draw others instead; with "
+        "the leave-one-out baseline too, where NeMo RL drops single answers whose peers are all equal.",
+    )
+    batch_multiplier: Annotated[float, Field(ge=1)] = Field(
+        default=1.0,
+        description="With dynamic sampling: prompts drawn per round over num_prompts_per_step; without it no effect.",
+    )
+    dynamic_sampling_max_gen_batches: PositiveInt = Field(
+        default=10, description="With dynamic sampling: rounds of one step after which the run saves and ends."
+    )
+    seq_logprob_error_threshold: PositiveFloat | None = Field(
+        default=None,
+        description="Mask a sequence whose mean ratio of training to generation probability exceeds this (its reward "
+        "stays in the baseline of the others); null: never.",
+    )
+    skip_reference_policy_logprobs_calculation: bool = Field(
+        default=False,
+        description="Assert that the reference policy never runs: true is refused unless "
+        "loss_fn.reference_policy_kl_penalty=0, where it never does.",
+    )

@@ -1,0 +1,16 @@
+"""Keys of `sft`: supervised fine-tuning.
+
+What a conversation looks like is in `data`, not here.
+"""
+
+from pydantic import Field
+
+from nemo_rl.config.schema.algorithms.supervised import SupervisedConfig
+
+
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning: steps, epochs and validation."""
+
+    only_unmask_final: bool = Field(
+        default=False, description="Train on the last assistant turn of a conversation only, not on all of them."
+    )

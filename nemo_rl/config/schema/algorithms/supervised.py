@@ -1,0 +1,116 @@
+"""Keys that SFT, DPO and reward-model training share: cadence, the policy and the data.
+
+Invariant: nothing here generates, so `policy.generation` is null, and a training step is one optimizer update.
+"""
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field, PositiveInt
+
+from nemo_rl.config.base.section import Section, Seed, derived
+from nemo_rl.config.schema.data import DataConfig, DatasetDefaults
+from nemo_rl.config.schema.model.generation import GenerationConfig
+from nemo_rl.config.schema.model.parallel import DynamicBatchingConfig, SequencePackingConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
+
+CountOrAll = Annotated[int, Field(ge=-1)]
+"""A number, or -1 for all there is."""
+
+_PAIR_TRAIN_TOKENS = "${mul:2,${mul:${..max_total_sequence_length},${..train_micro_batch_size}}}"
+_PAIR_LOGPROB_TOKENS = "${mul:2,${mul:${..max_total_sequence_length},${..logprob_batch_size}}}"
+
+
+class SupervisedConfig(Section):
+    """Steps, epochs and validation of supervised training."""
+
+    max_num_steps: CountOrAll = Field(default=60, description="Training stops after this many steps; -1: never.")
+    max_num_epochs: PositiveInt = Field(
+        default=1, description="Training stops after this many passes over the training data."
+    )
+    max_idle_steps: PositiveInt = Field(
+        default=5,
+        description="The run ends with an error after this many steps in a row without an update: no sample counts in "
+        "the loss, or the gradients are not finite.",
+    )
+    seed: Seed = Field(default=42, description="Seed of data order and initialisation.")
+    val_period: CountOrAll = Field(
+        default=10, description="Validate every this many steps; 0 or -1: only at start or end."
+    )
+    val_at_start: bool = Field(default=True, description="Validate before the first step.")
+    val_at_end: bool = Field(default=False, description="Validate after the last step.")
+    val_batches: CountOrAll = Field(default=8, description="Batches of one validation; -1: all of the data.")
+    val_global_batch_size: PositiveInt = Field(
+        default=32, description="Samples (pairs in DPO and reward models) of one validation batch."
+    )
+    val_micro_batch_size: PositiveInt = Field(
+        default=1,
+        description="Samples of one validation pass of a rank, where neither packing nor dynamic batching "
+        "forms the passes.",
+    )
+
+
+class SupervisedPolicyConfig(PolicyConfig):
+    """The model that supervised training updates."""
+
+    generation: GenerationConfig | None = Field(
+        default=None, description="Must be null: the policy samples no answers."
+    )
+
+
+class PairDynamicBatchingConfig(DynamicBatchingConfig):
+    """Microbatches of pairs with a token budget."""
+
+    train_mb_tokens: PositiveInt = derived(_PAIR_TRAIN_TOKENS, "Padded tokens of one training microbatch of pairs.")
+    logprob_mb_tokens: PositiveInt = derived(_PAIR_LOGPROB_TOKENS, "Padded tokens of one log-prob microbatch.")
+
+
+class PairSequencePackingConfig(SequencePackingConfig):
+    """Several pairs end to end in one row; both answers of a pair are in the same row."""
+
+    train_mb_tokens: PositiveInt = derived(_PAIR_TRAIN_TOKENS, "Tokens of one packed row of pairs in training.")
+    logprob_mb_tokens: PositiveInt = derived(_PAIR_LOGPROB_TOKENS, "Tokens of one packed row in log-prob passes.")
+
+
+class PairPolicyConfig(SupervisedPolicyConfig):
+    """The model that is trained on pairs of answers; its batch sizes count pairs."""
+
+    train_global_batch_size: PositiveInt = Field(default=128, description="Pairs of one optimizer update.")
+    train_micro_batch_size: PositiveInt = Field(default=2, description="Pairs of one pass of a rank.")
+    dynamic_batching: PairDynamicBatchingConfig = Field(
+        default_factory=PairDynamicBatchingConfig, description="Microbatches by token budget."
+    )
+    sequence_packing: PairSequencePackingConfig = Field(
+        default_factory=PairSequencePackingConfig, description="Packing of sequences."
+    )
+
+
+class SupervisedDatasetDefaults(DatasetDefaults):
+    """Values for every entry of data.train and data.validation that does not set them."""
+
+    idle: ClassVar[dict[str, str]] = {"env_name": "nothing is rewarded here"}
+
+    env_name: str | None = Field(default=None, description="Not used: nothing is rewarded here.")
+    processor: str | None = Field(
+        default="sft_processor",
+        description="Function that turns a row into tokens; sft_processor stands for the usual one of pairs, too.",
+    )
+
+
+class SupervisedDataConfig(DataConfig):
+    """Training and validation data: conversations, or pairs of answers."""
+
+    ignored: ClassVar[dict[str, str]] = {"add_system_prompt": DataConfig.ignored["add_system_prompt"]}
+
+    default: SupervisedDatasetDefaults = Field(
+        default_factory=SupervisedDatasetDefaults, description="Values for entries that leave them out."
+    )
+    add_bos: bool = Field(
+        default=True, description="Begin with the beginning-of-sequence token where the chat template does not."
+    )
+    add_eos: bool = Field(
+        default=True, description="End with the end-of-sequence token where the chat template ends with no such token."
+    )
+    add_generation_prompt: bool = Field(
+        default=True,
+        description="Count the header of an assistant turn to the prompt, as when generating; false: it is trained on.",
+    )

@@ -1,0 +1,1 @@
+"""Sections of a model: policy, parallelism, generation, Megatron."""

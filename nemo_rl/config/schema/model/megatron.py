@@ -1,0 +1,324 @@
+"""Keys of `policy.megatron_cfg`: training with Megatron Core.
+
+Names, meanings and defaults are NeMo RL's. Invariant: a fusion or kernel that only Transformer Engine has is used where
+that is installed; without it the same numbers are computed by plain PyTorch.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.cluster import EnvVars
+from nemo_rl.config.schema.model.parallel import NO_SUCH_PART, AdapterConfig, BackendSection, FreezeConfig
+
+_DEEPEP = "the DeepEP and HybridEP dispatchers"
+_GENERATION = "belongs to Megatron Core's dynamic inference engine, which is not used"
+_GRAPHS = "CUDA graphs"
+_MTP = "training of multi-token-prediction heads"
+_OFFLOADING = "offloading of activations"
+_BY_PRECISION = "follows policy.precision; the weights that the optimizer moves are float32"
+_FSDP = "Megatron's own FSDP"
+
+
+class MegatronOptimizerConfig(Section):
+    """The optimizer of Megatron Core, in place of `policy.optimizer`."""
+
+    later: ClassVar[dict[str, str]] = {"fp16": "float16 training"}
+    ignored: ClassVar[dict[str, str]] = {"bf16": _BY_PRECISION, "params_dtype": _BY_PRECISION}
+
+    optimizer: Literal["adam", "sgd"] = Field(default="adam", description="Adam with decoupled weight decay, or SGD.")
+    lr: PositiveFloat = Field(default=5.0e-6, description="Highest learning rate.")
+    min_lr: NonNegativeFloat = Field(default=5.0e-7, description="Learning rate at the end of a decay.")
+    weight_decay: NonNegativeFloat = Field(
+        default=0.01, description="Default of scheduler.start_weight_decay and end_weight_decay, which are what counts."
+    )
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="Decay of Adam's mean of gradients.")
+    adam_beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="Decay of Adam's mean of squares.")
+    adam_eps: PositiveFloat = Field(default=1e-8, description="Added to Adam's denominator.")
+    sgd_momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Momentum of SGD.")
+    use_distributed_optimizer: bool = Field(
+        default=True, description="Divide float32 weights and moments among data-parallel ranks (ZeRO-1)."
+    )
+    use_precision_aware_optimizer: bool = Field(
+        default=True, description="Transformer Engine's Adam, which holds its state itself; without it torch's."
+    )
+    optimizer_cpu_offload: bool = Field(
+        default=False, description="On GPUs: hold optimizer state in host memory, and update there."
+    )
+    optimizer_offload_fraction: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="Share of the state that optimizer_cpu_offload is about."
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = Field(
+        default=False, description="With optimizer_cpu_offload: copy while the update goes on."
+    )
+    clip_grad: NonNegativeFloat | None = derived(
+        "${...max_grad_norm}", "Norm to which the whole gradient is clipped; 0 or null: no clipping."
+    )
+
+
+class MegatronSchedulerConfig(Section):
+    """Learning rate and weight decay by training step, in place of `policy.scheduler`."""
+
+    lr_decay_style: Annotated[
+        Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"],
+        Only(("constant", "linear", "cosine", "inverse-square-root"), "warmup-stable-decay schedules"),
+    ] = Field(default="constant", description="How the learning rate falls after the warm-up.")
+    lr_decay_iters: PositiveInt | None = Field(
+        default=1000, description="Steps after which it is optimizer.min_lr; null: only with constant."
+    )
+    lr_warmup_iters: NonNegativeInt = Field(default=13, description="Steps of a linear rise to optimizer.lr.")
+    lr_warmup_init: NonNegativeFloat = Field(default=5.0e-7, description="Learning rate at the start of the rise.")
+    start_weight_decay: NonNegativeFloat = derived("${..optimizer.weight_decay}", "Weight decay of the first step.")
+    end_weight_decay: NonNegativeFloat = derived("${..optimizer.weight_decay}", "Weight decay after lr_decay_iters.")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="How the weight decay rises."
+    )
+
+
+class MegatronDDPConfig(Section):
+    """Summing of gradients and gathering of weights over data-parallel ranks."""
+
+    later: ClassVar[dict[str, str]] = {"use_custom_fsdp": _FSDP}
+    ignored: ClassVar[dict[str, str]] = {
+        "average_in_collective": "gradients are sums: losses are divided by the counts of the whole batch",
+        "data_parallel_sharding_strategy": f"belongs to {_FSDP}",
+    }
+
+    grad_reduce_in_fp32: bool = Field(
+        default=True,
+        description="Hold and sum gradients in float32, as the other backend does; false takes half the memory, and "
+        "loses small gradients where many microbatches make an update.",
+    )
+    overlap_grad_reduce: bool = Field(
+        default=True, description="Sum gradients while the backward pass of the last microbatch goes on."
+    )
+    overlap_param_gather: bool = Field(
+        default=True,
+        description="Gather updated weights while the forward pass goes on; needs the distributed optimizer.",
+    )
+
+
+MEGATRON_LINEAR_LAYERS = (
+    "linear_qkv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+)
+"""Last parts of the names of Megatron Core's linear layers; those behind `linear_fc2` are of latent attention."""
+
+
+class MegatronPeftConfig(AdapterConfig):
+    """Train low-rank adapters instead of the model's weights."""
+
+    ignored: ClassVar[dict[str, str]] = {
+        "a2a_experimental": "adapters exchange products of their rank's width, never whole activations"
+    }
+
+    target_modules: list[str] = Field(
+        default_factory=list,
+        description="Layers to adapt: last parts of Megatron Core's names (linear_qkv, linear_proj, linear_fc1, "
+        "linear_fc2, those of latent attention), longer names or wildcards; none: all but exclude_modules. Routed "
+        "experts and the output head have no adapters.",
+    )
+    lora_A_init_method: Literal["xavier", "uniform"] = Field(
+        default="xavier", description="First values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."
+    )
+    lora_B_init_method: Annotated[
+        Literal["zero", "xavier", "uniform"], Only(("zero",), "adapters that change the model before it is trained")
+    ] = Field(default="zero", description="First values of B; zero: a new adapter changes nothing.")
+    lora_dtype: Annotated[
+        Literal["bfloat16", "float32"] | None,
+        BeforeValidator(lambda name: None if name == "None" else name),  # as NeMo RL's own files write null
+    ] = Field(default=None, description="Number format of adapters and of their products; null: policy.precision.")
+
+
+class MegatronCheckpointConfig(Section):
+    """Writing of checkpoints; `checkpointing` says when and where."""
+
+    ignored: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            *("ckpt_assume_constant_structure", "ckpt_fully_parallel_load_exchange_algo"),
+            *("ckpt_fully_parallel_load_process_group", "ckpt_fully_parallel_save_process_group"),
+        ),
+        "every rank writes and reads its own part",
+    )
+
+    async_save: bool = Field(
+        default=False, description="The same as checkpointing.is_async; either of the two switches it on."
+    )
+
+
+class MegatronConfig(BackendSection):
+    """The Megatron Core training backend."""
+
+    size_keys: ClassVar[Mapping[str, str]] = {
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "tp": "tensor_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+        "virtual": "virtual_pipeline_model_parallel_size",
+    }
+    later: ClassVar[dict[str, str]] = {
+        "cuda_graph_impl": _GRAPHS,
+        "cuda_graph_modules": _GRAPHS,
+        "fine_grained_activation_offloading": _OFFLOADING,
+        "fp8_cfg": "fp8 training with Megatron",
+        "hybridep_num_ranks_per_nvlink_domain": _DEEPEP,
+        "hybridep_use_mnnvl": _DEEPEP,
+        "moe_enable_deepep": _DEEPEP,
+        "moe_flex_dispatcher_backend": _DEEPEP,
+        "moe_hybridep_num_sms": _DEEPEP,
+        "mtp_detach_heads": _MTP,
+        "mtp_loss_scaling_factor": _MTP,
+        "mtp_num_layers": _MTP,
+        "mtp_use_repeated_layer": _MTP,
+        "offload_modules": _OFFLOADING,
+    }
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"cuda_graph_impl": ("none",)}
+    ignored: ClassVar[dict[str, str]] = {
+        "clear_memory_caches_before_refit": "cached GPU memory is freed between phases",
+        "converter_type": "the model's type chooses its converter",
+        "cuda_graph_warmup_steps": f"belongs to {_GRAPHS}",
+        "defer_fp32_logits": "logits become float32 chunk by chunk, see policy.logprob_chunk_size",
+        "freeze_sound_encoder": NO_SUCH_PART,
+        "freeze_sound_projection": NO_SUCH_PART,
+        "freeze_vision_model": NO_SUCH_PART,
+        "freeze_vision_projection": NO_SUCH_PART,
+        "force_reconvert_from_hf": "every start reads the Hugging Face files themselves; no converted copy is kept",
+        "fused_linear_logprobs_chunk_size": "see policy.logprob_chunk_size",
+        "inference_grouped_gemm_backend": _GENERATION,
+        "inference_moe_token_dispatcher_type": _GENERATION,
+        "moe_pad_experts_for_cuda_graph_inference": _GENERATION,
+        "pipeline_dtype": "activations pass between stages in policy.precision",
+        "radio_force_cpe_eval_mode": NO_SUCH_PART,
+        "use_fused_linear_logprobs": "log-probs are always computed chunk by chunk, see policy.logprob_chunk_size",
+        "use_fused_weighted_squared_relu": "computed without a fused kernel, with the same numbers",
+        "use_gloo_process_groups": "groups for checkpoints are made where there is need of them",
+    }
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """Options of a recomputation that is off, and the rate of a bias that is left out."""
+        off = not values.get("activation_checkpointing")
+        options = ("recompute_granularity", "recompute_modules")
+        told = {key: "activation_checkpointing is false" for key in options if off}
+        if values.get("moe_router_enable_expert_bias") is False and values.get("moe_router_bias_update_rate"):
+            told["moe_router_bias_update_rate"] = "moe_router_enable_expert_bias is false"
+        return {**super().without_effect(values), **told}
+
+    enabled: bool = Field(default=False, description="Train with this backend, with dtensor_cfg.enabled: false.")
+    tensor_model_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each layer.")
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Split norms and dropout along the sequence between tensor-parallel ranks; mixtures of experts "
+        "need it to be trained with those.",
+    )
+    context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
+    pipeline_model_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
+    virtual_pipeline_model_parallel_size: PositiveInt | None = Field(
+        default=None, description="Chunks of layers of each stage; above 1 the schedule is interleaved; null: 1."
+    )
+    num_layers_in_first_pipeline_stage: PositiveInt | None = Field(
+        default=None, description="Layers of the first stage; null: as many as the others."
+    )
+    num_layers_in_last_pipeline_stage: PositiveInt | None = Field(
+        default=None, description="Layers of the last stage; null: as many as the others."
+    )
+    expert_model_parallel_size: PositiveInt = Field(
+        default=1, description="Ranks that share the experts of a layer, among those of data, context and tensor axes."
+    )
+    expert_tensor_parallel_size: PositiveInt = Field(
+        default=1, description="Ranks that share each expert, among the same."
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward pass to save memory."
+    )
+    recompute_granularity: Literal["full", "selective"] = Field(
+        default="full", description="With activation_checkpointing: whole layers, or the modules of recompute_modules."
+    )
+    recompute_modules: (
+        list[Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]] | None
+    ) = Field(default=None, description="With selective: what is computed again; null: [core_attn].")
+    freeze_moe_router: bool = Field(default=True, description="Do not train the routers of mixtures of experts.")
+    moe_router_dtype: Literal["fp32", "fp64"] | None = Field(
+        default="fp64", description="Number format of routing; null: policy.precision."
+    )
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(
+        default="none",
+        description="Loss that spreads tokens evenly over experts, if any: of a microbatch's tokens, "
+        "of each sequence's, or of all ranks'.",
+    )
+    moe_aux_loss_coeff: NonNegativeFloat | None = Field(
+        default=None, description="Factor of that loss; null: router_aux_loss_coef of the model's configuration, or 0."
+    )
+    moe_router_enable_expert_bias: bool | None = Field(
+        default=None, description="A bias per expert in the choice of experts; null: as the model has it."
+    )
+    moe_router_bias_update_rate: NonNegativeFloat = Field(
+        default=0.0, description="By how much that bias moves per update towards experts with few tokens."
+    )
+    moe_router_num_groups: PositiveInt | None = Field(
+        default=None, description="Groups that experts are chosen from; null: as the model has it."
+    )
+    moe_router_group_topk: PositiveInt | None = Field(
+        default=None, description="Groups that a token's experts come from; null: as the model has it."
+    )
+    moe_token_dispatcher_type: Annotated[
+        Literal["alltoall", "allgather", "flex"], Only(("alltoall", "allgather"), _DEEPEP)
+    ] = Field(default="alltoall", description="How tokens reach the ranks of their experts.")
+    moe_per_layer_logging: bool = Field(
+        default=False, description="Report the load of experts of each layer too, as moe/layer_<n>/load_max and so on."
+    )
+    moe_grouped_gemm: bool | None = Field(
+        default=None,
+        description="One product for all experts of a rank, with Transformer Engine; null: where that is installed.",
+    )
+    moe_permute_fusion: bool = Field(
+        default=True, description="Sort tokens by expert in one kernel, with Transformer Engine."
+    )
+    moe_shared_expert_overlap: bool = Field(
+        default=False, description="Compute shared experts while tokens travel; needs alltoall."
+    )
+    apply_rope_fusion: bool = Field(default=True, description="Rotate heads in one kernel, with Transformer Engine.")
+    bias_activation_fusion: bool = Field(
+        default=True, description="Bias and activation function of a layer in one kernel, on GPUs."
+    )
+    gradient_accumulation_fusion: bool = Field(
+        default=False, description="Add a weight's gradient to the sum in its product, on GPUs with Transformer Engine."
+    )
+    transformer_impl: Literal["local", "transformer_engine"] | None = Field(
+        default=None, description="Layers of plain PyTorch, or of Transformer Engine; null: the latter where installed."
+    )
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = Field(
+        default=None, description="Attention kernels of Transformer Engine; null: it chooses."
+    )
+    empty_unused_memory_level: Literal[0, 1, 2] = Field(
+        default=1, description="Free cached GPU memory never, after each update (1), or also before it (2)."
+    )
+    model_overrides: dict[str, Any] = Field(
+        default_factory=dict, description="Fields of Megatron Core's TransformerConfig to change; they win."
+    )
+    freeze_config: FreezeConfig = Field(
+        default_factory=FreezeConfig, description="Parts of a model that are not trained, in NeMo RL."
+    )
+    checkpoint: MegatronCheckpointConfig = Field(
+        default_factory=MegatronCheckpointConfig, description="How this backend's checkpoints are written."
+    )
+    peft: MegatronPeftConfig = Field(default_factory=MegatronPeftConfig, description="Low-rank adapters.")
+    distributed_data_parallel_config: MegatronDDPConfig = Field(
+        default_factory=MegatronDDPConfig, description="Exchange between data-parallel ranks."
+    )
+    optimizer: MegatronOptimizerConfig = Field(default_factory=MegatronOptimizerConfig, description="The optimizer.")
+    scheduler: MegatronSchedulerConfig = Field(
+        default_factory=MegatronSchedulerConfig, description="Learning rate and weight decay by step."
+    )
+    env_vars: EnvVars | None = Field(default=None, description="Environment variables of the policy's processes.")

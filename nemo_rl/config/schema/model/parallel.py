@@ -1,0 +1,325 @@
+"""Keys of `policy` that say how the model is spread and fed: training backends, batching, packing.
+
+Invariant: these keys change speed and memory, never the result; only `lora_cfg` changes what is trained.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
+
+from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.cluster import EnvVars
+
+
+class BackendSection(Section):
+    """What the sections of all training backends have: sizes of parallel axes under keys of their own."""
+
+    size_keys: ClassVar[Mapping[str, str]] = {}
+    """Axis (`parallel_layout.AXES`, `ep`, `etp`, `virtual`) -> key of its size; an axis without one has size 1."""
+
+    def size(self, axis: str) -> int:
+        """The size of an axis that is asked for."""
+        return getattr(self, self.size_keys[axis]) or 1 if axis in self.size_keys else 1
+
+
+_TRAIN_TOKENS = "${mul:${..max_total_sequence_length},${..train_micro_batch_size}}"
+_LOGPROB_TOKENS = "${mul:${..max_total_sequence_length},${..logprob_batch_size}}"
+
+
+class AdapterConfig(Section):
+    """What the sections on adapters have in common."""
+
+    enabled: bool = Field(default=False, description="Freeze the model and train adapters on its linear layers.")
+    dim: PositiveInt = Field(default=8, description="Rank of the adapters.")
+    alpha: PositiveInt = Field(default=32, description="The adapters' product is scaled by alpha / dim.")
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability in the adapters.")
+    dropout_position: Literal["pre", "post"] = Field(
+        default="post", description="Dropout on the adapter's input (pre) or on its output (post)."
+    )
+    exclude_modules: list[str] = Field(
+        default_factory=list, description="Layers to leave as they are, named like target_modules."
+    )
+
+
+class LoraConfig(AdapterConfig):
+    """Train low-rank adapters instead of the model's weights."""
+
+    ignored: ClassVar[dict[str, str]] = {"use_triton": "adapters are plain matrix products"}
+
+    match_all_linear: bool = Field(default=True, description="Adapt every linear layer but the output head.")
+    target_modules: list[str] = Field(
+        default_factory=list,
+        description="Layers to adapt, with match_all_linear: false: full names, last parts (q_proj) or wildcards; "
+        "none: all but exclude_modules.",
+    )
+    lora_A_init: Literal["xavier", "uniform"] = Field(
+        default="xavier", description="First values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."
+    )
+
+    @model_validator(mode="after")
+    def _names_layers_once(self) -> Self:
+        named = self.target_modules or (self.exclude_modules and not self.match_all_linear)
+        if self.enabled and self.match_all_linear == bool(named):
+            raise PydanticCustomError(
+                "lora_targets",
+                "{finding}",
+                {
+                    "finding": "match_all_linear=true adapts every linear layer, but target_modules names some; set "
+                    "match_all_linear=false to adapt only those"
+                    if self.match_all_linear
+                    else "match_all_linear=false needs target_modules, for example [q_proj, v_proj], or exclude_modules"
+                },
+            )
+        return self
+
+
+NO_SUCH_PART = "language models have no such part"
+
+
+class FreezeConfig(Section):
+    """Parts of a multimodal model that are not trained."""
+
+    later: ClassVar[dict[str, str]] = {"freeze_language_model": "freezing parts of a model"}
+    ignored: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            *("freeze_audio_tower", "freeze_vision_tower", "freeze_vision_model", "freeze_vision_projection"),
+            *("freeze_sound_encoder", "freeze_sound_projection"),
+        ),
+        NO_SUCH_PART,
+    )
+
+
+class AutomodelConfig(Section):
+    """How NeMo RL's Automodel library loads a model."""
+
+    ignored: ClassVar[dict[str, str]] = {
+        "backend": "it chooses kernels of the Automodel library; models are built from their Hugging Face class",
+        "use_liger_kernel": "layers are those of the Hugging Face class, which compute the same",
+    }
+    idle: ClassVar[dict[str, str]] = {"force_hf": "models are always built from their Hugging Face class"}
+
+    force_hf: bool = Field(default=True, description="Build the model from its Hugging Face class, as is always done.")
+    freeze_config: FreezeConfig = Field(
+        default_factory=FreezeConfig, description="Parts of a model that are not trained, in NeMo RL."
+    )
+
+
+class MoeParallelizerConfig(Section):
+    """Sharding of experts that ranks share."""
+
+    idle: ClassVar[dict[str, str]] = {
+        "ignore_router_for_ac": "a recomputed router decides as it did before",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "lm_head_precision": "log-probs are computed in float32 from the head's product",
+        "wrap_outer_model": "embedding and head are always sharded",
+    }
+
+    ignore_router_for_ac: bool = Field(default=False, description="No effect: routers are recomputed with their layer.")
+    reshard_after_forward: bool | None = Field(
+        default=None,
+        description="With expert_parallel_size above 1: free a layer's gathered experts between forward and backward "
+        "pass; null: true.",
+    )
+
+
+_OF_AN_AXIS = {
+    "sequence_parallel": ("tensor_parallel_size", False),
+    "custom_parallel_plan": ("tensor_parallel_size", None),
+    "context_parallel_method": ("context_parallel_size", "all_gather"),
+    "virtual_pipeline_size": ("pipeline_parallel_size", 1),
+}
+"""Options of a parallel axis: the key of its size, and the option's default."""
+
+
+_SIZE_KEYS = {
+    "pp": "pipeline_parallel_size",
+    "dp_replicate": "dp_replicate_size",
+    "cp": "context_parallel_size",
+    "tp": "tensor_parallel_size",
+    "ep": "expert_parallel_size",
+}
+
+
+class DTensorConfig(BackendSection):
+    """The PyTorch-native training backend (FSDP2)."""
+
+    size_keys: ClassVar[Mapping[str, str]] = {**_SIZE_KEYS, "virtual": "virtual_pipeline_size"}
+    ignored: ClassVar[dict[str, str]] = {
+        "defer_fsdp_grad_sync": "it moves when gradients are summed over ranks, not their sum",
+        "_v2": "there is one DTensor worker",
+        "clear_cache_every_n_steps": "cached GPU memory is freed between phases",
+    }
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """Options of an axis that has one rank."""
+        told = {
+            key: f"{axis} is 1"
+            for key, (axis, default) in _OF_AN_AXIS.items()
+            if str(values.get(axis, 1)) == "1" and values.get(key, default) != default
+        }
+        return {**super().without_effect(values), **told}
+
+    enabled: bool = Field(default=True, description="Train with this backend.")
+    cpu_offload: bool = Field(
+        default=False, description="Keep parameters and optimizer state in host memory between uses."
+    )
+    activation_checkpointing: bool | Literal["selective"] = Field(
+        default=False,
+        description="Recompute activations in the backward pass to save memory: true all of a decoder layer's, "
+        "selective those that are no matrix product and no attention's output.",
+    )
+    dp_replicate_size: PositiveInt = Field(
+        default=1, description="Copies of the sharded model (HSDP): parameters are gathered within a copy only."
+    )
+    tensor_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each layer.")
+    sequence_parallel: bool = Field(
+        default=False, description="Split norms and dropout along the sequence between tensor-parallel ranks."
+    )
+    context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
+    context_parallel_method: Literal["all_gather", "ulysses"] = Field(
+        default="all_gather",
+        description="How attention sees the whole sequence: keys and values are gathered, or tokens are exchanged for "
+        "heads (Ulysses).",
+    )
+    pipeline_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
+    virtual_pipeline_size: PositiveInt = Field(
+        default=1, description="Chunks of layers of each stage; above 1 the schedule is interleaved."
+    )
+    expert_parallel_size: PositiveInt = Field(default=1, description="Ranks that share the experts of a layer.")
+    moe_parallelizer: MoeParallelizerConfig = Field(
+        default_factory=MoeParallelizerConfig, description="How shared experts are sharded."
+    )
+    moe_aux_loss_coeff: NonNegativeFloat | None = Field(
+        default=None,
+        description="Factor of the loss that spreads tokens evenly over experts, which costs one more forward pass; "
+        "null: router_aux_loss_coef of the model's configuration where that sets output_router_logits, else 0.",
+    )
+    freeze_moe_router: bool = Field(default=False, description="Do not train the routers of mixtures of experts.")
+    custom_parallel_plan: str | None = Field(
+        default=None, description="Dotted path of a tensor-parallel plan for models that bring none."
+    )
+    automodel_kwargs: AutomodelConfig = Field(
+        default_factory=AutomodelConfig, description="Loading of the model in NeMo RL."
+    )
+    lora_cfg: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
+    env_vars: EnvVars | None = Field(default=None, description="Environment variables of the policy's processes.")
+
+
+class TrainingBackendConfig(BackendSection):
+    """A training backend of your own, in place of the sections of the library's."""
+
+    size_keys: ClassVar[Mapping[str, str]] = _SIZE_KEYS
+
+    name: str = Field(description="Dotted class, derived from nemo_rl.models.training.backends.TrainingBackend.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="What the backend wants to know.")
+    pipeline_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
+    dp_replicate_size: PositiveInt = Field(default=1, description="Copies of the sharded model.")
+    context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
+    tensor_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each layer.")
+    expert_parallel_size: PositiveInt = Field(default=1, description="Ranks that share the experts of a layer.")
+    env_vars: EnvVars | None = Field(default=None, description="Environment variables of the policy's processes.")
+
+
+class DynamicBatchingConfig(Section):
+    """Microbatches with a token budget instead of a fixed number of samples."""
+
+    enabled: bool = Field(default=False, description="Fill microbatches up to a number of padded tokens.")
+    train_mb_tokens: PositiveInt = derived(
+        _TRAIN_TOKENS,
+        "Padded tokens of one training microbatch.",
+    )
+    logprob_mb_tokens: PositiveInt = derived(
+        _LOGPROB_TOKENS,
+        "Padded tokens of one log-prob microbatch.",
+    )
+    sequence_length_round: PositiveInt = Field(
+        default=64, description="Microbatch lengths are rounded up to a multiple of this many tokens."
+    )
+
+
+_ANOTHER_NAME = {"modified_ffd": "modified_first_fit_decreasing"}
+"""A name of a packing algorithm that files for NeMo RL use although it has none of that name."""
+
+
+class SequencePackingConfig(Section):
+    """Several sequences end to end in one row; attention never crosses a boundary."""
+
+    ignored: ClassVar[dict[str, str]] = {"fuse_loss": "the loss of a packed row is always one call"}
+    idle: ClassVar[dict[str, str]] = {
+        "sequence_length_round": "a packed row is as long as its sequences, rounded up to "
+        "make_sequence_length_divisible_by",
+        "microbatch_order": "the rows of a rank always run largest first",
+    }
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """A name that no algorithm has stands for the default."""
+        other = values.get("algorithm") in _ANOTHER_NAME
+        told = {"algorithm": f"{values['algorithm']} is read as the default"} if other else {}
+        return {**super().without_effect(values), **told}
+
+    enabled: bool = Field(default=True, description="Pack sequences instead of padding them.")
+    train_mb_tokens: PositiveInt = derived(
+        _TRAIN_TOKENS,
+        "Tokens of one packed row in training.",
+    )
+    logprob_mb_tokens: PositiveInt = derived(
+        _LOGPROB_TOKENS,
+        "Tokens of one packed row in log-prob passes.",
+    )
+    algorithm: Annotated[
+        Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"],
+        BeforeValidator(lambda name: _ANOTHER_NAME.get(name, name) if isinstance(name, str) else name),
+    ] = Field(default="modified_first_fit_decreasing", description="How sequences are assigned to rows.")
+    share_prompts: bool = Field(
+        default=True,
+        description="Compute the prompt of several packed sequences once; the same scores and gradients up to "
+        "rounding. With the DTensor backend, without context and pipeline parallelism, for models of which only "
+        "attention connects tokens and whose experts are not trained.",
+    )
+    max_keys_per_token: int = Field(
+        default=4,
+        ge=2,
+        description="With share_prompts: attention's keys and values in a packed row, as a multiple of its token "
+        "budget. A shared prompt's are laid out before each of its sequences and kept for the backward pass; more than "
+        "this start another row. Predictions of memory count them.",
+    )
+    sequence_length_round: PositiveInt = Field(
+        default=64, description="No effect: packed rows are rounded up to make_sequence_length_divisible_by only."
+    )
+    microbatch_order: Literal["packer", "largest_first"] = Field(
+        default="packer",
+        description="No effect: a rank's packed rows always run largest first, so that memory is asked for at once.",
+    )
+
+
+class SchedulerConfig(Section):
+    """One learning-rate schedule."""
+
+    name: str = Field(description="Dotted class, e.g. torch.optim.lr_scheduler.LinearLR.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments of the class.")
+
+
+class SchedulerMilestones(Section):
+    """Where a list of schedules switches from one to the next."""
+
+    milestones: list[PositiveInt] = Field(description="Steps at which the next schedule of the list takes over.")
+
+
+class OptimizerConfig(Section):
+    """The optimizer."""
+
+    name: str = Field(default="torch.optim.AdamW", description="Dotted class of the optimizer.")
+    kwargs: dict[str, Any] = Field(
+        default_factory=lambda: {
+            "lr": 5.0e-6,
+            "weight_decay": 0.01,
+            "betas": [0.9, 0.999],
+            "eps": 1e-8,
+        },
+        description="Arguments of the class; written whole, they are not merged with these.",
+    )

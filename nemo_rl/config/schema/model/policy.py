@@ -1,0 +1,207 @@
+"""Keys of `policy`: the model, its tokenizer, batches, optimizer and generation.
+
+A teacher or reward model may reuse `PolicyConfig` under another name. Invariant: derived defaults refer to other keys
+relatively, so the section works at any place of a file.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic_core import PydanticCustomError
+
+from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.model.generation import GenerationConfig
+from nemo_rl.config.schema.model.megatron import MegatronConfig
+from nemo_rl.config.schema.model.parallel import (
+    DTensorConfig,
+    DynamicBatchingConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    SchedulerMilestones,
+    SequencePackingConfig,
+    TrainingBackendConfig,
+)
+
+SchedulerList = list[SchedulerConfig | SchedulerMilestones]
+
+_SCHEDULER_SHAPE = (
+    "a list of schedulers is [{name, kwargs}, {name, kwargs}, ..., {milestones: [step, ...]}] "
+    "with one milestone fewer than schedulers, in rising order"
+)
+
+
+def _ends_with_milestones(entries: SchedulerList) -> SchedulerList:
+    schedulers = [e for e in entries if isinstance(e, SchedulerConfig)]
+    last = entries[-1] if entries else None
+    points = last.milestones if isinstance(last, SchedulerMilestones) else []
+    shaped = len(schedulers) >= 1 and len(entries) - len(schedulers) == isinstance(last, SchedulerMilestones)
+    if not shaped or len(points) != len(schedulers) - 1 or points != sorted(set(points)):
+        raise PydanticCustomError(
+            "scheduler",
+            "{shape}; got {schedulers} schedulers and {milestones} milestones",
+            {"shape": _SCHEDULER_SHAPE, "schedulers": len(schedulers), "milestones": len(points)},
+        )
+    return entries
+
+
+class TokenizerConfig(Section):
+    """The tokenizer and its chat template."""
+
+    later: ClassVar[dict[str, str]] = {
+        "use_processor": "multimodal processors",
+        "audio": "multimodal processors",
+        "video": "multimodal processors",
+    }
+    ignored: ClassVar[dict[str, str]] = {"use_fastokens": "the tokenizer of transformers gives the same tokens"}
+
+    name: str = derived(
+        "${..model_name}",
+        "Hub id or folder of the tokenizer.",
+    )
+    chat_template: str | None = Field(
+        default="default",
+        description="default: the tokenizer's own; null: message texts as they are; a .jinja file; or a template text.",
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="More arguments for the chat template."
+    )
+
+
+class RewardModelConfig(Section):
+    """A scalar head instead of a vocabulary."""
+
+    enabled: bool = Field(default=False, description="Give the model a scalar head (reward models).")
+    reward_model_type: Literal["bradley_terry"] = Field(
+        default="bradley_terry", description="What the score means: the log-odds of being preferred."
+    )
+
+
+class PolicyConfig(Section):
+    """The model that is trained."""
+
+    later: ClassVar[dict[str, str]] = {
+        "activation_checkpointing_enabled": "the old FSDP1 worker (use policy.dtensor_cfg.activation_checkpointing)",
+        "disable_modelopt_layer_spec": "quantised training",
+        "dequantize_base_checkpoint": "fp8 checkpoints",
+        "draft": "training of a draft model",
+        "fsdp_offload_enabled": "the old FSDP1 worker (use policy.dtensor_cfg.cpu_offload)",
+        "is_vlm": "vision-language models",
+        "pretrained_checkpoint": "starting from a Megatron checkpoint (policy.model_name names a Hugging Face model)",
+        "quant_batch_size": "quantised training",
+        "quant_calib_data": "quantised training",
+        "quant_calib_size": "quantised training",
+        "quant_cfg": "quantised training",
+        "quant_sequence_length": "quantised training",
+        "router_replay": "router replay",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "generation_batch_size": "NeMo RL does not read it either",
+        "refit_buffer_size_gb": "see policy.generation.weight_sync.bucket_size_mb",
+    }
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """Optimizer and schedule of the other backend."""
+        told = super().without_effect(values)
+        section = values.get("megatron_cfg")
+        if not (isinstance(section, Mapping) and section.get("enabled") is True):
+            return told
+        elsewhere = {
+            key: f"see megatron_cfg.{key}" for key in ("optimizer", "scheduler") if values.get(key) is not None
+        }
+        return {**elsewhere, **told}
+
+    model_name: str = Field(description="Hub id or folder of the model.")
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="Tokenizer and chat template.")
+    precision: Annotated[
+        Literal["bfloat16", "float16", "float32", "fp8"],
+        Only(("bfloat16", "float16", "float32"), "fp8 training"),
+    ] = Field(
+        default="bfloat16",
+        description="Number format of the forward and backward pass; float16 only for models that are not trained.",
+    )
+    max_total_sequence_length: Annotated[int, Field(ge=2)] = Field(
+        default=512, description="Most tokens of a prompt and its answer together."
+    )
+    train_global_batch_size: PositiveInt = Field(
+        default=512, description="Samples of one optimizer update, over all ranks."
+    )
+    train_micro_batch_size: PositiveInt = Field(
+        default=4, description="Samples of one forward and backward pass of a rank."
+    )
+    logprob_batch_size: PositiveInt = derived(
+        "${.train_micro_batch_size}",
+        "Samples of one log-prob pass of a rank.",
+    )
+    logprob_chunk_size: PositiveInt | None = Field(
+        default=None,
+        description="Tokens whose vocabulary is held at a time in log-prob work, which changes no result; null: 512 on "
+        "CPUs, 2048 on GPUs.",
+    )
+    make_sequence_length_divisible_by: PositiveInt = derived(
+        "${.dtensor_cfg.tensor_parallel_size}",
+        "Sequence lengths are padded to a multiple of this many tokens, and of what their ranks divide them by.",
+    )
+    max_grad_norm: PositiveFloat | None = Field(
+        default=1.0, description="Norm to which the whole gradient is clipped; null: no clipping."
+    )
+    offload_optimizer_for_logprob: bool = Field(
+        default=False,
+        description="On GPUs: move the optimizer state to host memory before log-prob passes, and back before the "
+        "next update.",
+    )
+    optimizer: OptimizerConfig | None = Field(
+        default_factory=OptimizerConfig,
+        description="The optimizer, unless megatron_cfg has it; null: a model that only answers.",
+    )
+    scheduler: Annotated[SchedulerList, AfterValidator(_ends_with_milestones)] | SchedulerConfig | None = Field(
+        default=None,
+        description="Learning-rate schedule, unless megatron_cfg has it: one, or a list that ends with milestones; "
+        "null: constant.",
+    )
+    hf_config_overrides: dict[str, Any] | None = Field(
+        default_factory=dict, description="Fields of the Hugging Face model config to change."
+    )
+    dtensor_cfg: DTensorConfig = Field(
+        default_factory=DTensorConfig, description="The PyTorch-native training backend."
+    )
+    megatron_cfg: MegatronConfig = Field(
+        default_factory=MegatronConfig, description="The Megatron Core training backend."
+    )
+    training_backend: TrainingBackendConfig | None = Field(
+        default=None, description="A training backend of your own, with the two others disabled."
+    )
+    dynamic_batching: DynamicBatchingConfig = Field(
+        default_factory=DynamicBatchingConfig, description="Microbatches by token budget."
+    )
+    sequence_packing: SequencePackingConfig = Field(
+        default_factory=SequencePackingConfig, description="Packing of sequences."
+    )
+    reward_model_cfg: RewardModelConfig = Field(
+        default_factory=RewardModelConfig, description="A scalar head, for reward models."
+    )
+    generation: GenerationConfig | None = Field(
+        default_factory=GenerationConfig, description="Sampling; null: the policy never generates."
+    )
+
+    @property
+    def backend_section(self) -> DTensorConfig | MegatronConfig | TrainingBackendConfig:
+        """The section of the backend that trains: parallel sizes and processes."""
+        return self.training_backend or (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg)
+
+    @property
+    def backend_key(self) -> str:
+        """Name of that section."""
+        own = "training_backend" if self.training_backend else None
+        return own or ("megatron_cfg" if self.megatron_cfg.enabled else "dtensor_cfg")
+
+    @property
+    def adapter_keys(self) -> list[str]:
+        """Sections that put adapters on the model."""
+        asked = {
+            "dtensor_cfg.lora_cfg": self.dtensor_cfg.lora_cfg.enabled,
+            "megatron_cfg.peft": self.megatron_cfg.enabled and self.megatron_cfg.peft.enabled,
+        }
+        return [key for key, enabled in asked.items() if enabled]

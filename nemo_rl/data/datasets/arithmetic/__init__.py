@@ -1,0 +1,1 @@
+"""The built-in arithmetic data set: problems, and problems with worked answers."""

@@ -1,0 +1,1 @@
+"""Rows of data files: reading, checking and converting them, and refusing bad ones."""

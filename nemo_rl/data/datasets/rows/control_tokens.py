@@ -1,0 +1,183 @@
+"""Rows whose texts hold control tokens: counted and reported once for each data set, or left out.
+
+Tables of Arrow are searched column by column, rows in memory one by one; only rows in which something was found are
+formatted. Invariant: what is counted is in a text that reaches the chat template.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nemo_rl.data.bad_rows import BadRow
+from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, RowView, row_place
+from nemo_rl.data.datasets.rows.readers import is_table
+from nemo_rl.data.messages.control_tokens import ControlTokens
+
+if TYPE_CHECKING:
+    # Imported with the first table.
+    import pyarrow
+
+logger = logging.getLogger(__name__)
+
+_TEXT_KEYS = ("messages", "pair", "feedback", "choice", "tools")
+"""Where formatted rows have the texts that are rendered; of rows with none of them all texts are searched."""
+_ESCAPED = r"\\u00"
+"""JSON within a text may spell a character so."""
+_BATCH_ROWS = 10_000
+_LOOKED_AT = 2000
+"""Rows that are searched of a data set whose rows are made when they are read."""
+
+
+def check_control_tokens(
+    name: str, rows: Sequence[FormattedRow], control: ControlTokens, policy: str
+) -> tuple[Sequence[FormattedRow], list[BadRow]]:
+    """Report the rows of a data set whose texts hold special tokens, or leave them out.
+
+    Args:
+        name: of the data set, for people.
+        rows: formatted.
+        control: the tokens.
+        policy: value of `data.control_tokens_in_rows`.
+
+    Returns:
+        The rows that stay, and those left out.
+    """
+    if policy == "allow" or not control.special:
+        return rows, []
+    found, num_searched = rows_with_control_tokens(rows, control)
+    if not found:
+        return rows, []
+    if policy == "leave_out":
+        kept = np.array([position for position in range(len(rows)) if position not in found], dtype=np.int64)
+        reason = "its texts hold the control token {!r} (data.control_tokens_in_rows=leave_out)"
+        bad = [BadRow(*row_place(rows, position), reason.format(token)) for position, token in found.items()]
+        return RowView(rows, kept), bad
+    first, token = next(iter(found.items()))
+    file, line = row_place(rows, first)
+    logger.warning(
+        "Data set %s: %d of %d rows hold control tokens in their texts, the first %r in %s:%d. They are encoded as %s "
+        "(data.control_tokens_in_rows).",
+        name,
+        len(found),
+        num_searched,
+        token,
+        file,
+        line,
+        "text" if policy == "as_text" else "such",
+    )
+    return rows, []
+
+
+def rows_with_control_tokens(rows: Sequence[FormattedRow], control: ControlTokens) -> tuple[dict[int, str], int]:
+    """Positions of rows whose texts hold special tokens, each with the first one, and how many rows were searched."""
+    if not len(rows):
+        return {}, 0
+    candidates = _candidates(rows, _Search(control.special))
+    num_searched = min(len(rows), _LOOKED_AT) if candidates is None else len(rows)
+    positions = range(num_searched) if candidates is None else np.flatnonzero(candidates).tolist()
+    found = {}
+    for position in positions:
+        row = rows[position]
+        rendered = [row[key] for key in _TEXT_KEYS if key in row] if isinstance(row, Mapping) else [row]
+        tokens = (control.first_in(text) for text in _texts(rendered or row))
+        token = next((token for token in tokens if token is not None), None)
+        if token is not None:
+            found[position] = token
+    return found, num_searched
+
+
+class _Search:
+    """Finds texts that may hold one of some tokens.
+
+    Attributes:
+        pattern: regular expression of Python and of Arrow.
+    """
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self.pattern = "|".join((*map(re.escape, tokens), _ESCAPED))
+        self._find = re.compile(self.pattern).search
+        # Looking for a few short texts first is ten times as fast as the expression.
+        self._beginnings = tuple({token[:2] for token in (*tokens, "\\u00")})
+
+    def may_match(self, text: str) -> bool:
+        """Whether one of the tokens may be in a text."""
+        return any(beginning in text for beginning in self._beginnings) and self._find(text) is not None
+
+
+def _candidates(rows: Any, search: _Search) -> np.ndarray | None:
+    """[rows] bool: whether a row may hold one of the tokens; None where looking means making the rows."""
+    if isinstance(rows, RowView):
+        below = _candidates(rows.rows, search)
+        return None if below is None else below[rows.indices]
+    if isinstance(rows, FormattedRows):
+        below = _candidates(rows.table.rows, search)
+        return None if below is None else below[rows.indices]
+    if is_table(rows):
+        arrow = rows.with_format("arrow")
+        tables = (arrow[start : start + _BATCH_ROWS] for start in range(0, len(rows), _BATCH_ROWS))
+        return np.concatenate([_in_table(table, search.pattern) for table in tables])
+    if isinstance(rows, list):
+        return np.fromiter((_any_text(row, search.may_match) for row in rows), bool, len(rows))
+    return None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value, nested ones too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for below in value.values():
+            yield from _texts(below)
+    elif isinstance(value, list | tuple):
+        for below in value:
+            yield from _texts(below)
+
+
+def _any_text(value: Any, test: Callable[[str], bool]) -> bool:
+    """As `any(map(test, _texts(value)))`, in a third of the time."""
+    if isinstance(value, str):
+        return test(value)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return isinstance(value, Mapping) and any(_any_text(each, test) for each in value.values())
+    for each in value:  # noqa: SIM110  (a generator takes most of the time that is saved)
+        if _any_text(each, test):
+            return True
+    return False
+
+
+def _in_table(table: "pyarrow.Table", pattern: str) -> np.ndarray:
+    found = np.zeros(len(table), dtype=bool)
+    for column in table.columns:
+        found |= _in_array(column.combine_chunks(), pattern)
+    return found
+
+
+def _in_array(array: Any, pattern: str) -> np.ndarray:
+    """[values] bool of an Arrow array, nested ones too; what cannot be searched counts as found."""
+    import pyarrow
+    import pyarrow.compute
+
+    kind, types = array.type, pyarrow.types
+    if isinstance(array, pyarrow.ChunkedArray):
+        return np.concatenate([np.zeros(0, dtype=bool), *(_in_array(chunk, pattern) for chunk in array.chunks)])
+    if types.is_dictionary(kind):
+        return _in_array(array.dictionary_decode(), pattern)
+    if types.is_string(kind) or types.is_large_string(kind):
+        try:
+            matches = pyarrow.compute.match_substring_regex(array, pattern)
+        except pyarrow.ArrowInvalid:  # not UTF-8
+            return np.ones(len(array), dtype=bool)
+        return matches.fill_null(False).to_numpy(zero_copy_only=False)
+    found = np.zeros(len(array), dtype=bool)
+    if types.is_struct(kind):
+        for below in array.flatten():
+            found |= _in_array(below, pattern)
+    elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        parents = pyarrow.compute.list_parent_indices(array).to_numpy(zero_copy_only=False)
+        found[parents[_in_array(pyarrow.compute.list_flatten(array), pattern)]] = True
+    return found

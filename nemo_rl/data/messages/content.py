@@ -1,0 +1,96 @@
+"""What a message says: a text, or a list of typed parts.
+
+Invariant: a part that is not text is refused by `content_text`, through which all code takes the text of a content.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from nemo_rl.config import DataConfig
+from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
+from nemo_rl.utils.errors import DataError
+
+TOOL_ROLES = frozenset(("environment", "function", "ipython", "tool"))
+"""Roles whose texts are written by programs, and by whatever these have read."""
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """Whose texts are encoded as ordinary text, also where they contain control tokens such as `<|im_end|>`.
+
+    Attributes:
+        rows: those of rows of data; control tokens that the vocabulary does not mark as special, such as `<think>` in
+            Qwen's, stay what they are.
+        tools: those of environments, and of the roles of `TOOL_ROLES` in rows.
+    """
+
+    rows: bool = False
+    tools: bool = True
+
+
+def text_rules(data: DataConfig | EvalDataConfig) -> TextRules:
+    """The rules of a `data` section."""
+    return TextRules(rows=data.control_tokens_in_rows == "as_text", tools=data.control_tokens_from_tools == "as_text")
+
+
+class TextPart(TypedDict):
+    """A part of a message that is text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(TypedDict):
+    """A part of a message that is an image; refused, as no model here reads images."""
+
+    type: Literal["image"]
+    image: Any
+
+
+type Content = str | list[TextPart | ImagePart]
+
+
+def content_text(content: Any, what: str = "the content of a message") -> str:
+    """The text of a content, its parts joined.
+
+    Args:
+        content: From a message.
+        what: The content's name in messages.
+
+    Raises:
+        DataError: It is neither a text nor a list of parts, or a part is not text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(f"{what} is {type(content).__name__}, neither text nor a list of parts")
+    others = sorted({_kind(part) for part in content} - {"text"})
+    if others:
+        raise DataError(
+            f"{what} has parts that are not text: {', '.join(others)}; no model here reads others. Give parts "
+            '{"type": "text", "text": ...}, or leave the sample out'
+        )
+    return "".join(part["text"] for part in content)
+
+
+def _kind(part: Any) -> str:
+    """The type of a part, or what stands in the place of one."""
+    if not isinstance(part, Mapping):
+        return type(part).__name__
+    kind = str(part.get("type"))
+    return kind if kind != "text" or isinstance(part.get("text"), str) else "text without a text"
+
+
+def with_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with lists of parts joined to texts, as chat templates for text take them.
+
+    Raises:
+        DataError: A part is not text.
+    """
+    return [
+        {**message, "content": content_text(message["content"])}
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for message in messages
+    ]

@@ -1,0 +1,158 @@
+"""What an environment's message adds to the tokens of a conversation.
+
+The sampled tokens stay as they are; behind them comes what the chat template writes between the end of an assistant
+turn and the beginning of the next one: the token that ends the turn unless it was sampled, the message, and the header
+of the next turn. It is taken from a short chat of its own, since templates render earlier turns of a real one
+differently (Qwen3 drops their reasoning). Invariant: no token is rendered twice, and none of the conversation again.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from nemo_rl.data.interfaces import Chat, LLMMessageLogType, Message, TokenizerType
+from nemo_rl.data.messages.content import TextRules, content_text
+from nemo_rl.data.messages.control_tokens import control_tokens_of
+from nemo_rl.data.messages.rendering import encode_text, render_chat
+from nemo_rl.data.processors import prompt_entry
+from nemo_rl.utils.errors import DataError
+
+_QUESTION = {"role": "user", "content": "QUESTION"}
+_ANSWER = "ANSWER"
+_SAID = "OBSERVATION"
+_LONGEST_OPENING = 256
+"""Most tokens of the header of an assistant turn and of words that a prompt begins it with."""
+_TEMPLATE_ROLES = {"environment": "user"}
+"""Roles that chat templates do not know, and the one under which a message is rendered instead."""
+
+
+def template_message(observation: Mapping[str, Any]) -> Message:
+    """An observation as the chat template takes it: a role that it knows, and text.
+
+    Raises:
+        DataError: a part is not text, or not valid Unicode.
+    """
+    role = str(observation.get("role"))
+    text = content_text(observation.get("content"), "the content of an observation")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            "the content of an observation is not valid Unicode (lone surrogate). Decode the output of programs with "
+            'errors="replace"'
+        ) from error
+    return {**observation, "role": _TEMPLATE_ROLES.get(role, role), "content": text}
+
+
+class ObservationRenderer:
+    """Tokens of observations.
+
+    Args:
+        tokenizer: without a chat template all observations are bare text.
+        rules: whether control tokens in observations are ordinary text; None is `TextRules()`.
+    """
+
+    def __init__(self, tokenizer: TokenizerType, rules: TextRules | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._rules = rules or TextRules()
+        self._head = lru_cache(self._find_head)
+
+    def token_ids(
+        self, observation: Mapping[str, Any], message_log: LLMMessageLogType, prompt_length: int
+    ) -> torch.Tensor:
+        """What comes behind the last turn of a conversation: [t] int64.
+
+        Through the chat template if the prompt went through it, which shows in the header of the assistant's turn;
+        otherwise the bare text.
+
+        Args:
+            observation: `role` and `content`; "environment" is rendered as "user".
+            message_log: the conversation, whose last message was sampled.
+            prompt_length: tokens before the first response.
+
+        Raises:
+            DataError: the content is not text, or the template refuses or leaves out the message.
+        """
+        message = self.message(observation)
+        prompt_ids = torch.cat([turn["token_ids"] for turn in message_log])[:prompt_length]
+        if not self._is_chat(prompt_ids[-_LONGEST_OPENING:]):
+            return encode_text(message["content"], self._tokenizer)
+        return self._continuation(
+            self._added(message), self._head(message["role"]), message_log[-1]["token_ids"].tolist()
+        )
+
+    def message(self, observation: Mapping[str, Any]) -> Message:
+        """An observation as `render_chat` takes it, its control tokens quoted as the rules say.
+
+        Raises:
+            DataError: a part is not text.
+        """
+        message = template_message(observation)
+        return control_tokens_of(self._tokenizer).quoted(message, of_tools=True) if self._rules.tools else message
+
+    def first_of_prompt(self, chat: Chat, observation: Mapping[str, Any]) -> Message:
+        """The one entry of a prompt's log with an observation as its last message.
+
+        Raises:
+            DataError: the content is not text, or the template refuses the chat.
+        """
+        control = control_tokens_of(self._tokenizer)
+        messages = [*control.quoted_chat(chat["messages"], self._rules), self.message(observation)]
+        quoted = Chat(messages=messages, tools=control.quoted_tools(chat["tools"], self._rules))
+        return prompt_entry(quoted, self._tokenizer, rules=TextRules(rows=False, tools=False))
+
+    def control_token_in(self, observation: Mapping[str, Any]) -> str | None:
+        """The first control token in the text of an observation, whatever becomes of it."""
+        text = template_message(observation)["content"]
+        return control_tokens_of(self._tokenizer).first_in(text, of_tools=True)
+
+    def _is_chat(self, prompt_end: torch.Tensor) -> bool:
+        """Whether the template's header of an assistant turn is at the end of a prompt, words put behind it or not."""
+        if self._tokenizer.chat_template is None:
+            return False
+        text = self._tokenizer.decode(prompt_end, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._opening in text
+
+    @cached_property
+    def _opening(self) -> str:
+        """The header of an assistant turn; empty where the template writes none."""
+        closed, opened = (
+            render_chat([_QUESTION], self._tokenizer, add_generation_prompt=header) for header in (False, True)
+        )
+        return opened.removeprefix(closed).strip() if opened.startswith(closed) else ""
+
+    def _added(self, message: Message) -> str:
+        """The text behind an assistant's words once `message` follows them."""
+        chat = [_QUESTION, {"role": "assistant", "content": _ANSWER}, message]
+        return render_chat(chat, self._tokenizer, add_generation_prompt=True).partition(_ANSWER)[2]
+
+    def _find_head(self, role: str) -> str:
+        """What the template writes between an assistant's words and those of a message of this role."""
+        head, found, _ = self._added({"role": role, "content": _SAID}).partition(_SAID)
+        if not found:
+            raise DataError(
+                f"the chat template of tokenizer {self._tokenizer.name_or_path!r} leaves out messages of the role "
+                f'{role!r}. Give the observation another role ("environment" is rendered as "user"), or set '
+                "policy.tokenizer.chat_template."
+            )
+        return head
+
+    def _continuation(self, added: str, head: str, written: list[int]) -> torch.Tensor:
+        """Tokens of `added` without those of its `head` that end `written` already.
+
+        Some templates write white space before the token that ends a turn; a model that ended its turn did not.
+        """
+        for start in (0, len(head) - len(head.lstrip())):
+            ids, head_ids = (encode_text(text[start:], self._tokenizer) for text in (added, head))
+            shared = _overlap(written, head_ids.tolist())
+            if shared and ids[:shared].equal(head_ids[:shared]):
+                return ids[shared:]
+        return encode_text(added, self._tokenizer)
+
+
+def _overlap(written: Sequence[int], head: Sequence[int]) -> int:
+    """Length of the longest beginning of `head` that ends `written`."""
+    longest = min(len(written), len(head))
+    return next((size for size in range(longest, 0, -1) if list(written[-size:]) == list(head[:size])), 0)

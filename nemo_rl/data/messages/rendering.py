@@ -1,0 +1,83 @@
+"""Render chats to text and text to token ids: the one place where prompts become tokens.
+
+Invariant: special tokens come from the chat template, so nothing is doubled, and from texts only where nobody quoted
+them (`control_tokens`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+import torch
+
+from nemo_rl.data.interfaces import Message, TokenizerType
+from nemo_rl.data.messages.content import with_texts
+from nemo_rl.data.messages.control_tokens import control_tokens_of, is_marked
+from nemo_rl.utils.errors import DataError
+
+_CHARACTERS_PER_TOKEN = 8
+_CUT_MARGIN = 512
+"""More than the bytes of the longest token of any vocabulary."""
+
+
+def render_chat(
+    messages: Sequence[Message],
+    tokenizer: TokenizerType,
+    *,
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
+    """Text of the chat under the tokenizer's chat template.
+
+    Raises:
+        DataError: The tokenizer has no chat template, the template refuses these messages, or one of their parts
+            is not text.
+    """
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"tokenizer {tokenizer.name_or_path!r} has no chat template. Set "
+            "policy.tokenizer.chat_template: null to send the bare text, a *.jinja file, or a "
+            "template text."
+        )
+    optional: dict[str, Any] = {} if tools is None else {"tools": tools}
+    try:
+        rendered = tokenizer.apply_chat_template(
+            with_texts(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **optional,
+        )
+    except jinja2.TemplateError as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise DataError(
+            f"the chat template of tokenizer {tokenizer.name_or_path!r} cannot render a chat "
+            f"with the roles [{roles}]: {error}"
+        ) from error
+    return str(rendered)
+
+
+def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None) -> torch.Tensor:
+    """Token ids [T] int64 of rendered text; adds no special tokens.
+
+    Args:
+        text: Rendered text, with marks of `control_tokens` or without.
+        tokenizer: Encodes it.
+        longest: The caller has no use for a text of more tokens, so of such a text a beginning with more tokens
+            than that may do; None encodes all of it. Megabytes would take seconds and gigabytes.
+    """
+    if longest is not None:
+        # A cut in the middle of a token adds fewer tokens than the margin: with that many more, so has the whole text.
+        end = _CHARACTERS_PER_TOKEN * (longest + _CUT_MARGIN)
+        while end < len(text):
+            beginning = _encode(text[:end], tokenizer)
+            if len(beginning) > longest + _CUT_MARGIN:
+                return beginning
+            end *= _CHARACTERS_PER_TOKEN
+    return _encode(text, tokenizer)
+
+
+def _encode(text: str, tokenizer: TokenizerType) -> torch.Tensor:
+    if is_marked(text):
+        return torch.tensor(control_tokens_of(tokenizer).encode(text), dtype=torch.int64)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)

@@ -1,0 +1,1 @@
+"""Ray itself: start or join a cluster, check its nodes, choose among them, watch their health."""

@@ -1,0 +1,110 @@
+"""Join a Ray cluster, and notice when it has lost what this program cannot do without.
+
+    raylet        of this program's machine: Ray ends all workers of the program, each for a reason of its own
+    gcs_server    on the head: Ray ends this process from C++ when it has not answered for a minute
+
+`local_ray.check_local_ray`, which every long wait calls, then ends the run in order. Nothing is said of other machines:
+`node_health` and the workers' own errors do that.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import ray
+from ray._private.node import Node
+
+from nemo_rl.distributed.cluster.address import START_ONE
+from nemo_rl.distributed.cluster.local_ray import connected_within, expect_deaths, note_death
+from nemo_rl.utils.errors import ConfigError, NemoRLError
+
+_RETRY_S = 0.2
+_PERIOD_S = 3.0
+_GONE_S = 0.75 * float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112
+"""Without an answer of the control service; less than Ray's own limit, and time for one that starts again."""
+_GO_ON = "Start the run again; with checkpointing.enabled=true it goes on from its last checkpoint."
+
+_JOIN_S = 120.0
+
+
+def join_ray(address: str, env_vars: Mapping[str, str], *, log_to_driver: bool) -> Any:
+    """Connect this process to a running cluster, and watch it from then on.
+
+    Args:
+        address: `host:port`, `ray://host:port` or `auto`; somebody answers there.
+        env_vars: environment of all workers.
+        log_to_driver: repeat what workers write on this process's console.
+
+    Returns:
+        What `ray.init` returns.
+
+    Raises:
+        ConfigError: Ray refuses to join.
+        DeadlineExceededError: it does not connect in time.
+    """
+    start = partial(
+        ray.init,
+        address=address,
+        runtime_env={"env_vars": dict(env_vars)},
+        log_to_driver=log_to_driver,
+        logging_level=logging.WARNING,
+    )
+    try:
+        context = connected_within(start, _JOIN_S, f"Ray did not join RAY_ADDRESS={address}", START_ONE)
+    except NemoRLError:
+        raise
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"Ray refuses to join RAY_ADDRESS={address}: {error} {START_ONE}") from error
+    watch_joined_ray()
+    return context
+
+
+def watch_joined_ray() -> None:
+    """Start a thread for each of the two; a cluster that is reached by Ray Client has neither."""
+    node = ray._private.worker._global_node
+    if node is None:
+        return
+    expect_deaths()
+    threads: dict[str, Callable[[Node], None]] = {"raylet": _await_raylet, "gcs_server": _await_control_service}
+    for name, wait in threads.items():
+        threading.Thread(target=wait, args=(node,), name=f"{name}-watch", daemon=True).start()
+
+
+def _await_raylet(node: Node) -> None:
+    """Until nobody listens on the raylet's socket, which the kernel tells at once, or this process has left."""
+    while ray._private.worker.global_worker.node is node:
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(node.raylet_socket_name)
+                connection.recv(1)
+        except (ConnectionRefusedError, FileNotFoundError):
+            place = f"{node.node_ip_address}, in the joined cluster {node.gcs_address},"
+            what = f"The node manager (raylet) of this machine, {place}"
+            logs = f"Its log is in {node.get_logs_dir_path()}."
+            note_death(node, what, f"{what} has ended, and with it the run's workers. {logs} {_GO_ON}")
+            return
+        except OSError:
+            pass  # it ended this connection, which the next one will explain
+        time.sleep(_RETRY_S)
+
+
+def _await_control_service(node: Node) -> None:
+    """Until it takes no connection for `_GONE_S` seconds, or this process has left the cluster."""
+    host, _, port = node.gcs_address.rpartition(":")
+    answered = time.monotonic()
+    while ray._private.worker.global_worker.node is node:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PERIOD_S).close()
+            answered = time.monotonic()
+        except OSError as error:
+            if time.monotonic() - answered > _GONE_S:
+                what = f"The control service (gcs_server) of the joined cluster, {node.gcs_address},"
+                reason = f"{what} has not answered for {_GONE_S:g} s ({error.strerror or error})"
+                note_death(node, what, f"{reason}: Ray on the head has ended, or its machine is lost. {_GO_ON}")
+                return
+        time.sleep(_PERIOD_S)

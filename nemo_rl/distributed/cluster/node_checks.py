@@ -1,0 +1,191 @@
+"""What every node of a run has to have alike: the code, the models' folders, one checkpoint folder.
+
+Asked by one Ray task on each node before the first worker starts there, so that a machine without the shared disk is
+named in seconds, not as a rank that died. Invariant: where all workers are on the node of this process nothing is
+asked, and no question takes longer than its deadline.
+"""
+
+import hashlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import nemo_rl
+from nemo_rl.distributed.cluster.node_choice import living_nodes
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 120.0
+"""A node starts a Python process for its answer, perhaps from a network disk that nobody has read before."""
+_VISIBLE_S = 5.0
+"""How late a network disk may show a file that another machine has written."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the nodes of a run share.
+
+    Attributes:
+        folders: folders to read, by the key of the configuration that names them; those that are none here (hub ids)
+            are not asked for.
+        written: a key and the folder in which all ranks write, None for none.
+    """
+
+    folders: Mapping[str, str] = field(default_factory=dict)
+    written: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class _Question:
+    code: str
+    folders: Mapping[str, str]
+    written: str
+    canary: Path | None
+    patience_s: float
+
+
+def check_nodes(places: Iterable[RayVirtualCluster], shared: Shared) -> None:
+    """Compare the nodes of reserved places with the node of this process, now and when Ray moves a place to others.
+
+    Args:
+        places: where workers will run.
+        shared: what they need there.
+
+    Raises:
+        ConfigError: names each node that lacks something, and what.
+        DeadlineExceededError: a node gave no answer.
+    """
+    places, compared = list(places), {ray.get_runtime_context().get_node_id()}
+    _compare_new_nodes(places, shared, compared)
+    for cluster in places:
+        cluster.compare_new_nodes = partial(_compare_new_nodes, [cluster], shared, compared)
+
+
+def _compare_new_nodes(places: Iterable[RayVirtualCluster], shared: Shared, compared: set[str]) -> None:
+    """Compare the nodes that are not among `compared`, which get there."""
+    wanted = {node_id for cluster in places for node_id in cluster.node_ids()} - compared
+    nodes = {node.node_id: node.address for node in living_nodes() if node.node_id in wanted}
+    if not nodes:
+        return
+    folders = {key: path for key, path in shared.folders.items() if Path(path).is_dir()}
+    with _canary(shared.written) as canary:
+        question = _Question(_code(), folders, shared.written[0] if shared.written else "", canary, _VISIBLE_S)
+        found = _ask(nodes, question)
+        if canary is not None:
+            for node_id in nodes:
+                if not found[node_id] and not _appears(_answer_to(canary, node_id), node_id, _VISIBLE_S):
+                    found[node_id] = [f"what it writes into {question.written}={canary.parent} is not seen by others"]
+    different = [f"Node {address} (id {id_}): {'; '.join(found[id_])}." for id_, address in nodes.items() if found[id_]]
+    if different:
+        raise ConfigError("\n".join([*different, "Every node needs the same code and the same folders as the driver."]))
+    compared.update(nodes)
+    logger.info("%d other nodes have the same code and folders: %s.", len(nodes), ", ".join(nodes.values()))
+
+
+def _ask(nodes: Mapping[str, str], question: _Question) -> dict[str, list[str]]:
+    """What each node lacks, by node id."""
+    remote: Any = ray.remote(num_cpus=0, max_retries=0)(_differences)
+    places = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in nodes}
+    answers = {
+        node_id: remote.options(scheduling_strategy=place).remote(question, node_id)
+        for node_id, place in places.items()
+    }
+    _, late = ray.wait(list(answers.values()), num_returns=len(answers), timeout=_ANSWER_S)
+    if late:
+        silent = ", ".join(f"{nodes[id_]} (id {id_})" for id_, answer in answers.items() if answer in late)
+        raise DeadlineExceededError(
+            f"No answer within {_ANSWER_S:g} s from node {silent}: it does not start a worker process. Look at the "
+            "raylet's log there, in /tmp/ray/session_latest/logs, and at whether its Python environment can be read."
+        )
+    return {node_id: _answer_of(answer) for node_id, answer in answers.items()}
+
+
+def _answer_of(ref: Any) -> list[str]:
+    try:
+        differences: list[str] = ray.get(ref)
+    except RayError as error:
+        return [f"it could not answer: {' '.join(str(error).split())[-400:]}"]
+    return differences
+
+
+def _differences(question: _Question, node_id: str) -> list[str]:
+    """What this node lacks; runs there."""
+    found = []
+    own = _code()
+    if own.partition(", in")[0] != question.code.partition(", in")[0]:
+        found.append(f"it runs nemo_rl {own}, the driver {question.code}")
+    for key, path in question.folders.items():
+        if not Path(path).is_dir():
+            found.append(f"{key}={path} is not there")
+    if question.canary is None:
+        return found
+    folder = f"{question.written}={question.canary.parent}"
+    if not _appears(question.canary, question.canary.name, question.patience_s):
+        return [*found, f"{folder} is not the driver's folder (a file that the driver wrote is not there)"]
+    try:
+        _answer_to(question.canary, node_id).write_text(node_id)
+    except OSError as error:
+        found.append(f"{folder} cannot be written: {error.strerror}")
+    return found
+
+
+@contextmanager
+def _canary(written: tuple[str, str] | None) -> Iterator[Path | None]:
+    """A file in the folder that all write into, while the block runs; the answers beside it go with it."""
+    if written is None:
+        yield None
+        return
+    folder = Path(written[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    canary = folder / f".nodes-{uuid.uuid4().hex}"
+    canary.write_text(canary.name)
+    try:
+        yield canary
+    finally:
+        for file in folder.glob(f"{canary.name}*"):
+            file.unlink(missing_ok=True)
+
+
+def _answer_to(canary: Path, node_id: str) -> Path:
+    return canary.with_name(f"{canary.name}-{node_id}")
+
+
+def _appears(file: Path, content: str, patience_s: float) -> bool:
+    """Whether a file that another node wrote can be read here, now or soon."""
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            if file.read_text() == content:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+
+
+def _code() -> str:
+    """Version of the package and a digest of its source."""
+    package = Path(nemo_rl.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(os.fsencode(file.relative_to(package)) + file.read_bytes())
+    try:
+        version = metadata.version("nemo-rl")
+    except metadata.PackageNotFoundError:
+        version = "of no installed version"
+    return f"{version} (code {digest.hexdigest()[:10]}, in {package})"

@@ -1,0 +1,128 @@
+"""Join the `torch.distributed` world that a worker group's environment describes.
+
+Invariant: rank, world size and address come from the environment that `worker_groups` sets, backend and timeout from
+the caller; rank 0 listens on the port it holds.
+"""
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from nemo_rl.distributed.parallel_layout import AXES, ParallelLayout
+from nemo_rl.distributed.ranks.rendezvous import take_port
+from nemo_rl.host.device import Device
+from nemo_rl.utils.errors import ConfigError
+
+_SIOCGIFADDR = 0x8915
+"""Linux: asks for the IPv4 address of an interface."""
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_process_group(device: Device, timeout_s: float, local_rank: int = 0) -> None:
+    """Create the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Args:
+        device: chooses nccl or gloo.
+        timeout_s: seconds after which a collective that a peer never joins raises.
+        local_rank: index of this process's GPU among those it sees.
+
+    Raises:
+        ConfigError: the environment lacks one of the variables.
+    """
+    missing = [name for name in _NEEDED if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"torch.distributed needs the environment variables {missing}; "
+            "a RayWorkerGroup sets them, or start the process with torchrun."
+        )
+    choose_interface(os.environ["MASTER_ADDR"])
+    rank, world_size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        device.collective_backend,
+        store=open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world_size, timeout),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device.torch_device(local_rank) if device.is_gpu else None,
+    )
+
+
+def choose_interface(address: str) -> None:
+    """Let gloo use the network interface that leads to where the members meet, unless GLOO_SOCKET_IFNAME names one.
+
+    It would look up the host name, which may resolve to an address that no peer can reach (127.0.1.1 on Debian).
+    """
+    name = _interface_to(address)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def open_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """The store where the members of a group meet; rank 0 serves it, on the port it holds if it holds it.
+
+    Raises:
+        DistNetworkError: rank 0 does not hold the port and it is taken, or cannot be reached in time.
+    """
+    listening = take_port(port) if rank == 0 else None
+    return dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening)
+
+
+def device_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
+    """The ranks of the default process group as a mesh with the axes of `parallel_layout`; collective.
+
+    Raises:
+        ConfigError: the group has another number of ranks than the layout.
+    """
+    if layout.num_ranks != dist.get_world_size():
+        raise ConfigError(
+            f"the parallel layout {dict(zip(AXES, layout.shape, strict=True))} has {layout.num_ranks} ranks, the "
+            f"process group {dist.get_world_size()}."
+        )
+    return init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES)
+
+
+def collective_timeout(device: torch.device) -> timedelta:
+    """After how long a collective of the default group raises; groups of a mesh have torch's own default instead."""
+    world: Any = dist.group.WORLD
+    limit: timedelta = world._get_backend(device).options._timeout
+    return limit
+
+
+def destroy_process_group() -> None:
+    """Leave the default process group; nothing to do when there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _interface_to(address: str) -> str | None:
+    """Name of the interface that packets to an address leave by; None where the system does not tell."""
+    if _is_loopback(address):
+        return "lo0" if sys.platform == "darwin" else "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing
+        except OSError:
+            return None
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:
+                    return name
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

@@ -1,0 +1,1 @@
+"""The workers of a `RayWorkerGroup`: build their processes, call them, collect results and logs."""

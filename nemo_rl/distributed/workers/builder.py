@@ -1,0 +1,161 @@
+"""How one worker of a group is created: its placement, and the recipe for its process.
+
+`worker_groups` plans placements and creates a `WorkerSeat` in each; `worker_process` is what then runs. Invariant:
+nothing here waits for a worker; a `WorkerSeat` is returned before its process has started.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_rl.config import VenvConfig
+from nemo_rl.distributed.fork_server import needs_own_start, server_socket
+from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
+from nemo_rl.distributed.workers.process import AsyncWorkerHost, WorkerHost
+from nemo_rl.distributed.workers.results import WorkerSeat
+
+# Set too late by the worker itself. Ray starts a fresh process for these; the rest go to any worker process.
+_READ_AT_PROCESS_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_", "CUDA_VISIBLE_")
+
+
+def _is_read_early(name: str, value: str) -> bool:
+    """Whether a variable must be there when the worker's process starts."""
+    is_fork = server_socket() is not None
+    return name.startswith(_READ_AT_PROCESS_START) or (is_fork and needs_own_start({name: value}))
+
+
+class RayWorkerBuilder:
+    """Recipe for one kind of worker: a class by name and its constructor arguments.
+
+    Args:
+        ray_actor_class_fqn: `package.module.Class`, imported in the worker process only.
+        *args: positional arguments of its constructor.
+        **kwargs: keyword arguments of its constructor.
+    """
+
+    def __init__(self, ray_actor_class_fqn: str, *args: Any, **kwargs: Any) -> None:
+        self.ray_actor_class_fqn = ray_actor_class_fqn
+        self.args = args
+        self.kwargs = kwargs
+        self.max_concurrency: int | None = None
+        self._runtime_env: dict[str, Any] | None = None
+
+    def in_environment(self, venv: VenvConfig | None, name: str, timeout_s: float) -> Self:
+        """Run each worker on a Python of its own; see `ray_actor_environment_registry.make_actor_runtime_env`.
+
+        Ray must run: this waits until the environment is there on every node.
+
+        Args:
+            venv: what is wanted; None asks the registry.
+            name: of the environment.
+            timeout_s: for making it.
+        """
+        self._runtime_env = make_actor_runtime_env(self.ray_actor_class_fqn, venv, name, timeout_s)
+        return self
+
+    def asynchronous(self, max_concurrency: int) -> Self:
+        """Let up to `max_concurrency` coroutine methods of each worker run at the same time."""
+        self.max_concurrency = max_concurrency
+        return self
+
+    @property
+    def class_name(self) -> str:
+        """The class's own name."""
+        return self.ray_actor_class_fqn.rpartition(".")[2]
+
+    def create_seat(
+        self,
+        name: str,
+        rank: int,
+        placement_group: PlacementGroup,
+        bundle_index: int,
+        environment: Mapping[str, str],
+        **options: Any,
+    ) -> WorkerSeat:
+        """Ask Ray for the worker's process in a bundle; returns before it runs.
+
+        Args:
+            name: actor name, unique in this run.
+            rank: position in the group.
+            placement_group: where to put it.
+            bundle_index: the bundle there.
+            environment: variables of the worker, there before it imports anything.
+            **options: further Ray actor options (resources ...).
+        """
+        host = WorkerHost if self.max_concurrency is None else AsyncWorkerHost
+        at_start = {key: value for key, value in environment.items() if _is_read_early(key, value)}
+        if self._runtime_env is None:
+            self._runtime_env = make_actor_runtime_env(self.ray_actor_class_fqn)
+        runtime_env = self._runtime_env | ({"env_vars": at_start} if at_start else {})
+        if runtime_env:
+            options["runtime_env"] = runtime_env
+        # The subclass only carries the worker's name into process titles and Ray's tools.
+        titled: Any = type(self.class_name, (host,), {})
+        if self.max_concurrency is not None:
+            # One more call must get through to say where the others wait.
+            options["max_concurrency"] = self.max_concurrency + 1
+        handle = (
+            ray.remote(titled)
+            .options(
+                name=name,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group, placement_group_bundle_index=bundle_index
+                ),
+                max_restarts=0,
+                **options,
+            )
+            .remote(name, rank, dict(environment))
+        )
+        return WorkerSeat(name, rank, handle, is_async=self.max_concurrency is not None)
+
+    def build_in(self, seat: WorkerSeat, meeting_point: ray.ObjectRef | None) -> ray.ObjectRef:
+        """Start constructing the worker object in a process, once the group's meeting point is known."""
+        return seat.handle.build.remote(self.ray_actor_class_fqn, self.args, self.kwargs, meeting_point)
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """A worker's node entry, its position among the group's workers there, and its bundle."""
+
+    node_idx: int
+    local_rank: int
+    bundle_idx: int
+
+
+def plan_places(
+    counts: Sequence[int],
+    workers_per_node: int | list[int] | None,
+    bundle_indices_list: list[tuple[int, list[int]]] | None,
+) -> list[WorkerPlace]:
+    """Decide which bundles get a worker, in rank order.
+
+    Args:
+        counts: bundles of each node entry.
+        workers_per_node: workers on each entry, on its first bundles; None takes every bundle.
+        bundle_indices_list: instead, pairs (node entry, bundle indices).
+
+    Raises:
+        ValueError: both are given, or a bundle that is not there.
+    """
+    if bundle_indices_list is not None:
+        if workers_per_node is not None:
+            raise ValueError("give workers_per_node or bundle_indices_list, not both.")
+        chosen = [(node, bundle) for node, bundles in bundle_indices_list for bundle in bundles]
+    else:
+        per_node = workers_per_node if workers_per_node is not None else counts
+        if isinstance(per_node, int):
+            per_node = [per_node] * len(counts)
+        if len(per_node) != len(counts):
+            raise ValueError(f"workers_per_node={per_node} must have {len(counts)} entries.")
+        chosen = [(node, bundle) for node, number in enumerate(per_node) for bundle in range(number)]
+    places: list[WorkerPlace] = []
+    for node, bundle in chosen:
+        if not (0 <= node < len(counts) and 0 <= bundle < counts[node]):
+            raise ValueError(f"worker on bundle {bundle} of node {node}: the nodes have {counts} bundles.")
+        local_rank = sum(place.node_idx == node for place in places)
+        places.append(WorkerPlace(node, local_rank, bundle))
+    return places

@@ -1,0 +1,157 @@
+"""Ask any node for a worker's last log lines and for the stacks of its threads.
+
+`worker_results` puts what is found into its errors. Invariant: nothing here needs the worker to cooperate; it may be
+dead, or stuck in C code.
+"""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from nemo_rl.distributed.workers.process import STACK_SIGNAL, WorkerIdentity, process_start_ticks
+
+_PROBE_TIMEOUT_S = 20.0
+_TAIL_BYTES = 64 * 1024
+_MAX_STACK_LINES = 80
+
+
+def tail_of_logs(worker: WorkerIdentity, num_lines: int = 20) -> str:
+    """The last lines a worker wrote to stdout and stderr, each file under its path."""
+    return _ask_nodes(_read_tails, [(worker, num_lines)])[0]
+
+
+def stacks_of(workers: Sequence[WorkerIdentity]) -> str:
+    """Stacks of all threads of each worker, equal ones shown once."""
+    texts = _ask_nodes(_dump_stacks, [(worker,) for worker in workers])
+    by_shape: dict[str, list[int]] = {}
+    for index, text in enumerate(texts):
+        by_shape.setdefault(_without_addresses(text), []).append(index)
+    blocks = []
+    for indices in by_shape.values():
+        owners = ", ".join(str(workers[i]) for i in indices)
+        lines = texts[indices[0]].splitlines()
+        if len(lines) > _MAX_STACK_LINES:
+            left_out = len(lines) - _MAX_STACK_LINES
+            lines = [*lines[:_MAX_STACK_LINES], f"... {left_out} more lines"]
+        blocks.append("\n".join([f"Stacks of {owners}:", *(f"  {line}" for line in lines)]))
+    return "\n".join(blocks)
+
+
+def activity_of(workers: Sequence[WorkerIdentity]) -> list[tuple[str, float]]:
+    """For each worker the kernel's letter for the state of its process (T: stopped) and the CPU seconds it has used.
+
+    A question mark and 0 where its node does not answer or the process is gone.
+    """
+    answers = _ask_nodes(_read_activity, [(worker,) for worker in workers])
+    read = [answer.split() if answer[0] != "(" else ["?", "0"] for answer in answers]
+    return [(state, float(seconds)) for state, seconds in read]
+
+
+def end_processes(workers: Sequence[WorkerIdentity]) -> None:
+    """Send SIGKILL to the processes that still run, on whichever node: one that is stopped heeds no other request."""
+    _ask_nodes(_kill_process, [(worker,) for worker in workers])
+
+
+def wait_until_gone(workers: Sequence[WorkerIdentity], timeout_s: float) -> list[WorkerIdentity]:
+    """Wait for the processes on this node to end.
+
+    Returns:
+        Those still running when the time is up; workers on other nodes are not looked at.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    left = [worker for worker in workers if worker.node_id == here]
+    end = time.monotonic() + timeout_s
+    while left := [worker for worker in left if _is_running(worker)]:
+        if time.monotonic() >= end:
+            break
+        time.sleep(0.02)
+    return left
+
+
+def _ask_nodes(probe: Callable[..., str], questions: Sequence[tuple[Any, ...]]) -> list[str]:
+    """Run `probe` on the node of each question's worker: in this process or as a small Ray task."""
+    here = ray.get_runtime_context().get_node_id()
+    remote_probe = ray.remote(num_cpus=0, max_retries=0)(probe)
+    answers: list[Any] = []
+    for question in questions:
+        node_id = question[0].node_id
+        if node_id == here:
+            answers.append(probe(*question))
+        else:
+            where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            answers.append(remote_probe.options(scheduling_strategy=where).remote(*question))
+    end = time.monotonic() + _PROBE_TIMEOUT_S
+    return [answer if isinstance(answer, str) else _answer_of(answer, end - time.monotonic()) for answer in answers]
+
+
+def _answer_of(ref: Any, timeout_s: float) -> str:
+    try:
+        return ray.get(ref, timeout=max(timeout_s, 0.0))
+    except RayError as error:
+        return f"(its node did not answer: {type(error).__name__})"
+
+
+def _read_tails(worker: WorkerIdentity, num_lines: int) -> str:
+    blocks = []
+    for path in worker.log_paths:
+        try:
+            with open(path, "rb") as file:
+                file.seek(max(os.path.getsize(path) - _TAIL_BYTES, 0))
+                lines = file.read().decode(errors="replace").splitlines()[-num_lines:]
+        except OSError as error:
+            lines = [f"(cannot be read: {error})"]
+        if lines:
+            blocks.append("\n".join([f"Last lines of {path}:", *(f"  {line}" for line in lines)]))
+    return "\n".join(blocks) or f"It wrote nothing to {' or '.join(worker.log_paths) or 'a log'}."
+
+
+def _is_running(worker: WorkerIdentity) -> bool:
+    ticks = process_start_ticks(worker.pid)
+    return ticks is not None and ticks == worker.start_ticks
+
+
+def _dump_stacks(worker: WorkerIdentity, wait_s: float = 3.0) -> str:
+    if not _is_running(worker):
+        return "(the process has ended)"
+    path = Path(worker.stacks_path)
+    try:
+        before = path.stat().st_size
+        os.kill(worker.pid, STACK_SIGNAL)
+        end, size = time.monotonic() + wait_s, before
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            last, size = size, path.stat().st_size
+            if size > before and size == last:
+                break
+        with path.open() as file:
+            file.seek(before)
+            return file.read().rstrip() or "(the process did not react to the signal)"
+    except OSError as error:
+        return f"(cannot be read: {error})"
+
+
+def _read_activity(worker: WorkerIdentity) -> str:
+    try:
+        fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "? 0"
+    ticks = int(fields[11]) + int(fields[12])
+    return f"{fields[0]} {ticks / os.sysconf('SC_CLK_TCK')}"
+
+
+def _kill_process(worker: WorkerIdentity) -> str:
+    if _is_running(worker):
+        os.kill(worker.pid, signal.SIGKILL)
+    return "asked"
+
+
+def _without_addresses(stack: str) -> str:
+    return re.sub(r"0x[0-9a-f]+", "0x", stack)

@@ -1,0 +1,200 @@
+"""Wait for answers of workers: with a deadline, and with errors that say who and why.
+
+    gather --ray.wait--> first answer --> result kept, next
+                     |-> first failure --> short grace for its root cause --> raise, others left
+                     `-> deadline -------> stacks of all workers ----------> raise
+
+Invariant: no wait is endless, and one rank's failure surfaces while the others still hang.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from nemo_rl.distributed.cluster.local_ray import LIVENESS_PERIOD_S, check_local_ray
+from nemo_rl.distributed.cluster.node_health import describe_losses
+from nemo_rl.distributed.workers.logs import stacks_of, tail_of_logs
+from nemo_rl.distributed.workers.process import WorkerIdentity
+from nemo_rl.host.waiting_log import StillWaiting
+from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, WorkerDiedError
+
+# When a worker dies, its peers may report a broken connection before Ray reports the death.
+ROOT_CAUSE_GRACE_S = 2.0
+
+
+@dataclass(frozen=True)
+class WorkerSeat:
+    """A worker as its group knows it; the identity follows once its process runs."""
+
+    name: str
+    rank: int
+    handle: Any
+    is_async: bool = False
+    identity: WorkerIdentity | None = None
+
+    def __str__(self) -> str:
+        return str(self.identity or f"{self.name} (rank {self.rank}, process not started yet)")
+
+
+@dataclass(frozen=True)
+class PendingCall:
+    """A call whose answer is pending, and the worker that was called."""
+
+    ref: Any
+    seat: WorkerSeat
+
+
+def gather(calls: Sequence[PendingCall], crew: Sequence[WorkerSeat], timeout_s: float, phase: str) -> list[Any]:
+    """Wait for all answers.
+
+    Args:
+        calls: what to wait for.
+        crew: all workers of the group; their stacks are shown when the deadline passes, their nodes looked at when
+            a call fails.
+        timeout_s: seconds from now.
+        phase: what the wait is for, as it should read in an error.
+
+    Returns:
+        The answers in the order of `calls`.
+
+    Raises:
+        DeadlineExceededError: some worker did not answer in time.
+        NodeLostError: a machine of the crew is gone, whoever reported it first.
+        WorkerDiedError: some worker's process ended.
+        RayDiedError: the local Ray ended.
+        Exception: what a worker raised, with a note that names it and the remote traceback as
+            its cause.
+    """
+    end = time.monotonic() + timeout_s
+    waiting = {call.ref: call for call in calls}
+    answers: dict[Any, Any] = {}
+    progress = StillWaiting(phase, lambda: f"{len(answers)} of {len(calls)} workers have answered")
+    while waiting:
+        failures = _take_ready(waiting, answers, end, progress.look)
+        if failures is None:
+            raise _deadline_error(list(waiting.values()), calls, crew, timeout_s, phase)
+        if failures:
+            raise _root_cause(failures, waiting, crew, phase)
+    return [answers[call.ref] for call in calls]
+
+
+def explain_failure(error: RayError, seat: WorkerSeat, phase: str) -> Exception:
+    """Turn what Ray raised for a worker's call into the error to show.
+
+    Returns:
+        The worker's own exception (a note names the worker, its cause is the remote traceback), or
+        a `WorkerDiedError` with the worker's last log lines, or a `NodeLostError`.
+    """
+    if isinstance(error, RayTaskError):
+        own = error.cause if isinstance(error.cause, Exception) else error
+        if own is not error:
+            own.__cause__ = error
+        own.add_note(f"Raised in worker {seat} during {phase!r}.")
+        return own
+    losses = describe_losses([seat.identity] if seat.identity else [])
+    if losses:
+        return NodeLostError(f"{losses}\nSeen during {phase!r}.")
+    logs = tail_of_logs(seat.identity) if seat.identity else "Its process never reported itself."
+    reason = " ".join(str(error).split())
+    return WorkerDiedError(f"Worker {seat} died during {phase!r}.\n{logs}\nRay says: {reason}")
+
+
+def _take_ready(
+    waiting: dict[Any, PendingCall], answers: dict[Any, Any], end: float, look: Callable[[], None] = lambda: None
+) -> list[tuple[PendingCall, RayError]] | None:
+    """Move answers that are there from `waiting` to `answers`.
+
+    Returns:
+        The calls that failed, or None when nothing came before `end`.
+
+    Raises:
+        RayDiedError: all of them will fail, for a reason that none of them tells.
+    """
+    refs = list(waiting)
+    ready: list[Any] = []
+    while not ready:
+        check_local_ray()
+        look()
+        left = end - time.monotonic()
+        ready, _ = ray.wait(refs, num_returns=1, timeout=min(max(left, 0.0), LIVENESS_PERIOD_S))
+        if not ready and left <= 0:
+            return None
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+    failures = []
+    for ref in ready:
+        call = waiting.pop(ref)
+        try:
+            answers[ref] = ray.get(ref)
+        except RayError as error:
+            failures.append((call, error))
+    if failures:
+        check_local_ray()
+    return failures
+
+
+def _root_cause(
+    failures: list[tuple[PendingCall, RayError]],
+    waiting: dict[Any, PendingCall],
+    crew: Sequence[WorkerSeat],
+    phase: str,
+) -> Exception:
+    end = time.monotonic() + ROOT_CAUSE_GRACE_S
+    while waiting and not any(isinstance(error, RayActorError) for _, error in failures):
+        more = _take_ready(waiting, {}, end)
+        if more is None:
+            break
+        failures = failures + more
+    deaths_first = sorted(failures, key=lambda failure: isinstance(failure[1], RayTaskError))
+    losses = describe_losses([seat.identity for seat in crew if seat.identity])
+    if losses:
+        shown: Exception = NodeLostError(f"{losses}\nSeen during {phase!r}.")
+        others = deaths_first
+    else:
+        (call, error), *others = deaths_first
+        shown = explain_failure(error, call.seat, phase)
+    for other_call, other_error in others:
+        last_line = str(other_error).strip().splitlines()[-1]
+        shown.add_note(f"Worker {other_call.seat} failed too: {last_line}")
+    return shown
+
+
+def _deadline_error(
+    late: Sequence[PendingCall],
+    calls: Sequence[PendingCall],
+    crew: Sequence[WorkerSeat],
+    timeout_s: float,
+    phase: str,
+) -> DeadlineExceededError:
+    names = ", ".join(str(call.seat) for call in late)
+    parts = [
+        f"{phase!r} did not finish within {timeout_s:g} s: no answer from {len(late)} of {len(calls)} workers: {names}."
+    ]
+    known = [seat.identity for seat in crew if seat.identity]
+    if known:
+        parts.append(stacks_of(known))
+    if len(known) < len(crew):
+        parts.append(
+            f"Processes not started: {len(crew) - len(known)} of {len(crew)}. Free in the cluster: "
+            f"{ray.available_resources()}."
+        )
+    parts.extend(_waiting_coroutines([call.seat for call in late]))
+    return DeadlineExceededError("\n".join(parts))
+
+
+def _waiting_coroutines(seats: Sequence[WorkerSeat]) -> list[str]:
+    """Where the coroutines of asynchronous workers wait, from those whose loop still answers."""
+    asked = {seat.handle.describe_coroutines.remote(): seat for seat in seats if seat.is_async}
+    if not asked:
+        return []
+    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=5.0)
+    parts = []
+    for ref in ready:
+        try:
+            parts.append(f"Coroutines of {asked[ref]}:\n{ray.get(ref)}")
+        except RayError as error:
+            parts.append(f"Coroutines of {asked[ref]}: {type(error).__name__}")
+    return parts

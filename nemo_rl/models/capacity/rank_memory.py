@@ -1,0 +1,92 @@
+"""What the memory predictions of all training backends have in common: a rank of each pipeline stage, and the worst.
+
+A backend's `memory_plan` says how its axes divide what `memory_trace` counts, and which moments a step has. Invariant:
+bytes are those of one rank, the one that needs most.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar
+
+from transformers import PretrainedConfig
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.distributed.parallel_logprobs import default_chunk_size
+from nemo_rl.models.capacity.memory import WIDE, MemoryPlan, Work
+from nemo_rl.models.capacity.memory_trace import ModelTrace, Parameters, trace_model
+from nemo_rl.models.huggingface.load import torch_dtype
+
+
+@dataclass(frozen=True)
+class RankMemory(ABC):
+    """Memory of one rank of a pipeline stage.
+
+    Attributes:
+        policy: section of the model.
+        layout: sizes of the axes.
+        model: configuration of the model's text.
+        trace: what the model holds.
+        work: what the rank does.
+        tokens: of a microbatch that are the rank's.
+        itemsize: bytes of a number of `policy.precision`.
+        stage: number of the pipeline stage.
+    """
+
+    kept_operators: ClassVar[Collection[str]] = ()
+    """As for `trace_model`."""
+
+    policy: PolicyConfig
+    layout: ParallelLayout
+    model: PretrainedConfig
+    trace: ModelTrace
+    work: Work
+    tokens: int
+    itemsize: int
+    stage: int
+
+    @classmethod
+    def predict(cls, policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:
+        """The plan of the rank that needs most; arguments as the attributes, `model` whole."""
+        tokens, dtype = ceil(work.tokens / layout.cp), torch_dtype(policy.precision)
+        scores = policy.reward_model_cfg.enabled
+        trace = trace_model(model, tokens, dtype, scores=scores, kept_operators=cls.kept_operators)
+        text = model.get_text_config()
+        stages = range(layout.pp)
+        ranks = (cls(policy, layout, text, trace, work, tokens, dtype.itemsize, stage) for stage in stages)
+        return max((rank.plan() for rank in ranks), key=lambda plan: plan.peak)
+
+    @abstractmethod
+    def plan(self) -> MemoryPlan:
+        """All moments of a step."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the rank's stage is the last one."""
+        return self.stage == self.layout.pp - 1
+
+    @property
+    def outside(self) -> list[Parameters]:
+        """Parameters outside of the layers: the first stage has the embedding, the last one norm and head."""
+        first, last, trace = self.stage == 0, self.has_head, self.trace
+        if last and not (first and trace.tied):
+            return [trace.embedding, trace.last] if first else [trace.last]
+        return [trace.last] if last else [trace.embedding] * first
+
+    @property
+    def largest(self) -> float:
+        """Elements of the largest tensor, as tensor-parallel ranks divide it."""
+        parts = (self.trace.embedding, self.trace.last, *self.trace.layers)
+        return max(parameters.largest for parameters in parts) / self.layout.tp
+
+    @property
+    def head(self) -> float:
+        """Bytes of the head in float32."""
+        return self.has_head * self.trace.vocabulary * self.trace.hidden / self.layout.tp * WIDE
+
+    def logits(self, tensors: int) -> float:
+        """Bytes of so many tensors as large as one chunk of float32 logits."""
+        chunk = self.policy.logprob_chunk_size or default_chunk_size(on_gpu=not self.work.on_cpu)
+        return self.has_head * tensors * min(self.tokens, chunk) * self.trace.vocabulary * WIDE / self.layout.tp

@@ -1,0 +1,183 @@
+"""Write and read a rank's training state beside the weights: optimizer, schedule, random numbers.
+
+Layout (O = optimizer folder), written by all ranks together:
+
+    O/optim/                       torch distributed checkpoint, states under parameter names
+    O/trainer.pt                   schedule, settings of optimizer and schedule, hyperparameters of the parameter
+                                   groups, whether the optimizer had state
+    O/rng/rank_<r>.pt              random-number generators of each rank
+
+Invariant: a load restores every bit that a save wrote, on any number of ranks (random-number state only on
+the same number), unless the settings of optimizer or schedule are others.
+"""
+
+import copy
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.distributed.ranks.shared_failure import failing_together, reasons_of, require_readable
+from nemo_rl.files.safe_checkpoint import METADATA_FILE, only_plain_values, read_metadata
+from nemo_rl.files.safe_load import load_plain
+from nemo_rl.models.dtensor.optimizer import OptimizerSettings, groups_now, hyperparameters_now
+from nemo_rl.models.dtensor.pipeline.stages import stage_of
+from nemo_rl.models.dtensor.pipeline.weights import names_here
+from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
+from nemo_rl.models.training.random_state import restore_rng_state, rng_state
+from nemo_rl.utils.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_training_state(
+    hf: PreTrainedModel,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    settings: OptimizerSettings,
+    path: Path,
+    keep: Keep = as_it_is,
+) -> Write:
+    """Prepare optimizer, schedule and each rank's random-number state; `path` is the O above.
+
+    Returns:
+        Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
+    """
+    found: Any = get_optimizer_state_dict(hf, optimizer) if optimizer.state else None
+    trainer = {
+        "scheduler": copy.deepcopy(scheduler.state_dict()),
+        "has_optimizer_state": found is not None,
+        "optimizer_groups": None if found is None else [_hyperparameters(group) for group in found["param_groups"]],
+        "settings": settings,
+    }
+    state = None if found is None else _kept(_known_states(hf, found["state"]), "optim.state", keep)
+    return partial(_write_training_state, path, state, trainer, rng_state())
+
+
+def _write_training_state(
+    path: Path,
+    state: dict[str, Any] | None,
+    trainer: dict[str, Any],
+    rng: dict[str, Any],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    if state is not None:
+        with failing_together(group):
+            dcp.save({"optim": {"state": state}}, checkpoint_id=str(path / "optim"), process_group=group)
+    with failing_together(group):
+        rng_file = _rng_file(path)
+        rng_file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(rng, rng_file)
+        if dist.get_rank() == 0:
+            torch.save(trainer, path / "trainer.pt")
+
+
+def _kept(value: Any, name: str, keep: Keep) -> Any:
+    """The same dicts and lists anew, with what `keep` makes of each tensor."""
+    if isinstance(value, Tensor):
+        return keep(name, value)
+    if isinstance(value, dict):
+        return {key: _kept(below, f"{name}.{key}", keep) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_kept(below, f"{name}.{index}", keep) for index, below in enumerate(value)]
+    return value
+
+
+def load_training_state(
+    hf: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler, settings: OptimizerSettings, path: Path
+) -> None:
+    """Restore what `prepare_training_state` wrote.
+
+    With other settings than those it was written with, the optimizer keeps its moments and gets the new
+    hyperparameters; the schedule stands where it would stand had it been the new one from the first step.
+
+    Raises:
+        CheckpointError: the folder is no optimizer checkpoint, or one of another optimizer.
+    """
+    trainer_file = path / "trainer.pt"
+    if not trainer_file.exists():
+        raise CheckpointError(f"{path} holds no trainer.pt: not an optimizer checkpoint.")
+    trainer = load_plain(trainer_file)
+    saved = trainer.get("settings")
+    # A schedule's state has a list with a value for each parameter group, and these follow from the meshes.
+    num_groups = len(optimizer.param_groups)
+    unchanged = settings == saved and len(trainer["scheduler"].get("_last_lr", range(num_groups))) == num_groups
+    new_values = None if unchanged else hyperparameters_now(optimizer, scheduler, settings, trainer)
+    if saved is not None and saved["optimizer"]["name"] != settings["optimizer"]["name"]:
+        logger.warning("policy.optimizer.name has changed: the optimizer starts without moments.")
+    elif trainer["has_optimizer_state"]:
+        _load_moments(hf, optimizer, path / "optim", trainer.get("optimizer_groups"))
+    if new_values is None:
+        scheduler.load_state_dict(trainer["scheduler"])
+    else:
+        for group, values in zip(optimizer.param_groups, new_values, strict=True):
+            group.update(values)
+    if _rng_file(path).exists():
+        restore_rng_state(load_plain(_rng_file(path)))
+    else:
+        logger.warning("%s is missing: this rank keeps its own random-number state.", _rng_file(path))
+
+
+def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups: list[dict[str, Any]] | None) -> None:
+    """Read the state of each parameter by its name.
+
+    Args:
+        hf: the model; it may hold other parameters than the ranks that wrote.
+        optimizer: of these parameters.
+        path: the distributed checkpoint.
+        groups: hyperparameters of the saved parameter groups, the same for all; None for checkpoints that have them
+            beside the states.
+    """
+    now: dict[str, Any] = dict(get_optimizer_state_dict(hf, optimizer))
+    names = [group["params"] for group in now["param_groups"]]
+    del now["param_groups"][1:]  # a checkpoint that has them may have others, but always a first one
+    now["state"] = _known_states(hf, now["state"], with_copies=True)
+    state: dict[str, Any] = {"optim": now if groups is None else {"state": now["state"]}}
+    with failing_together():
+        read_metadata(path / METADATA_FILE)
+    try:
+        with only_plain_values():
+            dcp.load(state, checkpoint_id=str(path))
+    except dcp.CheckpointException as error:
+        require_readable(error)
+        raise CheckpointError(
+            f"{path} does not fit {type(optimizer).__name__} as policy.optimizer describes it: {reasons_of(error)}"
+        ) from error
+    state["optim"]["param_groups"] = groups_now(optimizer, names, (groups or state["optim"]["param_groups"])[0])
+    here = names_here(hf)
+    state["optim"]["state"] = {here.get(name, name): value for name, value in state["optim"]["state"].items()}
+    set_optimizer_state_dict(hf, optimizer, state["optim"])
+
+
+def _known_states(hf: PreTrainedModel, states: Mapping[str, Any], *, with_copies: bool = False) -> dict[str, Any]:
+    """State of each parameter under the name that checkpoints have for it.
+
+    Args:
+        hf: the model, or a pipeline stage of it.
+        states: under the names that parameters have here.
+        with_copies: also that of parameters which an earlier stage holds too.
+    """
+    stage = stage_of(hf)
+    if stage is None:
+        return dict(states)
+    known = {stage.known_as(name): state for name, state in states.items()}
+    return {name: state for name, state in known.items() if with_copies or name not in stage.copies}
+
+
+def _hyperparameters(group: Any) -> dict[str, Any]:
+    """What a parameter group of a saved state holds beside the names of this rank's parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _rng_file(path: Path) -> Path:
+    return path / "rng" / f"rank_{dist.get_rank():05d}.pt"

@@ -1,0 +1,207 @@
+"""How evenly routers spread tokens over experts: metrics, the auxiliary loss, routers that do not train.
+
+Both are sums over all tokens of an optimizer update, on all ranks, before any ratio; so they do not depend on how its
+rows are cut into microbatches or ranks. Padding does not count. Where ranks see the same tokens (tensor parallelism),
+all sums are multiples, and ratios the same.
+
+The auxiliary loss is the one that transformers adds to a causal language model's loss (`load_balancing_loss_func`):
+
+    coefficient * E * sum_e f_e P_e    f_e: share of tokens that expert e is chosen by; P_e: its mean probability
+
+over the tokens of all layers together. The f_e of the whole update must be known before the first backward pass, so an
+update begins with a *survey*: a forward pass of all its microbatches without gradients. Each microbatch then adds its
+own part of the P_e, and these add up.
+
+Source: Switch Transformers (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.models.dtensor.experts.parallel import find_experts, num_experts
+from nemo_rl.models.dtensor.mesh import Meshes
+from nemo_rl.models.training.expert_load import load_metrics
+from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_ROUTER_NAMES = ("gate", "router")
+"""Names that architectures of transformers give to the router beside the experts."""
+
+
+def find_routers(hf: nn.Module) -> list[nn.Module]:
+    """The routers of the experts that `find_experts` finds, in the order of the layers."""
+    blocks = [hf.get_submodule(name.rpartition(".")[0]) for name in find_experts(hf)]
+    return [child for block in blocks for name, child in block.named_children() if name in _ROUTER_NAMES]
+
+
+def freeze_routers(hf: PreTrainedModel) -> None:
+    """Keep the routers as they are; tokens may still go elsewhere, because hidden states change."""
+    routers = find_routers(hf)
+    if not routers:
+        logger.info("policy.dtensor_cfg.freeze_moe_router has no effect: %s has no routers.", type(hf).__name__)
+    for router in routers:
+        router.requires_grad_(False)
+
+
+def auxiliary_coefficient(hf: PreTrainedModel, asked: float | None) -> float:
+    """The factor of the auxiliary loss; 0 without one.
+
+    Args:
+        hf: the model.
+        asked: `policy.dtensor_cfg.moe_aux_loss_coeff`; None takes what the model's configuration says, as transformers
+            reads it: `router_aux_loss_coef` where `output_router_logits` is set.
+
+    Raises:
+        ConfigError: it is above 0, but the architecture has no such loss.
+    """
+    config = hf.config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None)
+    coefficient = asked if asked is not None else (own or 0.0) * bool(getattr(config, "output_router_logits", False))
+    recorded = getattr(hf.base_model, "_can_record_outputs", None) or {}
+    if coefficient and (own is None or "router_logits" not in recorded or not find_routers(hf)):
+        raise ConfigError(
+            f"an auxiliary loss with the coefficient {coefficient} is asked for, but transformers defines none for "
+            f"{type(hf).__name__}. Set policy.dtensor_cfg.moe_aux_loss_coeff=0."
+        )
+    return float(coefficient)
+
+
+class ExpertBalance:
+    """Watches the routing of one optimizer update; see the module docstring.
+
+    Args:
+        hf: a model with experts, before they are shared between ranks.
+        coefficient: from `auxiliary_coefficient`.
+        device: where the model computes.
+        tensor: the tensor-parallel ranks, which may divide the tokens of a block between them.
+    """
+
+    def __init__(
+        self, hf: PreTrainedModel, coefficient: float, device: torch.device, tensor: DeviceMesh | None = None
+    ) -> None:
+        experts = list(find_experts(hf).values())
+        self.has_loss = coefficient > 0
+        self._coefficient, self._device = coefficient, device
+        self._parts, self._part = (1, 0) if tensor is None else (tensor.size(), tensor.get_local_rank())
+        self._sizes = [num_experts(module) for module in experts]
+        self._watching = False
+        self._real: Tensor | None = None
+        self._logits: list[Tensor] = []
+        self._shares: Tensor | None = None
+        self._start_update()
+        for layer, module in enumerate(experts):
+            module.register_forward_pre_hook(partial(self._count, layer))
+        if self.has_loss:
+            for router in find_routers(hf):
+                router.register_forward_hook(self._keep_logits)
+
+    @contextmanager
+    def watching(self, real_tokens: Tensor | None) -> Iterator[None]:
+        """Take note of what routers decide while the block runs a microbatch; not when it is recomputed later.
+
+        Args:
+            real_tokens: `[b, T]` bool, which of the model's tokens are no padding; None: all.
+        """
+        self._watching, self._real, self._logits = True, real_tokens, []
+        try:
+            yield
+        finally:
+            self._watching = False
+
+    def end_survey(self) -> None:
+        """Fix the `f_e / tokens` of the update, from the microbatches watched so far; collective."""
+        counts = torch.stack(self._counts).sum(0)
+        dist.all_reduce(counts)
+        dist.all_reduce(self._rows)
+        self._shares = (counts / self._rows.double().square().clamp(min=1)).float()
+        self._start_update()
+
+    def loss(self) -> Tensor:
+        """The part of the auxiliary loss that the microbatch watched last adds; all parts of all ranks add up."""
+        assert self._shares is not None, "the survey comes first"
+        shares, logits, self._logits = self._shares, self._logits, []
+        loss = sum((self._probabilities(layer) @ shares for layer in logits), torch.zeros((), device=self._device))
+        loss = loss * (self._coefficient * len(shares))
+        self._loss += loss.detach()
+        return loss
+
+    def end_update(self) -> dict[str, float]:
+        """Metrics of the update, equal on all ranks; collective.
+
+        Returns:
+            Those of `expert_load.load_metrics`, and `moe/aux_loss`: the auxiliary loss, where there is one.
+        """
+        counts = torch.cat(self._counts)
+        dist.all_reduce(counts)
+        metrics = load_metrics(counts.cpu().split(self._sizes))
+        if self.has_loss:
+            dist.all_reduce(self._loss)
+            metrics["moe/aux_loss"] = self._loss.item()
+        self._start_update()
+        return metrics
+
+    def _start_update(self) -> None:
+        self._counts = [torch.zeros(size, dtype=torch.int64, device=self._device) for size in self._sizes]
+        self._rows = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._loss = torch.zeros((), dtype=torch.float32, device=self._device)
+
+    @torch.no_grad()
+    def _count(self, layer: int, experts: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before experts run: `args` are hidden states, the chosen experts `[N, k]`, weights."""
+        if not self._watching:
+            return
+        index = args[1]
+        real_N = self._real_of(len(index))
+        self._counts[layer].index_add_(0, index.flatten(), real_N.repeat_interleave(index.shape[1]))
+        self._rows += real_N.sum()
+
+    def _keep_logits(self, router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        if self._watching and torch.is_grad_enabled():
+            self._logits.append(output[0])
+
+    def _probabilities(self, logits_NE: Tensor) -> Tensor:
+        """`[E]`: sums of the probabilities of the real tokens."""
+        real_N = self._real_of(len(logits_NE))
+        return (logits_NE.softmax(-1).float() * real_N[:, None]).sum(0)
+
+    def _real_of(self, rows: int) -> Tensor:
+        """`[N]` int64: 1 where a router's row is a real token."""
+        if self._real is None:
+            return torch.ones(rows, dtype=torch.int64, device=self._device)
+        real = self._real
+        if real.numel() != rows:  # `expert_parallel.divide_tokens`
+            real = nn.functional.pad(real, (0, -real.shape[1] % self._parts)).chunk(self._parts, 1)[self._part]
+        return real.flatten().long()
+
+
+def watch_experts(
+    hf: PreTrainedModel, config: PolicyConfig, device: torch.device, meshes: Meshes
+) -> ExpertBalance | None:
+    """What watches the routers of a model that trains, before its experts are shared; freezes them where asked.
+
+    None without experts, and in a pipeline, whose stages have other layers.
+
+    Raises:
+        ConfigError: an auxiliary loss is asked for in a pipeline.
+    """
+    if config.dtensor_cfg.freeze_moe_router:
+        freeze_routers(hf)
+    coefficient = auxiliary_coefficient(hf, config.dtensor_cfg.moe_aux_loss_coeff)
+    if coefficient and meshes.layout.pp > 1:
+        raise ConfigError(
+            f"the auxiliary loss of experts (coefficient {coefficient}) is over the layers of all stages together, "
+            f"which pipeline_parallel_size={meshes.layout.pp} takes apart. Set policy.dtensor_cfg.moe_aux_loss_coeff=0."
+        )
+    watched = find_experts(hf) and meshes.layout.pp == 1
+    return ExpertBalance(hf, coefficient, device, meshes.tp) if watched else None

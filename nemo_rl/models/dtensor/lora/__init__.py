@@ -1,0 +1,1 @@
+"""LoRA in the DTensor backend: adapter modules, their files, their export."""

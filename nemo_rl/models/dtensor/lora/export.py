@@ -1,0 +1,146 @@
+"""From a LoRA adapter and its base model to one folder for `transformers` and vLLM, and the proof that it is both.
+
+For adapters that travel without merged weights (`training_backend` exports a checkpoint's own merged weights), saved by
+this library or by PEFT. Invariant: weights are merged in float32, `W + (alpha / r) B A`; `verify_merged` compares the
+folder with the base model and the adapter computed side by side, unmerged.
+"""
+
+import json
+import logging
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
+
+from nemo_rl.config import find_path
+from nemo_rl.models.dtensor.lora.files import attach_adapter, read_adapter_config
+from nemo_rl.models.dtensor.lora.modules import merge_adapters
+from nemo_rl.models.dtensor.training_backend import DTensorTraining
+from nemo_rl.models.huggingface.comparison import ExportCheck, compare_models
+from nemo_rl.models.huggingface.folders import MODEL_FOLDER, require_empty
+from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
+from nemo_rl.models.huggingface.peft_folder import ADAPTER_FOLDER, CONFIG_FILE
+from nemo_rl.utils.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MERGE_TOLERANCE = 1e-4
+"""As `comparison.VERIFY_TOLERANCE`, for two computations that add up in another order."""
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """An adapter, and what belongs to it.
+
+    Attributes:
+        folder: holds adapter_config.json and adapter_model.safetensors.
+        base: Hugging Face id or folder of the model it was trained on.
+        tokenizer: Hugging Face id or folder of the tokenizer.
+    """
+
+    folder: Path
+    base: str
+    tokenizer: str
+
+
+def find_adapter(path: str | Path) -> Path:
+    """The folder of an adapter, from it or from a folder above it.
+
+    Args:
+        path: a step folder, its `policy` or `policy/weights`, or the adapter's own folder.
+
+    Raises:
+        CheckpointError: none of these holds an adapter.
+    """
+    given = Path(path).expanduser()
+    folders = (given, *(given / above / ADAPTER_FOLDER for above in ("", "weights", "policy/weights")))
+    for folder in folders:
+        if (folder / CONFIG_FILE).exists():
+            return folder
+    raise CheckpointError(
+        f"{str(given)!r} holds no LoRA adapter: neither it nor its policy/weights/{ADAPTER_FOLDER} has a "
+        f"{CONFIG_FILE}. Give a step folder of a run with policy.dtensor_cfg.lora_cfg.enabled=true, or a folder "
+        "saved by PEFT."
+    )
+
+
+def adapter_source(adapter: str | Path, base: str | None = None, model_name: str | None = None) -> AdapterSource:
+    """Find the adapter, its base and its tokenizer.
+
+    Args:
+        adapter: as for `find_adapter`.
+        base: model folder or id, or a checkpoint of full training; None takes `model_name`, or else the base that
+            the adapter names.
+        model_name: whose tokenizer is used; None takes that of the base.
+
+    Raises:
+        CheckpointError: there is no adapter, or a checkpoint given as base holds no weights.
+    """
+    folder = find_adapter(adapter)
+    named = base or model_name or read_adapter_config(folder).get("base_model_name_or_path")
+    if not named:
+        raise CheckpointError(f"{folder / CONFIG_FILE} names no base model. Name it with --base-ckpt.")
+    found = find_path(named)
+    if found is not None and not (found / "config.json").exists():
+        found = DTensorTraining().find_weights(found) / MODEL_FOLDER
+    resolved = str(found or named)
+    return AdapterSource(folder, resolved, str(find_path(model_name) or model_name) if model_name else resolved)
+
+
+def export_merged(source: AdapterSource, target: Path, dtype: str | None = None) -> None:
+    """Write base and adapter as one model.
+
+    Args:
+        source: what `adapter_source` returns.
+        target: a new or empty folder.
+        dtype: number format of the weights, for example "bfloat16"; None writes float32.
+
+    Raises:
+        CheckpointError: the target holds files already, or the adapter does not fit the base.
+        ConfigError: the base cannot be loaded, or the dtype is unknown.
+    """
+    require_empty(target)
+    wanted = torch_dtype(dtype or "float32")
+    model = _adapted(source)
+    merge_adapters(model)
+    nn.Module.to(model, wanted).save_pretrained(target)
+    AutoTokenizer.from_pretrained(source.tokenizer).save_pretrained(target)
+    logger.info("Merged %s into %s: %s.", source.folder, source.base, target)
+
+
+def export_adapter(source: AdapterSource, target: Path) -> None:
+    """Copy the adapter alone, in PEFT's format, with the base's name in it.
+
+    Args:
+        source: what `adapter_source` returns.
+        target: a new or empty folder.
+
+    Raises:
+        CheckpointError: the target holds files already, or the source is no plain LoRA adapter.
+    """
+    require_empty(target)
+    described = read_adapter_config(source.folder) | {"base_model_name_or_path": source.base}
+    shutil.copytree(source.folder, target, dirs_exist_ok=True)
+    (target / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
+    """Compare the exported model with base and adapter side by side, in float32 on the CPU.
+
+    Args:
+        source: what `adapter_source` returns.
+        target: the exported folder.
+    """
+    exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    check = compare_models(_adapted(source), exported, AutoTokenizer.from_pretrained(target))
+    return replace(check, tolerance=MERGE_TOLERANCE)
+
+
+def _adapted(source: AdapterSource) -> PreTrainedModel:
+    model = load_causal_lm(source.base)
+    attach_adapter(model, source.folder)
+    return model

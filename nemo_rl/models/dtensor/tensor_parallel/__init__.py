@@ -1,0 +1,1 @@
+"""Tensor parallelism of the DTensor backend: plans for layers, and their application."""

@@ -1,0 +1,159 @@
+"""Write a model of the hub as a checkpoint of this backend, in one process without a GPU.
+
+The model of Megatron Core is made without values, for names and shapes alone; torch's writer asks for each tensor when
+it is its turn, and that one is then read from the hub's files. Runs need none of this: every rank reads those files.
+
+Invariant: every tensor of the files is in the checkpoint or is named as left out, and everything in the checkpoint is
+of the files; at most two parameters are in memory.
+"""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nemo_rl.config import MegatronConfig, PolicyConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.files.manifest import write_manifest
+from nemo_rl.models.huggingface.folders import TOKENIZER_FILES, require_empty
+from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
+from nemo_rl.models.huggingface.tensor_files import model_folder, weight_files
+from nemo_rl.models.megatron.checkpoints.folder import ITERATION, has_scalar_head, hub_tensors_of
+from nemo_rl.models.megatron.checkpoints.saved_tensors import by_parameter
+from nemo_rl.models.megatron.conversion.dequantized import DequantizedFiles
+from nemo_rl.models.megatron.conversion.parts import Part
+from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
+from nemo_rl.models.megatron.conversion.sources import listed, sources
+from nemo_rl.models.megatron.parallel import start_model_parallel, stop_model_parallel
+from nemo_rl.utils.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+_SECTIONS: dict[str, Any] = {"dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True}}
+_GENERATION_CONFIG = "generation_config.json"
+_HALVES = {"_w": 0, "_v": 1}
+"""Ends of the names that gate and up are kept under, and which parts these are."""
+
+
+def import_huggingface(model_name: str, target: Path, dtype: str | None = None) -> int:
+    """Write a step folder without optimizer: `config.yaml` and `policy/weights`; call it in a process of its own.
+
+    Args:
+        model_name: hub id or local folder.
+        target: a new or empty folder.
+        dtype: number format of the weights; None takes that of the model's configuration.
+
+    Returns:
+        How many tensors of the hub it holds.
+
+    Raises:
+        CheckpointError: the target holds files already, or the model's files are not those of its configuration.
+        ConfigError: the model is unknown, or none that Megatron Core can train.
+    """
+    require_empty(target)
+    config, folder = load_model_config(model_name), model_folder(model_name)
+    described = {"model_name": model_name} | _SECTIONS
+    policy = PolicyConfig.build(**described, generation=None)
+    rules = rules_for(config, has_scalar_head=has_scalar_head(config))
+    files = DequantizedFiles(weight_files(folder), config)
+    values, weights = _Values(rules, files, sources(rules, files, folder)), target / "policy" / "weights"
+    with _one_rank(policy.megatron_cfg, ParallelLayout.of(policy, 1)):
+        from nemo_rl.models.megatron.checkpoints.torch_dist import prepare
+
+        precision = torch_dtype(dtype or str(config.dtype or "float32").removeprefix("torch."))
+        state = _state(config, policy.megatron_cfg, precision)
+        prepare(weights / ITERATION, state, late=values.of)(None)
+    values.require_all()
+    config.dtype = precision
+    _write_beside(folder, config, target, described)
+    exported = [name for name, _, _ in hub_tensors_of(weights, config, meta=True)]
+    logger.info("%s holds the %d tensors of %s.", weights, len(exported), model_name)
+    return len(exported)
+
+
+class _Values:
+    """The tensors of a checkpoint, read from the hub's files when they are written.
+
+    Args:
+        rules: of the model.
+        files: of the hub.
+        stored: which of their tensors each parameter is made of.
+    """
+
+    def __init__(self, rules: Rules, files: DequantizedFiles, stored: dict[str, tuple[Part, ...]]) -> None:
+        self._rules, self._files, self._stored = rules, files, stored
+        wanted = [name for name in stored if not rules.by_parameter[name].copy_of_tied]
+        self._missing = {(name, part.name) for name in wanted for part in stored[name]}
+
+    def of(self, name: str, like: Tensor) -> Tensor:
+        """What is written in the place of a tensor without values.
+
+        Raises:
+            CheckpointError: the files have no such tensor, or another shape of it.
+        """
+        from nemo_rl.models.megatron.conversion.holdings import Groups
+        from nemo_rl.models.megatron.conversion.importer import fill, require_shapes
+
+        (parameter,) = by_parameter([name])
+        if parameter not in self._stored:
+            raise CheckpointError(f"The files have no tensor for {parameter}.")
+        rule, parts, half = self._rules.by_parameter[parameter], self._stored[parameter], _HALVES.get(name[-2:])
+        num_rows = len(like) if half is None else 2 * len(like)
+        whole = torch.empty(num_rows, *like.shape[1:], dtype=like.dtype)
+        require_shapes(whole, rule, parts, self._files, num_shards=1)
+        asked = dict(enumerate(parts)) if half is None else {half: parts[half]}
+        fill(whole, rule, asked, self._files, Groups.current())
+        self._missing -= {(parameter, part.name) for part in asked.values()}
+        return whole if half is None else whole.chunk(2)[half]
+
+    def require_all(self) -> None:
+        """Raise a CheckpointError where a tensor of the files went nowhere."""
+        if self._missing:
+            names = {name for _, name in self._missing}
+            raise CheckpointError("Megatron Core's model has no place for tensors of the files" + listed(": ", names))
+
+
+@contextmanager
+def _one_rank(section: MegatronConfig, layout: ParallelLayout) -> Iterator[None]:
+    """Megatron Core's groups of this process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        try:
+            start_model_parallel(layout, section, _CPU)
+            yield
+        finally:
+            stop_model_parallel()
+            dist.destroy_process_group()
+
+
+def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.dtype) -> Any:
+    """Names and shapes of the whole model; of its memory nothing is touched."""
+    from nemo_rl.models.megatron.build import build_chunks
+    from nemo_rl.models.megatron.checkpoints.run_state import model_state
+    from nemo_rl.models.megatron.scoring import give_scalar_head
+
+    chunks = build_chunks(config, section, precision=precision, device=_CPU)
+    if has_scalar_head(config):
+        give_scalar_head(chunks, std=0.0)
+    return model_state(chunks)
+
+
+def _write_beside(folder: Path, config: PretrainedConfig, target: Path, policy: dict[str, Any]) -> None:
+    """What stands beside the tensors: the model's configuration and tokenizer, and that of a run."""
+    weights = target / "policy" / "weights"
+    config.save_pretrained(weights)
+    for name in (*TOKENIZER_FILES, _GENERATION_CONFIG):
+        if (folder / name).exists():
+            shutil.copyfile(folder / name, weights / name)
+    (target / "config.yaml").write_text(yaml.safe_dump({"policy": policy}), encoding="utf-8")
+    write_manifest(target)

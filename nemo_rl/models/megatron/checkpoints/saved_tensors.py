@@ -1,0 +1,102 @@
+"""Whole tensors of a `torch_dist` folder by name, one at a time, without megatron, a process group or a model.
+
+Invariant: of the files no more is in memory than one rank's part of one tensor, beside the whole tensor.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from nemo_rl.distributed.ranks.shared_failure import reasons_of
+from nemo_rl.files.safe_checkpoint import METADATA_FILE, only_plain_values, read_metadata
+from nemo_rl.utils.errors import CheckpointError
+
+_BROKEN = (OSError, RuntimeError, ValueError, KeyError, AssertionError, EOFError)
+
+
+class SavedTensors:
+    """The tensors of a folder.
+
+    Args:
+        folder: as `torch_dist` writes it.
+
+    Attributes:
+        names: of all tensors, as the folder has them.
+
+    Raises:
+        CheckpointError: the folder is damaged, or no such folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader = dcp.FileSystemReader(folder)
+        self._metadata = read_metadata(folder / METADATA_FILE)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        found = self._metadata.state_dict_metadata.items()
+        self._held = {name: held for name, held in found if isinstance(held, TensorStorageMetadata)}
+        self.names = list(self._held)
+
+    def like(self, name: str) -> Tensor:
+        """Shape and dtype of a tensor: one on the meta device."""
+        held = self._held[name]
+        return torch.empty(held.size, dtype=held.properties.dtype, device="meta")
+
+    def read(self, names: Iterable[str]) -> Tensor:
+        """The rows of one tensor or of several, one below the other, on the CPU.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        names = list(names)
+        likes = [self.like(name) for name in names]
+        if len(names) == 1:
+            whole = torch.empty_like(likes[0], device="cpu")
+            targets = {names[0]: whole}
+        else:
+            rows = [len(like) for like in likes]
+            whole = torch.empty((sum(rows), *likes[0].shape[1:]), dtype=likes[0].dtype)
+            targets = dict(zip(names, whole.split(rows), strict=True))
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(targets, self._metadata, is_coordinator=True)
+        try:
+            with only_plain_values():
+                self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"{self._folder} is damaged: {reasons_of(error)}") from error
+        except CheckpointError:
+            raise
+        except _BROKEN as error:
+            raise self._damaged(error) from error
+        return whole
+
+    def _damaged(self, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self._folder} cannot be read: {type(error).__name__}: {error}")
+
+
+_HALF = re.compile(r"_[wv]$")
+"""Ends of the names of gate and up, which a parameter holds one above the other."""
+
+
+def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names of the tensors that each parameter of the whole model is kept in, by its name in the model.
+
+    Args:
+        names: of `SavedTensors`.
+    """
+    from nemo_rl.models.megatron.conversion.names import own_name
+
+    found: dict[str, list[str]] = {}
+    for name in names:
+        parameter = own_name(_HALF.sub("", name).replace(".experts.experts.", ".experts.local_experts."))
+        found.setdefault(parameter, []).append(name)
+    return {parameter: sorted(kept, key=_up_last) for parameter, kept in found.items()}
+
+
+def _up_last(name: str) -> tuple[bool, str]:
+    return name.endswith("_v"), name

@@ -1,0 +1,1 @@
+"""LoRA in the Megatron backend: adapter modules and their files."""

@@ -1,0 +1,115 @@
+"""Adapters of Megatron Core's layers in the format of the PEFT library, under Hugging Face's names.
+
+A layer of Megatron Core may hold several of the hub's one above the other (query, key and value; gate and up): these
+share its A, and each has its own rows of B. A checkpoint keeps base and adapters in its tensors, from which a run
+resumes, and the adapter once more in `adapter/`, for others. Invariant: base plus `adapter/` is the merged model.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from nemo_rl.config.schema.model.megatron import MegatronPeftConfig
+from nemo_rl.models.huggingface.peft_folder import ADAPTER_FOLDER, CONFIG_FILE, peft_config, peft_key, write_adapter
+from nemo_rl.models.megatron.conversion.exporter import gathered
+from nemo_rl.models.megatron.conversion.holdings import Groups
+from nemo_rl.models.megatron.conversion.parts import Part, Rule
+from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
+from nemo_rl.models.megatron.lora.modules import adapted_modules
+from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
+from nemo_rl.utils.errors import CheckpointError
+
+
+def save_adapter(
+    chunks: Sequence[nn.Module],
+    hf_config: PretrainedConfig,
+    config: MegatronPeftConfig,
+    base_name: str,
+    names: Sequence[str],
+    weights_path: Path,
+    keep: Keep = as_it_is,
+) -> Write:
+    """Prepare the adapter; all ranks take part, rank 0 writes.
+
+    Args:
+        chunks: the rank's virtual stages, wrapped or not.
+        hf_config: of the model.
+        config: the section that the adapters were made with.
+        base_name: `policy.model_name`.
+        names: of the adapted layers, from `apply_lora`.
+        weights_path: weights folder of the checkpoint.
+        keep: applied to every tensor that will be written.
+    """
+    rules = rules_for(hf_config)
+    tensors = {
+        peft_key(name): keep(f"adapter.{name}", tensor) for name, tensor in _hub_adapters(chunks, rules, names).items()
+    }
+    hub = dict.fromkeys(name for layer in names for name in _hub_layers(rules.by_parameter[f"{layer}.weight"]))
+    fused = any(rule.expert is not None for rule in rules.by_parameter.values())
+    described = peft_config(config, base_name, list(hub), fused_experts=fused)
+    return partial(write_adapter, weights_path / ADAPTER_FOLDER, tensors, described)
+
+
+def check_adapter(weights_path: Path, config: MegatronPeftConfig) -> None:
+    """Refuse a checkpoint that was written with LoRA where there is none now, with another scale, or without it.
+
+    Raises:
+        CheckpointError: says what to set.
+    """
+    file = weights_path / ADAPTER_FOLDER / CONFIG_FILE
+    if file.exists() != config.enabled:
+        how, asked = ("with", "true") if file.exists() else ("without", "false")
+        raise CheckpointError(
+            f"{weights_path} was written {how} LoRA. Set policy.megatron_cfg.peft.enabled={asked} to go on, or start a "
+            "new run from its model: export the checkpoint with examples/converters/convert_megatron_to_hf.py and set "
+            "policy.model_name to that folder."
+        )
+    if not config.enabled:
+        return
+    described = json.loads(file.read_text(encoding="utf-8"))
+    before = (described["r"], described["lora_alpha"])
+    if before != (config.dim, config.alpha):
+        raise CheckpointError(
+            f"{weights_path} was written with policy.megatron_cfg.peft.dim={before[0]} and alpha={before[1]}, and this "
+            f"run has dim={config.dim} and alpha={config.alpha}. Set them to the former."
+        )
+
+
+def _hub_layers(rule: Rule) -> list[str]:
+    """The hub's layers that the weight of a layer is made of."""
+    return [part.name.removesuffix(".weight") for part in rule.parts]
+
+
+@torch.no_grad()
+def _hub_adapters(chunks: Sequence[nn.Module], rules: Rules, names: Sequence[str]) -> dict[str, Tensor]:
+    """A and B of each layer of the hub, whole and on the CPU, by `<layer>.lora_A` and `<layer>.lora_B`; collective."""
+    modules = adapted_modules(chunks)
+    held: dict[str, Tensor] = {}
+    for name, module in modules.items():
+        held |= {f"{name}.lora_A": module.lora_A, f"{name}.lora_B": module.lora_B}
+    own: dict[str, Rule] = {}
+    for name in names:
+        weight = rules.by_parameter[f"{name}.weight"]
+        a, b = f"{name}.lora_A", f"{name}.lora_B"
+        own[a] = Rule(a, (Part(a),), dim=1 if weight.dim == 1 else None)
+        own[b] = Rule(
+            b,
+            tuple(Part(f"{layer}.lora_B") for layer in _hub_layers(weight)),
+            weight.layout,
+            dim=0 if weight.dim == 0 else None,
+        )
+    device = next(chunks[0].parameters()).device
+    found = {
+        name: tensor.cpu().contiguous()
+        for name, tensor in gathered(held, replace(rules, by_parameter=own), Groups.current(), device=device)
+    }
+    for name in names:
+        shared, layers = found.pop(f"{name}.lora_A"), _hub_layers(rules.by_parameter[f"{name}.weight"])
+        found |= {f"{layer}.lora_A": shared.clone() for layer in layers}
+    return found

@@ -1,0 +1,316 @@
+"""Low-rank adapters on Megatron Core's linear layers, under tensor, sequence, pipeline and context parallelism.
+
+`y = x W^T + (alpha / dim) x A^T B^T`. A layer that divides its rows has the same rows of B and the whole A, one that
+divides its columns the same columns of A and the whole B, a whole layer both. Between A and B lie activations of width
+`dim`, and only those travel:
+
+    rows divided       x [s, b, in] A^T, then gathered along the sequence (or its gradient summed), then own rows of B
+    columns divided    own columns of x and A, then summed, or summed and divided along the sequence, then B
+
+Where tensor-parallel ranks have different tokens (sequence parallelism), a whole A or B has the gradient of its rank's
+tokens: it is marked `sequence_parallel`, and Megatron Core sums it as it sums those of norms. Everywhere else each rank
+has the whole gradient of what it holds.
+
+Invariant: base weights never change; values do not depend on the mesh; outside of this package weights are merged.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelLinear, TERowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from nemo_rl.config.schema.model.megatron import MegatronPeftConfig
+from nemo_rl.models.huggingface.load import torch_dtype
+from nemo_rl.models.megatron.build import unwrap
+from nemo_rl.models.megatron.conversion.holdings import Groups
+from nemo_rl.models.megatron.conversion.names import global_name
+from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
+from nemo_rl.models.megatron.layers.linear import with_norm_behind
+from nemo_rl.models.training.low_rank import (
+    ADAPTER_PARAMETERS,
+    generator_of,
+    initial_a,
+    merged,
+    require_moved,
+    select_layers,
+)
+
+logger = logging.getLogger(__name__)
+
+SECTION = "policy.megatron_cfg.peft"
+_COLUMN_PARALLEL = (ColumnParallelLinear, *((TEColumnParallelLinear,) if HAVE_TE else ()))
+_ROW_PARALLEL = (RowParallelLinear, *((TERowParallelLinear,) if HAVE_TE else ()))
+
+
+@dataclass
+class Adapter:
+    """What a layer's adapter is, beside its parameters.
+
+    Attributes:
+        name: of the layer in the whole model.
+        divided: what of the layer's weight tensor-parallel ranks divide: its rows (a column-parallel layer, by
+            Megatron Core's transposed name), its columns, or nothing.
+        group: these ranks.
+        sequence_parallel: whether they have different tokens where they share no layer.
+        gated: the rows are those of gate above up.
+        scaling: alpha / dim.
+        dropout: probability, in training.
+        dropout_position: on the input (`pre`) or on the output (`post`).
+        active: False computes the base layer alone.
+    """
+
+    name: str
+    divided: Literal["rows", "columns"] | None
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+    gated: bool
+    scaling: float
+    dropout: float
+    dropout_position: str
+    active: bool = True
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Along which dimension each parameter is divided."""
+        return {"rows": {"lora_B": 0}, "columns": {"lora_A": 1}}.get(self.divided or "", {})
+
+    def update(self, x: Tensor, a: Tensor, b: Tensor, training: bool) -> Tensor:
+        """`(alpha / dim) x A^T B^T` of this rank, laid out as the base layer's output.
+
+        Args:
+            x: what the base layer gets.
+            a: this rank's columns of A.
+            b: this rank's rows of B.
+            training: whether dropout is on.
+        """
+        x = x.to(a.dtype)
+        if self.dropout_position == "pre":
+            x = self._dropped(x, training, differs=self.divided == "columns" or self.sequence_parallel)
+        thin = F.linear(x, a)
+        if self.divided == "rows" and self.sequence_parallel:
+            thin = gather_from_sequence_parallel_region(thin, group=self.group)
+        elif self.divided == "rows":
+            thin = copy_to_tensor_model_parallel_region(thin, group=self.group)
+        elif self.divided == "columns" and self.sequence_parallel:
+            thin = reduce_scatter_to_sequence_parallel_region(thin, group=self.group)
+        elif self.divided == "columns":
+            thin = reduce_from_tensor_model_parallel_region(thin, group=self.group)
+        update = F.linear(thin, b)
+        if self.dropout_position == "post":
+            update = self._dropped(update, training, differs=self.divided == "rows" or self.sequence_parallel)
+        return self.scaling * update
+
+    def _dropped(self, x: Tensor, training: bool, *, differs: bool) -> Tensor:
+        """Dropout that is the same on all tensor-parallel ranks, or another one where they have different numbers."""
+        if self.dropout == 0.0 or not training:
+            return x
+        if not differs:
+            return F.dropout(x, self.dropout)
+        with get_cuda_rng_tracker().fork():
+            return F.dropout(x, self.dropout)
+
+
+@cache
+def _adapted(linear: Any) -> type[nn.Module]:
+    """A class of linear layers with an adapter; its instances are made by `_adapt`."""
+    if (behind := getattr(linear, "norm_behind", None)) is not None:
+        inner: Any = _adapted(behind[0])
+        return with_norm_behind(inner, behind[1])
+
+    class Adapted(linear):
+        adapter: Adapter
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            out, bias = super().forward(x)
+            if self.adapter.active:
+                update = self.adapter.update(x, self.lora_A, self.lora_B, self.training)
+                out = out + update.to(out.dtype)
+            return out, bias
+
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        ) -> dict[str, Any]:
+            """As Megatron Core's, which takes parameters that it does not know for whole."""
+            assert metadata is not None
+            groups = {"tp_group": self.adapter.group, "dp_cp_group": metadata["dp_cp_group"]}
+            if hasattr(linear, "sharded_state_dict"):
+                found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            else:
+                kept = self.state_dict(prefix="", keep_vars=True)
+                found = make_sharded_tensors_for_checkpoint(kept, prefix, {}, sharded_offsets, **groups)
+            own = {name: getattr(self, name) for name in ADAPTER_PARAMETERS}
+            found |= make_sharded_tensors_for_checkpoint(own, prefix, self.adapter.dims, sharded_offsets, **groups)
+            if self.adapter.gated:
+                whole, singleton = found[f"{prefix}lora_B"], metadata.get("singleton_local_shards", False)
+                found[f"{prefix}lora_B"] = apply_swiglu_sharded_factory(whole, sharded_offsets, singleton)
+            return found
+
+    return Adapted
+
+
+def apply_lora(
+    chunks: Sequence[nn.Module], hf_config: PretrainedConfig, config: MegatronPeftConfig, seed: int
+) -> list[str]:
+    """Freeze the chunks and put adapters on their linear layers, in place, before they get buffers for gradients.
+
+    Args:
+        chunks: the rank's virtual stages, bare.
+        hf_config: of the model.
+        config: the section `policy.megatron_cfg.peft`.
+        seed: run seed.
+
+    Returns:
+        Names of the adapted layers of the whole model, in its order.
+
+    Raises:
+        ConfigError: a pattern matches no linear layer, or no layer is left.
+    """
+    rules = rules_for(hf_config)
+    names = select_layers(linear_layers(rules), config.target_modules, config.exclude_modules, SECTION)
+    for chunk in chunks:
+        model = unwrap(chunk)
+        model.requires_grad_(False)
+        numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        for own, module in list(model.named_modules()):
+            name = global_name(own, numbers, 0)
+            if name in names:
+                _adapt(module, name, model.config, config, seed)
+        if model.pre_process:
+            # Frozen, it would leave nothing to differentiate to layers without adapters, or that are recomputed.
+            model.embedding.register_forward_hook(_with_gradient)
+    has_experts = any(rule.expert is not None for rule in rules.by_parameter.values())
+    logger.info(
+        "LoRA: %d adapted layers of Megatron Core%s.",
+        len(names),
+        "; routed experts have no adapters and stay as they are" if has_experts else "",
+    )
+    return names
+
+
+def linear_layers(rules: Rules) -> list[str]:
+    """Names of the linear layers that can be adapted of the whole model, in its order."""
+    weights = [rule.parameter for rule in rules.by_parameter.values() if rule.expert is None]
+    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    return [name for name in names if name.rpartition(".")[2].startswith("linear_")]
+
+
+def adapted_modules(chunks: Sequence[nn.Module]) -> dict[str, Any]:
+    """This rank's adapted layers by their names in the whole model; empty without LoRA."""
+    modules = (module for chunk in chunks for module in unwrap(chunk).modules())
+    return {module.adapter.name: module for module in modules if isinstance(getattr(module, "adapter", None), Adapter)}
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Run a block with the base model alone."""
+    adapters = [module.adapter for module in adapted_modules(chunks).values()]
+    for adapter in adapters:
+        adapter.active = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.active = True
+
+
+def check_adapters_moved(chunks: Sequence[nn.Module]) -> None:
+    """Check after an update that every adapter changes its layer; collective.
+
+    Raises:
+        ConfigError: see `low_rank.require_moved`.
+    """
+    mine = {name: int(module.lora_B.count_nonzero()) for name, module in adapted_modules(chunks).items()}
+    found: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, mine)
+    names = dict.fromkeys(name for part in found for name in part)
+    require_moved({name: sum(part.get(name, 0) for part in found) for name in names}, SECTION)
+
+
+class MergedWeights:
+    """Weights as they leave: with their adapters.
+
+    Args:
+        chunks: the rank's virtual stages.
+        dtype: in which they leave; None is their own.
+
+    Attributes:
+        differ: whether any merged weight that was asked for was not the base's once it had that dtype.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
+        self._adapted = {id(module.weight): module for module in adapted_modules(chunks).values()}
+        self._dtype = dtype
+        self.differ = False
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        """This rank's shard of a parameter, with its adapter if it has one: `W + (alpha / dim) B A`, a new tensor."""
+        module = self._adapted.get(id(parameter))
+        if module is None:
+            return parameter.detach()
+        base = parameter.detach()
+        weight = merged(base, module.lora_A, module.lora_B, module.adapter.scaling)
+        if not self.differ:
+            dtype = self._dtype or base.dtype
+            self.differ = not torch.equal(weight.to(dtype), base.to(dtype))
+        return weight
+
+
+def _adapt(module: nn.Module, name: str, options: TransformerConfig, config: MegatronPeftConfig, seed: int) -> None:
+    """Put an adapter on a layer."""
+    layer: Any = module
+    group = Groups.current().tensor
+    divided: Literal["rows", "columns"] | None = None
+    if isinstance(module, _COLUMN_PARALLEL):
+        divided = "rows"
+    elif isinstance(module, _ROW_PARALLEL):
+        divided = "columns"
+    layer.adapter = Adapter(
+        name,
+        divided,
+        group,
+        sequence_parallel=options.sequence_parallel and group.size() > 1,
+        gated=options.gated_linear_unit and name.endswith(".linear_fc1"),
+        scaling=config.alpha / config.dim,
+        dropout=config.dropout,
+        dropout_position=config.dropout_position,
+    )
+    dtype = layer.weight.dtype if config.lora_dtype is None else torch_dtype(config.lora_dtype)
+    rows, columns = layer.weight.shape
+    num_parts, part = (group.size(), group.rank()) if divided == "columns" else (1, 0)
+    whole = initial_a(config.dim, columns * num_parts, config.lora_A_init_method, dtype, generator_of(seed, name))
+    layer.lora_A = nn.Parameter(whole.chunk(num_parts, dim=1)[part].to(layer.weight.device, copy=True).contiguous())
+    layer.lora_B = nn.Parameter(layer.lora_A.new_zeros(rows, config.dim))
+    for parameter_name in ADAPTER_PARAMETERS:
+        parameter, dim = getattr(layer, parameter_name), layer.adapter.dims.get(parameter_name)
+        set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
+        parameter.sequence_parallel = dim is None and layer.adapter.sequence_parallel
+    kind: Any = type(module)
+    module.__class__ = _adapted(kind)
+
+
+def _with_gradient(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -1,0 +1,208 @@
+"""A model held against a mesh: the arithmetic and the words that the checks of all backends share.
+
+Invariant: a finding has what was given, the arithmetic and the nearest sizes that fit both the model and the ranks.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from transformers import PretrainedConfig
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.rules.topology import row_parts
+from nemo_rl.config.schema.model.parallel import BackendSection
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+
+_WHOLE_SEQUENCE = {"full_attention", "sliding_attention", "attention"}
+"""Kinds of layers that need nothing of other tokens but their keys and values."""
+_KINDS = ("layer_types", "layers_block_type", "block_types")
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Something of a model that ranks share equally.
+
+    Attributes:
+        what: its name, for messages.
+        count: how many there are.
+    """
+
+    what: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A model and the mesh that is asked for.
+
+    Attributes:
+        keys: dotted path of the backend's section, for messages.
+        policy: the model's section.
+        layout: sizes of the axes.
+        model: configuration of its language part.
+    """
+
+    keys: str
+    policy: PolicyConfig
+    layout: ParallelLayout
+    model: PretrainedConfig
+
+    @property
+    def asked(self) -> BackendSection:
+        """The backend's section."""
+        return self.policy.backend_section
+
+    def name(self, axis: str) -> str:
+        """The key of an axis with its value, without the section."""
+        return f"{self.asked.size_keys[axis]}={self.asked.size(axis)}"
+
+    def key(self, axis: str) -> str:
+        """The key of an axis with its value, as the user writes it."""
+        return f"{self.keys}.{self.name(axis)}"
+
+    def alone(self, axis: str) -> str:
+        """The advice to leave an axis at one rank."""
+        return f"Set {self.keys}.{self.asked.size_keys[axis]}=1."
+
+    def count(self, *names: str) -> int | None:
+        """The first of these fields that the configuration has; None where it has none of them, or 0.
+
+        Of a field with a number for each layer the largest.
+        """
+        return next((max(values) for name in names if (values := self.numbers(name))), None)
+
+    def numbers(self, name: str) -> list[int]:
+        """The different numbers that a field has, one for each layer or one for all; none where it has no number."""
+        try:
+            value = getattr(self.model, name, None)
+        except RuntimeError:  # transformers: it differs by layer
+            layers = getattr(self.model, "per_layer_config", ())
+            value = [getattr(layer, name, None) for layer in layers]
+        values = value if isinstance(value, list | tuple) else [value]
+        return sorted({int(each) for each in values if isinstance(each, int | float) and each})
+
+    @property
+    def experts(self) -> int | None:
+        """Routed experts of a layer; None for a dense model."""
+        return self.count(*_EXPERTS)
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return self.count("num_hidden_layers") or 1
+
+    def sizes(self, axis: str) -> list[int]:
+        """Sizes of an axis that fit the number of ranks with the other axes as they are."""
+        layout = self.layout
+        if axis == "ep":
+            most = layout.dp_shard * layout.cp * layout.tp // self.asked.size("etp")
+        elif axis == "etp":
+            most = layout.dp_shard * layout.cp * layout.tp // layout.ep
+        else:
+            most = layout.num_ranks // prod(
+                getattr(layout, other) for other in ("pp", "dp_replicate", "cp", "tp") if other != axis
+            )
+        return [size for size in range(1, most + 1) if most % size == 0]
+
+    def advice(self, given: int, fitting: Sequence[int]) -> str:
+        """The sizes nearest to the given one, of those that fit."""
+        near = sorted(sorted(fitting, key=lambda size: (abs(size - given), size))[:2])
+        return f"Nearest sizes that fit the model and {self.layout.num_ranks} ranks: {', '.join(map(str, near))}."
+
+    def divided(self, what: str, *fields: str) -> Iterator[Divided]:
+        """What the first of these fields counts, if the configuration has one of them."""
+        field = next((field for field in fields if self.numbers(field)), None)
+        if field is not None:
+            yield from (Divided(f"{what} ({field})", number) for number in self.numbers(field))
+
+    def indivisible(self, axis: str, divided: Iterable[Divided]) -> Findings:
+        """What an axis does not divide, with the arithmetic and the nearest sizes that divide all of it."""
+        size, divided = self.asked.size(axis), list(divided)
+        fitting = [other for other in self.sizes(axis) if all(each.count % other == 0 for each in divided)]
+        for each in divided:
+            if each.count % size:
+                yield (
+                    f"{self.key(axis)} does not divide the {each.count} {each.what} of {self.model.model_type}: "
+                    f"{each.count} / {size} = {each.count / size:g}. {self.advice(size, fitting)}"
+                )
+
+
+def divided_layers(mesh: Mesh) -> Iterator[Divided]:
+    """What tensor-parallel ranks share of every architecture's layers, but for routed experts."""
+    model = mesh.model
+    yield from mesh.divided("attention heads", "num_attention_heads")
+    yield from mesh.divided("heads of keys and values", "num_key_value_heads")
+    if mesh.experts is None or _has_dense_layers(mesh):
+        yield from mesh.divided("columns of the dense layers", "intermediate_size_mlp", "intermediate_size")
+    yield from mesh.divided("columns of the shared expert", "shared_expert_intermediate_size")
+    shared, width = getattr(model, "n_shared_experts", None), mesh.count("moe_intermediate_size")
+    if shared and width:
+        yield Divided("columns of the shared experts (n_shared_experts x moe_intermediate_size)", shared * width)
+
+
+def routed_experts(mesh: Mesh) -> Iterator[Divided]:
+    """The routed experts of a layer."""
+    yield from mesh.divided("experts of a layer", *_EXPERTS)
+
+
+def vocabulary(mesh: Mesh) -> Iterator[Divided]:
+    """The tokens that the model knows."""
+    yield from mesh.divided("tokens of the vocabulary", "vocab_size")
+
+
+def _has_dense_layers(mesh: Mesh) -> bool:
+    """Whether a model with experts has layers without."""
+    model = mesh.model
+    sparse = getattr(model, "moe_layers", None)
+    return bool(
+        getattr(model, "first_k_dense_replace", 0)
+        or getattr(model, "mlp_only_layers", None)
+        or (getattr(model, "decoder_sparse_step", None) or 1) > 1
+        or (sparse is not None and len(sparse) < mesh.layers)
+        or "dense" in (getattr(model, "mlp_layer_types", None) or ())
+    )
+
+
+def check_experts(mesh: Mesh) -> Findings:
+    """Expert-parallel ranks have experts to share, the same number each."""
+    if mesh.layout.ep == 1:
+        return
+    if mesh.experts is None:
+        yield f"{mesh.key('ep')}, but {mesh.model.model_type} has no experts. {mesh.alone('ep')}"
+        return
+    yield from mesh.indivisible("ep", routed_experts(mesh))
+
+
+def check_context(mesh: Mesh) -> Findings:
+    """Rows can be divided among context-parallel ranks, and so can the model's attention."""
+    size = mesh.layout.cp
+    if size == 1:
+        return
+    others = sorted(_mixing_layers(mesh.model))
+    if others:
+        yield (
+            f"{mesh.key('cp')}, but {mesh.model.model_type} has layers that need the tokens before theirs in one "
+            f"piece: {', '.join(others)}. Only softmax attention, with or without a window, can be divided. "
+            f"{mesh.alone('cp')}"
+        )
+        return
+    sharing = mesh.layout.tp if getattr(mesh.asked, "sequence_parallel", False) else 1
+    parts, longest = row_parts(mesh.policy), mesh.policy.max_total_sequence_length
+    if longest < parts:
+        by = f"2 x {size}" + (f", and {mesh.name('tp')} divides each rank's" if sharing > 1 else "")
+        yield (
+            f"{mesh.key('cp')} cuts a row into {parts} parts ({by}), more than its {longest} tokens "
+            f"(max_total_sequence_length={longest}). Use rows of at least {parts} tokens, or a smaller size."
+        )
+
+
+def _mixing_layers(model: PretrainedConfig) -> set[str]:
+    kinds = {str(kind) for field in _KINDS for kind in getattr(model, field, None) or ()} - _WHOLE_SEQUENCE
+    if getattr(model, "attention_chunk_size", None) is not None:
+        kinds.add("chunked_attention")
+    if getattr(model, "num_attention_heads", None) is None:
+        kinds.add("layers without attention heads")
+    return kinds
