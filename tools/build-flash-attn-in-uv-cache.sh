@@ -3,14 +3,14 @@
 #
 #   tools/build-flash-attn-in-uv-cache.sh [--dry-run]
 #
-# Afterwards `uv sync --extra flash-attn`, alone or with other extras, takes it from there in seconds, and so does every
-# environment of workers with that extra, as long as torch and the version of flash-attn stay the same.
+# Afterwards `uv sync --extra flash-attn`, alone or with other extras, installs it from the cache in seconds. So does
+# every worker environment with that extra, as long as the versions of torch and flash-attn do not change.
 #
-# MAX_JOBS           compilers at the same time; by default one for each 8 GiB of free memory, at most one per core
+# MAX_JOBS           number of compilers at the same time; default: one per 8 GiB of free memory, at most one per core
 # CUDA_HOME          CUDA toolkit; by default that of the nvcc on PATH
-# UV_CACHE_DIR       uv's cache, as ever
-# FLASH_ATTN_CUDA_ARCHS   such as "90;100", passed on to the build; `uv cache clean flash-attn` before another value
-# --dry-run          check nothing that a GPU machine has, and print the commands
+# UV_CACHE_DIR       uv's cache, as usual
+# FLASH_ATTN_CUDA_ARCHS   such as "90;100", for the build; run `uv cache clean flash-attn` before another value
+# --dry-run          print the commands; check nothing that only a GPU machine has
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

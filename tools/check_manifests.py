@@ -1,10 +1,10 @@
 """Check Kubernetes manifests field by field, without a cluster: `python tools/check_manifests.py [FILE_OR_FOLDER...]`.
 
-Kubernetes' own kinds and all pod templates are checked by the strict schemas of its API in `kubernetes-validate`, kinds
-of KubeRay, Kueue and Kustomize by `manifest_schemas.yaml`. A field that none of them knows is an error, as is one that
-is given twice. With `--crds FILE_OR_FOLDER...` the definitions that a cluster or an operator's chart has
-(`kubectl get crd -o yaml > crds.yaml`) take the place of `manifest_schemas.yaml` for the kinds they define; their rules
-in CEL are not evaluated, `kubectl apply --dry-run=server` does that.
+Kubernetes' own kinds and all pod templates are checked with the strict schemas of its API in `kubernetes-validate`,
+kinds of KubeRay, Kueue and Kustomize with `manifest_schemas.yaml`. Unknown fields and repeated keys are errors. With
+`--crds FILE_OR_FOLDER...` the definitions of a cluster or of an operator's chart (`kubectl get crd -o yaml >
+crds.yaml`) replace `manifest_schemas.yaml` for the kinds they define. Their CEL rules are not evaluated; `kubectl apply
+--dry-run=server` does that.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
 
 KUBERNETES = "1.34"
-"""The release whose fields are known; the manifests use none that is younger than 1.27."""
+"""Kubernetes release of the schemas; the manifests use no field newer than 1.27."""
 MANIFESTS = Path(__file__).parents[1] / "infra/kubernetes"
 CUSTOM_KINDS = Path(__file__).with_name("manifest_schemas.yaml")
 _TYPES = {
@@ -33,7 +33,7 @@ _TYPES = {
 
 
 class _EachKeyOnce(yaml.SafeLoader):
-    """YAML in which a repeated key is an error, as it is for the API server."""
+    """YAML loader that refuses repeated keys, like the API server."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -47,7 +47,7 @@ class _EachKeyOnce(yaml.SafeLoader):
 
 
 def documents(file: Path) -> list[dict[str, Any]]:
-    """The manifests in a file.
+    """Load the manifests of a file.
 
     Raises:
         yaml.YAMLError: not YAML, or a key is given twice.
@@ -66,10 +66,10 @@ def _yaml_files(path: Path) -> list[Path]:
 
 
 def defined_kinds(paths: list[Path]) -> dict[str, Any]:
-    """JSON schemas by `apiVersion/kind` of the CustomResourceDefinitions in files and folders, unknown fields refused.
+    """Return JSON schemas by `apiVersion/kind` of the CustomResourceDefinitions in files; unknown fields are errors.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no definition.
         yaml.YAMLError: not YAML.
     """
     found: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def defined_kinds(paths: list[Path]) -> dict[str, Any]:
 
 
 def _strict(schema: Any) -> Any:
-    """A structural schema of Kubernetes' dialect as a JSON schema by which a field it does not name is an error."""
+    """Convert a structural schema of Kubernetes into a JSON schema that refuses fields it does not name."""
     if isinstance(schema, list):
         return [_strict(item) for item in schema]
     if not isinstance(schema, dict):
@@ -110,10 +110,10 @@ def _strict(schema: Any) -> Any:
 
 
 class ManifestChecker:
-    """Finds what is wrong with a manifest of any kind.
+    """Finds errors in manifests of any kind.
 
     Args:
-        crds: files and folders of CustomResourceDefinitions that say what their kinds may hold.
+        crds: files and folders of CustomResourceDefinitions that define further kinds.
     """
 
     def __init__(self, crds: list[Path] | None = None) -> None:
@@ -130,7 +130,7 @@ class ManifestChecker:
         )
 
     def errors(self, manifest: dict[str, Any]) -> list[str]:
-        """What is wrong with a manifest, each as `path.to.field: reason`."""
+        """List the errors of a manifest, each as `path.to.field: reason`."""
         api_version, kind = str(manifest.get("apiVersion")), str(manifest.get("kind"))
         where = self._schema_of(api_version, kind)
         if where is None:
@@ -150,14 +150,14 @@ class ManifestChecker:
 
 
 def _told(error: Any) -> str:
-    """The most telling part of an error; of alternatives that all fail, the one that failed deepest."""
+    """Return the most specific message of an error; if all alternatives fail, that of the deepest failure."""
     while error.context:
         error = max(error.context, key=relevance)
     return f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
 
 
 def problems(paths: list[Path], crds: list[Path] | None = None) -> Iterator[str]:
-    """What is wrong with the manifests in files and folders, as `file: Kind name: path: reason`."""
+    """Yield the errors of the manifests in files and folders, as `file: Kind name: path: reason`."""
     checker = ManifestChecker(crds)
     for path in paths:
         for file in _yaml_files(path):

@@ -1,10 +1,10 @@
-"""Say whether configurations written for NeMo RL load here, and if not, why, key by key.
+"""Check whether configurations written for NeMo RL load here, and print the reasons key by key if not.
 
     python tools/check_nemo_rl_config.py examples/configs/grpo_math_1B.yaml
     python tools/check_nemo_rl_config.py recipe.yaml teacher.model_name=Qwen/Qwen3-4B --algorithm distillation
 
-The algorithm is told by the sections of a file unless `--algorithm` names it. Overrides hold for every file. Models,
-data and prompts need not be on this machine. The exit status is 1 if a file does not load.
+The sections of a file show its algorithm unless `--algorithm` names it. Overrides apply to every file. Models, data and
+prompts need not be on this machine. The exit status is 1 if a file does not load.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def main() -> int:
-    """Check each file; the exit status."""
+    """Check each file; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="FILE", help="YAML file, or an override key=value")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, help="what the files are for; default: by their sections")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="algorithm of the files; default: by their sections")
     arguments = parser.parse_intermixed_args()
     overrides = [text for text in arguments.files if "=" in text]
     num_refused = 0

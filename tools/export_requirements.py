@@ -1,11 +1,12 @@
-"""Write `requirements/*.txt`: the resolution of each platform's extras, every package with its hashes, no host named.
+"""Write `requirements/*.txt`: the resolved packages of each platform's extras, with hashes and without hosts.
 
-For images, whose layers should not depend on the source nor on what an index offers on the day:
+They are for images, whose layers should not depend on the source or on the current content of an index:
 
     uv pip install --no-config --no-deps --require-hashes -r requirements/cpu.txt
 
-Run it after every change of the requirements in pyproject.toml; `--check` says whether that was done, without uv and
-without a network. Invariant: a file holds all that nemo_rl needs but nemo_rl itself, and hatchling to build that.
+Run it after every change of the requirements in pyproject.toml; `--check` tests whether the files are current, without
+uv and without a network. Invariant: a file lists everything nemo_rl needs except nemo_rl itself, and hatchling to build
+it.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from nemo_rl.config import REPOSITORY_ROOT
 from nemo_rl.utils.venvs.ingredients import requirements_digest
 
 EXPORTS = {"cpu": ("cpu",), "gpu": ("vllm", "mcore")}
-"""File -> extras in it."""
+"""File -> extras in the file."""
 
 _HEAD = """# Made by tools/export_requirements.py; extras: {extras}.
 # The list is complete: install it with --no-config --no-deps --require-hashes.
@@ -32,7 +33,7 @@ def export(folder: Path, project: Path) -> None:
 
     Raises:
         subprocess.CalledProcessError: uv failed.
-        SystemExit: what it wrote is not fit to be kept.
+        SystemExit: the written files have errors.
     """
     folder.mkdir(exist_ok=True)
     for name, extras in EXPORTS.items():
@@ -48,7 +49,7 @@ def export(folder: Path, project: Path) -> None:
 
 
 def findings(folder: Path, project: Path) -> Iterator[str]:
-    """What is wrong with the files, one sentence each."""
+    """Yield the errors of the files, one sentence each."""
     digest = requirements_digest(project)
     for name in EXPORTS:
         path = folder / f"{name}.txt"
@@ -62,13 +63,13 @@ def findings(folder: Path, project: Path) -> Iterator[str]:
 
 
 def form_problems(text: str) -> Iterator[str]:
-    """Lines that name a place, and requirements that are not pinned by version and hash."""
+    """Yield lines that name a host or path, and requirements without a pinned version and hash."""
     joined = text.replace("\\\n", " ")
     for line in (line.strip() for line in joined.splitlines()):
         if not line or line.startswith("#"):
             continue
         if line.startswith("-") or " @ " in line or "://" in line:
-            yield f"a place is named: {line}"
+            yield f"a host or path is named: {line}"
         elif not re.match(r"[\w.-]+(\[[\w,.-]+\])?==[\w.+!-]+(\s|$)", line):
             yield f"no version is pinned: {line}"
         elif not re.search(r"--hash=sha256:[0-9a-f]{64}(\s|$)", line):
@@ -76,9 +77,9 @@ def form_problems(text: str) -> Iterator[str]:
 
 
 def main() -> int:
-    """The command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, say what is wrong")
+    parser.add_argument("--check", action="store_true", help="write nothing, list the errors")
     folder, project = REPOSITORY_ROOT / "requirements", REPOSITORY_ROOT / "pyproject.toml"
     if not parser.parse_args().check:
         export(folder, project)

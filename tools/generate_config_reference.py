@@ -1,7 +1,7 @@
 """Write docs/reference/configuration.md from the configuration schema.
 
 Run it after every change of `nemo_rl/config/`: `python tools/generate_config_reference.py`. A test checks that the
-committed page is current. Invariant: the page holds nothing that is not in the schema.
+committed page is current. Invariant: everything on the page comes from the schema.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class _Block:
 
 
 def reference_markdown(schema: type[BaseModel] = GRPOMasterConfig) -> str:
-    """The page as Markdown.
+    """Return the page as Markdown.
 
     Args:
         schema: master config class to describe.
@@ -81,7 +81,7 @@ def reference_markdown(schema: type[BaseModel] = GRPOMasterConfig) -> str:
 
 
 def _other_tables(shown: set[tuple[str, type[BaseModel]]]) -> list[str]:
-    """Tables of the sections that only the other algorithms have."""
+    """Return the tables of the sections that only the other algorithms have."""
     tables = [_OTHERS]
     for script, schema in ALGORITHMS.items():
         for block in _blocks(schema, ""):
@@ -92,13 +92,13 @@ def _other_tables(shown: set[tuple[str, type[BaseModel]]]) -> list[str]:
 
 
 def _repeats_policy(block: _Block, shown: set[tuple[str, type[BaseModel]]]) -> bool:
-    """Whether this is a part of the teacher that the page describes as a part of the policy already."""
+    """Return whether this is a section of the teacher that the page has already described for the policy."""
     place = block.path.removeprefix("teacher.")
     return place != block.path and (f"policy.{place}", block.section) in shown
 
 
 def _blocks(section: type[BaseModel], path: str) -> Iterator[_Block]:
-    """The section and everything below it, each class once per place."""
+    """Yield the section and all sections below it, each class once per path."""
     yield _Block(path, section)
     for name, field in section.model_fields.items():
         slot = Slot.of(field.annotation, field.metadata)
@@ -162,7 +162,7 @@ def _extra_rows(block: _Block, kind: str) -> list[str]:
 
 
 def _named_rows(block: _Block) -> Iterator[str]:
-    """Rows for the names of a free mapping that belong to features that do not exist yet."""
+    """Yield rows for names in a free mapping that belong to features that do not exist yet."""
     for name, field in block.section.model_fields.items():
         slot = Slot.of(field.annotation, field.metadata)
         if slot.named is not None:

@@ -1,8 +1,7 @@
-"""Write docs/reference/recipes.md: every recipe with its layout, its arithmetic and its predicted memory.
+"""Write docs/reference/recipes.md: every recipe with its layout, numbers of rows and tokens, and predicted memory.
 
 Run it after a change of `examples/configs/recipes/` or of a memory model: `python tools/generate_recipe_table.py`. A
-test checks that the committed page is current. Invariant: every number comes from the functions that `--dry-run` prints
-from.
+test checks that the committed page is current. Invariant: every number comes from the functions that `--dry-run` uses.
 """
 
 import argparse
@@ -23,11 +22,11 @@ _HEAD = f"""# Recipes
 
 Files of `examples/configs/recipes/llm/`, for GPUs of {GPU_GB} GB, made from their dry runs by
 `python tools/generate_recipe_table.py`. [The guide](../guides/recipes.md) says which to choose and how to fit your own
-model. Numbers are predictions: no recipe has been run on GPUs here.
+model. The numbers are predictions: no recipe has been run on GPUs.
 
-A name is `<algorithm>-<model>-<nodes>n<GPUs of each>g-<how the model is spread>[-variant]`. In the mesh `fsdp` are the
-data-parallel ranks that share the weights (axis `dp_shard`), `dp` those of Megatron Core. Tokens are those of a step
-whose answers are all as long as they may be.
+A name is `<algorithm>-<model>-<nodes>n<GPUs of each>g-<how the model is spread>[-variant]`. In the mesh, `fsdp` is the
+number of data-parallel ranks that share the weights (axis `dp_shard`), and `dp` that of Megatron Core. Tokens are those
+of a step in which all answers have the maximum length.
 
 | recipe | GPUs | mesh | engines | samples a step | updates | tokens a step |
 |---|---|---|---|---|---|---|
@@ -35,9 +34,9 @@ whose answers are all as long as they may be.
 _MEMORY = """
 ## Memory of each GPU
 
-GiB in the phase that needs most, by kind of work, and of host memory for each GPU meanwhile. Colocated engines take
-`gpu_memory_utilization` of the GPU, whatever they need, for a larger cache; *answers* is how many of full length the
-cache of one engine has room for at once.
+Peak GiB of each phase, and host memory per GPU at the same time. Colocated engines take `gpu_memory_utilization` of the
+GPU even if they need less, for a larger cache; *answers* is the number of answers of full length that fit into the
+cache of one engine.
 
 | recipe | training | log-probs | teacher | generation | weight sync | answers | host | checkpoint GB |
 |---|---|---|---|---|---|---|---|---|
@@ -50,11 +49,11 @@ class Recipe:
     """A file and its dry run.
 
     Attributes:
-        name: of the file, without suffix.
-        config: as the file says, for GPUs of `GPU_GB`.
-        forecast: of its memory.
-        checkpoint: bytes of one.
-        text: what `--dry-run` prints.
+        name: name of the file, without suffix.
+        config: the file's configuration, for GPUs of `GPU_GB`.
+        forecast: forecast of its memory.
+        checkpoint: bytes of one checkpoint.
+        text: output of `--dry-run`.
     """
 
     name: str
@@ -66,7 +65,7 @@ class Recipe:
 
 @cache
 def recipe(path: Path, *overrides: str) -> Recipe:
-    """The dry run of a file whose name begins with its algorithm."""
+    """Run a dry run of a file whose name starts with its algorithm."""
     schema = ALGORITHMS[path.stem.split("-")[0]]
     config = load_config(path, [f"cluster.gpu_memory_gb={GPU_GB}", *overrides], schema=schema)
     description = describe(config)
@@ -74,12 +73,12 @@ def recipe(path: Path, *overrides: str) -> Recipe:
 
 
 def recipes() -> list[Recipe]:
-    """All of them, by name."""
+    """Return all recipes, sorted by name."""
     return [recipe(path) for path in sorted(RECIPES.glob("*.yaml"))]
 
 
 def page() -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     found = recipes()
     return _HEAD + "".join(map(_arithmetic, found)) + _MEMORY + "".join(map(_memory, found))
 
@@ -120,9 +119,9 @@ def _row(*cells: str) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", type=Path, nargs="?", default=DEFAULT_PAGE, help="where to write")
+    parser.add_argument("page", type=Path, nargs="?", default=DEFAULT_PAGE, help="file to write")
     given = parser.parse_args()
     given.page.write_text(page(), encoding="utf-8")
     print(f"wrote {given.page}")

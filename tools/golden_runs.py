@@ -1,12 +1,12 @@
-"""Run the CPU examples and compare what they computed, number by number, with an earlier recording.
+"""Run the CPU examples and compare their metrics, number by number, with an earlier recording.
 
     python tools/golden_runs.py record results/golden_before            # before the change
     python tools/golden_runs.py record results/golden_after             # after it
     python tools/golden_runs.py compare results/golden_before results/golden_after
 
-A change that must not change behaviour leaves every number equal bit for bit on one machine. `--root` runs the
+A change that must not change behaviour leaves every number equal, bit for bit, on one machine. `--root` runs the
 examples of another checkout in this environment; `--only` and `--steps` shorten a recording. The exit status of
-`compare` is 1 when a number differs or is missing on one side.
+`compare` is 1 if a number differs or is missing on one side.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED_SUFFIXES = ("_s",)
-"""Endings of metrics that are wall-clock times."""
+"""Suffixes of metrics that are wall-clock times."""
 
 type Metrics = dict[tuple[str, int, str], float | None]
 
@@ -65,14 +65,14 @@ CASES = {
 
 
 def record(case: Case, folder: Path, root: Path, steps: int | None) -> int:
-    """Run one example into a new folder; returns its exit status."""
+    """Run one example into a new folder; return its exit status."""
     folder.mkdir(parents=True)
     shortened = [] if steps is None else [f"{case.section}.max_num_steps={steps}"]
     return run_example(case, folder, ["checkpointing.enabled=false", *shortened], root)
 
 
 def run_example(case: Case, folder: Path, overrides: Sequence[str], root: Path = ROOT) -> int:
-    """Run an example that logs into a folder; returns its exit status, `folder/console.log` grows by its console."""
+    """Run an example that logs into a folder and append its output to `folder/console.log`; return its exit status."""
     command = [sys.executable, str(root / "examples" / case.script)]
     command += ["--config", str(root / "examples/configs" / case.config), *case.overrides]
     command += [f"logger.log_dir={folder}/logs", *overrides]
@@ -82,7 +82,7 @@ def run_example(case: Case, folder: Path, overrides: Sequence[str], root: Path =
 
 
 def read(folder: Path) -> Metrics:
-    """What one recorded run computed, by (prefix, step, name)."""
+    """Read the metrics of one recorded run, by (prefix, step, name)."""
     metrics: Metrics = {}
     for path in sorted(folder.glob("logs/exp_*/metrics.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -94,7 +94,7 @@ def read(folder: Path) -> Metrics:
 
 
 def differences(before: Metrics, after: Metrics) -> list[str]:
-    """One line for each number that differs or is on one side only, in the order of the steps."""
+    """Return one line for each number that differs or is on one side only, in the order of the steps."""
     keys = sorted(before.keys() | after.keys(), key=lambda key: (key[1], key))
     return [
         f"step {step} {prefix}/{name}: {before.get((prefix, step, name), 'absent')} "
@@ -105,7 +105,7 @@ def differences(before: Metrics, after: Metrics) -> list[str]:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print a line for each run; returns 1 when one differs."""
+    """Print a line for each run; return 1 if one differs."""
     status = 0
     for name in sorted({path.name for path in (*before.iterdir(), *after.iterdir())}):
         old, new = read(before / name), read(after / name)
@@ -117,13 +117,13 @@ def compare(before: Path, after: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Record or compare; returns the exit status."""
+    """Record or compare; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     recorder = commands.add_parser("record")
     recorder.add_argument("folder", type=Path)
     recorder.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    recorder.add_argument("--steps", type=int, help="steps of each run; all that its file asks for when left out")
+    recorder.add_argument("--steps", type=int, help="steps of each run; default: as in its file")
     recorder.add_argument("--root", type=Path, default=ROOT)
     comparer = commands.add_parser("compare")
     comparer.add_argument("before", type=Path)

@@ -1,9 +1,9 @@
-"""Make `examples/assets/tiny-chat`: a one-million-parameter chat model that is middling at sums.
+"""Make `examples/assets/tiny-chat`: a one-million-parameter chat model that is mediocre at sums.
 
-Trains a small Qwen2 by plain supervised steps on CPU: first on correctly worked two-digit sums, then on a mixture of
-which about 60 % end in a wrong answer. Sampled answers are then right less than half of the time, and reinforcement
-learning has something to sharpen. Invariant: one seed gives one model; the validation problems of the arithmetic task
-are never trained on.
+It trains a small Qwen2 with plain supervised steps on the CPU: first on correctly worked two-digit sums, then on a
+mixture in which about 60 % end in a wrong answer. Less than half of the sampled answers are then right, so there is
+something to improve by reinforcement learning. Invariant: one seed gives one model; the validation problems of the
+arithmetic task are never trained on.
 
     uv run python tools/make_tiny_chat_model.py --output examples/assets/tiny-chat
 """
@@ -30,16 +30,16 @@ from nemo_rl.data.datasets.arithmetic.problems import is_validation
 logger = logging.getLogger("make_tiny_chat_model")
 
 MAX_MISS = 9
-"""A hasty answer is off by 1 to 9, so that guessing without working almost never pays."""
+"""A hasty answer is wrong by 1 to 9, so that guessing without working almost never succeeds."""
 IGNORED_LABEL = -100
 
 type DrawTargets = Callable[[int, random.Random], list[tuple[str, str]]]
-"""Problems and target texts of one step, from its number (from 1) and a source of chance."""
+"""Function from a step's number (from 1) and a random generator to the step's problems and target texts."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the model is warmed up.
+    """Settings of the model's training.
 
     Attributes:
         seed: seed of weights, problems and slips.
@@ -48,7 +48,7 @@ class Recipe:
         batch_size: worked sums per step.
         learning_rate: peak of a linear warm-up and linear decay, AdamW.
         hasty_share: share of the mixture that skips the working and boxes a wrong number.
-        slip_share: share of the mixture's worked targets with one slip, hence a wrong number.
+        slip_share: share of the mixture's worked targets with one slip and therefore a wrong number.
     """
 
     seed: int = 0
@@ -61,12 +61,12 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """All optimizer steps."""
+        """Total number of optimizer steps."""
         return self.clean_steps + self.mixed_steps
 
 
 def all_problems(held_out: bool) -> list[tuple[int, int]]:
-    """All two-digit problems of the arithmetic task's validation split, or of its training split."""
+    """Return all two-digit problems of the arithmetic task's validation split, or of its training split."""
     operands = torch.cartesian_prod(torch.arange(10, 100), torch.arange(10, 100)).numpy()
     return [(int(a), int(b)) for a, b in operands[is_validation(operands) == held_out]]
 
@@ -118,7 +118,7 @@ def sample_target(left: int, right: int, recipe: Recipe, rng: random.Random) -> 
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: str) -> list[int]:
-    """Token ids of the chat prompt for one problem, generation prompt included."""
+    """Return the token ids of the chat prompt for one problem, including the generation prompt."""
     turns = [{"role": "user", "content": problem}]
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -137,7 +137,7 @@ def collate(rows: list[tuple[list[int], list[int]]], pad_id: int) -> tuple[torch
 
 
 def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
-    """Warm the model up on two-digit sums: worked ones first, then the mixture."""
+    """Train the model on two-digit sums: worked ones first, then the mixture."""
     problems = all_problems(held_out=False)
 
     def draw(step: int, rng: random.Random) -> list[tuple[str, str]]:
@@ -154,7 +154,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Re
 
 
 def train_on(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, draw: DrawTargets) -> None:
-    """Train by next-token prediction on the targets that `draw` gives for each step."""
+    """Train by next-token prediction on the targets that `draw` returns for each step."""
     rng = random.Random(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     warmup = max(1, recipe.steps // 20)
@@ -185,7 +185,7 @@ def train_on(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe:
 def accuracy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, temperature: float, seed: int = 0
 ) -> tuple[float, float]:
-    """Share of held-out problems answered right, and the mean answer length in tokens.
+    """Return the share of held-out problems answered right, and the mean answer length in tokens.
 
     Args:
         model: the model to measure.
@@ -220,7 +220,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, store in bfloat16, read back in float32 and report the accuracy of what was stored."""
+    """Train, store in bfloat16, load in float32 and report the accuracy of the stored model."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)

@@ -1,14 +1,14 @@
-"""Measure the memory of training steps on CPU ranks and hold it against what is predicted before a run.
+"""Measure the memory of training steps on CPU ranks and compare it with the prediction made before a run.
 
     .venv/bin/python tools/measure_memory.py [--backend dtensor] [--ranks 4] [--set tensor_parallel_size=2] ...
 
-A random model is trained for two updates in forked gloo ranks. Measured are the bytes that torch's allocator had handed
-out at the most during the second update (when gradients of earlier microbatches and the optimizer's state exist), on
-the rank with the most: what is alive before it, counted from the tensors, and every allocation and release in between,
-from torch's profiler. This is what `torch.cuda.max_memory_allocated` counts on a GPU. The resident set is shown beside
-it: the C library keeps freed memory, so it depends on the order of sizes as well.
+A random model is trained for two updates in forked gloo ranks. The result is the peak of allocated bytes during the
+second update (when gradients of earlier microbatches and the optimizer's state exist), on the rank with the highest
+peak: the tensors alive before the update, plus every allocation and release during it, from torch's profiler. This is
+what `torch.cuda.max_memory_allocated` counts on a GPU. The resident set is shown too: the C library keeps freed memory,
+so it also depends on the order of sizes.
 
-Without arguments the tables of `docs/design-docs/training-backends.md` are measured.
+Without arguments it measures the tables of `docs/design-docs/training-backends.md`.
 """
 
 import argparse
@@ -62,20 +62,20 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One training that is measured.
+    """One training run to measure.
 
     Attributes:
-        name: in the table.
-        ranks: processes.
+        name: name in the table.
+        ranks: number of processes.
         rows: samples of a microbatch.
         length: tokens of a sample.
-        microbatches: of an update on each data-parallel rank.
-        keys: of the backend's section.
+        microbatches: microbatches of an update on each data-parallel rank.
+        keys: keys of the backend's section.
         shape: fields of the model's configuration.
-        packed: one row of all samples of a microbatch.
-        precision: of the forward and backward pass.
+        packed: pack all samples of a microbatch into one row.
+        precision: precision of the forward and backward pass.
         reference: keep the initial weights.
-        backend: that trains, by its folder.
+        backend: training backend, by the name of its folder.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Setting:
     backend: str = "dtensor"
 
     def policy(self, model_name: str) -> PolicyConfig:
-        """The policy section."""
+        """Build the policy section."""
         keys: dict[str, Any] = {"dtensor_cfg": {"enabled": False}}
         keys[f"{self.backend}_cfg"] = self.keys | {"enabled": True}
         if self.packed:
@@ -176,7 +176,7 @@ SETTINGS_OF_MEGATRON = (
 
 
 def random_rows(policy: PolicyConfig, vocabulary: int) -> BatchedDataDict[Any]:
-    """A global batch of full rows, all tokens of which count."""
+    """Return a global batch of full rows; all tokens count in the loss."""
     rows, length = policy.train_global_batch_size, policy.max_total_sequence_length
     ids = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
     return BatchedDataDict(
@@ -190,7 +190,7 @@ def random_rows(policy: PolicyConfig, vocabulary: int) -> BatchedDataDict[Any]:
 
 
 def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int) -> dict[str, float]:
-    """Peak of the second update on this rank, in bytes; a process group is up."""
+    """Measure the peak of the second update on this rank, in bytes; needs a process group."""
     layout = ParallelLayout.of(policy, dist.get_world_size())
     backend_class = import_dotted(training_backend(policy).rank_class, ConfigError, "rank_class", "")
     backend = backend_class(policy, torch.device("cpu"), layout, init_reference_model=reference)
@@ -204,7 +204,7 @@ def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int) -> di
         with backend.reference_weights():
             pass
     before = alive_bytes()
-    Path("/proc/self/clear_refs").write_text("5")  # begins a new peak of the resident set
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the resident set
     resident = _status("VmRSS")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         worker.train(rows, sizes, NLLLossFn(), count_valid(data))
@@ -216,7 +216,7 @@ def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int) -> di
 
 
 def alive_bytes() -> float:
-    """Bytes of all tensors of this process: weights, gradients, optimizer state, reference weights, the data."""
+    """Return the bytes of all tensors of this process: weights, gradients, optimizer state, reference weights, data."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
@@ -228,7 +228,7 @@ def alive_bytes() -> float:
 
 
 def _highest(recorded: Any) -> float:
-    """The largest sum of allocations less releases."""
+    """Return the largest running sum of allocations minus releases."""
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -243,7 +243,7 @@ def _status(field_name: str) -> float:
 
 
 def measure(setting: Setting) -> tuple[dict[str, float], float, str]:
-    """Measured peak of the rank with the most, the predicted one, and the moment that it is predicted for."""
+    """Return the highest measured peak of any rank, the predicted peak, and the moment of the predicted peak."""
     config = AutoConfig.for_model(setting.model_type, **SHAPE | setting.shape)
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
@@ -289,7 +289,7 @@ def _free_port() -> int:
 
 
 def table(settings: Sequence[Setting]) -> Iterator[str]:
-    """Lines of a Markdown table."""
+    """Yield the lines of a Markdown table."""
     yield "| setting | measured MiB | predicted MiB | difference | predicted peak | resident set MiB |"
     yield "|---|---|---|---|---|---|"
     for setting in settings:
@@ -302,9 +302,9 @@ def table(settings: Sequence[Setting]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, help="processes; measures one setting of your own")
+    parser.add_argument("--ranks", type=int, help="number of processes; measures one setting of your own")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the backend's section, as key=value")
     parser.add_argument("--backend", choices=PREDICTIONS, default="dtensor", help="backend of your own setting")
     parser.add_argument("--rows", type=int, default=2, help="samples of a microbatch")
@@ -312,7 +312,7 @@ def main() -> None:
     parser.add_argument("--model-type", default="qwen2", help="architecture, as transformers names it")
     parser.add_argument("--shape", nargs="*", default=[], help="fields of the model's configuration, as key=value")
     parser.add_argument("--packed", action="store_true", help="pack the samples of a microbatch")
-    parser.add_argument("--only", nargs="+", default=[""], help="settings of the table whose name has one of these")
+    parser.add_argument("--only", nargs="+", default=[""], help="measure settings whose name contains a text")
     given = parser.parse_args()
     settings = [
         setting for setting in SETTINGS + SETTINGS_OF_MEGATRON if any(text in setting.name for text in given.only)

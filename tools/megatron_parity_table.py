@@ -1,11 +1,11 @@
-"""Compare Megatron Core on every mesh with transformers and torch's AdamW, for each family; writes a table.
+"""Compare Megatron Core on every mesh with transformers and torch's AdamW, for each family; write a table.
 
-    python tools/megatron_parity_table.py                                  # all of it, on the terminal: minutes
+        python tools/megatron_parity_table.py                                  # everything, on the terminal: minutes
     python tools/megatron_parity_table.py --only llama gpt_oss --meshes tp2+sp pp2
-    python tools/megatron_parity_table.py --write docs/reference/parity-megatron.md  # its other cells stay
+        python tools/megatron_parity_table.py --write docs/reference/parity-megatron.md  # keeps other cells of the page
 
 Each cell is the largest relative difference of losses, gradients, their norms, log-probabilities and of the weights
-after four updates, on the CPU and in float32, against the same model of transformers in float64 in one process: the
+after four updates, on the CPU in float32, from the same model of transformers in float64 in one process. This is the
 comparison of `tests/unit/models/megatron/mesh_parity.py`, which needs the packages of the tests and the extra `mcore`.
 """
 
@@ -35,7 +35,7 @@ LIMIT = 1e-5
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss")
 WITH_EXPERTS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 ROUNDING = "transformers"
-"""Row of transformers' model in float32 itself: what rounding alone makes."""
+"""Row of transformers' own model in float32, which shows the effect of rounding alone."""
 SP = {"tp": 2, "sp": True}
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     ROUNDING: (0, {}),
@@ -50,29 +50,29 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2+sp,ep2": (4, {**SP, "ep": 2}),
     "pp2,ep2": (4, {"pp": 2, "ep": 2}),
 }
-"""Ranks and sizes of each row."""
+"""Mesh -> number of ranks, and sizes."""
 LAYOUTS = ("padded", "packed")
 REFUSED = "refused"
 TITLE = "float32"
 
 type Cell = tuple[str, str]
-"""Mesh and rows."""
+"""Mesh and layout of the rows."""
 
 
 def refusals(family: str, mesh: str) -> list[str]:
-    """Why a run with this mesh is refused before it starts."""
+    """Return why a run with this mesh is refused before it starts."""
     ranks, sizes = MESHES[mesh]
     policy = policy_of(**sizes)
     return list(check_mesh(policy, ParallelLayout.of(policy, ranks or 1), hf_config(family, num_hidden_layers=4)))
 
 
 def applies(family: str, mesh: str) -> bool:
-    """Whether a family has what a mesh divides."""
+    """Return whether a family has the layers that a mesh divides."""
     return family in WITH_EXPERTS or "ep" not in MESHES[mesh][1]
 
 
 def on_rank(rank: int, world: int, family: str, cells: list[Cell], expected: Any) -> dict[Cell, dict[str, float]]:
-    """The differences of this rank in some cells of a family."""
+    """Return this rank's differences in some cells of a family."""
     limit_waits(120.0)
     return {
         (mesh, rows): mesh_parity.run_case(family, rows == "packed", MESHES[mesh][1], expected) for mesh, rows in cells
@@ -80,7 +80,7 @@ def on_rank(rank: int, world: int, family: str, cells: list[Cell], expected: Any
 
 
 def measure(host: Host, family: str, cells: list[Cell]) -> dict[Cell, dict[str, float]]:
-    """The largest differences of any rank in some cells of a family; cells of equally many ranks share them."""
+    """Return the largest differences of any rank in a family's cells; cells with equal rank counts share ranks."""
     expected = mesh_parity.reference(family)
     found: dict[Cell, dict[str, float]] = {}
     for world in sorted({MESHES[mesh][0] for mesh, _ in cells}):
@@ -94,7 +94,7 @@ def measure(host: Host, family: str, cells: list[Cell]) -> dict[Cell, dict[str, 
 
 
 def compare(host: Host, family: str, meshes: Iterable[str], layouts: Iterable[str]) -> dict[Cell, str]:
-    """What the cells of a family show."""
+    """Return the texts of a family's cells."""
     shown: dict[Cell, str] = {}
     cells: list[Cell] = []
     for mesh in (mesh for mesh in meshes if applies(family, mesh)):
@@ -113,7 +113,7 @@ def compare(host: Host, family: str, meshes: Iterable[str], layouts: Iterable[st
 
 
 def main() -> int:
-    """Run the comparisons; returns 1 where one is above the limit."""
+    """Run the comparisons; return 1 if one is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
@@ -122,7 +122,7 @@ def main() -> int:
     options = parser.parse_args()
     disable_progress_bar()
     torch.set_num_threads(1)  # the models are tiny
-    warnings.simplefilter("ignore")  # of the libraries, once for each rank
+    warnings.simplefilter("ignore")  # warnings of the libraries would repeat for each rank
     host, shown = Host(), dict[str, dict[Cell, str]]()
     try:
         for family in options.only:
@@ -139,7 +139,7 @@ def main() -> int:
 
 
 def page(shown: dict[str, dict[Cell, str]], before: str) -> str:
-    """The page: what it showed before, and these cells."""
+    """Build the page from its previous text and these cells."""
     table: Table = read_table(before, TITLE)
     for family, cells in shown.items():
         for cell, value in cells.items():
@@ -148,7 +148,7 @@ def page(shown: dict[str, dict[Cell, str]], before: str) -> str:
 
 
 def _reasons(table: Table) -> str:
-    """Each refused mesh with what the check before a start says."""
+    """List each refused mesh with the messages of the check before a start."""
     refused = {(mesh, name) for (mesh, _), row in table.items() for name, value in row.items() if value == REFUSED}
     return "".join(f"- `{mesh}`: {' '.join(refusals(name, mesh))}\n" for mesh, name in sorted(refused))
 
@@ -159,17 +159,17 @@ _HEAD = """# Parity of the Megatron Core backend
 python tools/megatron_parity_table.py --write docs/reference/parity-megatron.md
 ```
 
-made this table; `--only`, `--meshes` and `--layouts` measure a part of it, and the other cells stay. Each cell is the
+made this table; `--only`, `--meshes` and `--layouts` measure a part of it and keep the other cells. Each cell is the
 largest relative difference between the [Megatron Core backend](../design-docs/megatron-backend.md) in float32 and
 transformers' own model in float64, in one process and row by row without padding, over four updates with AdamW and
 clipping on the CPU: of losses, gradient norms and log-probabilities, of every gradient of the first update (not with
 the distributed optimizer, where a rank sums a part of it), and of every weight after the last one; both relative to
-the largest entry of their tensor. Models have four layers and random weights, with what is special to a family
-(windows, sinks, YaRN, dense layers among sparse ones, shared experts, ...) switched on.
+the largest entry of their tensor. Models have four layers and random weights, with the special features of a
+family (windows, sinks, YaRN, dense layers among sparse ones, shared experts, ...) switched on.
 
-The limit is 1e-5. The first row is transformers' model in float32 beside itself in float64: what rounding alone
-makes. `sp` is sequence parallelism, `vpp` interleaved stages; `–`: the model has no experts to divide. What is
-refused is named below, as a run answers it before it starts.
+The limit is 1e-5. The first row compares transformers' model in float32 with itself in float64, which shows the effect
+of rounding alone. `sp` is sequence parallelism, `vpp` interleaved stages; `–`: the model has no experts to divide.
+Refused meshes are listed below with the message that a run gives before it starts.
 """
 
 if __name__ == "__main__":

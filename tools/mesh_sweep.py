@@ -1,14 +1,14 @@
-"""Sweep model types over meshes: each is right, or refused before the ranks start.
+"""Test model types on meshes: each must be right, or refused before the ranks start.
 
     python tools/mesh_sweep.py [--types llama,olmo] [--meshes tp2,pp2] [--part 1/4] [--packed] [--out FILE]
 
 Every causal language model type of the installed transformers is built small, checked as a run checks it before Ray
-starts, and, where it is accepted, trained one update by the training backend on real gloo ranks. The judge is
-transformers' own model in float64 in one process (`parity.reference`), which shares no code with the check. Prints one
-line for each cell and exits with 1 if one is wrong, crashed, or refused by its ranks only.
+starts, and, if accepted, trained for one update by the training backend on real gloo ranks. The result is compared with
+transformers' own model in float64 in one process (`parity.reference`), which shares no code with the check. The tool
+prints one line for each cell and exits with 1 if a cell is wrong, crashed, or refused only by its ranks.
 
-Ranks compute in float32 as in a run; where that is farther off than the tolerance, as rounding alone is for some
-architectures, they compute again in float64, and that counts.
+Ranks compute in float32 as in a run. If the difference exceeds the tolerance, which for some architectures rounding
+alone does, they compute again in float64, and that result counts.
 """
 
 import argparse
@@ -49,20 +49,20 @@ MESHES: dict[str, tuple[dict[str, Any], int]] = {
     "cp2tp2": (_CP | _TP, 4),
     "tp2ep2": (_TP | _EP, 2),
 }
-"""Keys of `policy.dtensor_cfg`, and ranks."""
+"""Keys of `policy.dtensor_cfg`, and number of ranks."""
 GOOD = ("right", "refused")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What became of one model type on one mesh.
+    """Result of one model type on one mesh.
 
     Attributes:
         model_type: name of the type.
         mesh: key of `MESHES`.
-        verdict: `right`, `refused`, or what is not good: `wrong`, `crashed`, `refused late`.
+        verdict: `right`, `refused`, or a fault: `wrong`, `crashed`, `refused late`.
         told: the difference, or the message.
-        check_s: seconds that the check took.
+        check_s: seconds of the check.
     """
 
     model_type: str
@@ -73,16 +73,16 @@ class Cell:
 
 
 def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: bool = True) -> Iterator[Cell]:
-    """The cells of one model type.
+    """Yield the cells of one model type.
 
     Args:
         model_type: name of the type.
         meshes: keys of `MESHES`.
-        packed: rows end to end instead of padded.
-        judged: whether to run what is accepted; without, its verdict is `accepted`.
+        packed: pack rows instead of padding them.
+        judged: run accepted meshes; otherwise their verdict is `accepted`.
 
     Raises:
-        ValueError: the type cannot be built small.
+        ValueError: no small model of the type can be built.
     """
     with tempfile.TemporaryDirectory(prefix="mesh-sweep-") as folder:
         name = save_tiny_model(model_type, Path(folder) / "model")
@@ -96,7 +96,7 @@ def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: b
             except ConfigError as error:
                 yield Cell(model_type, mesh, "refused", str(error), time.monotonic() - began)
                 continue
-            except Exception as error:  # noqa: BLE001  (what the sweep looks for)
+            except Exception as error:  # noqa: BLE001  (such faults are a result of the sweep)
                 yield Cell(model_type, mesh, "crashed", repr(error), time.monotonic() - began)
                 continue
             check_s = time.monotonic() - began
@@ -105,19 +105,19 @@ def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: b
 
 
 class _Judge:
-    """Compares ranks with transformers in float64."""
+    """Compares the ranks' results with transformers in float64."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._reference: Numbers | None = None
 
     def verdict(self, asked: dict[str, Any], ranks: int, packed: bool) -> tuple[str, str]:
-        """Run the mesh; verdict and what to say of it."""
+        """Run the mesh; return the verdict and its explanation."""
         told = []
         for dtype in (torch.float32, torch.float64):
             try:
                 ours = mesh_numbers(self._name, asked, ranks, packed=packed, steps=1, dtype=dtype)
-            except Exception as error:  # noqa: BLE001  (what the sweep looks for)
+            except Exception as error:  # noqa: BLE001  (such faults are a result of the sweep)
                 late = "ConfigError" in str(error)
                 return ("refused late" if late else "crashed"), str(error).strip().splitlines()[-1]
             self._reference = self._reference or one_process(self._name, 1)
@@ -130,7 +130,7 @@ class _Judge:
 
 
 def _fill(ours: Numbers, theirs: Numbers) -> None:
-    """Gradients that one side has as zeros and the other not at all."""
+    """Add zeros for gradients that one side has as zeros and the other side lacks."""
     for mine, other in zip(ours.gradients, theirs.gradients, strict=True):
         for here, there in ((mine, other), (other, mine)):
             for name in there.keys() - here.keys():
@@ -139,14 +139,14 @@ def _fill(ours: Numbers, theirs: Numbers) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the sweep; exit status."""
+    """Run the sweep; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", help="comma-separated; all by default")
     parser.add_argument("--meshes", default=",".join(MESHES), help="comma-separated; all by default")
-    parser.add_argument("--part", default="1/1", help="of the types, for example 2/4")
-    parser.add_argument("--packed", action="store_true", help="rows end to end instead of padded")
+    parser.add_argument("--part", default="1/1", help="part of the types to run, for example 2/4")
+    parser.add_argument("--packed", action="store_true", help="pack rows instead of padding them")
     parser.add_argument("--check-only", action="store_true", help="do not run what the check accepts")
-    parser.add_argument("--out", type=Path, help="file for one JSON object a line, appended")
+    parser.add_argument("--out", type=Path, help="append one JSON object per line to this file")
     given = parser.parse_args(arguments)
     part, parts = map(int, given.part.split("/"))
     chosen = given.types.split(",") if given.types else model_types()[part - 1 :: parts]

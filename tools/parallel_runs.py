@@ -1,15 +1,16 @@
-"""Run every algorithm on every kind of mesh, by overrides of its CPU example alone, and compare with one rank.
+"""Run every algorithm on every kind of mesh by overriding its CPU example, and compare with one rank.
 
-    python tools/parallel_runs.py results/parallel                         # all of it: about an hour on two cores
+        python tools/parallel_runs.py results/parallel                         # everything: about an hour on two cores
     python tools/parallel_runs.py results/parallel --only grpo --meshes tp2 cp2
     python tools/parallel_runs.py results/parallel --resume                # half on one mesh, half on another
     python tools/parallel_runs.py results/parallel --resume tp2:cp2        # these two
-    python tools/parallel_runs.py results/parallel --backend megatron      # Megatron Core, beside one rank of DTensor
+        python tools/parallel_runs.py results/parallel --backend megatron      # Megatron Core against one rank of
+        DTensor
 
 Each line gives the largest relative difference of the loss in the first step and over all steps, and the metric that
-says whether the model learns, at the start and at the end. Samples part when a rounding error changes a token, so in
-runs that generate only the first step is held to the limit. Megatron Core's runs and those that are resumed, the one
-rank beside them included, have a constant learning rate: a schedule ends with the run, and half a run ends sooner.
+shows whether the model learns, at the start and at the end. Samples diverge when a rounding error changes a token, so
+in runs that generate only the first step must be within the limit. Runs of Megatron Core and resumed runs, and their
+one-rank reference, have a constant learning rate: a schedule ends with the run, so it would end sooner in half a run.
 """
 
 import argparse
@@ -37,7 +38,7 @@ ALGORITHMS = {
     "distillation": "validation/accuracy",
     "grpo_lora": "validation/accuracy",
 }
-"""Algorithms, and the metric of each that shows whether it learns."""
+"""Algorithm -> metric that shows whether it learns."""
 MESHES: dict[str, tuple[int, Mapping[str, int]]] = {
     "1": (1, {}),
     "dp2": (2, {}),
@@ -47,7 +48,7 @@ MESHES: dict[str, tuple[int, Mapping[str, int]]] = {
     "pp2": (2, {"pp": 2}),
     "ep2": (2, {"ep": 2}),
 }
-"""Ranks, and sizes of axes or keys of the backend; `ep2` runs on a mixture of experts."""
+"""Ranks, and sizes of axes or keys of the backend; `ep2` uses a mixture of experts."""
 BACKENDS: dict[str, type[BackendSection]] = {"dtensor": DTensorConfig, "megatron": MegatronConfig}
 CHANGES = ("tp2:cp2", "pp2:dp2xtp2", "ep2:1")
 """Meshes before and after a resume."""
@@ -71,12 +72,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of its folder."""
+        """Name of the run's folder."""
         backend = "" if self.backend == "dtensor" else f"{self.backend}-"
         return f"{self.algorithm}-{backend}{self.mesh}{'-moe' if self.mixture else ''}"
 
     def overrides(self, model: str | None) -> list[str]:
-        """Arguments that set mesh and model."""
+        """Return the arguments that set mesh and model."""
         ranks, axes = MESHES[self.mesh]
         given = [f"cluster.ranks_per_node={ranks}"]
         for section in ["policy", "teacher"] if self.algorithm == "distillation" else ["policy"]:
@@ -90,7 +91,7 @@ class Run:
 
 
 def megatron_overrides(algorithm: str, mixture: bool) -> list[str]:
-    """Train with Megatron Core and the optimizer of the example's file, a constant learning rate apart."""
+    """Return the keys for Megatron Core with the optimizer of the example's file and a constant learning rate."""
     config = load_config_with_inheritance(ROOT / "examples/configs" / CASES[algorithm].config)
     given = config.policy.optimizer.kwargs
     optimizer = {
@@ -108,28 +109,28 @@ def megatron_overrides(algorithm: str, mixture: bool) -> list[str]:
 
 
 def start(run: Run, folder: Path, steps: int, extra: Sequence[str], model: str | None) -> bool:
-    """Run an example into a folder; whether it succeeded."""
+    """Run an example into a folder; return whether it succeeded."""
     case = CASES[run.algorithm]
     folder.mkdir(parents=True, exist_ok=True)
     return run_example(case, folder, [*run.overrides(model), f"{case.section}.max_num_steps={steps}", *extra]) == 0
 
 
 def losses(metrics: Metrics) -> dict[int, float]:
-    """Loss of each step."""
+    """Return the loss of each step."""
     return {
         step: value for (prefix, step, name), value in metrics.items() if prefix == "train" and name == "loss" and value
     }
 
 
 def learned(metrics: Metrics, key: str) -> str:
-    """First and last value of the metric that shows learning."""
+    """Return the first and last value of the metric that shows learning."""
     prefix, name = key.split("/")
     found = sorted((step, value) for (p, step, n), value in metrics.items() if (p, n) == (prefix, name))
     return f"{found[0][1]:.4f} -> {found[-1][1]:.4f}" if found else "-"
 
 
 def report(run: Run, folder: Path, reference: Path) -> bool:
-    """Print how a run compares with one rank; whether it holds."""
+    """Print the comparison of a run with one rank; return whether it is within the limit."""
     ours, theirs = read(folder), read(reference)
     mine, one = losses(ours), losses(theirs)
     far = [abs(mine.get(step, math.inf) - value) / abs(value) for step, value in sorted(one.items())]
@@ -147,7 +148,7 @@ def report(run: Run, folder: Path, reference: Path) -> bool:
 
 
 def compare_meshes(options: argparse.Namespace, model: str) -> int:
-    """Every algorithm on every mesh against one rank; returns the number of runs that failed or differ."""
+    """Compare every algorithm on every mesh with one rank; return the number of runs that failed or differ."""
     failed = 0
     for algorithm in options.only:
         for mixture in sorted({mesh == "ep2" for mesh in options.meshes}):
@@ -166,7 +167,7 @@ def compare_meshes(options: argparse.Namespace, model: str) -> int:
 
 
 def run_once(one: Run, options: argparse.Namespace, model: str | None) -> None:
-    """The run on one rank that others are compared with, unless it is there."""
+    """Run the one-rank reference unless its result exists."""
     folder = options.folder / one.name
     if max(losses(read(folder)), default=0) != options.steps:
         shutil.rmtree(folder, ignore_errors=True)
@@ -174,7 +175,7 @@ def run_once(one: Run, options: argparse.Namespace, model: str | None) -> None:
 
 
 def resume_elsewhere(options: argparse.Namespace, model: str) -> int:
-    """Half of a run on one mesh, the rest on another; the losses are those of one rank throughout."""
+    """Run half of each run on one mesh and the rest on another; compare losses with one rank; return the failures."""
     failed, half = 0, options.steps // 2
     for algorithm in options.only:
         for change in options.resume:
@@ -198,16 +199,16 @@ def resume_elsewhere(options: argparse.Namespace, model: str) -> int:
 
 
 def went_on(folder: Path, half: int) -> bool:
-    """Whether the second of two runs into a folder began behind the first one's last step."""
+    """Return whether the second of two runs into a folder started after the first one's last step."""
     lines = (folder / "logs/exp_002/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return min(row["step"] for row in map(json.loads, lines) if row["prefix"] == "train") == half + 1
 
 
 def main() -> int:
-    """Run what is asked for; returns 1 where a run failed or differs."""
+    """Run the requested runs; return 1 if one failed or differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), help="all that the backend has when left out")
+    parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), help="default: all that the backend supports")
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--resume", nargs="*", help="change the mesh in the middle of each run, as FIRST:SECOND")

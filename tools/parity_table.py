@@ -1,14 +1,14 @@
-"""Compare every division of a model over ranks with one process, for each architecture; writes a table.
+"""Compare every division of a model over ranks with one process, for each architecture; write a table.
 
-    python tools/parity_table.py                                  # all of it, on the terminal
+        python tools/parity_table.py                                  # everything, on the terminal
     python tools/parity_table.py --only llama qwen3 --meshes tp2  # a part of it
-    python tools/parity_table.py --write docs/reference/parity.md # into the page, whose other cells stay
+        python tools/parity_table.py --write docs/reference/parity.md # update the page, keep its other cells
 
-Each cell is the largest relative difference of losses, gradients, gradient norm and log-probabilities over two
-updates on the CPU, against transformers' own model in float64 in one process (`parity.reference`). In float32 it is
-below 1e-5. In bfloat16 rounding alone is more than any fixed limit that would find faults, so one rank is measured as
-well, and a mesh may be half as far again from float64 as that. Mixtures then send each token to all experts: which of
-two nearly equal experts is chosen is up to rounding.
+Each cell is the largest relative difference of losses, gradients, gradient norm and log-probabilities over two updates
+on the CPU from transformers' own model in float64 in one process (`parity.reference`). In float32 it is below 1e-5. In
+bfloat16, rounding alone exceeds any fixed limit that would find errors. So one rank is measured too, and a mesh may
+differ from float64 by 1.5 times as much. Mixtures then send each token to all experts, because rounding would decide
+between two nearly equal experts.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from parity.reference import Numbers, one_process
 from transformers.utils.logging import disable_progress_bar
 
 LIMIT = 1e-5
-"""In float32."""
+"""Limit of the difference in float32."""
 BESIDE_ONE_RANK = 1.5
-"""In bfloat16: of what one rank is off by."""
+"""Limit in bfloat16, as a multiple of one rank's difference."""
 SHOWN = {"float32": ".0e", "bfloat16": ".1e"}
 """Format of the cells of each precision."""
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -63,7 +63,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2,ep2": (4, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}),
     "dp2xcp2,ep2": (4, {"context_parallel_size": 2, "expert_parallel_size": 2}),
 }
-"""Ranks and keys of `policy.dtensor_cfg` of each column."""
+"""Mesh -> number of ranks, and keys of `policy.dtensor_cfg`."""
 WITH_EXPERTS = ("qwen3-moe", "deepseek-v3", "gpt-oss")
 
 
@@ -75,9 +75,9 @@ class Cell:
         architecture: row of the table.
         mesh: name of the mesh.
         packed: whether rows are packed.
-        precision: of the compared run.
-        limit: of the largest difference.
-        found: the differences; None where the run failed.
+        precision: precision of the compared run.
+        limit: limit of the largest difference.
+        found: the differences; None if the run failed.
     """
 
     architecture: str
@@ -89,19 +89,19 @@ class Cell:
 
     @property
     def holds(self) -> bool:
-        """Whether all differences are rounding."""
+        """Whether all differences are within the limit."""
         return self.found is not None and self.found.largest <= self.limit
 
 
 def applies(architecture: str, mesh: str) -> bool:
-    """Whether an architecture has what a mesh divides."""
+    """Return whether an architecture has the layers that a mesh divides."""
     return architecture in WITH_EXPERTS or "expert_parallel_size" not in MESHES[mesh][1]
 
 
 def measure(
     architecture: str, model: str, reference: Numbers, mesh: str, *, packed: bool, precision: str, limit: float
 ) -> Cell:
-    """Run one mesh and compare it."""
+    """Run one mesh and compare it with the reference."""
     ranks, keys = MESHES[mesh]
     try:
         found = difference(mesh_numbers(model, keys, ranks, packed=packed, precision=precision), reference)
@@ -116,7 +116,7 @@ def measure(
 
 
 def compare(architecture: str, options: argparse.Namespace) -> list[Cell]:
-    """All cells of an architecture; in bfloat16 those of one rank come first and set the limit of the others."""
+    """Return all cells of an architecture; in bfloat16 one rank is measured first and sets the limit of the others."""
     cells: list[Cell] = []
     narrow = options.precision == "bfloat16"
     meshes = [mesh for mesh in options.meshes if applies(architecture, mesh)]
@@ -137,7 +137,7 @@ def compare(architecture: str, options: argparse.Namespace) -> list[Cell]:
 
 
 def main() -> int:
-    """Run the comparisons; returns 1 where one is above the limit."""
+    """Run the comparisons; return 1 if one is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(ARCHITECTURES), choices=list(ARCHITECTURES))
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
@@ -158,7 +158,7 @@ def main() -> int:
 
 
 def page(cells: list[Cell], before: str) -> str:
-    """The page, a table for each precision: what it showed before, and these cells."""
+    """Build the page, one table per precision, from its previous text and these cells."""
     tables = {precision: read_table(before, precision) for precision in SHOWN}
     for cell in cells:
         row = tables[cell.precision].setdefault((cell.mesh, "packed" if cell.packed else "padded"), {})
@@ -176,16 +176,16 @@ python tools/parity_table.py --write docs/reference/parity.md --precision bfloat
     --only llama qwen3 gemma3 qwen3-moe deepseek-v3 --meshes tp2+sp dp2xtp2 cp2 pp2 ep2
 ```
 
-made these tables; without options the script compares all meshes that it knows, and `--write` leaves the cells that it
-does not measure. Each cell is the largest relative difference between the ranks of a mesh and one process, over two
-updates with plain SGD on the CPU: of the loss, of every entry of every gradient (relative to the largest entry of its
-tensor), of the gradient norm and of every log-probability. The one process is transformers' own model in float64, row
-by row without padding. `sp` is sequence parallelism, `–` is not compared: the model has no experts to divide, or the
-table was made without it.
+made these tables. Without options the script compares all meshes that it knows; `--write` keeps the cells that it does
+not measure. Each cell is the largest relative difference between the ranks of a mesh and one process, over two updates
+with plain SGD on the CPU: of the loss, of every entry of every gradient (relative to the largest entry of its tensor),
+of the gradient norm and of every log-probability. The one process runs transformers' own model in float64, row by row
+without padding. `sp` is sequence parallelism. `–` means not compared: the model has no experts to divide, or the table
+was made without this cell.
 
-In float32 every cell is below 1e-5. In bfloat16 the row of one rank says what rounding alone makes: the numbers of a
-mesh are rounded at other places, and are to be no further from float64 than half as far again. Mixtures are compared
-in bfloat16 with every token sent to all experts, because rounding decides between two that are nearly equal.
+In float32 every cell is below 1e-5. In bfloat16 the row of one rank shows the effect of rounding alone. A mesh rounds
+at other places; its difference from float64 may be 1.5 times that of one rank. In bfloat16 mixtures send every token to
+all experts, because rounding would decide between two nearly equal experts.
 """
 
 if __name__ == "__main__":

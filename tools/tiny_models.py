@@ -1,6 +1,7 @@
-"""Small real models and tokenizers, made on the spot, for tests and the quick start.
+"""Make small real models and tokenizers for tests and the quick start.
 
-Genuine Hugging Face checkpoints without a download. Invariant: the same arguments give the same bytes on every machine.
+They are genuine Hugging Face checkpoints without a download. Invariant: the same arguments give the same bytes on every
+machine.
 """
 
 from collections.abc import Callable
@@ -73,11 +74,11 @@ class TinyShape:
 
 
 def make_char_tokenizer(model_max_length: int = 2048) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token for each UTF-8 byte, so one for each ASCII character.
+    """Make a tokenizer with one token for each UTF-8 byte, and thus for each ASCII character.
 
-    Every string encodes and decodes exactly; nothing is ever unknown. The special tokens are
+    Every string encodes and decodes exactly; there is no unknown token. The special tokens are
     `<|endoftext|>` (padding), `<|im_start|>`, `<|im_end|>` (end of turn, the EOS token) and a few
-    reserved ones, 264 in all. A chat template for system, user and assistant turns is attached.
+    reserved ones, 264 in total. It has a chat template for system, user and assistant turns.
 
     Args:
         model_max_length: longest sequence in tokens that the tokenizer declares.
@@ -121,7 +122,7 @@ def make_tiny_model(
     Args:
         arch: "llama", "qwen2" or "qwen3".
         shape: sizes; the default shape when None.
-        seed: seed of the initial weights. The caller's random state is left as it was.
+        seed: seed of the initial weights. The caller's random state is not changed.
         dtype: dtype of the weights; they are drawn in float32 and then cast.
 
     Returns:
@@ -168,12 +169,12 @@ def tiny_config(arch: TinyArch, shape: TinyShape) -> PretrainedConfig:
 
 
 def save_tiny_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write a model and its tokenizer as one Hugging Face folder (safetensors), readable by all.
+    """Write a model and its tokenizer as one Hugging Face folder (safetensors), readable by all users.
 
     Args:
-        folder: where to write; made when missing.
-        model: the model; its weights are stored in the dtype they have.
-        tokenizer: the tokenizer to go with it.
+        folder: folder to write; created if missing.
+        model: the model; its weights are stored in their current dtype.
+        tokenizer: the model's tokenizer.
     """
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id

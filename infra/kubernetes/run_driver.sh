@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a command as the driver of a run, and notes its process id where stop_run.sh looks for it:
+# Run a command as the driver of a run, and write its process id to the file that stop_run.sh reads:
 #
 #   run_driver.sh python examples/run_grpo.py --config ... key=value ...
 set -euo pipefail

@@ -1,8 +1,8 @@
-"""Names that modules offer to programs without importing them first, and names of features that are not built yet.
+"""Offer names in modules without importing them first, and explain names of features that are not built yet.
 
-A name is imported from its home when it is first used, so a public path may lead to any layer and costs nothing until
-then. Invariant: a public name of NeMo RL either works, or says to which feature it belongs (`NOT_BUILT`) or what to use
-in its place (`ELSEWHERE`).
+A name is imported from its module when it is first used, so a public path may lead to any layer and costs nothing until
+then. Invariant: a public name of NeMo RL either works, or raises an error that names its feature (`NOT_BUILT`) or its
+replacement (`ELSEWHERE`).
 """
 
 import importlib
@@ -53,49 +53,49 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.utils.memory_tracker": ("the record of host memory by stage", ()),
     "nemo_rl.utils.nsys": ("profiling with Nsight Systems", ()),
 }
-"""Module -> feature and those of its names that belong to it; no names: the whole module does."""
+"""Module -> feature, and the names of the module that belong to it; no names: the whole module does."""
 
 ELSEWHERE: dict[str, str] = {
     "nemo_rl.algorithms.interfaces": "import LossFunction and LossType from nemo_rl.algorithms.loss.interfaces",
     "nemo_rl.algorithms.logits_sampling_utils": "nemo_rl.distributed.parallel_logprobs has apply_top_k_top_p",
-    "nemo_rl.algorithms.loss.utils": "a loss receives its input prepared, as its input_type says "
+    "nemo_rl.algorithms.loss.utils": "a loss receives its input prepared, in the form that its input_type names "
     "(nemo_rl.algorithms.loss.interfaces)",
-    "nemo_rl.algorithms.loss.wrapper": "the rows of a packed microbatch reach a loss unpacked, so nothing wraps it",
+    "nemo_rl.algorithms.loss.wrapper": "packed rows are unpacked before a loss gets them, so no wrapper is needed",
     "nemo_rl.algorithms.loss_functions": "import losses from nemo_rl.algorithms.loss; they are called with "
     "log-probabilities, as in NeMo RL from 0.6 on",
-    "nemo_rl.data.chat_templates": "give the template itself, or a .jinja file, as policy.tokenizer.chat_template",
+    "nemo_rl.data.chat_templates": "set the template itself, or a .jinja file, as policy.tokenizer.chat_template",
     "nemo_rl.distributed.model_utils": "nemo_rl.distributed.parallel_logprobs has log-probabilities of divided logits",
-    "nemo_rl.distributed.worker_group_utils": "options of workers are keys of the configuration (cluster, env_vars)",
+    "nemo_rl.distributed.worker_group_utils": "options of workers are configuration keys (cluster, env_vars)",
     "nemo_rl.environments.dapo_math_verifier": "use env.math.math_verify_impl: dapo_math_verify, or "
     "nemo_rl.environments.grading.dapo",
     "nemo_rl.evals.answer_parsing": "use env.math.verifier_type: multilingual_multichoice, or "
     "nemo_rl.environments.grading.multichoice",
-    "nemo_rl.experience.metric_utils": "metrics of rollouts are made in nemo_rl.experience.metrics",
-    "nemo_rl.models.generation.vllm.patches": "vLLM is not patched in its files; what the library changes is in "
+    "nemo_rl.experience.metric_utils": "metrics of rollouts are computed in nemo_rl.experience.metrics",
+    "nemo_rl.models.generation.vllm.patches": "vLLM's files are not patched; the library's changes are in "
     "nemo_rl.models.generation.vllm, and options go through policy.generation.vllm_kwargs",
     "nemo_rl.models.generation.vllm.vllm_generation": "import VllmGeneration from nemo_rl.models.generation.vllm",
     "nemo_rl.models.huggingface.common": "packing is in nemo_rl.data.packing, attention over packed rows in "
     "nemo_rl.models.attention",
     "nemo_rl.utils.nvml": "use nemo_rl.host.nvidia_smi, or torch.cuda",
-    "nemo_rl.weight_sync.factory": "weights move by refit_policy_generation (nemo_rl.algorithms.grpo), as "
-    "policy.generation.weight_sync says",
+    "nemo_rl.weight_sync.factory": "refit_policy_generation (nemo_rl.algorithms.grpo) moves weights, "
+    "configured by policy.generation.weight_sync",
 }
-"""Module of NeMo RL whose work is done under another name -> what to use."""
+"""Module of NeMo RL that has another name here -> what to use instead."""
 
 _ENGINES_OF_CHECKPOINTS = "checkpoint_engine"
-"""Part of the names of modules that move weights through checkpoint engines, wherever they are."""
+"""Part of the names of modules for checkpoint engines, in whatever package they are."""
 
 
 def public_names(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:
-    """A module's `__getattr__`.
+    """Make a module's `__getattr__`.
 
     Args:
         module: its `__name__`.
-        homes: module that defines a name.
+        homes: name -> module that defines it.
 
     Raises:
-        AttributeError: there is no such name (when the result is called).
-        NotBuiltError: it belongs to a feature that is not built yet (likewise).
+        AttributeError: there is no such name (raised by the returned function).
+        NotBuiltError: the name belongs to a feature that is not built yet (raised by the returned function).
     """
     known = homes or {}
 
@@ -114,7 +114,7 @@ def public_names(module: str, homes: Mapping[str, str] | None = None) -> Callabl
 
 
 class _NotBuiltFinder(MetaPathFinder):
-    """Asked last for modules that nobody found: says what a module of NeMo RL belongs to."""
+    """Last finder for modules: raises an error that names the feature of a missing module of NeMo RL."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> None:
         feature, names = NOT_BUILT.get(fullname, ("", ()))
@@ -129,15 +129,15 @@ class _NotBuiltFinder(MetaPathFinder):
 
 
 def _way(feature: str) -> str:
-    """What does the work of a feature that is missing, where something does."""
+    """Return advice for a missing feature if another one replaces it, else an empty text."""
     if feature.startswith("the generation backend"):
         return " Set policy.generation.backend to vllm, hf, megatron or the dotted path of a class."
     if feature.startswith("checkpoint engines"):
-        return " Weights reach the engines as policy.generation.weight_sync says."
+        return " policy.generation.weight_sync chooses how weights reach the engines."
     return ""
 
 
 def explain_missing_modules() -> None:
-    """Let imports of modules in `NOT_BUILT` and `ELSEWHERE` say so; once in a process."""
+    """Explain failed imports of modules in `NOT_BUILT` and `ELSEWHERE`; takes effect once per process."""
     if not any(isinstance(finder, _NotBuiltFinder) for finder in sys.meta_path):
         sys.meta_path.append(_NotBuiltFinder())

@@ -1,1 +1,1 @@
-"""The ground everything stands on: batches that travel, clusters, groups of worker processes."""
+"""Batches, virtual clusters and groups of worker processes, on which the rest of the library builds."""

@@ -1,10 +1,10 @@
-"""The carrier of a batch: tensors and lists that share axis 0.
+"""Carry a batch: tensors and lists that share axis 0.
 
-`worker_groups` shards and moves it. How rows form microbatches of packed or similar-length sequences is a plan made in
-`data.packing`, applied here with `select_indices`. Invariant: every value has one entry per sample; an operation on
-rows treats all values alike.
+`worker_groups` shards and moves batches. `data.packing` plans the microbatches of packed or similar-length sequences;
+`select_indices` applies the plan here. Invariant: every value has one entry per sample; an operation on rows treats all
+values alike.
 
-A batch that came out of Ray may live in shared memory that other processes read: copy before
+A batch that Ray delivered may be in shared memory that other processes read: copy before
 writing into its tensors (`select_indices`, `from_batches`, `repeat_interleave` and `clone` copy).
 """
 
@@ -36,7 +36,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         """Join batches along axis 0.
 
         Lists are concatenated; tensors `[B, T, ...]` of different `T` are right-padded to the
-        longest. Keys come out sorted.
+        longest. The result's keys are sorted.
 
         Args:
             batches: at least one batch; all have the keys of the first one.
@@ -75,11 +75,11 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         return self.size
 
     def slice(self, start: int, end: int) -> "SlicedDataDict":
-        """Rows `start` to `end` (exclusive), as in `list[start:end]`; tensors are views."""
+        """Return rows `start` to `end` (exclusive), as in `list[start:end]`; tensors are views."""
         return self._each_as(SlicedDataDict, lambda value: value[start:end])
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """Rows in the order of `indices`, repeats allowed; a new batch with copied tensors.
+        """Return a new batch with the rows in the order of `indices` (repeats allowed); tensors are copied.
 
         Raises:
             DataError: an index is outside of the batch.
@@ -98,7 +98,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         return self._each_as(type(self), pick)
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:
-        """Put rows back where they came from, in place.
+        """Put rows back into their original order, in place.
 
         Args:
             reordered_indices: row `i` of this batch was row `reordered_indices[i]` of the original.
@@ -116,7 +116,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         self.data = self.select_indices(inverse).data
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Repeat each row `num_repeats` times next to each other; list items are deep copies."""
+        """Repeat each row `num_repeats` times, copies adjacent; list items are deep copies."""
 
         def repeat(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -126,7 +126,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         return self._each_as(type(self), repeat)
 
     def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
-        """The `rank`-th of `chunks` equal contiguous parts.
+        """Return the `rank`-th of `chunks` equal contiguous parts.
 
         Raises:
             DataError: the rows do not divide, or there is no such part.
@@ -142,9 +142,9 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
     def shard_by_batch_size(
         self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
     ) -> list["SlicedDataDict"]:
-        """Split every run of `batch_size` rows over the shards, and join what each shard got.
+        """Split every run of `batch_size` rows over the shards, and join the pieces of each shard.
 
-        So a shard's first `batch_size / shards` rows belong to the first global batch, and so on.
+        A shard's first `batch_size / shards` rows therefore belong to the first global batch, and so on.
 
         Example:
             rows `0 1 2 3 4 5 6 7`, 2 shards, batch_size 4 -> `0 1 4 5` and `2 3 6 7`.
@@ -181,7 +181,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         ]
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> "SlicedDataDict":
-        """The `batch_idx`-th run of `batch_size` rows (None: all rows).
+        """Return the `batch_idx`-th run of `batch_size` rows (None: all rows).
 
         Raises:
             DataError: the run reaches outside of the batch.
@@ -194,7 +194,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         return self.slice(start, end)
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator["SlicedDataDict"]:
-        """Consecutive slices of `microbatch_size` rows.
+        """Iterate over consecutive slices of `microbatch_size` rows.
 
         Raises:
             DataError: the rows do not divide.
@@ -222,7 +222,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         return self
 
     def clone(self) -> Self:
-        """A batch whose tensors and list items are copies, safe to write into."""
+        """Return a batch whose tensors and list items are copies, safe to write into."""
         return self._each_as(
             type(self),
             lambda value: value.clone() if torch.is_tensor(value) else copy.deepcopy(value),
@@ -235,7 +235,7 @@ class BatchedDataDict[DictT: Mapping[str, Any]](UserDict):
         return type(self).from_batches(parts)
 
     def get_dict(self) -> dict[Any, Any]:
-        """A plain dict with the same values."""
+        """Return a plain dict with the same values."""
         return dict(self.data)
 
     def _each_as[BatchT: BatchedDataDict](self, kind: type[BatchT], change: Callable[[Any], Any]) -> BatchT:

@@ -10,7 +10,7 @@ from typing import Any, Union
 import numpy as np
 
 REPLICATED_AXES = ("pipeline_parallel", "context_parallel", "tensor_parallel")
-"""Axes of a model's ranks along which all get the same rows."""
+"""Axes of a model's ranks along which all ranks get the same rows."""
 
 
 class NamedSharding:
@@ -80,7 +80,7 @@ class NamedSharding:
         return self._layout.copy()
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
-        """Position of a worker on each axis.
+        """Return the position of a worker on each axis.
 
         Raises:
             ValueError: no such worker.
@@ -92,11 +92,11 @@ class NamedSharding:
 
     @staticmethod
     def is_axis_zero(coords: Mapping[str, int], axes: Sequence[str]) -> bool:
-        """Whether the coordinates are 0 on each of `axes`; an absent axis counts as 0."""
+        """Return whether the coordinates are 0 on each of `axes`; an absent axis counts as 0."""
         return all(coords.get(axis, 0) == 0 for axis in axes)
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """Sorted ids of the workers at the given positions; axes not named are left free.
+        """Return the sorted ids of the workers at the given positions; axes not named are free.
 
         Raises:
             ValueError: unknown axis or position outside of it.
@@ -104,7 +104,7 @@ class NamedSharding:
         return sorted(int(rank) for rank in np.ravel(self._layout[self._index(coords)]))
 
     def get_ranks(self, **coords: int) -> Union["NamedSharding", int]:
-        """The sub-layout at the given positions, or the worker id when every axis is fixed.
+        """Return the sub-layout at the given positions, or the worker id when every axis is fixed.
 
         Raises:
             ValueError: unknown axis or position outside of it.
@@ -114,7 +114,7 @@ class NamedSharding:
         return NamedSharding(picked, rest) if rest else int(picked)
 
     def get_axis_index(self, name: str) -> int:
-        """Dimension of the layout that the axis is.
+        """Return the dimension of the layout that belongs to the axis.
 
         Raises:
             ValueError: unknown axis.
@@ -124,7 +124,7 @@ class NamedSharding:
         return self._names.index(name)
 
     def get_axis_size(self, name: str) -> int:
-        """Number of positions on the axis.
+        """Return the number of positions on the axis.
 
         Raises:
             ValueError: unknown axis.

@@ -1,8 +1,8 @@
-"""What each rank of a model is there for: its place on the parallel axes, its rows, and whether its answers count.
+"""Describe the task of each rank of a model: its position on the parallel axes, its rows, whether its results count.
 
-Made once from the configuration. The controller shards and collects by it, worker groups get it as a `NamedSharding`,
-ranks build their device mesh from it (`process_group.device_mesh`). Invariant: ranks are numbered row by row over
-`AXES`, and nothing but this file turns a rank's number into a data-parallel rank.
+It is made once from the configuration. The controller shards inputs and collects results by it, worker groups get it as
+a `NamedSharding`, and ranks build their device mesh from it (`process_group.device_mesh`). Invariant: ranks are
+numbered row by row over `AXES`, and only this file converts a rank number into a data-parallel rank.
 """
 
 import math
@@ -22,12 +22,12 @@ class ParallelLayout:
     """Sizes of the parallel axes; their product is the number of ranks.
 
     Attributes:
-        pp: stages that the layers are divided into; the last one computes loss and scores.
+        pp: pipeline stages into which the layers are divided; the last one computes loss and scores.
         dp_replicate: copies of the sharded model (HSDP).
-        dp_shard: ranks that a copy is sharded over; with `dp_replicate` they train on different rows.
+        dp_shard: ranks over which a copy is sharded; together with `dp_replicate`, ranks that train on different rows.
         cp: ranks that divide the tokens of the same rows.
-        tp: ranks that divide each layer, on the same tokens.
-        ep: ranks that share the experts of a layer; no axis of its own, it regroups those of `dp_shard`, `cp`, `tp`.
+        tp: ranks that divide each layer and work on the same tokens.
+        ep: ranks that share the experts of a layer; not a separate axis: it regroups `dp_shard`, `cp` and `tp`.
     """
 
     pp: int = 1
@@ -39,7 +39,7 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, policy: PolicyConfig, num_ranks: int) -> Self:
-        """The layout that a policy section asks for.
+        """Build the layout that a policy section requests.
 
         Raises:
             ConfigError: the ranks do not divide into the sizes.
@@ -58,12 +58,12 @@ class ParallelLayout:
 
     @property
     def data_parallel_size(self) -> int:
-        """Groups of ranks that work on different rows."""
+        """Number of groups of ranks that work on different rows."""
         return self.dp_replicate * self.dp_shard
 
     @cached_property
     def sharding(self) -> NamedSharding:
-        """The ranks under the axis names of worker groups, in which both data-parallel axes are one."""
+        """The ranks under the axis names of worker groups, where the two data-parallel axes are one."""
         return NamedSharding.from_axis_sizes(
             {
                 "pipeline_parallel": self.pp,
@@ -74,20 +74,20 @@ class ParallelLayout:
         )
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Which rows a rank works on; ranks that differ on other axes only get the same ones."""
+        """Return the data-parallel rank of a rank; ranks that differ only on other axes get the same rows."""
         return self.sharding.get_worker_coords(rank)["data_parallel"]
 
     def random_path(self, rank: int) -> tuple[int, ...]:
-        """What tells a rank's random numbers (dropout) apart: its rows, and behind the first stage its layers."""
+        """Return the seed path of a rank (dropout): its data-parallel rank, plus its stage unless that is the first."""
         stage = self.sharding.get_worker_coords(rank)["pipeline_parallel"]
         return (self.data_parallel_rank(rank), stage) if stage else (self.data_parallel_rank(rank),)
 
     @property
     def result_ranks(self) -> list[int]:
-        """The rank whose loss, metrics and scores count for each data-parallel rank, in that order.
+        """For each data-parallel rank, in order, the rank whose loss, metrics and scores count.
 
-        The last stage has them. Tensor-parallel ranks hold equal copies; context-parallel ranks too, because a backend
-        joins what they computed for their tokens before it hands the scores of whole rows on.
+        The last pipeline stage has them. Tensor-parallel ranks hold equal copies. So do context-parallel ranks: a
+        backend joins the results for their tokens into scores of whole rows before it returns them.
         """
         return self.sharding.get_ranks_by_coord(pipeline_parallel=self.pp - 1, context_parallel=0, tensor_parallel=0)
 

@@ -1,7 +1,7 @@
-"""Which Python each kind of actor runs on, and that it is there on every node before an actor asks for it.
+"""Choose the Python on which each kind of actor runs, and make it available on every node before an actor starts.
 
-Invariant: without a word from the user every actor runs on the driver's interpreter; an environment that cannot be made
-on some node ends the run before its first step, with that node's name.
+Invariant: unless the user configures otherwise, every actor runs on the driver's interpreter. If an environment cannot
+be made on some node, the run ends before its first step with an error that names the node.
 """
 
 import logging
@@ -25,7 +25,7 @@ from nemo_rl.utils.venvs.making import Uv, update_lock
 logger = logging.getLogger(__name__)
 
 USE_SYSTEM_EXECUTABLE = os.environ.get("NEMO_RL_PY_EXECUTABLES_SYSTEM", "0") == "1"
-"""Every actor runs on the driver's interpreter, whatever configuration and registry say."""
+"""True: every actor runs on the driver's interpreter, regardless of configuration and registry."""
 
 ACTOR_ENVIRONMENT_REGISTRY: dict[str, str] = {
     "nemo_rl.models.policy.workers.rank.PolicyRank": PY_EXECUTABLES.SYSTEM,
@@ -33,15 +33,15 @@ ACTOR_ENVIRONMENT_REGISTRY: dict[str, str] = {
     "nemo_rl.environments.math_environment.MathEnvironment": PY_EXECUTABLES.SYSTEM,
     "nemo_rl.environments.math_environment.MathMultiRewardEnvironment": PY_EXECUTABLES.SYSTEM,
 }
-"""Dotted path of a class -> one of `PY_EXECUTABLES` or a text like them; programs may add and change entries.
-`cluster.venvs` goes before it."""
+"""Dotted path of a class -> one of `PY_EXECUTABLES` or similar text; programs may add and change entries.
+`cluster.venvs` takes precedence."""
 
 _REPLY_S = 30.0
 _rebuilt: set[str] = set()
 
 
 def get_actor_python_env(actor_class_fqn: str) -> str:
-    """The entry of a class; the driver's interpreter for a class without one."""
+    """Return the entry of a class; the driver's interpreter for a class without one."""
     if USE_SYSTEM_EXECUTABLE:
         return PY_EXECUTABLES.SYSTEM
     return ACTOR_ENVIRONMENT_REGISTRY.get(actor_class_fqn, PY_EXECUTABLES.SYSTEM)
@@ -50,16 +50,16 @@ def get_actor_python_env(actor_class_fqn: str) -> str:
 def make_actor_runtime_env(
     actor_class_fqn: str, venv: VenvConfig | None = None, name: str = "", timeout_s: float = 1800.0
 ) -> dict[str, Any]:
-    """Ray's `runtime_env` for actors of a class; waits until their environment is there on every node.
+    """Return Ray's `runtime_env` for actors of a class; wait until their environment exists on every node.
 
     Args:
         actor_class_fqn: dotted path of the class.
-        venv: its entry in `cluster.venvs`; None asks the registry.
-        name: of the environment; empty is the dotted path.
-        timeout_s: for making it.
+        venv: the class's entry in `cluster.venvs`; None reads the registry.
+        name: name of the environment; empty: the dotted path.
+        timeout_s: seconds for making it.
 
     Raises:
-        ConfigError, VenvError, DeadlineExceededError: as `create_local_venv_on_each_node`.
+        ConfigError, VenvError, DeadlineExceededError: as in `create_local_venv_on_each_node`.
     """
     wanted = venv or parse_py_executable(get_actor_python_env(actor_class_fqn))
     if wanted is not None and USE_SYSTEM_EXECUTABLE:
@@ -73,14 +73,14 @@ def make_actor_runtime_env(
 def create_local_venv_on_each_node(
     py_executable: str | VenvConfig, venv_name: str, *, timeout_s: float = 1800.0
 ) -> str:
-    """`create_local_venv` on each node that is alive, at the same time.
+    """Run `create_local_venv` on all living nodes at the same time.
 
     Returns:
         Path of the interpreter, which is the same on all nodes.
 
     Raises:
-        ConfigError: there is no such extra, or the text cannot be read.
-        VenvError: it was not made on some nodes, each of which is named, or the nodes do not agree.
+        ConfigError: there is no such extra, or the text cannot be parsed.
+        VenvError: it could not be made on some nodes (each is named), or the nodes' paths differ.
     """
     wanted = parse_py_executable(py_executable) if isinstance(py_executable, str) else py_executable
     if wanted is None:
@@ -89,9 +89,9 @@ def create_local_venv_on_each_node(
     force = is_set("NRL_FORCE_REBUILD_VENVS") and venv_name not in _rebuilt
     _rebuilt.add(venv_name)
     here, end = ray.get_runtime_context().get_node_id(), time.monotonic() + timeout_s
-    if wanted.extras is not None:  # once, before nodes that share the checkout would all write it
+    if wanted.extras is not None:  # once, here: nodes that share the checkout would all write it
         update_lock(Uv(end, f"Making the environment {venv_name!r}"))
-    # Of uv's variables only this one: all may read a runtime environment, and some of them hold passwords.
+    # Forward only this uv variable: everyone can read a runtime environment, and other uv variables hold passwords.
     shared = {key: os.environ[key] for key in ("UV_OFFLINE",) if key in os.environ}
     make = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": shared})(_made_here)
     arguments = (with_absolute_paths(wanted), venv_name, force, str(folder), timeout_s)
@@ -106,7 +106,7 @@ def create_local_venv_on_each_node(
 
 
 def _made_here(wanted: VenvConfig, name: str, force: bool, folder: str, timeout_s: float) -> tuple[str, str]:
-    """Path of the interpreter and nothing, or nothing and why there is none."""
+    """Return the path of the interpreter and "", or "" and the reason why there is none."""
     try:
         return create_local_venv(wanted, name, force, folder=Path(folder), timeout_s=timeout_s), ""
     except (VenvError, TimeoutError, OSError) as error:
@@ -123,7 +123,7 @@ def _answer(ref: Any, timeout_s: float) -> tuple[str, str]:
 
 
 def _agreed(name: str, answers: list[tuple[str, str, str]]) -> str:
-    """The one interpreter of all nodes, of address, path and reason of each."""
+    """Return the interpreter path that all nodes share; each answer holds a node's address, path and error."""
     failed = [f"node {address}: {reason}" for address, _, reason in answers if reason]
     if failed:
         raise VenvError(
@@ -132,7 +132,7 @@ def _agreed(name: str, answers: list[tuple[str, str, str]]) -> str:
     if len({python for _, python, _ in answers}) > 1:
         described = "; ".join(f"{address}: {python}" for address, python, _ in answers)
         raise VenvError(
-            f"The nodes made the environment {name!r} of different parts, so its path differs: {described}. The file "
-            "venv.json in each folder lists the parts; give all nodes the same uv, Python and source."
+            f"The nodes made the environment {name!r} from different inputs, so paths differ: {described}. The file "
+            "venv.json in each folder lists the inputs; give all nodes the same uv, Python and source."
         )
     return answers[0][1]

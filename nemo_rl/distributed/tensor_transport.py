@@ -1,7 +1,7 @@
 """Make torch tensors cheap to pickle, so Ray moves them through shared memory without copies.
 
-`batched_data_dict` packs itself with this on the way out of a process, `worker_process` packs every result. Pickling a
-torch tensor copies its bytes; pickling a numpy view of the same memory hands the buffer itself to pickle protocol 5,
+`batched_data_dict` packs itself with this when it leaves a process; `worker_process` packs every result. Pickling a
+torch tensor copies its bytes; pickling a numpy view of the same memory passes the buffer itself to pickle protocol 5,
 which Ray stores out of band. Invariant: `pickle.loads(pickle.dumps(pack_tensors(x)))` equals `x` with every tensor on
 the CPU, contiguous and detached.
 """
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-# Below this size a received tensor is copied: it may then be modified, and it does not keep the
-# (possibly large) shared-memory object it arrived in alive.
+# Below this size a received tensor is copied. The copy may be modified, and it does not keep the
+# (possibly large) shared-memory object alive that it arrived in.
 COPY_BELOW_BYTES = 64 * 1024
 
-# numpy has no counterpart of these; they travel as integers of the same width.
+# numpy has no such dtypes; they are sent as integers of the same width.
 _INTEGER_VIEW = {1: torch.uint8, 2: torch.int16}
 _NATIVE_DTYPES = frozenset(
     {
@@ -36,7 +36,7 @@ _NATIVE_DTYPES = frozenset(
 
 
 class PackedTensor:
-    """A tensor on its way through pickle; unpickling it yields a `torch.Tensor`.
+    """A tensor prepared for pickle; unpickling it yields a `torch.Tensor`.
 
     Args:
         tensor: any dense tensor; a copy is made only when it is not contiguous or not on the CPU.
@@ -56,10 +56,10 @@ class PackedTensor:
 
 
 class _WritableAlias:
-    """Presents read-only memory to numpy as writable, and keeps its owner alive.
+    """Presents read-only memory to numpy as writable and keeps its owner alive.
 
-    `torch.from_numpy` warns about read-only arrays at each process's first use; torch has no
-    read-only tensors, so the promise not to write is in `BatchedDataDict`'s contract instead.
+    `torch.from_numpy` warns about read-only arrays once in each process, and torch has no read-only
+    tensors. So `BatchedDataDict`'s contract, not the dtype system, forbids writing.
     """
 
     def __init__(self, array: np.ndarray) -> None:
@@ -83,14 +83,14 @@ def _restore_tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 def pack_tensors(value: Any) -> Any:
     """Replace each tensor inside nested lists, tuples and dicts by a `PackedTensor`.
 
-    Containers are rebuilt, other objects are passed through untouched. Sparse, quantized and
-    distributed tensors are passed through too and take torch's own pickling.
+    Containers are rebuilt; other objects are returned as they are. So are sparse, quantized and
+    distributed tensors, which torch itself pickles.
 
     Args:
         value: anything picklable.
 
     Returns:
-        The same structure, ready to be pickled; there is no inverse to call, unpickling restores.
+        The same structure, ready to be pickled. Unpickling restores it; there is no inverse function.
     """
     if isinstance(value, torch.Tensor):
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)

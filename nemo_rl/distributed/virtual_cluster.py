@@ -1,8 +1,8 @@
 """Start or join Ray, and reserve the places of worker processes.
 
 A run calls `init_ray` once and makes a `RayVirtualCluster` for each set of machines; `worker_groups` puts one worker
-into each reserved bundle. Invariant: a local Ray serves this run only, on loopback addresses; another one is joined
-only when RAY_ADDRESS says so.
+into each reserved bundle. Invariant: a local Ray serves this run only, on loopback addresses; an existing cluster is
+joined only if RAY_ADDRESS names it.
 """
 
 import logging
@@ -40,18 +40,18 @@ __getattr__ = public_names(__name__, {"PY_EXECUTABLES": "nemo_rl.utils.venvs"})
 
 _RESERVE_TIMEOUT_S = 5.0
 _NOTICE_TIMEOUT_S = 90.0
-"""Longer than Ray's health checks take to fail, by default."""
+"""Seconds to notice a lost node; longer than Ray's health checks take by default."""
 _RESCHEDULE_TIMEOUT_S = 20.0
-"""From then on; Ray moves bundles at once where there is room."""
+"""Seconds from then on; Ray moves bundles immediately if there is room."""
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Under `uv run` Ray would build the whole environment again for each worker, from the driver's
-    # command line; the workers use the driver's interpreter instead.
+    # command line. The workers use the driver's interpreter instead.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
-# A joined cluster was started with its own environment; these of the driver's count for workers. Anyone on the cluster
-# can read what is forwarded, so nothing here brings in names that usually hold secrets beyond those of the trackers and
-# the hub; devices and threads (CUDA_VISIBLE_DEVICES, OMP_*) are chosen for each worker.
+# A joined cluster was started with its own environment; these variables of the driver are sent to its workers. Everyone
+# on the cluster can read them. So no prefix here matches names that usually hold secrets, except those of the trackers
+# and the hub. Devices and threads (CUDA_VISIBLE_DEVICES, OMP_*) are chosen for each worker.
 _FORWARDED_PREFIXES = (
     "HF_", "NRL_", "NEMO_RL_", "VLLM_", "TORCH", "PYTORCH_", "TOKENIZERS_", "TRANSFORMERS_", "SAFETENSORS_",
     "NCCL_", "GLOO_", "TENSORPIPE_", "UCX_", "FI_", "OFI_", "NVSHMEM_", "SHARP_", "GDRCOPY_",
@@ -63,7 +63,7 @@ _FORWARDED_PREFIXES = (
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a driver that reach workers of a cluster which it has joined."""
+    """Return the driver's variables that are sent to the workers of a joined cluster."""
     return {name: value for name, value in environment.items() if name.startswith(_FORWARDED_PREFIXES)}
 
 
@@ -75,17 +75,17 @@ def init_ray(
     include_dashboard: bool = False,
     log_to_driver: bool = False,
 ) -> None:
-    """Connect this process to Ray; does nothing when it is connected already.
+    """Connect this process to Ray; do nothing if it is connected already.
 
-    With RAY_ADDRESS set (an address, or `auto` to find the cluster on this machine) that cluster is
-    joined. Otherwise a local one starts, reachable under 127.0.0.1, and ends with this process.
+    If RAY_ADDRESS is set (an address, or `auto` to find the cluster on this machine), join that cluster.
+    Otherwise start a local Ray under 127.0.0.1, which ends with this process.
 
     Args:
-        log_dir: gets a link `ray_session` to Ray's session folder, which holds the workers' logs.
-        num_cpus: logical CPUs of a local cluster; None counts the machine's.
+        log_dir: folder for a link `ray_session` to Ray's session folder, which holds the workers' logs.
+        num_cpus: logical CPUs of a local cluster; None takes the machine's count.
         env_vars: environment of all workers, on top of this process's own.
         include_dashboard: start Ray's dashboard with a local cluster.
-        log_to_driver: repeat what workers write on this process's console.
+        log_to_driver: repeat the workers' output on this process's console.
 
     Raises:
         ConfigError: no Ray cluster answers at RAY_ADDRESS.
@@ -98,9 +98,9 @@ def init_ray(
         os.environ.setdefault(name, value)
     if not sys.stderr.isatty():
         _without_colours()
-    # Ray warns on every start that its token authentication is on, which is what we want.
+    # Ray warns on every start that its token authentication is on, which is intended.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    # Ray read this one when it was imported.
+    # Ray has read this variable on import, so set its copy too.
     ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = ray_constants.env_bool("RAY_ENABLE_UV_RUN_RUNTIME_ENV", False)
     address = cluster_address()
     context: Any
@@ -122,26 +122,25 @@ def init_ray(
 
 
 class RayVirtualCluster:
-    """Reserved bundles of resources, one bundle for each rank.
+    """Reserved bundles of resources, one bundle per rank.
 
-    Bundles of one node entry always share a node; entries are on nodes in the order of their addresses (`node_choice`).
-    Places are reserved on first use.
+    Bundles of one node entry are always on the same node; entries are on nodes in the order of their addresses
+    (`node_choice`). Places are reserved on first use.
 
     Args:
         bundle_ct_per_node_list: number of bundles for each node entry.
         use_gpus: whether each bundle holds one GPU.
-        max_colocated_worker_groups: how many worker groups share the bundles; each takes a fraction.
-        num_gpus_per_node: GPUs of a node; a node entry may not ask for more.
-        name: shows in Ray's tools.
-        placement_group_strategy: `STRICT_SPREAD` insists on a node of its own for each entry, `SPREAD` shares nodes
-            only where there are too few, `PACK` takes as few as it can.
-        port_range_low: first port at which a group's processes may meet; None leaves it to the
-            operating system.
+        max_colocated_worker_groups: number of worker groups that share the bundles; each takes a fraction.
+        num_gpus_per_node: GPUs of a node; a node entry may not request more.
+        name: name shown in Ray's tools.
+        placement_group_strategy: `STRICT_SPREAD` requires a separate node for each entry, `SPREAD` shares nodes only if
+            there are too few, `PACK` uses as few as possible.
+        port_range_low: first port for a process group's store; None lets the operating system choose.
         port_range_high: last such port.
-        cpus_per_bundle: logical CPUs of a bundle; None takes 1, or less so that the bundles leave
-            three quarters of their node's CPUs to environments and other clusters. Ray only counts
-            them; a process may use more.
-        apart_from: clusters whose nodes this one does not share.
+        cpus_per_bundle: logical CPUs of a bundle; None takes 1, or less if necessary to leave three
+            quarters of the node's CPUs to environments and other clusters. Ray only counts them; a
+            process may use more.
+        apart_from: clusters whose nodes this cluster does not use.
 
     Raises:
         ValueError: unknown strategy, empty bundle list, or more GPUs than a node has.
@@ -170,7 +169,7 @@ class RayVirtualCluster:
             )
         if use_gpus and max(bundle_ct_per_node_list) > num_gpus_per_node:
             raise ValueError(
-                f"bundle_ct_per_node_list={bundle_ct_per_node_list} asks for more GPUs on a node "
+                f"bundle_ct_per_node_list={bundle_ct_per_node_list} requests more GPUs on a node "
                 f"than num_gpus_per_node={num_gpus_per_node}."
             )
         self._bundle_counts = list(bundle_ct_per_node_list)
@@ -184,8 +183,8 @@ class RayVirtualCluster:
         self._apart_from = tuple(apart_from)
         self._placement_groups: list[PlacementGroup] | None = None
         self.compare_new_nodes: Callable[[], None] | None = None
-        """Set by `node_checks`, for bundles that Ray has moved."""
-        # Colocated groups may be started from two threads.
+        """Set by `node_checks`; called after Ray has moved bundles to other nodes."""
+        # Two threads may start colocated groups at the same time.
         self._reserving = threading.Lock()
 
     @property
@@ -202,11 +201,11 @@ class RayVirtualCluster:
         return len(self._bundle_counts)
 
     def cpus_per_bundle(self) -> float:
-        """Logical CPUs of each bundle; settled once places are reserved."""
+        """Return the logical CPUs of each bundle; final once places are reserved."""
         return self._cpus_of(living_nodes()) if self._cpus_per_bundle is None else self._cpus_per_bundle
 
     def _cpus_of(self, nodes: Sequence[NodeRoom]) -> float:
-        """CPUs of a bundle that leave room on each of the nodes that it takes, the largest ones."""
+        """Return CPUs per bundle so that the bundles fit on every node used, assuming they take the largest nodes."""
         if self._cpus_per_bundle is not None:
             return self._cpus_per_bundle
         cpus = sorted((node.total.get("CPU", 0.0) for node in nodes), reverse=True) or [0.0]
@@ -214,19 +213,19 @@ class RayVirtualCluster:
         return min(1.0, int(share * 1000) / 1000)
 
     def resources_per_worker(self) -> dict[str, float]:
-        """What one worker of a group takes of its bundle, as Ray actor options."""
+        """Return one worker's share of its bundle, as Ray actor options."""
         groups = self.max_colocated_worker_groups
         cpus = int(self.cpus_per_bundle() / groups * 1000) / 1000
         return {"num_cpus": cpus, "num_gpus": 1 / groups if self.use_gpus else 0}
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """One placement group for each node entry, reserved on the first call.
+        """Return one placement group for each node entry, reserved on the first call.
 
-        What the cluster lacks is logged at once. Then it tries again NRL_VIRTUAL_CLUSTER_MAX_RETRIES times (6), after
-        1, 2, 4 ... seconds, because nodes may still be joining and earlier workers may still be leaving.
+        A shortage is logged immediately. Then reserving is tried again NRL_VIRTUAL_CLUSTER_MAX_RETRIES times (default
+        6), after 1, 2, 4 ... seconds, because nodes may still be joining and earlier workers may still be ending.
 
         Raises:
-            ResourceInsufficientError: the cluster does not have what is asked for.
+            ResourceInsufficientError: the cluster lacks the requested resources.
         """
         with self._reserving:
             if self._placement_groups is None:
@@ -234,13 +233,13 @@ class RayVirtualCluster:
             return self._placement_groups
 
     def node_ids(self) -> list[str]:
-        """Ray's id of each node entry's node."""
+        """Return Ray's id of each node entry's node."""
         return _nodes_of(self.get_placement_groups())
 
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
-        """Address of a bundle's node and a port that is free there now, and perhaps not for long.
+        """Return the address of a bundle's node and a port that is free there now; another process may take it later.
 
-        A `RayWorkerGroup` does not ask: its rank 0 holds the port of its meeting point (`rendezvous`).
+        A `RayWorkerGroup` does not use this: its rank 0 holds the port of the group's store (`rendezvous`).
 
         Raises:
             ResourceInsufficientError: no port of the range is free.
@@ -254,14 +253,14 @@ class RayVirtualCluster:
         return ray.get(probe.options(scheduling_strategy=where).remote(*self.port_range), timeout=60.0)
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """Address of rank 0's node and a port that is free there now; a fresh port each time."""
+        """Return the address of rank 0's node and a port that is free there now; a new port each time."""
         return self.get_available_address_and_port(0, 0)
 
     def shutdown(self) -> bool:
-        """Give the reserved places back; workers in them are killed by Ray.
+        """Release the reserved places; Ray kills the workers in them.
 
         Returns:
-            Whether there was anything to give back.
+            Whether any places were reserved.
         """
         groups, self._placement_groups = self._placement_groups, None
         if groups is None or not ray.is_initialized() or local_ray_has_died():
@@ -271,11 +270,11 @@ class RayVirtualCluster:
         return True
 
     def await_places(self, node_idxs: Collection[int]) -> None:
-        """Wait until Ray has moved the bundles of node entries whose node was lost to other nodes.
+        """Wait until Ray has moved the bundles of lost nodes to other nodes.
 
         Raises:
             ResourceInsufficientError: no other node has room for them.
-            ConfigError, DeadlineExceededError: the other node lacks something, see `node_checks.check_nodes`.
+            ConfigError, DeadlineExceededError: the new node lacks something; see `node_checks.check_nodes`.
         """
         groups = self.get_placement_groups()
         end = time.monotonic() + _NOTICE_TIMEOUT_S
@@ -283,7 +282,7 @@ class RayVirtualCluster:
             while True:
                 table = placement_group_table(group)
                 is_placed = table["state"] == "CREATED"
-                # Until Ray's health checks have failed it would start a worker on the lost node.
+                # Ray would start a worker on the lost node until its health checks have failed.
                 if is_placed and not lost_nodes(table["bundles_to_node_id"].values()):
                     break
                 now = time.monotonic()
@@ -316,13 +315,13 @@ class RayVirtualCluster:
         return {kind: amount for kind, amount in bundle.items() if amount > 0} or {"CPU": 0.001}
 
     def _avoided(self) -> set[str]:
-        """Ids of the nodes of the clusters that this one keeps away from."""
+        """Return the ids of the nodes that other clusters use and this one must not."""
         return {node for other in self._apart_from for node in other.node_ids()}
 
     def _try_reserve(self, nodes: Sequence[str], bundle: dict[str, float]) -> list[PlacementGroup] | None:
         unique = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
         groups = [
-            # A node that is lost later gives its bundles to others, so the choice is no condition.
+            # Soft: if this node is lost later, Ray may move its bundles to another node.
             placement_group([bundle] * count, "STRICT_PACK", f"{unique}-{entry}", _soft_target_node_id=node)
             for entry, (count, node) in enumerate(zip(self._bundle_counts, nodes, strict=True))
         ]
@@ -341,14 +340,14 @@ class RayVirtualCluster:
         bundle = self._bundle(nodes)
         per_bundle = f"{bundle.get('CPU', 0):g} CPUs" + (" and 1 GPU" if self.use_gpus else "")
         wanted = (
-            f"Cluster {self.name!r} asks for {self._bundle_counts} bundles per node ({self._strategy}), each with "
+            f"Cluster {self.name!r} requests {self._bundle_counts} bundles per node ({self._strategy}), each with "
             f"{per_bundle}."
         )
         return f"{wanted} {shortage(self._bundle_counts, bundle, nodes, self._strategy, self._avoided())}"
 
 
 def _nodes_of(groups: Sequence[PlacementGroup]) -> list[str]:
-    """Id of the node of each placement group."""
+    """Return the node id of each placement group."""
     return [placement_group_table(group)["bundles_to_node_id"][0] for group in groups]
 
 
@@ -358,8 +357,8 @@ def _address_and_free_port(low: int | None, high: int | None) -> tuple[str, int]
 
 
 def _without_colours() -> None:
-    """Let Ray print the lines of its daemons and workers as they are, where they go into a file."""
-    colorama = ray._private.worker.colorama  # Ray brings it
+    """Remove colours from the lines that Ray prints for its daemons and workers, because they go into a file."""
+    colorama = ray._private.worker.colorama  # bundled with Ray
     for codes in (colorama.Fore, colorama.Style):
         for name in vars(codes):
             setattr(codes, name, "")

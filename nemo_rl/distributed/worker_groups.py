@@ -4,11 +4,11 @@
 
     controller                                   worker process, one per bundle
     RayWorkerGroup --build/call (Ray)--> WorkerHost --> worker object (policy, engine ...)
-        ^  `- run_all_workers_*: returns at once with a MultiWorkerFuture
+                ^  `- run_all_workers_*: returns immediately with a MultiWorkerFuture
         `--- get_all_worker_results: waits with a deadline (`worker_results.gather`)
 
-Invariant: every wait has a deadline, a death is reported with its last log lines, and after `shutdown` no worker
-process is left.
+Invariant: every wait has a deadline, a worker's death is reported with its last log lines, and after `shutdown` no
+worker process is left.
 """
 
 import logging
@@ -47,20 +47,20 @@ logger = logging.getLogger(__name__)
 _irreplaceable: "weakref.WeakSet[RayWorkerGroup]" = weakref.WeakSet()
 """Groups that end when one of their workers dies."""
 _KILL_S = 5.0
-"""How long Ray may take to kill a process before it is sent SIGKILL from here, and that after it."""
+"""Seconds Ray may take to kill a process before this process sends SIGKILL, and seconds to wait after that."""
 _SMALL_TYPES = (type(None), bool, int, float, str)
 
 
 class RayWorkerGroup:
     """Workers on the bundles of a cluster, numbered node by node.
 
-    Each worker process finds RANK, LOCAL_RANK, WORLD_SIZE and NODE_RANK in its environment, and, unless
-    it works alone, MASTER_ADDR and MASTER_PORT: a port that the process of its crew's first worker holds for
+    Each worker process finds RANK, LOCAL_RANK, WORLD_SIZE and NODE_RANK in its environment. If its group has
+    several workers it also finds MASTER_ADDR and MASTER_PORT: a port that the process of the first worker holds for
     `process_group.open_store`. All processes start at the same time.
 
     Args:
-        cluster: where the workers run.
-        remote_worker_builder: what they are.
+        cluster: bundles in which the workers run.
+        remote_worker_builder: recipe for each worker.
         workers_per_node: workers on each node entry (one number, or one for each entry); None puts
             one on every bundle.
         name_prefix: actors are named `<prefix>-<node>-<local rank>`; empty takes the class name.
@@ -69,16 +69,16 @@ class RayWorkerGroup:
         sharding_annotations: parallel axes of the workers; None is one `data_parallel` axis.
         env_vars: further environment, set before the process imports anything.
         setup_timeout_s: seconds for processes and worker objects to be ready.
-        call_timeout_s: seconds a call may take unless `get_all_worker_results` is told otherwise.
-        crew_size: workers that depend on each other: so many in a row are a crew, and when one dies other crews
-            live on (engines). None is one crew of all; when one of them dies the others are killed, because they
-            would wait for it.
+        call_timeout_s: seconds a call may take unless `get_all_worker_results` gets another limit.
+        crew_size: number of consecutive workers that depend on each other, such as the ranks of one engine. If one
+            dies, workers outside its block continue. None: all workers depend on each other; if one dies the others are
+            killed, because they would wait for it.
 
     Raises:
         ResourceInsufficientError: the cluster lacks the resources.
-        DeadlineExceededError: not ready in time.
+        DeadlineExceededError: the workers were not ready in time.
         WorkerDiedError: a process ended during setup.
-        Exception: what a worker's constructor raised.
+        Exception: an error that a worker's constructor raised.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class RayWorkerGroup:
         return self.sharding_annotations.shape.get("data_parallel", 1)
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
-        """The worker that is first on all other axes for a data-parallel position."""
+        """Return the worker that is first on all other axes for a data-parallel position."""
         sharding = self.sharding_annotations
         first = {name: 0 for name in sharding.names if name != "data_parallel"}
         return sharding.get_ranks_by_coord(data_parallel=dp_shard_idx, **first)[0]
@@ -162,7 +162,7 @@ class RayWorkerGroup:
         """Call a method of one worker.
 
         Returns:
-            Ray's reference; `await` it or wait with `get_worker_result`, and give what it raises to
+            Ray's reference; `await` it or wait with `get_worker_result`, and pass errors from it to
             `explain_failure`.
         """
         self._refuse_when_dead()
@@ -207,7 +207,7 @@ class RayWorkerGroup:
             **kwargs: lists with one value for each called worker.
 
         Raises:
-            ValueError: a list has not one value for each called worker.
+            ValueError: a list does not hold one value for each called worker.
         """
         self._refuse_when_dead()
         chosen = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])
@@ -233,7 +233,7 @@ class RayWorkerGroup:
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> MultiWorkerFuture:
-        """Call a method with the shard that belongs to each worker's position.
+        """Call a method with the shard for each worker's position.
 
         Args:
             method_name: method of the worker object.
@@ -242,13 +242,14 @@ class RayWorkerGroup:
                 list only workers at position 0 are called.
             output_is_replicated: axes along which answers are equal; only position 0 is returned.
             make_dummy_calls_to_free_axes: call the remaining workers too, with None as data.
-            return_from_workers: workers whose answers are returned, where they are not those at position 0.
-            common_kwargs: arguments that all workers get as they are.
+            return_from_workers: workers whose answers are returned, if not those at position 0.
+            common_kwargs: arguments that all workers get unchanged.
             **kwargs: nested lists indexed by the positions on `in_sharded_axes`. A shard that
                 several workers get is stored once.
 
         Raises:
-            ValueError: unknown axis, an axis in both lists, a list of the wrong length, or both ways to choose answers.
+            ValueError: unknown axis, an axis in both lists, a list of the wrong length, or both options to choose
+                answers.
         """
         self._refuse_when_dead()
         sharding, sharded, replicated = self.sharding_annotations, in_sharded_axes or [], replicate_on_axes or []
@@ -287,17 +288,17 @@ class RayWorkerGroup:
         """Wait for all called workers.
 
         Args:
-            future_bundle: what a `run_all_workers_*` method returned.
-            timeout_s: seconds from now; None is the group's `call_timeout_s`.
-            phase: what this is, as an error should name it.
+            future_bundle: result of a `run_all_workers_*` method.
+            timeout_s: seconds from now; None takes the group's `call_timeout_s`.
+            phase: name of the call for errors.
 
         Returns:
-            The wanted answers in worker order.
+            The selected answers in worker order.
 
         Raises:
             DeadlineExceededError: with the stacks of all workers.
             WorkerDiedError: with the last log lines of the worker.
-            Exception: what a worker raised; its cause is the remote traceback.
+            Exception: an error that a worker raised; its cause is the remote traceback.
         """
         calls = self.pending_calls(future_bundle)
         with self._one_dies_all_die():
@@ -309,11 +310,11 @@ class RayWorkerGroup:
         return [by_worker[idx] for idx in wanted]
 
     def seat(self, worker_idx: int) -> WorkerSeat:
-        """Name and place of a worker, for waits and errors."""
+        """Return the name and place of a worker, for waits and errors."""
         return self._seats[worker_idx]
 
     def pending_calls(self, future_bundle: MultiWorkerFuture) -> list[PendingCall]:
-        """The calls of a bundle with their workers, to be waited for together with another group's."""
+        """Return a bundle's calls with their workers, so that the caller can wait for several groups together."""
         called = future_bundle.called_workers
         if called is None:
             called = list(range(len(future_bundle.futures)))
@@ -326,37 +327,37 @@ class RayWorkerGroup:
         return self.get_all_worker_results(MultiWorkerFuture([ref], called_workers=[worker_idx]), timeout_s, phase)[0]
 
     def explain_failure(self, error: RayError, worker_idx: int, phase: str) -> Exception:
-        """The error to show for what an awaited reference of a worker raised."""
+        """Convert an error from a worker's awaited reference into the error to show."""
         return explain_failure(error, self._seats[worker_idx], phase)
 
     def activity(self, worker_idxs: Sequence[int]) -> list[tuple[str, float]]:
-        """State and CPU seconds of the processes of some workers; see `worker_logs.activity_of`."""
+        """Return the state and CPU seconds of some workers' processes; see `worker_logs.activity_of`."""
         known = [seat.identity for seat in (self._seats[idx] for idx in worker_idxs) if seat.identity]
         return activity_of(known)
 
     def stacks(self, worker_idxs: Sequence[int]) -> str:
-        """Stacks of all threads of some workers, as far as they react."""
+        """Return the stacks of all threads of some workers, if they react."""
         return stacks_of([seat.identity for seat in (self._seats[idx] for idx in worker_idxs) if seat.identity])
 
     def meeting_point(self) -> tuple[str, int]:
-        """Address of rank 0 and a port that its process holds for one `process_group.open_store`."""
+        """Return the address of rank 0 and a port that its process holds for one `process_group.open_store`."""
         return self.get_worker_result(self._hold_port(self._seats[0]), 0, phase="choosing a port")
 
     def _hold_port(self, seat: WorkerSeat) -> ray.ObjectRef:
         return seat.handle.hold_port.remote(*self.cluster.port_range)
 
     def restart_workers(self, worker_idxs: Sequence[int], timeout_s: float = 900.0) -> None:
-        """Put new processes and new worker objects in the places of whole crews, all at the same time.
+        """Replace the processes and worker objects of whole blocks of `crew_size` workers, all at the same time.
 
-        Only for groups with a `crew_size`; the old processes are killed if they still run, and the new ones too
-        if one of them fails to start.
+        Only for groups with a `crew_size`. The old processes are killed if they still run; the new ones are killed if
+        one of them fails to start.
 
         Raises:
-            DeadlineExceededError, WorkerDiedError, Exception: as when the group was made.
-            NodeLostError: workers that cannot be replaced were on a node that was lost, so the run is over.
+            DeadlineExceededError, WorkerDiedError, Exception: as in the constructor.
+            NodeLostError: workers that cannot be replaced were on a lost node, so the run is over.
             ResourceInsufficientError: their node was lost, and no other has room.
-            ConfigError: another node has room, but not the code or folders of this one.
-            WorkerDiedError: the group is shut down, also meanwhile.
+            ConfigError: another node has room, but differs in code or folders.
+            WorkerDiedError: the group was shut down, perhaps during the restart.
         """
         if not self._may_restart:
             raise ValueError(f"workers of group {self.name_prefix!r} depend on each other.")
@@ -376,7 +377,7 @@ class RayWorkerGroup:
             raise
 
     def _create_seat_again(self, rank: int, end: float) -> WorkerSeat:
-        """`_create_seat` once Ray has freed the name of the actor before, a moment after its death."""
+        """Call `_create_seat` until Ray has freed the dead actor's name, which takes a moment."""
         while True:
             self._refuse_when_dead()
             try:
@@ -387,7 +388,7 @@ class RayWorkerGroup:
                 time.sleep(0.1)
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
-        """End all worker processes; may be called again.
+        """End all worker processes; may be called repeatedly.
 
         Args:
             cleanup_method: method that each worker runs first.
@@ -402,7 +403,7 @@ class RayWorkerGroup:
             try:
                 future = self.run_all_workers_single_data(cleanup_method)
                 self.get_all_worker_results(future, timeout, "cleanup")
-            except Exception as error:  # the boundary: whatever cleanup does, the processes must end
+            except Exception as error:  # boundary: the processes must end even if cleanup fails
                 logger.warning("%s: %s failed: %s", self.name_prefix, cleanup_method, error)
                 clean = False
         seats, self._seats = self._seats, []
@@ -427,7 +428,7 @@ class RayWorkerGroup:
         )
 
     def _settle(self, seats: list[WorkerSeat], indices: Sequence[int], timeout_s: float) -> None:
-        """Wait until processes have reported themselves and built their worker objects."""
+        """Wait until the processes have reported their identity and built their worker objects."""
         end = time.monotonic() + timeout_s
         new = [seats[idx] for idx in indices]
         reports = [PendingCall(s.handle.report_identity.remote(), s) for s in new]
@@ -488,6 +489,6 @@ def _refuse_when_others_are_lost() -> None:
 
 
 def _stored(value: Any, shared: bool = True) -> Any:
-    """Put a value that several workers get into Ray's store once; the rest goes with the call."""
+    """Put a value that several workers get into Ray's store once; send other values with the call."""
     value = pack_tensors(value)
     return ray.put(value) if shared and not isinstance(value, _SMALL_TYPES) else value

@@ -1,4 +1,4 @@
-"""What an algorithm makes of a configuration without starting anything."""
+"""Build an algorithm's recipe and roles from a configuration without starting anything."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -15,11 +15,11 @@ if TYPE_CHECKING:  # they take seconds to import
 
 
 def recipe_of(config: MasterConfig, *, with_data: bool = True) -> "RolloutRecipe | SupervisedRecipe":
-    """What makes a run of a configuration; starts nothing.
+    """Build the recipe of a configuration's run; start nothing.
 
     Args:
         config: a checked configuration.
-        with_data: load the data too; else `recipe.data` must not be used.
+        with_data: load the data too; otherwise `recipe.data` must not be used.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
@@ -39,10 +39,10 @@ def recipe_of(config: MasterConfig, *, with_data: bool = True) -> "RolloutRecipe
 
 
 def roles_of(config: MasterConfig) -> "Mapping[str, Role]":
-    """The models of a run by name.
+    """Return the models of a run by name.
 
     Raises:
-        ConfigError: as `recipe_of`.
+        ConfigError: as in `recipe_of`.
     """
     from nemo_rl.algorithms.rollout.start import RolloutRecipe
     from nemo_rl.algorithms.setup.roles import Role

@@ -1,4 +1,4 @@
-"""What a check is, and what it says."""
+"""Define a check and its result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """How a check ended."""
+    """Result of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -19,13 +19,13 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        status: how the check ended.
-        found: what there is.
-        advice: what to do about it; empty where nothing is to be done.
-        details: more lines for people, below the table.
-        numbers: what was measured, by name with its unit, for later checks and `--json`.
-        check: name of the check; the runner writes it.
-        node: address of the machine, empty for this one.
+        status: result of the check.
+        found: what the check found.
+        advice: what to do about it; empty if nothing needs to be done.
+        details: further lines for people, shown below the table.
+        numbers: measured values by name with unit, for later checks and `--json`.
+        check: name of the check, set by the runner.
+        node: address of the machine; empty for this one.
     """
 
     status: Status
@@ -38,24 +38,24 @@ class Finding:
 
 
 def ok(found: str, **more: str | Mapping[str, float]) -> Finding:
-    """Nothing is wrong."""
+    """Return a finding of a passed check."""
     return Finding(Status.OK, found, **more)  # type: ignore[arg-type]
 
 
 def skipped(found: str) -> Finding:
-    """There is nothing to check, or it cannot be checked here."""
+    """Return a finding of a check that does not apply or cannot be made here."""
     return Finding(Status.SKIPPED, found)
 
 
 @dataclass(frozen=True)
 class Check[Given]:
-    """One thing to look at.
+    """One check.
 
     Attributes:
-        name: as the report shows it.
-        look: looks at what it is given; may raise anything.
-        deadline_s: seconds after which it has failed.
-        needs: names of checks without whose success it cannot be made.
+        name: name in the report.
+        look: inspects its argument and returns a finding; may raise any error.
+        deadline_s: seconds after which the check has failed.
+        needs: names of checks that must not have failed before this one runs.
     """
 
     name: str

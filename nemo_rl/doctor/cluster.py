@@ -1,4 +1,4 @@
-"""Joins the Ray cluster that RAY_ADDRESS names, if it answers, and performs the checks of each of its nodes there."""
+"""Join the Ray cluster at RAY_ADDRESS, if it answers, and run the checks of each of its nodes there."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ def check_cluster(address: str) -> Finding:
 
 
 def check_size(config: MasterConfig | EvalMasterConfig) -> Finding:
-    """Hold the nodes of the joined cluster against `cluster.num_nodes` and `cluster.gpus_per_node`."""
+    """Compare the nodes of the joined cluster with `cluster.num_nodes` and `cluster.gpus_per_node`."""
     cluster = config.cluster
     wanted = cluster.gpus_per_node if cluster.uses_gpu else 0
     gpus = sorted((node["Resources"].get("GPU", 0.0) for node in _alive()), reverse=True)
@@ -41,12 +41,12 @@ def check_size(config: MasterConfig | EvalMasterConfig) -> Finding:
     found = f"{fitting} of {len(gpus)} nodes have {wanted} GPUs or more"
     if fitting >= cluster.num_nodes:
         return ok(found)
-    asked = f"cluster.num_nodes={cluster.num_nodes} and cluster.gpus_per_node={wanted} ask for {cluster.num_nodes}"
+    asked = f"cluster.num_nodes={cluster.num_nodes} and cluster.gpus_per_node={wanted} require {cluster.num_nodes}"
     return Finding(Status.FAILED, f"{found}, {asked}", "Start Ray on more nodes, or lower these keys.")
 
 
 def check_nodes(request: NodeRequest) -> list[Finding]:
-    """Perform the checks of a machine on each node of the joined cluster, on all of them at once."""
+    """Run the machine checks on all nodes of the joined cluster at the same time."""
     request = replace(request, starts_ray=False, versions=installed_versions())
     look = ray.remote(num_cpus=0, max_retries=0)(_look)
     nodes = _alive()
@@ -66,11 +66,11 @@ def _look(request: NodeRequest) -> list[Finding]:
 def _findings(answer: ray.ObjectRef, is_there: bool) -> Sequence[Finding]:
     if not is_there:
         found = f"the node did not answer in {NODES_DEADLINE_S:g} s"
-        return [Finding(Status.FAILED, found, "Look at ray status and at the node's /tmp/ray.", check=NODES)]
+        return [Finding(Status.FAILED, found, "Check ray status and the logs in the node's /tmp/ray.", check=NODES)]
     try:
         findings: list[Finding] = ray.get(answer)
     except ray.exceptions.RayError as error:
-        advice = "The node needs the same environment as this machine, with nemo_rl in it, and Ray must be alive there."
+        advice = "The node needs the same environment as this machine, with nemo_rl, and a running Ray."
         return [Finding(Status.FAILED, str(error).strip().splitlines()[-1], advice, str(error), check=NODES)]
     return findings
 

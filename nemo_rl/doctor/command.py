@@ -1,7 +1,7 @@
-"""The command line of `nemo_rl doctor`.
+"""Define the command line of `nemo_rl doctor`.
 
-Light, so that help comes at once. Invariant: the exit status is 0 only without a failure, 1 with one, 2 where the
-command line itself is wrong, and 128 plus its number after a signal.
+Imports little, so that the help appears immediately. Invariant: the exit status is 0 only without a failure, 1 with
+one, 2 if the command line is wrong, and 128 plus its number after a signal.
 """
 
 import argparse
@@ -11,28 +11,28 @@ from nemo_rl.host.stop_signals import handlers_kept, leave_at_once
 
 NAME = "doctor"
 SUMMARY = "check this machine or cluster before a run"
-DESCRIPTION = """Check this machine, or the cluster that RAY_ADDRESS names, before a run.
+DESCRIPTION = """Check this machine, or the cluster at RAY_ADDRESS, before a run.
 
-Without --config the machine alone is checked; with it also what the configuration asks for: model, data, memory, disk.
-No worker is started unless --dummy-step asks for it. Exit status: 0 without a failure, 1 with one."""
+Without --config only the machine is checked; with it also the configuration's model, data, memory and disk.
+No worker is started without --dummy-step. Exit status: 0 without a failure, 1 with one."""
 ALGORITHMS = ("grpo", "sft", "dpo", "rm", "distillation", "eval")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
+    """Add the options to a parser."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the configuration, as for a run")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, help="whose file it is, where its sections do not say")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="the file's algorithm, if its sections do not show it")
     parser.add_argument("--json", action="store_true", help="write one JSON object instead of a table")
     parser.add_argument(
         "--dummy-step",
         action="store_true",
-        help="start the policy's workers and make one update at the longest length; takes the run's GPUs, and minutes",
+        help="start the policy's workers and make one update at the longest length; uses the run's GPUs for minutes",
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Make all checks and show what they found; returns the exit status."""
+    """Run all checks and print the findings; return the exit status."""
     with handlers_kept():
         leave_at_once()
         from nemo_rl.algorithms.setup import launch

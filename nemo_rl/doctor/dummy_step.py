@@ -1,7 +1,7 @@
-"""One training step of the configured policy on made-up tokens, by the processes that a run would start.
+"""Run one training step of the configured policy on random tokens, in the worker processes that a run would start.
 
-As long as rows may be and as many as fit a microbatch on each rank, so the memory is that of a step of the run. Nothing
-is written.
+The rows have the maximum length and fill one microbatch on each rank, so the step needs as much memory as a step of the
+run. No file is written.
 """
 
 import math
@@ -13,10 +13,10 @@ from nemo_rl.utils.errors import NemoRLError
 
 
 def make_step(config: MasterConfig) -> str:
-    """Start the policy, make one update, end the policy.
+    """Start the policy, run one update, and end the policy.
 
     Returns:
-        Loss, gradient norm and seconds, for people.
+        Text with loss, gradient norm and seconds.
 
     Raises:
         NemoRLError: the workers did not start or died, or the loss is not finite.
@@ -52,7 +52,7 @@ def make_step(config: MasterConfig) -> str:
 
 
 def rows_of_microbatch(policy: PolicyConfig) -> int:
-    """Rows of the greatest length in one microbatch of a rank; in two where that is odd: pairs stay together."""
+    """Return the rows of maximum length in one microbatch of a rank, or in two if that is odd: pairs stay together."""
     from nemo_rl.models.capacity.memory import microbatch_tokens
 
     rows = max(microbatch_tokens(policy, trains=True) // policy.max_total_sequence_length, 1)

@@ -1,4 +1,4 @@
-"""All checks in their order: configuration, cluster, machines, run."""
+"""Run all checks in order: configuration, cluster, machines, run."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ _GRACE_S = 30.0
 
 
 def examine(arguments: argparse.Namespace) -> list[Finding]:
-    """Make all checks that a command line asks for."""
+    """Run all checks that a command line requests."""
     address = cluster_address()
     with _progress() as tell:
         config, findings = _configuration(arguments)
@@ -41,9 +41,9 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
 
 
 def _configuration(arguments: argparse.Namespace) -> tuple[MasterConfig | EvalMasterConfig | None, list[Finding]]:
-    """The configuration that is asked for, and what there is to say about it.
+    """Load the configuration and check it.
 
-    None without one, or where keys are wrong; files that it names may be missing.
+    The configuration is None if none is given or keys are wrong. Files that it names may be missing.
     """
     file: Path | None = arguments.config
     if file is None:
@@ -64,14 +64,14 @@ def _configuration(arguments: argparse.Namespace) -> tuple[MasterConfig | EvalMa
 
 
 def _join(address: str) -> Finding:
-    # Imports Ray, which a machine alone is checked without.
+    # Imports Ray, which checking this machine alone does not need.
     from nemo_rl.doctor.cluster import check_cluster
 
     return check_cluster(address)
 
 
 def _on_all_nodes(request: NodeRequest, tell: Callable[[str], object]) -> list[Finding]:
-    """What each node of the joined cluster finds, behind whether they could be asked."""
+    """Return a finding about asking the nodes of the joined cluster, then the findings of each node."""
     of_nodes: list[Finding] = []
 
     def look(asked: NodeRequest) -> Finding:
@@ -95,7 +95,7 @@ def _run_request(config: MasterConfig | EvalMasterConfig, machines: Sequence[Fin
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], object]]:
-    """Shows on a terminal which check runs."""
+    """Show on a terminal which check is running."""
     console = Console(stderr=True)
     if not sys.stderr.isatty():
         yield lambda name: None

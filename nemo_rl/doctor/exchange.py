@@ -1,4 +1,4 @@
-"""Checks that processes of one machine can exchange tensors, as the ranks of a run will: gloo on CPUs, NCCL on GPUs.
+"""Check that processes of one machine can exchange tensors as the ranks of a run do: gloo on CPUs, NCCL on GPUs.
 
 python -m nemo_rl.doctor.exchange     one rank, with the environment of `process_group.init_process_group`
 """
@@ -21,20 +21,20 @@ DEADLINE_S = 150.0
 _JOIN_S = 60.0
 _GRACE_S = 10.0
 _ELEMENTS = 1 << 22
-"""Float32 numbers that the ranks add up: 16 MB."""
+"""Number of float32 values that the ranks sum: 16 MB."""
 _ANSWER = "MB added up in"
 _GPU_VARIABLE = "NRL_DOCTOR_RANK_ON_GPU"
 _ADVICE = (
     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME must name interfaces that exist (ip -brief address); NCCL needs shared "
-    "memory, and says with NCCL_DEBUG=INFO what it tries."
+    "memory; with NCCL_DEBUG=INFO it logs its attempts."
 )
 
 
 def check_exchange(request: NodeRequest, num_gpus: int) -> Finding:
-    """Start as many ranks as the run will have here and let them add up a tensor.
+    """Start as many ranks as the run will have on this machine and let them sum a tensor.
 
     Args:
-        request: what the run asks of this machine.
+        request: the run's requirements of this machine.
         num_gpus: GPUs of the machine.
     """
     on_gpu = bool(num_gpus) if request.uses_gpu is None else request.uses_gpu
@@ -42,7 +42,7 @@ def check_exchange(request: NodeRequest, num_gpus: int) -> Finding:
     if num_ranks < 2:
         return skipped("the run has one rank on this machine")
     if on_gpu and num_ranks > num_gpus:
-        return skipped(f"{num_ranks} ranks need as many GPUs, this machine shows {num_gpus}")
+        return skipped(f"{num_ranks} ranks need {num_ranks} GPUs, this machine shows {num_gpus}")
     with bind_free_port("127.0.0.1", None, None) as bound:
         port = bound.getsockname()[1]
     common = {"WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, _GPU_VARIABLE: int(on_gpu)}
@@ -56,9 +56,9 @@ def check_exchange(request: NodeRequest, num_gpus: int) -> Finding:
 
 
 def _run(variables: Sequence[dict[str, object]]) -> tuple[dict[int, str], list[list[str]]]:
-    """Run a rank with each of these environments: how some failed, as `_await`, and the lines that each has written.
+    """Run one rank with each environment; return how some failed (as in `_await`) and each rank's output lines.
 
-    They write to files: with NCCL_DEBUG=INFO it is more than a pipe holds that nobody reads.
+    The output goes to files: with NCCL_DEBUG=INFO it is more than a pipe without a reader holds.
     """
     with ExitStack() as opened:
         files = [opened.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in variables]
@@ -81,7 +81,7 @@ def _start(variables: dict[str, object], output: IO[str]) -> subprocess.Popen[by
 
 
 def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, str]:
-    """Wait until all ranks have ended or one has failed; those that failed, or else are missing, and how."""
+    """Wait until all ranks have ended or one has failed; return the failed ranks, else the unfinished ones, and why."""
     end = time.monotonic() + DEADLINE_S - _GRACE_S
     while time.monotonic() < end and not any(p.poll() for p in ranks) and any(p.poll() is None for p in ranks):
         time.sleep(0.05)
@@ -90,13 +90,13 @@ def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, str]:
 
 
 def _end_with_the_doctor() -> None:
-    """Wait for the end of the input, whose other end no process but the doctor has."""
-    os.read(0, 1)  # not by `sys.stdin`, whose lock the interpreter needs when it ends
+    """Exit when the input ends; only the doctor has its other end."""
+    os.read(0, 1)  # not with `sys.stdin`: the interpreter needs its lock at exit
     os._exit(1)
 
 
 def main() -> None:
-    """One rank: join, add up a tensor, and on rank 0 say how fast that was."""
+    """Run one rank: join, sum a tensor, and on rank 0 print how long that took."""
     threading.Thread(target=_end_with_the_doctor, daemon=True).start()
     import torch
     import torch.distributed as dist

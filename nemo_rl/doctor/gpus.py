@@ -1,4 +1,4 @@
-"""Checks the GPUs of one machine by `nvidia-smi`; no CUDA context is made and torch is not imported."""
+"""Check the GPUs of one machine with `nvidia-smi`, without making a CUDA context or importing torch."""
 
 import importlib.util
 import re
@@ -14,20 +14,20 @@ from nemo_rl.host.nvidia_smi import query_gpus
 _FIELDS = ("name", "driver_version", "memory.total", "memory.used", "index")
 _ANSWER_S = 20.0
 _LEAST_DRIVER = {13: 580, 12: 525, 11: 450}
-"""Oldest driver of each CUDA release, by major numbers (CUDA's release notes, minor version compatibility)."""
+"""Oldest driver for each CUDA release, by major version (CUDA's release notes, minor version compatibility)."""
 _NOTICED_SHARE = 0.02
-"""Share of a GPU's memory that an idle one has in use."""
+"""Share of a GPU's memory that may be in use on an idle GPU."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as its driver shows it.
+    """A GPU as its driver reports it.
 
     Attributes:
-        name: of the product.
+        name: name of the product.
         driver: version of the driver.
         total_bytes: its memory.
-        used_bytes: memory that processes hold.
+        used_bytes: memory in use by processes.
         index: its number in `nvidia-smi`.
     """
 
@@ -39,15 +39,15 @@ class Gpu:
 
 
 def check_gpus(request: NodeRequest) -> Finding:
-    """Look for the GPUs that the machine should have, and hold the driver against torch's build."""
+    """Check that the machine has the expected GPUs, and that the driver fits torch's build."""
     if request.uses_gpu is False:
-        return skipped("the configuration asks for none (cluster.device=cpu)")
+        return skipped("the configuration uses none (cluster.device=cpu)")
     gpus = list_gpus() if count_gpus() else []
     if request.gpus is not None and len(gpus) < request.gpus:
         return Finding(
             Status.FAILED,
             f"Ray was told that this machine has {request.gpus} GPUs, its driver shows {len(gpus)}",
-            "Start Ray with the GPUs that nvidia-smi shows there, or mend the driver.",
+            "Start Ray with the GPUs that nvidia-smi shows there, or fix the driver.",
         )
     if not gpus:
         return skipped("no GPU here" if request.uses_gpu else "no GPU here; configurations with cluster.device=cpu run")
@@ -65,7 +65,7 @@ def check_gpus(request: NodeRequest) -> Finding:
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs that `nvidia-smi` shows, of those that this process may use; none where it does not answer."""
+    """List the GPUs that `nvidia-smi` shows and this process may use; [] if it does not answer."""
     rows = query_gpus(*_FIELDS, timeout_s=_ANSWER_S)
     try:
         return [Gpu(name, driver, int(total) << 20, int(used) << 20, n) for name, driver, total, used, n in rows]
@@ -78,7 +78,7 @@ def _is_in_use(gpu: Gpu) -> bool:
 
 
 def _build_problem(driver: str) -> tuple[str, str] | None:
-    """Why torch cannot use this driver, and what to do; None where it can, or torch is missing."""
+    """Return why torch cannot use this driver, and the fix; None if it can, or torch is missing."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

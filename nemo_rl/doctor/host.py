@@ -1,4 +1,4 @@
-"""Checks of one machine's limits: shared memory, open files, room for temporary files, memory, ports."""
+"""Check one machine's limits: shared memory, open files, temporary files, memory, ports."""
 
 import resource
 import shutil
@@ -17,28 +17,28 @@ from nemo_rl.utils.errors import ResourceInsufficientError
 
 SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 512 << 20
-"""Containers start with 64 MB, where NCCL and the tensors of data loaders end a process by SIGBUS."""
+"""Containers start with 64 MB, with which NCCL and the tensors of data loaders end a process by SIGBUS."""
 _RAY_SHARE, _RAY_MOST_BYTES = 0.3, 200 * 10**9
-"""Of the machine's memory, the object store that Ray would choose (`ray_constants`)."""
+"""Size of the object store that Ray would choose: share of the machine's memory, and maximum (`ray_constants`)."""
 _RAY_SHARED_SHARE, _RAY_LEAST_CAP_BYTES = 0.95, 10**10
-"""Of free shared memory, and at least: what Ray caps its choice at (`ray._private.utils.resolve_object_store_memory`),
-so that it refuses none of its own."""
+"""Ray caps its choice at this share of free shared memory, but at no less than this size
+(`ray._private.utils.resolve_object_store_memory`), so it never refuses a size that it chose itself."""
 _RAY_FULL = 0.95
-"""Share of a disk in use from which on Ray spills no objects to it."""
+"""Share of a disk in use above which Ray does not spill objects to it."""
 _LEAST_TEMPORARY_BYTES = 1 << 30
 _RAY_FILES, _FEW_FILES = 65536, 4096
-"""Open files that Ray raises its own limit to, and below which it warns."""
+"""Limits of open files: the one to which Ray raises its own, and the one below which it warns."""
 _LEAST_FILES = 1024
 RAY_PORT = 6379
-"""What `ray start --head` listens on by default."""
+"""Default port of `ray start --head`."""
 
 
 def check_shared_memory(request: NodeRequest) -> Finding:
-    """Hold the free part of /dev/shm against Ray's object store and what maps tensors there.
+    """Compare the free part of /dev/shm with Ray's object store and other users of shared memory.
 
-    Weights do not count: their transport maps memory files without a name (`weight_sync.shared_memory`), which have no
-    limit but the machine's memory. A store that shared memory has no room for Ray keeps on the disk and starts: it
-    refuses only sizes above 10 GB that it is told, and runs tell it 1 GiB at the most.
+    Weights do not count: their transport maps unnamed memory files (`weight_sync.shared_memory`), which are limited
+    only by the machine's memory. If the object store does not fit into shared memory, Ray starts with it on the disk. Ray
+    refuses only explicit sizes above 10 GB, and runs request 1 GiB at most.
     """
     if not SHARED_MEMORY.is_dir():
         return skipped(f"{SHARED_MEMORY} does not exist here")
@@ -48,7 +48,7 @@ def check_shared_memory(request: NodeRequest) -> Finding:
     store = told or min(wanted, max(int(_RAY_SHARED_SHARE * free), _RAY_LEAST_CAP_BYTES))
     found = f"{readable_bytes(free)} free in {SHARED_MEMORY}"
     advice = (
-        f"Give the container more (docker run --shm-size={-(-2 * wanted // 2**30)}g or --ipc=host; in Kubernetes an "
+        f"Give it more (docker run --shm-size={-(-2 * wanted // 2**30)}g or --ipc=host; in Kubernetes an "
         f"emptyDir with medium: Memory at {SHARED_MEMORY}), or delete files of ended runs there."
     )
     if free < _LEAST_SHARED_BYTES:
@@ -63,13 +63,13 @@ def check_shared_memory(request: NodeRequest) -> Finding:
 
 
 def _severity(request: NodeRequest) -> Status:
-    """Of a scarce resource that small runs on a CPU do without."""
+    """Return the severity of a shortage that small CPU runs can tolerate."""
     uses_gpu = count_gpus() > 0 if request.uses_gpu is None else request.uses_gpu
     return Status.FAILED if uses_gpu else Status.WARNING
 
 
 def check_open_files(request: NodeRequest) -> Finding:
-    """Hold the limit of open files, as Ray raises it, against what its sockets and workers take."""
+    """Compare the limit of open files, after Ray has raised it, with what its sockets and workers need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     reachable = max(soft, min(hard, _RAY_FILES)) if hard != resource.RLIM_INFINITY else max(soft, _RAY_FILES)
     found = f"{soft} open files for a process (ulimit -n), up to {reachable} for Ray"
@@ -81,17 +81,17 @@ def check_open_files(request: NodeRequest) -> Finding:
 
 
 def check_ray_start(request: NodeRequest) -> Finding:
-    """Look for what keeps a run's own Ray from starting: paths too long for sockets, no loopback, folders."""
+    """Find reasons why a run's own Ray cannot start: too long socket paths, no loopback, unwritable folders."""
     if not request.starts_ray:
-        return skipped("the run joins a Ray that runs already")
+        return skipped("the run joins a running Ray")
     fault = start_fault()
-    return ok(f"nothing keeps it from starting in {ray_folder()}") if fault is None else Finding(Status.FAILED, *fault)
+    return ok(f"no problem found; Ray can start in {ray_folder()}") if fault is None else Finding(Status.FAILED, *fault)
 
 
 def check_temporary_files(request: NodeRequest) -> Finding:
-    """Look for room where Ray keeps its logs, sockets and spilled objects."""
+    """Check the disk on which Ray keeps its logs, sockets and spilled objects."""
     chosen = ray_folder()
-    folder = next(place for place in (chosen, *chosen.parents) if place.is_dir())  # Ray makes what is missing
+    folder = next(place for place in (chosen, *chosen.parents) if place.is_dir())  # Ray creates missing folders
     disk = shutil.disk_usage(folder)
     found = f"{readable_bytes(disk.free)} free in {folder}"
     advice = f"Delete old folders in {chosen}, or set RAY_TMPDIR to a folder on a larger disk."
@@ -105,13 +105,13 @@ def check_temporary_files(request: NodeRequest) -> Finding:
 
 
 def check_host_memory(request: NodeRequest) -> Finding:
-    """Measure the machine's memory, or the control group's."""
+    """Measure the machine's memory, or the control group's limit."""
     size = machine_bytes()
     return ok(f"{size / 2**30:.3g} GiB, {usable_cores()} cores", numbers={"host_bytes": size})
 
 
 def check_ports(request: NodeRequest) -> Finding:
-    """Try the ports where worker processes are configured to meet."""
+    """Check the ports configured for the stores of worker groups."""
     low, high = request.ports
     if low is None or high is None:
         return ok("the operating system chooses (cluster.master_port_range_low and _high are null)")
@@ -121,13 +121,13 @@ def check_ports(request: NodeRequest) -> Finding:
         return Finding(
             Status.FAILED,
             f"{found}, and the run needs {request.port_count} (cluster.master_port_range_low and _high)",
-            "Widen the range, end what listens there (ss -ltnp), or set both keys to null.",
+            "Widen the range, end the processes that listen there (ss -ltnp), or set both keys to null.",
         )
     if request.starts_ray and not _is_free(request.address, RAY_PORT):
         return Finding(
             Status.WARNING,
             f"{found}; port {RAY_PORT} is taken",
-            "If a Ray of yours runs here, join it with RAY_ADDRESS=auto; else start another's head with ray start "
+            "If it is your Ray, join it with RAY_ADDRESS=auto; otherwise start another head with ray start "
             "--head --port=... A run without RAY_ADDRESS does not need the port.",
         )
     return ok(found)

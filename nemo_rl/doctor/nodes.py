@@ -1,4 +1,4 @@
-"""The checks of one machine, performed here or, in a Ray task each, on the nodes of a cluster."""
+"""List the checks of one machine; they run here or, in one Ray task per node, on a cluster."""
 
 from nemo_rl.config import count_gpus
 from nemo_rl.doctor.checks import Check, Finding
@@ -33,7 +33,7 @@ NODE_CHECKS: list[Check[NodeRequest]] = [
 ]
 
 NODES = "nodes"
-"""Name of what is found where a node cannot be asked at all."""
+"""Name of the finding for a node that does not answer."""
 _START_S = 60.0
 NODES_DEADLINE_S = _START_S + sum(check.deadline_s for check in NODE_CHECKS)
-"""Until a node's task must have started and made all checks."""
+"""Seconds until a node's task must have started and finished all checks."""

@@ -1,4 +1,4 @@
-"""Shows findings: a table for people, or the same as JSON."""
+"""Write findings as a table or as JSON."""
 
 import json
 import os
@@ -17,16 +17,16 @@ _STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold re
 
 
 _FILE_WIDTH = 160
-"""Where no terminal says how wide it is."""
+"""Width in characters if the output is not a terminal."""
 
 
 def exit_status(findings: Sequence[Finding]) -> int:
-    """0 without a failure, else 1."""
+    """Return 0 without a failure, else 1."""
     return int(any(finding.status is Status.FAILED for finding in findings))
 
 
 def summary(findings: Sequence[Finding]) -> dict[str, int]:
-    """How many findings there are of each status."""
+    """Return the number of findings of each status."""
     return {str(status): sum(finding.status is status for finding in findings) for status in Status}
 
 
@@ -37,7 +37,7 @@ def write_json(findings: Sequence[Finding]) -> None:
 
 
 def write_table(findings: Sequence[Finding]) -> None:
-    """Write a line for each finding, then details, then how many there are, to standard output."""
+    """Write one line per finding, then the details, then the counts, to standard output."""
     is_file = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     console = Console(file=sys.stdout, width=_FILE_WIDTH if is_file else None)
     with_nodes = any(finding.node for finding in findings)

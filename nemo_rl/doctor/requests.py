@@ -1,4 +1,4 @@
-"""What the checks are told: about one machine, and about a run."""
+"""Define the inputs of checks: for one machine, and for a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,18 +8,18 @@ from nemo_rl.config import ClusterConfig, EvalMasterConfig, MasterConfig
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What a run asks of one machine; plain values, which also travel to the nodes of a cluster.
+    """A run's requirements of one machine; plain values, which can be sent to the nodes of a cluster.
 
     Attributes:
-        uses_gpu: whether ranks have a GPU each; None without a configuration.
-        gpus: GPUs that Ray was told this machine has; None where Ray does not run yet.
-        ranks: processes that exchange tensors here; None: one for each GPU, or two.
-        ports: lowest and highest port where they may meet; None leaves it to the operating system.
-        port_count: meeting points of the run.
-        address: of this machine, as the others reach it.
-        starts_ray: a run starts a Ray of its own here.
-        engine: `policy.generation.backend`; None where nothing is sampled, or without a configuration.
-        needs_megatron: a model trains with Megatron Core.
+        uses_gpu: whether each rank has a GPU; None without a configuration.
+        gpus: number of GPUs on this machine according to Ray; None if Ray is not running yet.
+        ranks: processes that exchange tensors here; None: one per GPU, or two.
+        ports: lowest and highest port for the stores of groups; None lets the operating system choose.
+        port_count: number of such ports that the run needs.
+        address: address of this machine for other machines.
+        starts_ray: whether a run starts its own Ray here.
+        engine: `policy.generation.backend`; None without sampling, or without a configuration.
+        needs_megatron: whether a model trains with Megatron Core.
         versions: packages of the machine that starts the run, by name; empty on that machine.
     """
 
@@ -40,12 +40,12 @@ class NodeRequest:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What a run asks for.
+    """Configuration of a run and the resources it will find.
 
     Attributes:
         config: a checked configuration.
-        joins_cluster: the run's workers are on the nodes of a cluster that runs already.
-        gpu_bytes: memory of the smallest GPU; None where there is none.
+        joins_cluster: whether the run's workers are on the nodes of an existing cluster.
+        gpu_bytes: memory of the smallest GPU; None without GPUs.
         host_bytes: memory of the smallest machine.
         dummy_step: whether to start the policy's workers for one step.
     """
@@ -58,7 +58,7 @@ class RunRequest:
 
 
 def node_request(config: MasterConfig | EvalMasterConfig | None, *, starts_ray: bool) -> NodeRequest:
-    """What a configuration asks of each machine; without one, what any run would."""
+    """Return a configuration's requirements of each machine; without one, those of any run."""
     if config is None:
         return NodeRequest(starts_ray=starts_ray)
     cluster, models = config.cluster, [config.policy] if isinstance(config, EvalMasterConfig) else config.models

@@ -1,6 +1,6 @@
-"""The checks of a configuration; most of them are those that the run itself makes at its start.
+"""Check a configuration, mostly with the checks that the run itself makes at its start.
 
-Invariant: what is refused here is refused by the run, in the same words, and nothing is written.
+Invariant: the run refuses whatever fails here, with the same message; checks write no files.
 """
 
 import logging
@@ -25,7 +25,7 @@ _EVALUATION = "an evaluation trains nothing"
 
 
 def check_devices(request: RunRequest) -> Finding:
-    """Compare the GPUs that are asked for with those of this machine."""
+    """Compare the requested GPUs with those of this machine."""
     config = request.config
     if request.joins_cluster:
         return skipped("the workers run on the cluster's nodes, see 'nodes for the run'")
@@ -39,7 +39,7 @@ def check_devices(request: RunRequest) -> Finding:
 
 
 def check_model(request: RunRequest) -> Finding:
-    """Look for models and tokenizers: a folder, the hub's cache, or the hub."""
+    """Find models and tokenizers in a folder, in the hub's cache, or on the hub."""
     from nemo_rl.algorithms.setup.preflight import check_reachable_models
 
     def look() -> str:
@@ -47,13 +47,11 @@ def check_model(request: RunRequest) -> Finding:
         models = [request.config.policy] if isinstance(request.config, EvalMasterConfig) else request.config.models
         return ", ".join(dict.fromkeys(model.model_name for model in models))
 
-    return as_the_run_says(
-        look, "Correct the name; on a machine without network fill the hub's cache (HF_HOME) or give a folder."
-    )
+    return as_the_run_says(look, "Correct the name; without a network fill the hub's cache (HF_HOME) or use a folder.")
 
 
 def check_mesh(request: RunRequest) -> Finding:
-    """Ask each model's backend whether it can be spread over its ranks, and the engine whether it knows the model."""
+    """Check that each backend can shard its model over its ranks, and that the engine supports the model."""
     from nemo_rl.algorithms.setup.preflight import check_backends
     from nemo_rl.models.generation.factory import check_engine_model
 
@@ -68,7 +66,7 @@ def check_mesh(request: RunRequest) -> Finding:
 
 
 def check_data(request: RunRequest) -> Finding:
-    """Load tokenizer and data as the run will, and render the first rows."""
+    """Load tokenizer and data as the run does, and render the first rows."""
     config = request.config
 
     def look() -> str:
@@ -85,7 +83,7 @@ def check_data(request: RunRequest) -> Finding:
 
 
 def check_rewards(request: RunRequest) -> Finding:
-    """Import the environments that the data asks for."""
+    """Import the environments that the data uses."""
     from nemo_rl.algorithms.setup.preflight import check_environments
 
     config = request.config
@@ -100,7 +98,7 @@ def check_rewards(request: RunRequest) -> Finding:
 
 
 def check_logging(request: RunRequest) -> Finding:
-    """Look whether the trackers are there and the log folder can be written."""
+    """Check that the trackers are available and the log folder can be written."""
     config = request.config
     if isinstance(config, EvalMasterConfig):
         return skipped(_EVALUATION)
@@ -113,9 +111,9 @@ def check_logging(request: RunRequest) -> Finding:
 
 
 def check_memory(request: RunRequest) -> Finding:
-    """Predict the memory of each model's ranks and compare it with the GPUs, or the machines, that there are.
+    """Predict the memory of each model's ranks and compare it with the GPUs or machines.
 
-    A failure is what the run refuses, which is less than what cannot work; the rest of that is a warning.
+    A failure means that the run would refuse to start. A configuration that probably does not fit is only a warning.
     """
     from nemo_rl.algorithms.setup.memory_check import compare_memory, memory_plans
 
@@ -131,31 +129,31 @@ def check_memory(request: RunRequest) -> Finding:
     def look() -> str:
         if config.cluster.uses_gpu and described and request.gpu_bytes and described > request.gpu_bytes:
             logger.warning(
-                "cluster.gpu_memory_gb=%g describes larger GPUs than those that are here, which have %s; without it "
-                "these are compared.",
+                "cluster.gpu_memory_gb=%g describes larger GPUs than this machine has (%s); remove the key to compare "
+                "with these.",
                 config.cluster.gpu_memory_gb,
                 _gib(request.gpu_bytes),
             )
-        with warnings_of_library():  # of the tokenizer, which the check of the data repeats
+        with warnings_of_library():  # the data check repeats the tokenizer's warnings
             roles = roles_of(config)
         for name, section, num_ranks, plan in memory_plans(config.cluster, roles):
             if plan is None:
-                lines.append(f"{name}: its backend predicts nothing")
+                lines.append(f"{name}: its backend does not predict memory")
                 continue
             tables.append(plan.table(f"Predicted memory of {name} ({num_ranks} ranks)"))
-            lines.append(f"{name}: {_gib(plan.peak)} at the most on each of {num_ranks} ranks")
+            lines.append(f"{name}: {_gib(plan.peak)} at most on each of {num_ranks} ranks")
             compare_memory(name, section, plan, available)
         if config.cluster.uses_gpu and available is not None:
             _warn_of_shortfalls(config, available, host)
         return f"{'; '.join(lines)}; there are {_gib(available) if available else 'unknown'} for a rank"
 
-    finding = as_the_run_says(look, "Change the keys that the message names; the table shows what takes most.")
+    finding = as_the_run_says(look, "Change the keys that the message names; the table shows the largest parts.")
     numbers = {"bytes_for_a_rank": available} if available else {}
     return Finding(finding.status, finding.found, finding.advice, "\n".join(tables), numbers)
 
 
 def _warn_of_shortfalls(config: MasterConfig, device: float, host: float | None) -> None:
-    """Log what a dry run would not let pass, and what models and engines keep in host memory beyond a GPU's share."""
+    """Log shortfalls that a dry run would refuse, and host memory of models and engines beyond a GPU's share."""
     from nemo_rl.algorithms.setup.memory_forecast import forecast_memory
 
     forecast = forecast_memory(config, device)
@@ -165,8 +163,8 @@ def _warn_of_shortfalls(config: MasterConfig, device: float, host: float | None)
     group = max(kept, key=lambda name: kept[name])
     if host is not None and kept[group] > host:
         logger.warning(
-            "%s keeps %s for each GPU in host memory, and a GPU's share of the machine is %s. Less is kept without a "
-            "reference (loss_fn.reference_policy_kl_penalty=0), without cpu_offload, or with more machines.",
+            "%s keeps %s per GPU in host memory, but a GPU's share of the machine's is %s. To keep less, train "
+            "without a reference (loss_fn.reference_policy_kl_penalty=0) or cpu_offload, or use more machines.",
             group,
             _gib(kept[group]),
             _gib(host),
@@ -178,7 +176,7 @@ def _gib(size: float) -> str:
 
 
 def check_checkpoints(request: RunRequest) -> Finding:
-    """Hold the free space of the checkpoint folder against the size that the training backend expects."""
+    """Compare the free space of the checkpoint folder with the size that the training backend expects."""
     from nemo_rl.algorithms.setup.checkpoint_size import require_space
     from nemo_rl.models.training.backends import training_backend
 
@@ -191,7 +189,7 @@ def check_checkpoints(request: RunRequest) -> Finding:
         one = training_backend(config.policy).checkpoint_bytes(config.policy, config.checkpointing)
         found = f"{readable_bytes(free_bytes(folder))} free in {folder}"
         if one is None:
-            return f"{found}; a checkpoint's size is unknown until the weights are here"
+            return f"{found}; a checkpoint's size is unknown until the weights are downloaded"
         require_space(config.checkpointing, one, len(list(folder.glob("step_*"))))
         return f"{found}, a checkpoint takes about {readable_bytes(one)}"
 
@@ -199,7 +197,7 @@ def check_checkpoints(request: RunRequest) -> Finding:
 
 
 def _writable(folder: Path, key: str) -> Path:
-    """The folder, absolute, if this user may make it or write into it."""
+    """Return the absolute folder if this user may create it or write into it."""
     folder = folder.absolute()
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
@@ -208,28 +206,28 @@ def _writable(folder: Path, key: str) -> Path:
 
 
 def check_size(request: RunRequest) -> Finding:
-    """Compare the joined cluster's nodes with those that the configuration asks for."""
+    """Compare the joined cluster's nodes with the configuration."""
     if not request.joins_cluster:
-        return skipped("the run starts a Ray of its own on this machine")
+        return skipped("the run starts its own Ray on this machine")
     from nemo_rl.doctor import cluster
 
     return cluster.check_size(request.config)
 
 
 def check_dummy_step(request: RunRequest) -> Finding:
-    """Start the policy's workers and make one update at the longest length."""
+    """Start the policy's workers and run one update at the longest length."""
     if not request.dummy_step:
-        return skipped("asked for by --dummy-step, because it starts the workers")
+        return skipped("needs --dummy-step, because it starts the workers")
     config = request.config
     if isinstance(config, EvalMasterConfig):
         return skipped(_EVALUATION)
     return as_the_run_says(
-        partial(dummy_step.make_step, config), "The step is one of the run's own; see docs/guides/troubleshooting.md."
+        partial(dummy_step.make_step, config), "The run's own steps would fail too; see docs/guides/troubleshooting.md."
     )
 
 
 def run_checks(request: RunRequest) -> Sequence[Check[RunRequest]]:
-    """The checks of a configuration, cheapest first."""
+    """Return the checks of a configuration, cheapest first."""
     timeouts = request.config.cluster.timeouts
     before_a_step = ("cluster", "devices", "model", "mesh", "memory", "ports")
     return [

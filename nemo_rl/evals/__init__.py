@@ -1,1 +1,1 @@
-"""Evaluation: a model's answers to a data set of problems, and what share of them is right."""
+"""Evaluate a model: its answers to a data set of problems, and the share of correct ones."""

@@ -1,8 +1,8 @@
-r"""Problems with known answers, by name or from a file.
+r"""Load problems with known answers, by name or from a file.
 
-The rows come through the readers and checks of `nemo_rl.data`; here is only what differs between benchmarks: where they
-live, the names of their columns, how an answer or its letter is found. Invariant: a name means the same problems and
-answers wherever the rows come from, the hub, a mirror (`data.data_path`) or a file.
+The rows come through the readers and checks of `nemo_rl.data`. This file has only the differences between benchmarks:
+their source, the names of their columns, and where to find an answer or its letter. Invariant: a name means the same
+problems and answers whether the rows come from the hub, a mirror (`data.data_path`) or a file.
 """
 
 import re
@@ -49,9 +49,9 @@ class Problems:
 
     Attributes:
         raw: rows with `messages`, or with `choice` for multiple choice.
-        processor_name: of the processor that turns a row into a prompt.
-        topic_key: column by which results are also reported, None without one.
-        task_spec: texts around a row.
+        processor_name: name of the processor that turns a row into a prompt.
+        topic_key: column by which results are reported too; None: no topics.
+        task_spec: texts around a row, such as the system prompt.
     """
 
     raw: RawDataset
@@ -61,12 +61,12 @@ class Problems:
 
     @property
     def rows(self) -> Any:
-        """The rows, for an `AllTaskProcessedDataset`; the parts of a question are at their top level."""
+        """The rows for an `AllTaskProcessedDataset`; the parts of a question are at their top level."""
         return [unfold_choice(row) for row in self.raw.dataset]
 
     @property
     def processor(self) -> TaskDataProcessFnCallable:
-        """What turns a row into a prompt."""
+        """The function that turns a row into a prompt."""
         return get_processor(self.processor_name)
 
 
@@ -74,11 +74,11 @@ class MathDataset(ResponseDataset):
     r"""MATH: the answer is the column `answer`, or else the last `\boxed{...}` of `solution`."""
 
     def columns(self) -> list[str]:
-        """Problem, answer and worked solution."""
+        """Return the names of problem, answer and worked solution."""
         return [self.input_key, self.output_key, "solution"]
 
     def to_messages(self, row: Row) -> list[dict[str, str]]:
-        """Problem and final answer."""
+        """Return problem and final answer as messages."""
         if row.get(self.output_key) is not None:
             return super().to_messages(row)
         answer = last_boxed(text_of(row, "solution"))
@@ -91,10 +91,10 @@ class MathDataset(ResponseDataset):
 
 
 class ChoiceDataset(RawDataset):
-    """Questions with lettered options, each row reduced to `choice`: question, options, answer, subject.
+    """Questions with lettered options; each row becomes `choice`: question, options, answer, subject.
 
-    Options are a list in `options` or `choices`, or stand in columns `A`, `B`, ...; the answer is a letter or
-    the index of an option. Column names may begin with a capital.
+    Options are a list in `options` or `choices`, or are in columns `A`, `B`, ...; the answer is a letter or
+    the index of an option. Column names may start with a capital.
     """
 
     def __init__(self, config: DatasetConfig, source: HubSource) -> None:
@@ -108,10 +108,10 @@ class ChoiceDataset(RawDataset):
         self.first_columns = first
 
     def to_choice(self, row: Row) -> dict[str, Any]:
-        """The question of a raw row.
+        """Convert a raw row to a question.
 
         Raises:
-            RowError: The row cannot be used; the message says why.
+            RowError: The row cannot be used; the message gives the reason.
         """
         lower = {str(key).lower(): value for key, value in row.items()}
         options = _options(lower)
@@ -124,10 +124,10 @@ class ChoiceDataset(RawDataset):
 
 
 class GPQADataset(ChoiceDataset):
-    """GPQA: one right and three wrong answers, in an order drawn for each question from `data.seed`."""
+    """GPQA: one right and three wrong answers, in a random order for each question, derived from `data.seed`."""
 
     def to_choice(self, row: Row) -> dict[str, Any]:
-        """Question and shuffled options."""
+        """Convert a raw row to a question with shuffled options."""
         question = text_of(row, self.config.input_key or "Question")
         right = text_of(row, self.config.output_key or "Correct Answer")
         answers = [right, *(text_of(row, f"Incorrect Answer {number}") for number in (1, 2, 3))]
@@ -158,7 +158,7 @@ def _letter(answer: Any, num_options: int) -> str:
         found = _LETTER.fullmatch(str(answer).strip())
         index = _LETTERS.index(found.group(1).upper()) if found else -1
     if not 0 <= index < num_options:
-        raise RowError("the answer is no letter or index of an option")
+        raise RowError("the answer is not a letter or index of an option")
     return _LETTERS[index]
 
 
@@ -196,10 +196,10 @@ EVAL_REGISTRY: dict[str, Loader] = {
 
 
 def load_eval_dataset(data_config: EvalDataConfig | Mapping[str, Any]) -> Problems:
-    """Load the problems that `data` names.
+    """Load the problems of a `data` section.
 
     Args:
-        data_config: `data` of an evaluation; a dict is checked and filled in.
+        data_config: `data` of an evaluation; a dict is checked and completed with defaults.
 
     Raises:
         ConfigError: A key is unknown or wrong.
@@ -218,7 +218,7 @@ def load_eval_dataset(data_config: EvalDataConfig | Mapping[str, Any]) -> Proble
 
 
 def unfold_choice(row: FormattedRow) -> FormattedRow:
-    """A multiple-choice row with its parts at the top level, where the processor looks for them."""
+    """Copy the parts of a multiple-choice row to the top level, where the processor looks for them."""
     return {**row[CHOICE_KEY], "task_name": row["task_name"]} if CHOICE_KEY in row else row
 
 
@@ -235,7 +235,7 @@ def _load(config: EvalDataConfig) -> Problems:
 
 
 def _as_dataset_config(config: EvalDataConfig) -> DatasetConfig:
-    """The same in the words of a training entry."""
+    """Convert the section to a training entry with the same meaning."""
     name, path = config.dataset_name, config.data_path
     if name is not None and is_local_dataset(name):
         name, path = None, name

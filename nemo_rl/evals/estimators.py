@@ -1,7 +1,7 @@
-"""Scores of one prompt from n graded answers: pass@k and cons@k.
+"""Compute scores of one prompt from n graded answers: pass@k and cons@k.
 
-Pure functions of plain numbers. Invariant: a score is the expected result of drawing k of the n answers, each choice of
-k equally likely.
+Pure functions of plain numbers. Invariant: a score is the expected result of drawing k of the n answers, where every
+choice of k is equally likely.
 """
 
 from collections import defaultdict
@@ -11,13 +11,13 @@ from math import comb
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that at least one of k answers, drawn from the n there are, is right.
+    """Return the probability that at least one of k answers, drawn from n, is right.
 
     The unbiased estimator `1 - C(n - c, k) / C(n, k)` of Chen et al. 2021 (arXiv 2107.03374, equation 1).
 
     Args:
-        num_samples: n, the answers to the prompt.
-        num_correct: c, how many of them are right.
+        num_samples: n, the number of answers to the prompt.
+        num_correct: c, the number of right answers.
         k: answers drawn without replacement.
 
     Raises:
@@ -33,17 +33,18 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def consensus_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
-    """Probability that the majority of k answers, drawn from the n there are, is right.
+    """Return the probability that the majority of k answers, drawn from n, is right.
 
-    Equal texts are one vote together, and so are answers that are None. Drawn answers keep their order, and of
-    answers with equally many votes the one that comes first wins. Where copies of one text were graded differently,
-    the first of them that was drawn decides.
+    Equal texts vote together, and so do answers that are None. Drawn answers keep their order; among answers with
+    equally many votes, the one that comes first wins. If copies of one text were graded differently, the first
+    drawn copy decides.
 
     Computed exactly: for each answer and each number of votes, count the draws in which it is the first copy of its
-    text, the text has that many votes, and no other text has more, or as many and comes earlier (`_ways_to_lose`).
+    text, the text has that many votes, and no other text has more votes, or equally many and comes earlier
+    (`_ways_to_lose`).
 
     Args:
-        answers: the extracted answer of each sample, in a normal form; None where there is none.
+        answers: the extracted answer of each sample, normalized; None if there is none.
         correct: whether each sample was graded as right.
         k: answers drawn without replacement.
 
@@ -56,7 +57,7 @@ def consensus_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: in
     """
     n = len(answers)
     if len(correct) != n or not 1 <= k <= n:
-        raise ValueError(f"cons@{k} of {n} answers and {len(correct)} grades: needs as many grades, 1 <= k <= n")
+        raise ValueError(f"cons@{k} of {n} answers and {len(correct)} grades: needs equal numbers, 1 <= k <= n")
     places: dict[str | None, list[int]] = defaultdict(list)
     for place, answer in enumerate(answers):
         places[answer].append(place)
@@ -74,12 +75,12 @@ def consensus_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: in
 
 
 def _ways_to_lose(others: Sequence[tuple[int, int]], votes: int, num_drawn: int) -> int:
-    """Ways to draw `num_drawn` answers from texts that all lose against an answer with `votes` votes.
+    """Count the ways to draw `num_drawn` answers from texts that all lose against an answer with `votes` votes.
 
     Args:
-        others: of each text, its copies, and those of them that come after the winner's first one.
-        votes: a text may have fewer, or as many if all of its drawn copies come after.
-        num_drawn: answers drawn from these texts together.
+        others: for each text, its number of copies, and the number that come after the winner's first copy.
+        votes: a text may have fewer votes, or equally many if all of its drawn copies come after the winner's.
+        num_drawn: total number of answers drawn from these texts.
     """
     ways = [1] + [0] * num_drawn
     for copies, after in others:

@@ -1,4 +1,4 @@
-"""Stand-alone evaluation (re-exports)."""
+"""Re-export stand-alone evaluation under NeMo RL's path."""
 
 from nemo_rl.config.runs.eval import EvalConfig
 from nemo_rl.config.runs.eval import EvalMasterConfig as MasterConfig

@@ -1,8 +1,8 @@
-"""Ask all prompts, grade the answers, report.
+"""Sample answers to all prompts, grade them and report.
 
-The loop of an evaluation, and the start and end of its processes: engines that read the model's weights themselves, and
-one environment. Invariant: the same rollouts, environments and engines as in training; what is on disk already is not
-asked again, and a finished evaluation starts nothing.
+This file has the loop of an evaluation, and starts and ends its processes: engines that read the model's weights
+themselves, and one environment. Invariant: an evaluation uses the same rollouts, environments and engines as training;
+prompts with stored answers are not sampled again, and a finished evaluation starts nothing.
 """
 
 import logging
@@ -46,8 +46,8 @@ class Asker:
     """Samples and grades answers of the model.
 
     Attributes:
-        runner: plays rollouts.
-        sampling: how to sample.
+        runner: runs the rollouts.
+        sampling: sampling parameters.
     """
 
     runner: RolloutRunner
@@ -56,23 +56,23 @@ class Asker:
 
 @dataclass(frozen=True)
 class EvalGeneration:
-    """The model under evaluation; its engines run only while prompts are asked.
+    """The model under evaluation; its engines run only while prompts are sampled.
 
     Attributes:
         config: a checked configuration.
-        tokenizer: renders and reads texts.
+        tokenizer: renders prompts and decodes answers.
     """
 
     config: EvalMasterConfig
     tokenizer: PreTrainedTokenizerBase
 
     def shutdown(self) -> bool:
-        """Nothing is left to end."""
+        """Do nothing: no process is left."""
         return True
 
 
 class Evaluation(NamedTuple):
-    """What `setup` returns: all that is settled before an evaluation starts anything."""
+    """Result of `setup`: everything decided before an evaluation starts a process."""
 
     generation: EvalGeneration
     dataloader: Prompts
@@ -84,12 +84,12 @@ def setup(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dataset: Any = None,
 ) -> Evaluation:
-    """Prepare an evaluation for `run_env_eval`; what is left out is as the configuration says.
+    """Prepare an evaluation for `run_env_eval`; omitted arguments come from the configuration.
 
     Args:
-        master_config: the configuration: an object, or a dict of what a file holds, which is checked as a file is.
-        tokenizer: of the model.
-        dataset: the prompts, see `data.datasets.given.given_data`.
+        master_config: the configuration: an object, or a dict with a file's content, which is checked like a file.
+        tokenizer: tokenizer of the model.
+        dataset: the prompts; see `data.datasets.given.given_data`.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
@@ -111,7 +111,7 @@ def setup(
 
 
 def evaluate(config: EvalMasterConfig) -> EvalReport:
-    """Run an evaluation as its configuration says; see `setup` and `run_env_eval`."""
+    """Run a configuration's evaluation; see `setup` and `run_env_eval`."""
     return run_env_eval(*setup(config)[:2])
 
 
@@ -121,21 +121,21 @@ def run_env_eval(
     env: Any = None,
     master_config: EvalMasterConfig | None = None,
 ) -> EvalReport:
-    """Run an evaluation, or the rest of one that was stopped; the arguments are those of NeMo RL.
+    """Run an evaluation, or the rest of an interrupted one; the arguments are those of NeMo RL.
 
     Args:
-        vllm_generation: the first that `setup` returns.
-        dataloader: the second.
-        env: what grades, see `environments.user_environments.environment_of`; None takes `data.env_name`.
-        master_config: the third; None is the same.
+        vllm_generation: first result of `setup`.
+        dataloader: second result of `setup`.
+        env: environment that grades, see `environments.user_environments.environment_of`; None takes `data.env_name`.
+        master_config: third result of `setup`; None takes it from `vllm_generation`.
 
     Returns:
-        The report, which is in `eval.save_path` too.
+        The report, which is also written to `eval.save_path`.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used; raised before Ray starts.
         CheckpointError: `eval.save_path` is in use or damaged.
-        RunInterruptedError: a signal ended it behind a batch that is written.
+        RunInterruptedError: a signal ended it after a batch was written.
     """
     config, prompts = master_config or vllm_generation.config, dataloader
     environment = environment_of(config.data.env_name, env or env_class_path(config.data.env_name))
@@ -160,17 +160,17 @@ def ask_all(
     asker: Asker,
     signals: DeferredSignals | None = None,
 ) -> None:
-    """Ask the prompts that have no answers yet, batch by batch.
+    """Sample answers to the prompts that have none yet, batch by batch.
 
     Args:
         config: the configuration.
         prompts: all prompts.
-        store: what is answered already, and where answers go.
+        store: the answers so far; new ones are added to it.
         asker: samples and grades.
-        signals: end the loop behind a batch; None for none.
+        signals: a received signal ends the loop after a batch; None: no signals.
 
     Raises:
-        RunInterruptedError: a signal was received and prompts are left.
+        RunInterruptedError: a signal was received and prompts remain.
     """
     wanted = config.eval
     size = config.generation.num_prompts_per_step
@@ -197,7 +197,7 @@ def ask_all(
             signals.all_is_saved(RunInterruptedError.exit_status)
             raise RunInterruptedError(
                 f"{signals.received.name} was received. The answers to {stop} of {total} prompts are written; "
-                "the same command goes on."
+                "the same command continues."
             )
 
 
@@ -221,9 +221,9 @@ def _record(trajectory: Trajectory, start: int, batch: BatchedDataDict[Any], top
 
 
 def _check_environment(config: EvalMasterConfig) -> None:
-    """A majority needs an environment that says which answer it found.
+    """Check that `cons@k` has an environment that returns the extracted answer.
 
-    The class of an environment with a Python of its own may need packages that are not here.
+    An environment with a separate Python is not checked: its class may need packages that are not installed here.
     """
     if config.data.env_name in config.cluster.venvs:
         return
@@ -237,7 +237,7 @@ def _check_environment(config: EvalMasterConfig) -> None:
 
 @contextmanager
 def deferred_signals(config: EvalMasterConfig) -> Iterator[DeferredSignals]:
-    """Signals deferred to the end of a batch, unless nothing is written."""
+    """Defer signals to the end of a batch, unless no file is written."""
     signals = DeferredSignals(config.eval.signal_grace_s, "the evaluation ends when this batch is written")
     if config.eval.save_path is not None:
         signals.start()
@@ -251,7 +251,7 @@ def deferred_signals(config: EvalMasterConfig) -> Iterator[DeferredSignals]:
 def _started(
     config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, environment: EnvironmentClient | Start
 ) -> Iterator[Asker]:
-    """Engines and environment while the block runs; all that is started here is ended afterwards."""
+    """Run engines and environment during the block; end everything that was started here afterwards."""
     cluster = config.cluster
     settings = engine_settings(config.policy, cluster, config.eval.seed, load_weights=True)
     settings = replace(settings, can_sleep=False)
@@ -276,7 +276,7 @@ def _started(
 
 
 def _bundles(cluster: ClusterConfig) -> RayVirtualCluster:
-    """One place for an engine on each GPU, or `ranks_per_node` of them on each CPU machine."""
+    """Reserve one place for an engine on each GPU, or `ranks_per_node` places on each CPU machine."""
     return RayVirtualCluster(
         [cluster.policy_ranks_per_node] * cluster.num_nodes,
         use_gpus=cluster.uses_gpu,

@@ -1,7 +1,7 @@
-"""From `data` of the configuration to batches of prompts in a fixed order.
+"""Turn the configuration's `data` into batches of prompts in a fixed order.
 
-Invariant: prompt i is the same for every run of the same configuration, so an evaluation can go on where another one
-stopped.
+Invariant: prompt i is the same for every run of the same configuration, so an evaluation can continue an interrupted
+one.
 """
 
 import logging
@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 
 
 class Prompts(Protocol):
-    """What an evaluation asks."""
+    """Prompts of an evaluation."""
 
     def __len__(self) -> int: ...
 
     def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
-        """Prompts `start` to `stop - 1`, collated for a rollout."""
+        """Return prompts `start` to `stop - 1`, collated for a rollout."""
 
     def topic(self, index: int) -> str | None:
-        """Field of knowledge of a prompt, where the data set names one."""
+        """Return the topic of a prompt; None if the data set has none."""
 
 
 class GivenPrompts:
-    """The prompts of a data set that a program hands in.
+    """Prompts of a user-supplied data set.
 
     Args:
         dataset: see `data.datasets.given.given_data`; rows without `task_name` are graded by `data.env_name`.
@@ -65,21 +65,21 @@ class GivenPrompts:
         return rl_collate_fn(data)
 
     def topic(self, index: int) -> str | None:
-        """None: nothing is known of it."""
+        """Return None: the topic is unknown."""
         return None
 
 
 class EvalPrompts:
-    """The prompts of an evaluation.
+    """Prompts of an evaluation's `data` section.
 
     Args:
         config: the `data` section.
         tokenizer: renders and tokenises prompts.
-        stop_strings: texts that end an answer, besides those of `generation`.
+        stop_strings: texts that end an answer, in addition to those of `generation`.
 
     Raises:
         DataError: the data cannot be read, too many of its rows are unusable, or prompt files and chat
-            template do not fit.
+            template do not fit together.
     """
 
     def __init__(self, config: EvalDataConfig, tokenizer: TokenizerType, stop_strings: list[str] | None = None) -> None:
@@ -110,19 +110,19 @@ class EvalPrompts:
         return len(self._prompts)
 
     def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
-        """Prompts `start` to `stop - 1`, collated for a rollout."""
+        """Return prompts `start` to `stop - 1`, collated for a rollout."""
         data: list[DatumSpec] = [self._prompts[index] for index in range(start, stop)]
         return rl_collate_fn(data)
 
     def topic(self, index: int) -> str | None:
-        """Field of knowledge of a prompt, where the data set names one."""
+        """Return the topic of a prompt; None if the data set has none."""
         row = unfold_choice(self._data.dataset[index % len(self._data)])
         topic = row.get(self._topic_key or "subject")
         return None if topic is None else str(topic)
 
 
 def _some(rows: Sequence[FormattedRow], config: EvalDataConfig) -> Sequence[FormattedRow]:
-    """All rows, or a seeded random choice of `max_samples` of them in their order."""
+    """Return all rows, or a seeded random choice of `max_samples` rows in their original order."""
     if config.max_samples is None or config.max_samples >= len(rows):
         return rows
     rng = np.random.default_rng(derive_seed(config.seed, "eval_samples"))

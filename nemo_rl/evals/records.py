@@ -1,11 +1,11 @@
-"""Graded answers on disk: one JSON line per answer, appended batch by batch; what makes a restart possible.
+"""Store graded answers on disk, one JSON line per answer, so that an interrupted evaluation can continue.
 
     save_path/config.json             configuration and input files of the samples
     save_path/evaluation_data.jsonl   one line per answer
     save_path/results.json            the report (written by `evaluator`)
 
-Invariant: the file holds whole prompts in order, n answers each; a tail that a killed run left half-written is dropped,
-and samples of two different configurations never mix.
+Invariant: the file holds whole prompts in order, n answers each; a half-written tail of a killed run is removed, and
+samples of two different configurations never mix.
 """
 
 import json
@@ -42,7 +42,7 @@ WITHOUT_INFLUENCE = (
     "generation.engine.kv_cache_memory_mb",
     "generation.weight_sync",
 )
-"""Keys that may change between a run and the run that goes on: they choose no samples."""
+"""Keys that may change when a run continues, because samples do not depend on them."""
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".model")
 
@@ -52,17 +52,17 @@ class AnswerRecord:
     """One graded answer.
 
     Attributes:
-        idx: which prompt, from 0.
-        sample: which of its answers, from 0.
+        idx: index of the prompt, from 0.
+        sample: index among the prompt's answers, from 0.
         prompt: the rendered prompt.
-        response: what the model wrote.
+        response: the model's text.
         ground_truth: the known answer.
-        answer: what the grader took as the model's answer; None if it found none.
-        reward: what the grader gave; None where it could not grade.
+        answer: the answer that the grader extracted; None if it found none.
+        reward: the grader's reward; None if it could not grade.
         outcome: how the rollout ended (`experience.trajectory.Outcome`).
-        response_length: tokens written.
-        topic: field of knowledge, where the data set names one.
-        error: what failed.
+        response_length: number of generated tokens.
+        topic: topic of the prompt; None if the data set has none.
+        error: description of a failure.
     """
 
     idx: int
@@ -79,16 +79,16 @@ class AnswerRecord:
 
     @property
     def is_correct(self) -> bool:
-        """Whether the answer counts as right; an answer that could not be graded does not."""
+        """Whether the answer is right; an answer that could not be graded is not."""
         return self.reward is not None and self.reward >= 1.0
 
 
 class RecordStore:
-    """Answers in memory and, with a folder, on disk.
+    """Answers in memory and, if a folder is configured, on disk.
 
     Args:
         config: the configuration of the run.
-        num_prompts: prompts of the data set.
+        num_prompts: number of prompts in the data set.
 
     Attributes:
         records: all answers so far, ordered by prompt and sample.
@@ -111,11 +111,11 @@ class RecordStore:
         self._claim(config, num_prompts)
         self.records = _whole_prompts(self._folder / RECORDS_FILE, self._per_prompt)
         if self.records:
-            logger.info("Going on in %s after %d of %d prompts.", self._folder, self.num_prompts_done, num_prompts)
+            logger.info("Continuing in %s after %d of %d prompts.", self._folder, self.num_prompts_done, num_prompts)
 
     @property
     def num_prompts_done(self) -> int:
-        """Prompts with all of their answers."""
+        """Number of prompts with all of their answers."""
         return len(self.records) // self._per_prompt
 
     def append(self, records: Sequence[AnswerRecord]) -> None:
@@ -130,7 +130,7 @@ class RecordStore:
             os.fsync(file.fileno())
 
     def write_results(self, results: Mapping[str, Any]) -> Path | None:
-        """Write the report as JSON; returns its path, or None without a folder."""
+        """Write the report as JSON; return its path, or None without a folder."""
         if self._folder is None:
             return None
         path = self._folder / RESULTS_FILE
@@ -138,12 +138,12 @@ class RecordStore:
         return path
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the folder's lock."""
         if self._folder is not None:
             self._lock.release()
 
     def _claim(self, config: EvalMasterConfig, num_prompts: int) -> None:
-        """Store what the samples depend on, or compare it with what is stored."""
+        """Store the settings on which samples depend, or compare them with the stored ones."""
         assert self._folder is not None
         path = self._folder / CONFIG_FILE
         current = {"config": config.model_dump(mode="json"), "inputs": input_files(config, num_prompts)}
@@ -154,13 +154,13 @@ class RecordStore:
                 raise ConfigError(
                     f"eval.save_path={str(self._folder)!r} holds answers of another evaluation:\n  "
                     + "\n  ".join(changes)
-                    + "\nGo on with the same values, or choose another (or an empty) folder."
+                    + "\nContinue with the same values, or choose another (or an empty) folder."
                 )
         _write_json(path, current)
 
 
 def input_files(config: EvalMasterConfig, num_prompts: int) -> dict[str, Any]:
-    """What the samples depend on beside the configuration: size and time of model and data files."""
+    """Return the inputs of the samples apart from the configuration: size and time of model and data files."""
     found: dict[str, Any] = {"num_prompts": num_prompts}
     for section, key in config.path_keys():
         path = Path(getattr(section, key) or "")
@@ -174,7 +174,7 @@ def input_files(config: EvalMasterConfig, num_prompts: int) -> dict[str, Any]:
 
 
 def _influential(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat `{dotted key: value}` of what decides on the samples."""
+    """Return the settings that influence samples as flat `{dotted key: value}`."""
     config = flatten_dict(state.get("config", {}), expand_lists=False)
     kept = {
         key: value
@@ -191,7 +191,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _whole_prompts(path: Path, per_prompt: int) -> list[AnswerRecord]:
-    """The answers on disk, without a half-written tail, which is cut off the file too."""
+    """Read the answers on disk, and cut a half-written tail off the file."""
     if not path.exists():
         return []
     *lines, tail = path.read_bytes().split(b"\n")
@@ -205,8 +205,8 @@ def _whole_prompts(path: Path, per_prompt: int) -> list[AnswerRecord]:
             )
     if tail or kept < len(lines):
         number = len(lines) - kept + bool(tail)
-        again = "line is" if number == 1 else f"{number} lines are"
-        logger.warning("%s ends within a prompt; its last %s done again.", path, again)
+        again = "line was" if number == 1 else f"{number} lines were"
+        logger.warning("%s ended within a prompt; its last %s removed and will be sampled again.", path, again)
         write_atomically(path, (line.decode() + "\n" for line in lines[:kept]))
     return records
 

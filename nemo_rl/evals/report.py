@@ -1,7 +1,7 @@
-"""What an evaluation found: the score that was asked for, its companions, and the block on the console.
+"""Compute the report of an evaluation: the requested score, further scores, and the text for the console.
 
-Built from records alone, so a finished evaluation can be reported again. Invariant: every prompt counts in every score;
-answers that could not be graded are not right, and how many there were is part of the report.
+It is built from records alone, so a finished evaluation can be reported again. Invariant: every prompt counts in every
+score; answers that could not be graded count as wrong, and the report has their number.
 """
 
 import math
@@ -28,7 +28,7 @@ class Score:
 
     Attributes:
         value: mean of the prompts' scores, 0 to 1.
-        standard_error: of the mean over prompts; 0 for one prompt.
+        standard_error: standard error of the mean over prompts; 0 for one prompt.
         num_prompts: prompts in the mean.
     """
 
@@ -39,17 +39,17 @@ class Score:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """The outcome of an evaluation.
+    """Result of an evaluation.
 
     Attributes:
         model_name: the model.
         dataset_name: the data.
-        metric: for example "pass@1".
+        metric: name of the metric, for example "pass@1".
         num_tests_per_prompt: answers per prompt.
         score: the metric's value.
         sampling: temperature, top_p, top_k, max_new_tokens and seed.
-        companions: pass@1 and, where there are several answers, pass@k and cons@k for other k.
-        topics: the metric by field of knowledge, where the data set names fields.
+        companions: further scores: pass@1 and, with several answers per prompt, pass@k and cons@k for other k.
+        topics: the metric by topic, if the data set has topics.
         answers: shares and counts over all answers.
     """
 
@@ -69,7 +69,7 @@ def make_report(config: EvalMasterConfig, records: Sequence[AnswerRecord]) -> Ev
 
     Args:
         config: the configuration of the evaluation.
-        records: n answers of each prompt, one prompt after the other.
+        records: n answers of each prompt, grouped by prompt.
     """
     wanted, generation = config.eval, config.generation
     n = wanted.num_tests_per_prompt
@@ -100,7 +100,7 @@ def make_report(config: EvalMasterConfig, records: Sequence[AnswerRecord]) -> Ev
 
 
 def prompt_score(metric: str, k: int) -> PromptScore:
-    """The score of one prompt under `eval.metric`."""
+    """Return the function that scores one prompt under `eval.metric`."""
     if metric == "pass@k":
         return lambda answers: pass_at_k(len(answers), sum(a.is_correct for a in answers), k)
     return lambda answers: consensus_at_k(
@@ -111,7 +111,7 @@ def prompt_score(metric: str, k: int) -> PromptScore:
 
 
 def average(score_prompt: PromptScore, prompts: Sequence[Sequence[AnswerRecord]]) -> Score:
-    """Mean of the prompts' scores with its standard error; 0 of no prompt."""
+    """Return the mean of the prompts' scores with its standard error; 0 without prompts."""
     if not prompts:
         return Score(0.0, 0.0, 0)
     scores = [score_prompt(answers) for answers in prompts]
@@ -121,7 +121,7 @@ def average(score_prompt: PromptScore, prompts: Sequence[Sequence[AnswerRecord]]
 
 
 def format_report(report: EvalReport) -> str:
-    """The block that is shown at the end of an evaluation."""
+    """Format the report for the end of an evaluation."""
     score = report.score
     rows = [(name, f"{other.value:.4f} ± {other.standard_error:.4f}") for name, other in report.companions.items()]
     rows += [(name, f"{value:.4g}") for name, value in report.answers.items()]
@@ -150,7 +150,7 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _companions(n: int) -> Iterator[tuple[str, PromptScore]]:
-    """pass@k for k = 1, 2, 4 ... and n, and cons@n."""
+    """Yield pass@k for k = 1, 2, 4 ... and n, and cons@n."""
     for k in dict.fromkeys((*(2**power for power in range(n.bit_length())), n)):
         yield f"pass@{k}", prompt_score("pass@k", k)
     if n > 1:

@@ -1,6 +1,6 @@
-"""Write a file so that its name never stands for half of it.
+"""Write files atomically.
 
-Invariant: the file has its old content, or all of the new one; a failure leaves nothing beside it.
+Invariant: the file has its old content or all of the new one; a failure leaves no partial file.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: str | Iterable[str]) -> None:
-    """Replace a file as a whole.
+    """Replace a file's whole content.
 
     Args:
         path: the file; its folder exists.

@@ -1,7 +1,7 @@
-"""A lock on a folder, so that two runs never write into the same place.
+"""Lock a folder, so that two runs never write into it.
 
-A POSIX record lock: the kernel drops it when the process ends, however it ends, and children made by fork do not
-inherit it. Holding it is the permission to delete leftovers.
+It is a POSIX record lock: the kernel releases it when the process ends, for whatever reason, and children made by fork
+do not inherit it. Only the holder may delete leftovers.
 """
 
 import errno
@@ -16,9 +16,9 @@ _LOCK_FILE = ".writer.lock"
 
 
 class FolderLock:
-    """The right of one process to write below a folder.
+    """A lock that allows one process to write below a folder.
 
-    Within a process the lock does not exclude: use one owner per folder there.
+    It does not exclude other locks of the same process: use one owner per folder there.
 
     Args:
         folder: the folder; it need not exist yet.
@@ -34,10 +34,10 @@ class FolderLock:
         return self._descriptor is not None
 
     def acquire(self) -> bool:
-        """Take the lock without waiting; returns whether it is held now.
+        """Take the lock without waiting; return whether it is held now.
 
-        False where another process holds it, and where the folder is missing or read-only. A file system
-        without locks is trusted: there the answer is True, with a warning.
+        False if another process holds it, or if the folder is missing or read-only. On a file system
+        without locks the result is True, with a warning.
         """
         if self.is_held:
             return True
@@ -55,12 +55,12 @@ class FolderLock:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 os.close(descriptor)
                 return False
-            logger.warning("%s cannot be locked (%s); make sure that one run uses it.", self._folder, error)
+            logger.warning("%s cannot be locked (%s); make sure that only one run uses it.", self._folder, error)
         self._descriptor = descriptor
         return True
 
     def release(self) -> None:
-        """Give the lock back, if it is held."""
+        """Release the lock, if it is held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -1,7 +1,7 @@
-"""Checksums of the files of a folder, and what has changed since they were taken.
+"""Store the checksums of a folder's files, and find files that have changed since.
 
-CRC-32 finds what disks and interrupted copies do to a file (1.4 GiB/s a thread, several files at a time); it is no
-protection against a person. Invariant: the manifest is the last file that is written into a folder.
+CRC-32 detects disk errors and interrupted copies (1.4 GiB/s per thread, several files at a time); it does not protect
+against deliberate changes. Invariant: the manifest is the last file written into a folder.
 """
 
 import json
@@ -27,7 +27,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def manifest_bytes(folder: Path) -> int | None:
-    """Bytes of the files in a folder's manifest; None without a readable one."""
+    """Return the total size of the files in a folder's manifest; None without a readable manifest."""
     try:
         files = _read(folder)
     except CheckpointError:
@@ -36,13 +36,13 @@ def manifest_bytes(folder: Path) -> int | None:
 
 
 def find_damage(folder: Path, below: str = "") -> list[str] | None:
-    """Files that are not what the manifest says, each with the difference; None without a manifest.
+    """List the files that differ from the manifest, each with the difference; None without a manifest.
 
-    Files that the manifest does not name are not looked at.
+    Files that are not in the manifest are ignored.
 
     Args:
-        folder: what `write_manifest` described.
-        below: look only at files whose names begin so.
+        folder: folder that `write_manifest` described.
+        below: check only files whose names start with this.
 
     Raises:
         CheckpointError: the manifest cannot be read.
@@ -76,7 +76,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def _describe(folder: Path, names: list[str]) -> Mapping[str, dict[str, Any]]:
-    """Size and checksum of files; the largest are begun first."""
+    """Return size and checksum of each file; the largest files are started first."""
     order = sorted(names, key=lambda name: -_size(folder / name))
     with ThreadPoolExecutor(_THREADS) as pool:
         sums = dict(zip(order, pool.map(lambda name: _crc32(folder / name), order), strict=True))

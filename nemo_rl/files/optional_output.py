@@ -1,6 +1,6 @@
-"""Writing that training does not depend on: metrics, trackers, conversations.
+"""Write output that training does not depend on: metrics, trackers, conversations.
 
-Invariant: a full disk or a tracker that does not answer costs the numbers that go there, never the run.
+Invariant: if a disk is full or a tracker does not answer, that output is lost and the run continues.
 """
 
 import logging
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 class OptionalOutput:
-    """One destination whose failures are a single warning.
+    """One destination whose failures cause a single warning.
 
     Args:
-        name: what is written, for the warning.
+        name: name of the destination in the warning.
         failures: errors that mean that it could not be written.
     """
 
@@ -25,12 +25,12 @@ class OptionalOutput:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Write inside; every attempt is made, also after one that failed."""
+        """Run a block that writes; a later attempt is made even if this one fails."""
         try:
             yield
         except self._failures as error:
             if not self._has_warned:
                 logger.warning(
-                    "%s cannot be written: %s. Training goes on; what is lost stays lost.", self._name, error
+                    "%s cannot be written: %s. Training continues; this output is incomplete.", self._name, error
                 )
             self._has_warned = True

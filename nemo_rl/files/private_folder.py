@@ -1,7 +1,7 @@
-"""Folders with predictable names in a place where other users of the machine may write too, such as `/tmp`.
+"""Make private folders with predictable names where other users may write too, such as in `/tmp`.
 
-Whoever makes such a folder first decides what is in it. Invariant: nobody but this user and root can have put anything
-into a folder that `require_own` has returned, or can replace it.
+Whoever creates such a folder first controls its content. Invariant: only this user and root can have put anything into
+a folder that `require_own` has returned, and only they can replace it.
 """
 
 import os
@@ -16,17 +16,17 @@ _WHOLE_MAP = ["0", "0", "4294967295"]
 
 
 def require_own(folder: Path, advice: str) -> Path:
-    """Make a folder for this user alone (mode 0700), or check the one that is there.
+    """Create a folder for this user alone (mode 0700), or check an existing one.
 
-    A folder of this user that others may read becomes one that they may not; one that they may write to is refused,
-    since what it holds may be theirs.
+    An existing folder of this user that others may read is made private. One to which others may write is refused,
+    because its content may be theirs.
 
     Args:
-        folder: its last component is made where it is missing, and those above it.
-        advice: what to do instead, a sentence.
+        folder: the folder; missing parents are created too.
+        advice: last sentence of the error: what to do instead.
 
     Raises:
-        ConfigError: it is a link or no folder, belongs to another user, or others may write to it or replace it.
+        ConfigError: it is a link or not a folder, belongs to another user, or others may write to it or replace it.
     """
     folder = Path(os.path.realpath(folder.parent)) / folder.name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -45,17 +45,17 @@ def require_own(folder: Path, advice: str) -> Path:
 
 
 def is_shared(folder: Path) -> bool:
-    """Whether it is below a place like `/tmp`, where every user may put something and keeps what is theirs."""
+    """Return whether a folder is below a place like `/tmp`, where all users may write but not delete others' files."""
     shared = stat.S_IWOTH | stat.S_ISVTX
     return any(above.exists() and above.stat().st_mode & shared == shared for above in folder.absolute().parents)
 
 
 def _problem(found: os.stat_result) -> str | None:
-    """Why what is there is not this user's own folder."""
+    """Describe why an existing path is not this user's own folder; None if it is."""
     if stat.S_ISLNK(found.st_mode):
         return "is a symbolic link"
     if not stat.S_ISDIR(found.st_mode):
-        return "is no folder"
+        return "is not a folder"
     if found.st_uid != os.geteuid():
         return f"belongs to another user (uid {found.st_uid}; this process has {os.geteuid()})"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -64,7 +64,7 @@ def _problem(found: os.stat_result) -> str | None:
 
 
 def _require_kept(above: Path, folder: Path, advice: str) -> None:
-    """Refuse a folder above in which others may replace what they do not own."""
+    """Refuse a parent folder in which others may replace files they do not own."""
     found = above.stat()
     mode, trusted = stat.S_IMODE(found.st_mode), _trusted_owners()
     others_write = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and found.st_uid not in trusted)
@@ -78,7 +78,7 @@ def _require_kept(above: Path, folder: Path, advice: str) -> None:
 
 
 def _trusted_owners() -> set[int]:
-    """This user and root; in a user namespace also the uid that stands for all users outside it, the host's root."""
+    """Return the uids of this user and root; in a user namespace also the overflow uid (host's root)."""
     trusted = {os.geteuid(), _ROOT}
     try:
         if _USER_MAP.read_text().split() != _WHOLE_MAP:

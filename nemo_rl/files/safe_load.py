@@ -11,13 +11,13 @@ from nemo_rl.utils.errors import CheckpointError
 
 
 def load_plain(path: Path) -> Any:
-    """What `torch.save` wrote: tensors, numbers, texts, and lists and dicts of them.
+    """Load tensors, numbers, texts, and lists and dicts of them from a file of `torch.save`.
 
     Raises:
         CheckpointError: the file is missing, damaged, or would execute code.
     """
-    if path.exists() and not path.is_file():  # reading a named pipe would wait for ever
-        raise CheckpointError(f"{path} cannot be read: it is no file.")
+    if path.exists() and not path.is_file():  # reading a named pipe would never end
+        raise CheckpointError(f"{path} cannot be read: it is not a regular file.")
     try:
         return torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -25,17 +25,17 @@ def load_plain(path: Path) -> Any:
     except (OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()
         raise CheckpointError(
-            f"{path} cannot be read: it is damaged, or no file of this library "
+            f"{path} cannot be read: it is damaged, or was not written by nemo_rl "
             f"({type(error).__name__}: {reason[0] if reason else 'empty'})."
         ) from error
 
 
 def refusal(error: pickle.UnpicklingError) -> str:
-    """Why `torch.load` read nothing; its own text advises to execute what is in the file."""
+    """Explain why `torch.load` refused a file; torch's own message advises executing the file's content."""
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     if named is None:
-        return "it is damaged, or no file of this library"
+        return "it is damaged, or was not written by nemo_rl"
     return (
-        f"it names {named[1]}, which loading it would execute. No file of this library does: somebody changed it, and "
-        "nothing of its folder should be used"
+        f"it names {named[1]}, which loading would execute. Files of this library never do: the file was changed, "
+        "so do not use anything in its folder"
     )

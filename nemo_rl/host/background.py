@@ -1,4 +1,4 @@
-"""Calls that run while their caller goes on."""
+"""Run calls in background threads."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -6,14 +6,14 @@ from threading import Thread
 
 
 def in_background[T](call: Callable[[], T], name: str) -> Future[T]:
-    """Start a call on a thread of its own, which does not keep the process from ending.
+    """Start a call on a daemon thread, which does not keep the process from ending.
 
     Args:
-        call: what to run.
-        name: of the thread, for stacks.
+        call: function to run.
+        name: name of the thread, shown in stacks.
 
     Returns:
-        Its result or error.
+        Future with the call's result or error.
     """
     future: Future[T] = Future()
 

@@ -1,4 +1,4 @@
-"""How many cores this process may use."""
+"""Count the cores that this process may use."""
 
 import math
 import os
@@ -8,7 +8,7 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores() -> int:
-    """Cores of this machine that the process may run on, or fewer where a control group limits their time."""
+    """Return the number of cores this process may run on, or fewer if a control group limits its CPU time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = map(int, _CONTROL_GROUP.read_text().split())

@@ -1,4 +1,4 @@
-"""Free bytes of a disk, and whether an error means that there were none left."""
+"""Measure the free bytes of a disk, and recognise errors of a full disk."""
 
 import errno
 import os
@@ -8,25 +8,25 @@ from pathlib import Path
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = tuple(os.strerror(code) for code in _FULL)
 _NOTHING_BYTES = 1 << 20
-"""Less than this is not enough for any file of a checkpoint but the smallest."""
+"""With fewer free bytes only a checkpoint's smallest files fit."""
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this process may still write below a folder, or below its nearest parent that exists."""
+    """Return the bytes that this process may still write below a folder, or below its nearest existing parent."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def is_disk_full(error: BaseException, free: int) -> bool:
-    """Whether a write failed for lack of space.
+    """Return whether a write failed for lack of space.
 
-    Writers in other languages report it in their own ways, or not at all (`torch.save`: "unexpected pos"), so the
-    free bytes at the time of the failure count too.
+    Some libraries report it with their own error, or not at all (`torch.save`: "unexpected pos"). So the free bytes at
+    the time of the failure count too.
 
     Args:
-        error: what ended the write.
-        free: bytes that were free when it failed.
+        error: the error that ended the write.
+        free: bytes that were free when the write failed.
     """
     reason: BaseException | None = error
     while reason is not None:
@@ -37,7 +37,7 @@ def is_disk_full(error: BaseException, free: int) -> bool:
 
 
 def readable_bytes(count: int) -> str:
-    """A number of bytes for people: `5.9 MB`."""
+    """Format a number of bytes for people: `5.9 MB`."""
     size = float(count)
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:

@@ -1,4 +1,4 @@
-"""How much memory this machine has for a run."""
+"""Measure the memory that this machine has for a run."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def machine_bytes() -> int:
-    """Memory of this machine, or less where a control group limits it."""
+    """Return the machine's memory in bytes, or less if a control group limits it."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(installed, int(_CONTROL_GROUP.read_text()))

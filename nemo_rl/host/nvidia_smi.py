@@ -1,17 +1,17 @@
-"""What `nvidia-smi` knows of the GPUs that this process may use; no CUDA context is made."""
+"""Query `nvidia-smi` about the GPUs this process may use, without making a CUDA context."""
 
 import os
 import subprocess
 
 
 def query_gpus(*fields: str, timeout_s: float = 5.0) -> list[list[str]]:
-    """Values of each GPU in the order of `fields` (`nvidia-smi --help-query-gpu`); none where the tool is silent.
+    """Return each GPU's values in the order of `fields` (`nvidia-smi --help-query-gpu`); [] if the tool fails.
 
-    With `CUDA_VISIBLE_DEVICES` only the GPUs that it names; all of them where the tool does not know the names, such as
-    those of parts of a GPU (MIG).
+    `CUDA_VISIBLE_DEVICES` selects the GPUs. If the tool does not know the names in it, such as those of MIG instances,
+    all GPUs are returned.
 
     Args:
-        fields: what to ask for; only the first one may have commas in its values.
+        fields: names of the values; only the first one may contain commas.
         timeout_s: seconds to wait for an answer.
     """
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]

@@ -1,6 +1,6 @@
-"""A limit on the time that Python code of a user's takes: chat templates and processors may loop for ever.
+"""Limit the time of user-supplied Python code: chat templates and processors may never end.
 
-Works by SIGALRM, which Python gives to the main thread of a process; in other threads there is no limit.
+It uses SIGALRM, which Python handles in the main thread of a process; in other threads there is no limit.
 """
 
 import signal
@@ -15,16 +15,16 @@ from nemo_rl.utils.errors import DeadlineExceededError
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Raise an error within the block once it takes longer.
+    """Raise an error inside the block when it takes longer than the limit.
 
-    An alarm that was set before goes on afterwards, with the time that is left of it.
+    An alarm that was set before continues afterwards with its remaining time.
 
     Args:
         seconds: the limit.
-        what: what is limited, for the message.
+        what: name of the limited work, for the message.
 
     Raises:
-        DeadlineExceededError: the time is up.
+        DeadlineExceededError: the block takes longer than the limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

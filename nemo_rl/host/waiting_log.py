@@ -1,4 +1,4 @@
-"""Say now and then what a long wait is for, so that a run that works is not taken for one that hangs."""
+"""Log a line now and then during a long wait, so that a working run does not seem to hang."""
 
 import logging
 import time
@@ -7,15 +7,15 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 30.0
-"""Between two lines about one wait."""
+"""Seconds between two lines about one wait."""
 
 
 class StillWaiting:
-    """One wait, which asks `look` at least once a second.
+    """One wait, during which the caller calls `look` at least once a second.
 
     Args:
-        what: is waited for.
-        progress: says how far it is.
+        what: name of the work that is waited for.
+        progress: returns a text about the progress.
     """
 
     def __init__(self, what: str, progress: Callable[[], str]) -> None:
@@ -23,8 +23,8 @@ class StillWaiting:
         self._began = self._said = time.monotonic()
 
     def look(self) -> None:
-        """Log a line if it is time for one."""
+        """Log a line if the last one is old enough."""
         now = time.monotonic()
         if now - self._said >= PERIOD_S:
             self._said = now
-            logger.info("Still at work on %s, for %.0f s: %s.", self._what, now - self._began, self._progress())
+            logger.info("Still waiting for %s after %.0f s: %s.", self._what, now - self._began, self._progress())

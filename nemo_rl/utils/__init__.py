@@ -1,1 +1,1 @@
-"""Small shared ground: errors, device, logging, checkpoints, timers, seeds."""
+"""Shared helpers: errors, device, logging, checkpoints, timers, seeds."""

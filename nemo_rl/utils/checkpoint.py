@@ -1,11 +1,11 @@
-"""Checkpoint folders: written aside, renamed when whole, the best kept.
+"""Manage checkpoint folders: write to a temporary folder, rename it when complete, keep the best ones.
 
     init_tmp_checkpoint ─► tmp_step_N/ (the caller fills it) ─► finalize_checkpoint ─► step_N/
                                     └─ a write fails: `checkpoint_write` removes it
 
-A crash at any point leaves a complete checkpoint to resume from; leftovers are cleared at the next start.
-Invariant: a folder named `step_N` was complete when it got its name, with the checksums of its files in
-`manifest.json`; and the newest one is never removed.
+A crash at any point leaves a complete checkpoint to resume from; the next start removes leftovers. Invariant: a folder
+named `step_N` was complete when it got this name, with the checksums of its files in `manifest.json`; the newest one is
+never removed.
 """
 
 import json
@@ -43,14 +43,14 @@ type PathLike = str | os.PathLike[str]
 class CheckpointManager:
     """The checkpoints of a run below `checkpoint_dir`.
 
-    Making a manager clears what a crash left half done, unless another process writes there at the moment.
+    Making a manager removes partial folders that a crash left, unless another process is writing there.
     `claim`, or the first `init_tmp_checkpoint`, makes this process the only writer of the folder until it ends.
 
     Args:
         config: the `checkpointing` section.
 
     Attributes:
-        expected_bytes: size of a checkpoint as far as it is known, for messages.
+        expected_bytes: size of a checkpoint if known, for messages; else None.
     """
 
     def __init__(self, config: CheckpointingConfig):
@@ -67,10 +67,10 @@ class CheckpointManager:
             self._lock.release()
 
     def claim(self) -> None:
-        """Make the folder if it is missing, and become its only writer.
+        """Create the folder if it is missing, and become its only writer.
 
         Raises:
-            ConfigError: the folder cannot be made or written.
+            ConfigError: the folder cannot be created or written.
             CheckpointError: another process writes into it.
         """
         try:
@@ -98,10 +98,10 @@ class CheckpointManager:
         )
 
     def find_resumable(self) -> Path | None:
-        """The newest checkpoint whose files are what was written; None where there is no checkpoint at all.
+        """Return the newest checkpoint whose files match their checksums; None if there is no checkpoint at all.
 
-        Damaged ones that are newer are named and set aside as `damaged_step_N`; the folder must be claimed. Files of
-        `policy/optimizer` count only while that folder exists, so that it can be removed on purpose.
+        Newer damaged ones are logged and renamed to `damaged_step_N`; the folder must be claimed. Files of
+        `policy/optimizer` count only while that folder exists, so users may remove it on purpose.
 
         Raises:
             CheckpointError: there are checkpoints, but all of them are damaged.
@@ -116,13 +116,13 @@ class CheckpointManager:
         if damaged:
             found = "\n".join(f"  step_{step}: {damage}" for step, damage in damaged.items())
             raise CheckpointError(
-                f"every checkpoint in {self.checkpoint_dir} is damaged:\n{found}\nRestore the files, or start afresh "
+                f"every checkpoint in {self.checkpoint_dir} is damaged:\n{found}\nRestore the files, or start over "
                 "with another checkpointing.checkpoint_dir or after moving these folders away."
             )
         return None
 
     def _damage_of(self, folder: Path) -> str | None:
-        """What is wrong with a checkpoint, None where nothing is."""
+        """Describe the damage of a checkpoint; None if there is none."""
         try:
             wrong = _wrong_count(self.load_training_info(folder) or {})
             if wrong is not None:
@@ -145,12 +145,12 @@ class CheckpointManager:
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(self.checkpoint_dir / f"step_{step}", aside)
             logger.warning(
-                "step_%d is damaged: %s. It is set aside as %s; the run goes on from step_%d.",
+                "step_%d is damaged: %s. It is renamed to %s; the run continues from step_%d.",
                 *(step, damage, aside, good_step),
             )
 
     def _recover(self) -> None:
-        """Undo what a crash left half done."""
+        """Restore or remove the folders that a crash left incomplete."""
         for old in sorted(self.checkpoint_dir.glob("old_step_*")):
             step = self.checkpoint_dir / old.name.removeprefix("old_")
             if step.exists():
@@ -166,7 +166,7 @@ class CheckpointManager:
     def get_resume_paths(
         last_checkpoint_path: PathLike | None, *, model_component: str = "policy"
     ) -> tuple[Path | None, Path | None]:
-        """Weights and optimizer folders of a checkpoint; the latter is None when it was not saved."""
+        """Return a checkpoint's weights and optimizer folders; the latter is None if it was not saved."""
         if last_checkpoint_path is None:
             return None, None
         component = Path(last_checkpoint_path) / model_component
@@ -176,13 +176,13 @@ class CheckpointManager:
     def init_tmp_checkpoint(
         self, step: int, training_info: Mapping[str, Any], run_config: BaseModel | None = None
     ) -> Path:
-        """Begin a checkpoint; the caller fills the returned folder and calls `finalize_checkpoint`.
+        """Start a checkpoint; the caller fills the returned folder and calls `finalize_checkpoint`.
 
         Args:
             step: training step.
             training_info: save state and metrics (`val:<name>`, `train:<name>`); numbers may be tensors or
                 NumPy scalars.
-            run_config: stored beside it.
+            run_config: configuration of the run, stored next to the save state.
 
         Raises:
             CheckpointError: see `claim`.
@@ -200,9 +200,9 @@ class CheckpointManager:
         return folder
 
     def finalize_checkpoint(self, checkpoint_path: PathLike) -> None:
-        """Make a filled folder the checkpoint of its step, durably, and drop what is no longer kept.
+        """Flush a filled folder to disk, rename it to its step's checkpoint, and remove checkpoints no longer kept.
 
-        What fails behind the renaming is a warning: the checkpoint is complete by then.
+        A failure after the renaming is only a warning, because the checkpoint is complete then.
 
         Raises:
             CheckpointError: the folder was not made by `init_tmp_checkpoint`.
@@ -224,7 +224,7 @@ class CheckpointManager:
             self.remove_old_checkpoints()
             self._write_status(int(final.name.removeprefix("step_")))
         except OSError as error:
-            logger.warning("%s is complete, but tidying up behind it failed: %s.", final, error)
+            logger.warning("%s is complete, but cleaning up after it failed: %s.", final, error)
         self.expected_bytes = manifest_bytes(final)
 
     def _write_status(self, step: int) -> None:
@@ -233,24 +233,24 @@ class CheckpointManager:
         write_atomically(self.checkpoint_dir / _STATUS_FILE, json.dumps(status))
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, oldest first."""
+        """Return the steps that have a checkpoint, oldest first."""
         if not self.checkpoint_dir.exists():
             return []
         found = (_STEP.match(entry.name) for entry in self.checkpoint_dir.iterdir())
         return sorted(int(match.group(1)) for match in found if match)
 
     def get_latest_checkpoint_path(self) -> str | None:
-        """The newest checkpoint's folder, or None."""
+        """Return the newest checkpoint's folder, or None."""
         steps = self.steps()
         return str(self.checkpoint_dir / f"step_{steps[-1]}") if steps else None
 
     def get_best_checkpoint_path(self) -> str | None:
-        """The checkpoint with the best metric (the newest without one), or None."""
+        """Return the checkpoint with the best metric (the newest without one), or None."""
         ranking = self._ranking()
         return str(self.checkpoint_dir / f"step_{ranking[0]}") if ranking else None
 
     def load_training_info(self, checkpoint_path: PathLike | None = None) -> dict[str, Any] | None:
-        """What `init_tmp_checkpoint` stored; of the newest checkpoint when no path is given.
+        """Load the training info that `init_tmp_checkpoint` stored; of the newest checkpoint if no path is given.
 
         Raises:
             CheckpointError: the folder holds no readable save state.
@@ -272,7 +272,7 @@ class CheckpointManager:
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
         """Keep the `keep_top_k` best and, with `exclude_latest`, the newest one.
 
-        A checkpoint whose save state cannot be read takes no part: it counts for nothing and is left alone.
+        A checkpoint with an unreadable save state is neither ranked nor removed.
         """
         if self._keep_top_k is None:
             return
@@ -287,7 +287,7 @@ class CheckpointManager:
                 _remove(doomed)
 
     def _ranking(self) -> list[int]:
-        """Steps from best to worst; those without the metric last, ties to the newer."""
+        """Rank the steps from best to worst: steps without the metric last, newer steps first among equals."""
         steps = self.steps()
         if self._metric_name is None:
             return steps[::-1]
@@ -309,12 +309,12 @@ class CheckpointManager:
         return sorted(steps, key=key, reverse=True)
 
     def _metric_of(self, step: int) -> float | None:
-        """The ranking metric of a checkpoint; None when it is absent, unreadable or not a finite number."""
+        """Return the ranking metric of a checkpoint; None if it is absent, unreadable or not a finite number."""
         try:
             info = self.load_training_info(self.checkpoint_dir / f"step_{step}") or {}
         except CheckpointError as error:
             if step not in self._unreadable:
-                logger.warning("step_%d takes no part in keep_top_k and is left alone: %s", step, error)
+                logger.warning("step_%d is ignored by keep_top_k and not removed: %s", step, error)
             self._unreadable.add(step)
             return None
         self._unreadable.discard(step)
@@ -323,16 +323,16 @@ class CheckpointManager:
 
 
 def _wrong_count(info: Mapping[str, Any]) -> str | None:
-    """What is wrong with the numbers that a run goes on from, None where nothing is."""
+    """Describe a wrong number in the save state; None if all are valid."""
     for name in _COUNTS:
         value = info.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            return f"{_INFO_FILE} holds {name}={value!r}, which is no number of steps, samples or tokens"
+            return f"{_INFO_FILE} holds {name}={value!r}, which is not a number of steps, samples or tokens"
     return None
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder with all it holds; of a link only the link, whatever it leads to."""
+    """Remove a folder with its contents; remove only the link if it is a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -340,7 +340,7 @@ def _remove(path: Path) -> None:
 
 
 def _flush_tree(folder: Path) -> None:
-    """Ask the disk to hold every file before the rename makes them count."""
+    """Flush every file to disk before the folder is renamed."""
     for root, _, files in os.walk(folder):
         for name in files:
             with open(os.path.join(root, name), "rb") as file:

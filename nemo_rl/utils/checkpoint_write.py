@@ -1,7 +1,7 @@
-"""What happens when a checkpoint cannot be written: the partial folder goes, and the error says what is missing.
+"""Handle a failed write of a checkpoint: remove the partial folder and raise an error with path and bytes.
 
-Around the calls of `utils.checkpoint` that write one checkpoint. Invariant: whatever fails, the checkpoints that were
-complete before are still there.
+It wraps the calls of `utils.checkpoint` that write one checkpoint. Invariant: whatever fails, all checkpoints that were
+complete before are kept.
 """
 
 import os
@@ -17,7 +17,7 @@ from nemo_rl.utils.errors import CheckpointError, NemoRLError
 
 
 class CheckpointWrite:
-    """Rewords what fails while one checkpoint is written; other errors pass as they are."""
+    """Context that rewords a failure while one checkpoint is written; other errors pass unchanged."""
 
     def __init__(self, checkpoints: CheckpointManager, step: int):
         self._checkpoints = checkpoints
@@ -58,7 +58,7 @@ class CheckpointWrite:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder and free its bytes, also those of files that a failed writer still holds open."""
+    """Remove a folder and free its bytes, also of files that a failed writer still holds open."""
     for file in folder.rglob("*"):
         if file.is_file():
             with suppress(OSError):

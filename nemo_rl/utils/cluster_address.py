@@ -1,4 +1,4 @@
-"""Whether a run joins a Ray cluster or starts a Ray of its own, as RAY_ADDRESS says."""
+"""Read from RAY_ADDRESS whether a run joins a Ray cluster or starts its own Ray."""
 
 import os
 
@@ -6,6 +6,6 @@ VARIABLE = "RAY_ADDRESS"
 
 
 def cluster_address() -> str | None:
-    """The value of RAY_ADDRESS; None where it is unset, empty, or `local`: a run then starts its own Ray."""
+    """Return RAY_ADDRESS; None if it is unset, empty, or `local`: the run then starts its own Ray."""
     address = os.environ.get(VARIABLE, "").strip()
     return None if address in ("", "local") else address

@@ -1,7 +1,7 @@
-"""Configuration files for programs written for NeMo RL; re-export only.
+"""Configuration functions under NeMo RL's path; mostly re-exports.
 
-`load_config` here reads a file and its parents into a plain OmegaConf config; the typed and checked configuration comes
-from `nemo_rl.config.load_config`.
+`load_config` here reads a file and its parents into a plain OmegaConf config. For the typed and checked configuration
+use `nemo_rl.config.load_config`.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from nemo_rl.config.loading.overrides import OverridesError, parse_hydra_overrid
 
 
 def load_config(config_path: str | Path) -> DictConfig:
-    """Read a YAML file with the files it inherits from; interpolations stay unresolved."""
+    """Read a YAML file with the files it inherits from; interpolations are not resolved."""
     return load_config_with_inheritance(config_path)
 
 

@@ -1,8 +1,8 @@
-"""The library's error tree.
+"""Define the library's error classes.
 
 Every error a user can meet derives from `NemoRLError` and from the matching built-in, so both `except NemoRLError` and
-`except ValueError` work. Invariant: each error carries only its message, so it survives pickling on its way out of a
-Ray worker.
+`except ValueError` work. Invariant: each error carries only its message, so it can be pickled when it leaves a Ray
+worker.
 """
 
 import os
@@ -13,7 +13,7 @@ class NemoRLError(Exception):
     """Base of every error raised on purpose by nemo_rl.
 
     Attributes:
-        exit_status: of a program that ends with it.
+        exit_status: exit status of a program that ends with this error.
     """
 
     exit_status: ClassVar[int] = 1
@@ -26,19 +26,19 @@ class ConfigError(NemoRLError, ValueError):
 
 
 class NotBuiltError(NemoRLError, ModuleNotFoundError):
-    """A name of NeMo RL that this library does not have: its feature is not built yet, or it is under another name."""
+    """A name of NeMo RL that this library lacks: its feature is not built yet, or it has another name here."""
 
     exit_status = 2
 
 
 class DataError(NemoRLError, ValueError):
-    """A data set, a row or a batch cannot be used as asked."""
+    """A data set, a row or a batch cannot be used as requested."""
 
     exit_status = 2
 
 
 class ResourceInsufficientError(NemoRLError, RuntimeError):
-    """The Ray cluster does not have what the configuration asks for."""
+    """The Ray cluster lacks the resources that the configuration requests."""
 
 
 class VenvError(NemoRLError, RuntimeError):
@@ -54,15 +54,15 @@ class WorkerDiedError(NemoRLError, RuntimeError):
 
 
 class NodeLostError(WorkerDiedError):
-    """A machine of the cluster is gone; the message holds its address, its id and what ran there."""
+    """A machine of the cluster is lost; the message holds its address, its id and the workers that ran there."""
 
 
 class RayDiedError(NemoRLError, RuntimeError):
-    """The Ray of a run has lost a process without which nothing can go on."""
+    """The Ray of a run has lost a process without which the run cannot continue."""
 
 
 class WeightSyncError(NemoRLError, RuntimeError):
-    """Weights did not arrive, or not as they were sent."""
+    """Weights did not arrive, or arrived with other content than was sent."""
 
 
 class CheckpointError(NemoRLError, RuntimeError):
@@ -74,7 +74,7 @@ class GenerationError(NemoRLError, RuntimeError):
 
 
 class NothingToLearnError(NemoRLError, RuntimeError):
-    """Nothing that was sampled or read counts in the loss, again and again."""
+    """No sampled or read token counts in the loss, for several steps in a row."""
 
 
 class NonFiniteError(NemoRLError, ArithmeticError):
@@ -82,6 +82,6 @@ class NonFiniteError(NemoRLError, ArithmeticError):
 
 
 class RunInterruptedError(NemoRLError, RuntimeError):
-    """A signal ended the run in order, and its state is saved: the same command goes on."""
+    """A signal ended the run in order, and its state is saved; the same command continues it."""
 
     exit_status = os.EX_TEMPFAIL

@@ -1,4 +1,4 @@
-"""One logger for a run, fanning out to the console, a file and the trackers that are switched on.
+"""Log a run's metrics to the console, a file and the enabled trackers.
 
 The backends are in `utils.log_backends`. Invariant: every backend gets the same numbers under the same names.
 """
@@ -60,10 +60,10 @@ _TRACKERS = {
 
 
 def make_log_dir(path: str | Path) -> Path:
-    """Make the folder of all runs' logs, and return it.
+    """Create the folder of all runs' logs and return it.
 
     Raises:
-        ConfigError: it cannot be made, or not be written.
+        ConfigError: the folder cannot be created or written.
     """
     folder = Path(path).absolute()
     try:
@@ -79,10 +79,10 @@ def make_log_dir(path: str | Path) -> Path:
 
 
 def get_next_experiment_dir(base_log_dir: str | Path) -> str:
-    """Make and return `<base_log_dir>/exp_NNN`, one after the highest there is.
+    """Create and return `<base_log_dir>/exp_NNN`, where NNN is one more than the highest existing number.
 
     Raises:
-        ConfigError: the folder cannot be made or written.
+        ConfigError: the folder cannot be created or written.
     """
     base = make_log_dir(base_log_dir)
     numbers = [int(m.group(1)) for m in (_EXPERIMENT.match(e.name) for e in base.iterdir()) if m]
@@ -98,23 +98,23 @@ def get_next_experiment_dir(base_log_dir: str | Path) -> str:
 
 
 def log_container_init_timing() -> None:
-    """Say how long the program has been starting: from the first import of this file to the call.
+    """Log the start-up time of the program: from the first import of this file to this call.
 
-    NeMo RL's containers make virtual environments when they start and report the time of that; here there are none.
+    NeMo RL's containers make virtual environments at start and report that time; this library does not.
     """
     logger.info("%.1f s since the library was imported.", time.monotonic() - _IMPORTED_AT)
 
 
 class Logger(LoggerInterface):
-    """Fans out to all backends; one that cannot be written costs a warning, not the run.
+    """Logs to all backends; a backend that cannot be written causes a warning and does not end the run.
 
     Args:
         cfg: the `logger` section.
-        log_dir: this run's folder; None means `cfg.log_dir`.
+        log_dir: this run's folder; None takes `cfg.log_dir`.
         total_steps: length of the console's progress bar.
 
     Raises:
-        ConfigError: a tracker is on and its library is not installed.
+        ConfigError: a tracker is enabled and its library is not installed.
     """
 
     def __init__(self, cfg: LoggerConfig, log_dir: str | Path | None = None, total_steps: int | None = None):
@@ -135,7 +135,7 @@ class Logger(LoggerInterface):
         self._on_all(lambda backend: backend.log_hyperparams(params))
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> None:
-        """Write a batch as `<log_dir>/<filename>`, one line for each sample.
+        """Write a batch to `<log_dir>/<filename>`, one line per sample.
 
         Args:
             to_log: tensors, arrays or lists with a common first axis.
@@ -154,7 +154,7 @@ class Logger(LoggerInterface):
             write_atomically(self.log_dir / filename, (to_line(row) + "\n" for row in rows))
 
     def log_string_list_as_jsonl(self, to_log: Sequence[str], filename: str) -> None:
-        """Write texts that are JSON already as `<log_dir>/<filename>`, one a line."""
+        """Write texts that are already JSON to `<log_dir>/<filename>`, one per line."""
         with self._files.attempt():
             write_atomically(self.log_dir / filename, (text + "\n" for text in to_log))
 
@@ -163,7 +163,7 @@ class Logger(LoggerInterface):
         self._on_all(lambda backend: backend.close())
 
     def finish(self) -> None:
-        """The same as `close`."""
+        """Close all backends; the same as `close`."""
         self.close()
 
     def _on_all(self, log: Callable[[LoggerInterface], None]) -> None:
@@ -173,10 +173,10 @@ class Logger(LoggerInterface):
 
 
 def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> list[LoggerInterface]:
-    """The console, the metrics file, and every tracker that is on.
+    """Build the console, the metrics file and every enabled tracker.
 
     Raises:
-        ConfigError: a tracker is on and its library or login is missing.
+        ConfigError: a tracker is enabled and its library or login is missing.
     """
     check_trackers(cfg)
     backends: list[LoggerInterface] = [ConsoleLogger(total_steps), JsonlLogger(log_dir)]
@@ -190,12 +190,12 @@ def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> 
 
 
 def _tracker_class(name: str, class_name: str) -> Any:
-    """Import one tracker's file; its library is imported only here and only when wanted."""
+    """Import one tracker's file, and with it the tracker's library."""
     return getattr(importlib.import_module(f"nemo_rl.utils.log_backends.{name}"), class_name)
 
 
 def __getattr__(name: str) -> Any:
-    """Offer the trackers' classes under this module's name without importing their libraries."""
+    """Offer the trackers' classes under this module's name without importing their libraries early."""
     for module, class_name in _TRACKERS.items():
         if class_name == name:
             return _tracker_class(module, class_name)
@@ -213,11 +213,11 @@ def print_message_log_samples(
     Args:
         message_logs: one message log for each sample.
         rewards: one reward for each sample.
-        num_samples: how many to show; 0 shows nothing.
+        num_samples: number of conversations to show; 0 shows nothing.
         step: training step, for the heading.
 
     Raises:
-        ValueError: there are not as many rewards as message logs.
+        ValueError: the numbers of rewards and message logs differ.
     """
     if len(message_logs) != len(rewards):
         raise ValueError(f"{len(message_logs)} message logs, but {len(rewards)} rewards.")
@@ -229,7 +229,7 @@ def print_message_log_samples(
 
 
 def _render(message_log: Sequence[Mapping[str, Any]], reward: float) -> str:
-    """One conversation as text in a frame; markup in the texts is shown, not interpreted."""
+    """Render one conversation as text in a frame; markup in the texts is not interpreted."""
     turns = [Text(f"{message['role']}: {message['content']}") for message in message_log]
     page = io.StringIO()
     Console(file=page, width=_PANEL_WIDTH).print(Panel(Group(*turns), title=f"reward {reward:g}"))

@@ -1,6 +1,6 @@
-"""Console logging of a driver process; `NRL_LOG_LEVEL` sets the level of nemo_rl's own records.
+"""Set up console logging of a driver process; `NRL_LOG_LEVEL` sets the level of nemo_rl's records.
 
-Called once, by the program that runs. Invariant: records pass above a live progress bar, because the handler looks up
+The main program calls it once. Invariant: records appear above a live progress bar, because the handler looks up
 `sys.stderr` for each record.
 """
 
@@ -15,16 +15,16 @@ from nemo_rl.utils.errors import ConfigError
 
 LOG_LEVEL_VARIABLE = "NRL_LOG_LEVEL"
 WIDTH = 160
-"""Characters of a console line, so that files of it can be read too."""
+"""Maximum length of a console line in characters, so that log files are readable too."""
 _INDENT = 11
-"""As wide as time and level."""
+"""Indent of continued lines: width of time and level."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-"""Colours and cursor movements, which Ray and others put into what they say."""
+"""Colours and cursor movements in the messages of Ray and other libraries."""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever `sys.stderr` is now: a progress bar replaces it while it is live."""
+    """Writes to the current `sys.stderr`: a progress bar replaces it while it is live."""
 
     @property
     def stream(self) -> TextIO:
@@ -41,9 +41,9 @@ class _StderrHandler(logging.Handler):
 
 
 def _open_outputs() -> None:
-    """Let standard output and error lead nowhere where the program was started without them.
+    """Open the null device as standard output or error if the program was started without them.
 
-    Python has None in their places then, and other files would get their numbers.
+    Python sets them to None then, and the next opened files would get their descriptors.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is not None:
@@ -56,7 +56,7 @@ def _open_outputs() -> None:
 
 
 def wrapped(line: str, width: int = WIDTH) -> list[str]:
-    """A line cut between words into lines of at most `width` characters, as far as words allow; the rest indented."""
+    """Wrap a line between words at `width` characters (a longer word is not cut); continued lines are indented."""
     if len(line) <= width:
         return [line]
     return textwrap.wrap(
@@ -71,10 +71,10 @@ def wrapped(line: str, width: int = WIDTH) -> list[str]:
 
 
 def configure_logging() -> None:
-    """Show nemo_rl's records at NRL_LOG_LEVEL (INFO) and everyone else's warnings, on stderr.
+    """Show nemo_rl's records at NRL_LOG_LEVEL (INFO) and other libraries' warnings, on stderr.
 
     Raises:
-        ConfigError: NRL_LOG_LEVEL is not a level.
+        ConfigError: NRL_LOG_LEVEL is not a log level.
     """
     _open_outputs()
     level = os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper()

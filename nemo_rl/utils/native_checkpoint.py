@@ -1,4 +1,4 @@
-"""Export of checkpoints, under NeMo RL's path; re-export only, see `nemo_rl.models.training.backends`."""
+"""Re-export the export of checkpoints under NeMo RL's path; see `nemo_rl.models.training.backends`."""
 
 from nemo_rl.compat.public_names import public_names
 

@@ -1,7 +1,7 @@
-"""Make the environments of workers ahead of a run: `python -m nemo_rl.utils.prefetch_venvs --config FILE [filters...]`.
+"""Make workers' environments before a run: `python -m nemo_rl.utils.prefetch_venvs --config FILE [filters...]`.
 
-For images and shared folders: a run with the same configuration, folder, uv and Python takes what is there. With
-NRL_FORCE_REBUILD_VENVS=true each is made anew.
+Use it for images and shared folders: a run with the same configuration, folder, uv and Python reuses the environments.
+NRL_FORCE_REBUILD_VENVS=true makes each one again.
 """
 
 import argparse
@@ -25,22 +25,22 @@ def prefetch_venvs(
     """Make environments on this node.
 
     Args:
-        filters: only kinds of workers whose name, or one of whose extras or packages, contains one of these texts.
-        negative_filters: none whose do.
-        cluster: the section with `venvs`; None has none, because every worker uses the driver's interpreter then.
+        filters: choose only workers whose name, extra or package contains one of these texts.
+        negative_filters: exclude workers whose name, extra or package contains one of these texts.
+        cluster: the section with `venvs`; None means no environments: every worker uses the driver's interpreter.
 
     Returns:
-        Path of the interpreter of each kind that was chosen.
+        Kind of worker -> path of its interpreter, for the chosen kinds.
 
     Raises:
-        ConfigError, VenvError, DeadlineExceededError: as `create_local_venv`.
+        ConfigError, VenvError, DeadlineExceededError: as in `create_local_venv`.
     """
     cluster = cluster or ClusterConfig()
     chosen = {name: venv for name, venv in cluster.venvs.items() if _is_meant(name, venv, filters, negative_filters)}
     if not chosen:
         logger.warning(
-            "Nothing to make: %d environments are named in cluster.venvs, the filters choose none of them. Workers "
-            "without one use the driver's interpreter.",
+            "Nothing to make: cluster.venvs has %d environments, and the filters choose none of them. Workers "
+            "without an environment use the driver's interpreter.",
             len(cluster.venvs),
         )
     return {
@@ -61,17 +61,17 @@ def _is_meant(
 
 
 def _cluster_of(path: str) -> ClusterConfig:
-    """The section `cluster` of a file and its parents, without what other sections would need."""
+    """Read the section `cluster` of a file and its parents, ignoring other sections."""
     section = merge_layers(read_layers(path)).get("cluster") or OmegaConf.create()
     return ClusterConfig.build(**OmegaConf.to_container(section, resolve=True))  # type: ignore[arg-type]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("filters", nargs="*", help="texts in the names, extras or packages to make")
-    parser.add_argument("--negative-filters", nargs="*", default=[], help="texts in those to leave out")
-    parser.add_argument("--config", help="YAML file whose cluster.venvs to make")
+    parser.add_argument("filters", nargs="*", help="make environments whose name, extras or packages contain a text")
+    parser.add_argument("--negative-filters", nargs="*", default=[], help="skip environments that contain a text")
+    parser.add_argument("--config", help="YAML file with the environments in cluster.venvs")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     made = prefetch_venvs(given.filters, given.negative_filters, _cluster_of(given.config) if given.config else None)

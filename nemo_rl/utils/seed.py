@@ -1,6 +1,6 @@
-"""Seeds: one run seed, and every other seed derived from it by name.
+"""Derive every seed from the run's seed, by name.
 
-Invariant: a seed depends only on the run's seed and the path that names its user, never on time, process, host or call
+Invariant: a seed depends only on the run's seed and the path that names its use, never on time, process, host or call
 order.
 """
 
@@ -19,11 +19,11 @@ def derive_seed(run_seed: int, *path: int | str) -> int:
 
     The seed is the first 63 bits of BLAKE2b over the run seed and the path, so it fits a signed
     64-bit integer and is the same in every process and on every platform. Integers and strings are
-    told apart: `derive_seed(0, 1)` differs from `derive_seed(0, "1")`.
+    distinguished: `derive_seed(0, 1)` differs from `derive_seed(0, "1")`.
 
     Args:
         run_seed: the seed of the run, for example `grpo.seed`.
-        *path: what the seed is for, for example `("rollout", step, prompt, sample, turn)`.
+        *path: use of the seed, for example `("rollout", step, prompt, sample, turn)`.
 
     Returns:
         An integer in [0, 2**63).

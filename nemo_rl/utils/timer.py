@@ -1,4 +1,4 @@
-"""Measure phases of a step, and notice when a run's time is up.
+"""Measure phases of a step, and tell a run when its time is up.
 
 Invariant: a label's measurements are kept in order until `reset`.
 """
@@ -25,7 +25,7 @@ class Timer:
     """Named stopwatches, in seconds.
 
     Args:
-        context: facts about the run that travel with the timer.
+        context: facts about the run that are kept with the timer.
     """
 
     def __init__(self, context: Mapping[str, object] | None = None) -> None:
@@ -34,20 +34,20 @@ class Timer:
         self._elapsed: dict[str, list[float]] = {}
 
     def start(self, label: str, should_log: bool = True) -> None:
-        """Start a stopwatch; `should_log` has no effect: nothing is written.
+        """Start a stopwatch; `should_log` has no effect, because nothing is written.
 
         Raises:
-            ValueError: it runs already.
+            ValueError: the stopwatch is running already.
         """
         if label in self._running:
             raise ValueError(f"Timer {label!r} is running already; stop it first.")
         self._running[label] = time.perf_counter()
 
     def stop(self, label: str, should_log: bool = True) -> float:
-        """Stop a stopwatch; returns and keeps the seconds.
+        """Stop a stopwatch; store and return the seconds.
 
         Raises:
-            ValueError: it does not run.
+            ValueError: the stopwatch is not running.
         """
         if label not in self._running:
             raise ValueError(f"Timer {label!r} is not running; start it first.")
@@ -56,12 +56,12 @@ class Timer:
         return seconds
 
     def record(self, label: str, elapsed: float) -> None:
-        """Keep a measurement made elsewhere."""
+        """Store a measurement made elsewhere."""
         self._elapsed.setdefault(label, []).append(elapsed)
 
     @contextmanager
     def time(self, label: str, should_log: bool = True) -> Generator[None]:
-        """Measure a block, also when it raises."""
+        """Measure a block, even if it raises."""
         self.start(label)
         try:
             yield
@@ -69,7 +69,7 @@ class Timer:
             self.stop(label)
 
     def get_elapsed(self, label: str) -> list[float]:
-        """All measurements of a label.
+        """Return all measurements of a label.
 
         Raises:
             KeyError: there are none.
@@ -79,11 +79,11 @@ class Timer:
         return self._elapsed[label]
 
     def get_latest_elapsed(self, label: str) -> float:
-        """The last measurement of a label."""
+        """Return the last measurement of a label."""
         return self.get_elapsed(label)[-1]
 
     def reduce(self, label: str, operation: str = "mean") -> float:
-        """One number for a label: mean, median, min, max, sum, std or count.
+        """Return one number for a label: mean, median, min, max, sum, std or count.
 
         Raises:
             ValueError: unknown operation.
@@ -93,13 +93,13 @@ class Timer:
         return float(_REDUCTIONS[operation](self.get_elapsed(label)))  # type: ignore[operator]
 
     def get_timing_metrics(self, reduction_op: str | Mapping[str, str] = "mean") -> dict[str, float]:
-        """One number per label; `reduction_op` may name the operation for each."""
+        """Return one number per label; `reduction_op` may name the operation for each."""
         if isinstance(reduction_op, str):
             return {label: self.reduce(label, reduction_op) for label in self._elapsed}
         return {label: self.reduce(label, reduction_op.get(label, "mean")) for label in self._elapsed}
 
     def reset(self, label: str | None = None) -> None:
-        """Forget one label's measurements, or all."""
+        """Delete one label's measurements, or all."""
         if label is None:
             self._elapsed.clear()
             self._running.clear()
@@ -109,10 +109,10 @@ class Timer:
 
 
 def convert_to_seconds(time_string: str) -> int:
-    """Seconds of "DD:HH:MM:SS".
+    """Convert "DD:HH:MM:SS" to seconds.
 
     Raises:
-        ConfigError: another form.
+        ConfigError: the text has another form.
     """
     parts = time_string.split(":")
     if len(parts) != 4 or not all(part.isdigit() for part in parts):
@@ -122,11 +122,11 @@ def convert_to_seconds(time_string: str) -> int:
 
 
 class TimeoutChecker:
-    """Says when a run has to save because its wall-clock limit comes near.
+    """Tells a run to save when its wall-clock limit is near.
 
     Args:
         timeout: limit from now as "DD:HH:MM:SS"; None never expires.
-        fit_last_save_time: stop one average iteration early, so that the save still fits.
+        fit_last_save_time: stop one average iteration early, so that saving still fits.
     """
 
     def __init__(self, timeout: str | None = "00:03:45:00", fit_last_save_time: bool = False) -> None:
@@ -137,18 +137,18 @@ class TimeoutChecker:
         self._iterations_s: list[float] = []
 
     def start_iterations(self) -> None:
-        """Begin measuring iterations."""
+        """Start measuring iterations."""
         self._last_mark = time.monotonic()
 
     def mark_iteration(self) -> None:
-        """An iteration has ended."""
+        """Record the end of an iteration."""
         now = time.monotonic()
         if self._last_mark is not None:
             self._iterations_s.append(now - self._last_mark)
         self._last_mark = now
 
     def check_save(self) -> bool:
-        """Whether it is time to save and stop."""
+        """Return whether it is time to save and stop."""
         if self._limit_s is None:
             return False
         reserve_s = 0.0

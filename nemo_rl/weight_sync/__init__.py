@@ -1,1 +1,1 @@
-"""Moves named tensors from trainers to generators, verified; knows nothing else."""
+"""Move named tensors from trainers to generators and verify them; depends on no other part of the library."""

@@ -1,7 +1,7 @@
-"""Lay named tensors end to end in flat byte buffers, and read them back.
+"""Place named tensors one after another in flat byte buffers, and read them back.
 
-A weight stream is cut into buckets so that a sync never needs a second copy of the model. Transports move the flat
-buffer; only this file knows how tensors lie in it. Invariant: `unpack(pack(x))` is `x`, bit for bit.
+A weight stream is divided into buckets so that a sync never needs a second copy of the model. Transports move the flat
+buffer; only this file knows the tensors' positions in it. Invariant: `unpack(pack(x))` is `x`, bit for bit.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where one tensor lies in a bucket.
+    """Position of one tensor in a bucket.
 
     Attributes:
         name: Hugging Face parameter name.
@@ -23,7 +23,7 @@ class TensorSlot:
         shape: full (unsharded) shape.
         offset: first byte in the bucket, a multiple of `ALIGNMENT_BYTES`.
         num_bytes: bytes the tensor takes.
-        fingerprint: content checksum made by the sender, None when verification is off.
+        fingerprint: content checksum from the sender; None if verification is off.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Bucket:
         slots: the tensors in the bucket.
         num_bytes: size of the flat buffer.
         is_last: whether the stream ends with this bucket.
-        handles: how to reach the bytes from a place: `{node id or device uuid: transport's own handle}`;
-            empty for collectives, where the bytes are sent rather than fetched.
+        handles: access to the bytes: `{node id or device uuid: the transport's handle}`; empty for
+            collectives, which send the bytes.
     """
 
     index: int
@@ -62,9 +62,9 @@ def aligned(num_bytes: int) -> int:
 def group_by_size(
     named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_size_bytes: int
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Cut a stream of tensors into groups of at most `bucket_size_bytes`.
+    """Divide a stream of tensors into groups of at most `bucket_size_bytes`.
 
-    A tensor larger than a bucket gets a group of its own. Order is kept.
+    A tensor larger than a bucket gets its own group. Order is kept.
     """
     group: list[tuple[str, torch.Tensor]] = []
     group_bytes = 0
@@ -80,7 +80,7 @@ def group_by_size(
 
 
 def plan_slots(group: list[tuple[str, torch.Tensor]]) -> tuple[list[TensorSlot], int]:
-    """Give each tensor of a group its place; returns the slots and the buffer size in bytes."""
+    """Assign each tensor of a group its position; return the slots and the buffer size in bytes."""
     slots: list[TensorSlot] = []
     offset = 0
     for name, tensor in group:
@@ -98,11 +98,11 @@ def pack(group: list[tuple[str, torch.Tensor]], slots: list[TensorSlot], flat: t
 
 
 def view_of(flat: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
-    """The tensor of `slot` as a view into the flat uint8 buffer."""
+    """Return the tensor of `slot` as a view into the flat uint8 buffer."""
     raw = flat[slot.offset : slot.offset + slot.num_bytes]
     return raw.view(getattr(torch, slot.dtype)).view(slot.shape)
 
 
 def unpack(flat: torch.Tensor, slots: list[TensorSlot]) -> list[tuple[str, torch.Tensor]]:
-    """All tensors of a bucket as `(name, view into flat)`, in the order they were packed."""
+    """Return all tensors of a bucket as `(name, view into flat)`, in the order they were packed."""
     return [(slot.name, view_of(flat, slot)) for slot in slots]

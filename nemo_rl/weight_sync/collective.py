@@ -1,8 +1,8 @@
-"""Weights by broadcast over a process group of trainer rank 0 and all engines (NCCL or gloo).
+"""Send weights by broadcast over a process group of trainer rank 0 and all engines (NCCL or gloo).
 
-Used when engines run on other devices or hosts than the trainers. The group is private: it does not touch the default
-groups of either side. Invariant: trainer rank 0 is rank 0 of the group, rank i of the engines' workers is i + 1; a
-member whose broadcast fails leaves at once, so that a peer's death ends every wait and not only its neighbours'.
+It is used if engines run on other devices or hosts than the trainers. The group is private: it does not affect the
+default groups of either side. Invariant: trainer rank 0 is rank 0 of the group, and rank i of the engines' workers is
+i + 1. A member whose broadcast fails leaves immediately, so that a peer's death ends every member's wait.
 """
 
 import os
@@ -19,20 +19,20 @@ from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.transport import TransportSpec
 
-# All members are called together, so a member that is not there within a minute will not come.
+# All members are called at the same time, so one that has not joined within a minute will not come.
 JOIN_TIMEOUT_S = 60.0
 _ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class GroupMember:
-    """One process's place in the private group.
+    """Membership of one process in the private group.
 
     Args:
-        spec: where to meet, how many there are, and how long one operation may take.
-        rank: this member's number; 0 hosts the meeting point.
+        spec: address of the store, number of members, and time limit of one operation.
+        rank: this member's number; rank 0 hosts the store.
 
     Raises:
-        RuntimeError: not everyone came in time.
+        RuntimeError: not all members joined in time.
     """
 
     def __init__(self, spec: TransportSpec, rank: int):
@@ -43,7 +43,7 @@ class GroupMember:
         """Broadcast a uint8 buffer from rank 0 and wait for it.
 
         Raises:
-            WeightSyncError: a peer has left or did not take part in time; this member has left too.
+            WeightSyncError: a peer has left or did not take part in time; this member has now left too.
         """
         if self._group is None:
             raise WeightSyncError("This process has left the group of the weight sync.")
@@ -52,10 +52,10 @@ class GroupMember:
         options.rootTensor = 0
         options.timeout = self._timeout
         try:
-            # Not bound to a name: the traceback of a failure would keep the group and its connections open.
+            # Do not bind the work to a name: the traceback of a failure would keep the group and its connections open.
             self._group.broadcast([flat], options).wait(self._timeout)
         except RuntimeError as error:
-            self._group.abort()  # what is under way on a GPU; without it leaving would wait for it
+            self._group.abort()  # cancel running GPU work, for which `leave` would wait
             self.leave()
             raise WeightSyncError(f"The broadcast of weights failed: {error}") from error
         if flat.is_cuda:
@@ -67,7 +67,7 @@ class GroupMember:
 
 
 def _join(spec: TransportSpec, rank: int) -> Any:
-    """Meet the other members at the spec's address: a backend with `broadcast`, gloo on CPU, NCCL on CUDA."""
+    """Join the other members at the spec's address; return a backend with `broadcast`: gloo on CPU, NCCL on CUDA."""
     timeout = timedelta(seconds=min(spec.timeout_s, JOIN_TIMEOUT_S))
     store = open_store(spec.master_address, spec.master_port, rank, spec.world_size, timeout)
     named = dist.PrefixStore(f"nemo_rl-{spec.run_id}-{spec.extra.get('epoch', 0)}", store)
@@ -82,10 +82,10 @@ def _join(spec: TransportSpec, rank: int) -> Any:
 
 @contextmanager
 def _errors_stay_errors() -> Iterator[None]:
-    """Make an NCCL group that reports a failed broadcast to its caller alone.
+    """Make an NCCL group that only reports a failed broadcast to its caller.
 
-    By default (3) its watchdog thread ends the whole process, and a dead engine would take the trainer along. The
-    group reads the variable when it is constructed; groups of others keep what they have.
+    By default (3) its watchdog thread ends the whole process, so a dead engine would end the trainer too. A group reads
+    the variable when it is constructed; other groups are not affected.
     """
     before = os.environ.get(_ASYNC_ERROR_HANDLING)
     os.environ[_ASYNC_ERROR_HANDLING] = "0"
@@ -99,7 +99,7 @@ def _errors_stay_errors() -> Iterator[None]:
 
 
 class CollectiveSender:
-    """Trainer half, in rank 0 only."""
+    """Trainer half, used in rank 0 only."""
 
     needs_send = True
 
@@ -117,7 +117,7 @@ class CollectiveSender:
         return held[:num_bytes]
 
     def publish(self, bucket: Bucket) -> None:
-        """Nothing to publish: the bytes are sent."""
+        """Do nothing: the bytes are sent."""
 
     def send(self, bucket: Bucket) -> None:
         """Broadcast the packed buffer to all engines."""

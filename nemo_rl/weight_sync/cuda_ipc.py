@@ -1,9 +1,9 @@
-"""Weights through CUDA IPC: engine and trainer rank share a GPU, so the bytes never leave it.
+"""Share weights through CUDA IPC: engine and trainer rank use the same GPU, so the bytes never leave it.
 
 Every trainer rank packs the gathered bucket on its own GPU and publishes an IPC handle under that GPU's uuid; the
-engine on the same GPU opens it. A buffer is exported once and its mapping is kept, as in `shared_memory`: torch wraps a
-storage anew with each export, and the wraps are only freed with the storage. Invariant: the sender holds the buffer
-until all receipts are in.
+engine on the same GPU opens it. A buffer is exported once and its mapping is kept, as in `shared_memory`: torch makes
+new bookkeeping for a storage with each export and frees it only with the storage. Invariant: the sender holds the
+buffer until it has all receipts.
 """
 
 import itertools
@@ -28,11 +28,11 @@ _EXPANDABLE = "expandable_segments:True"
 
 
 class IpcHandle(NamedTuple):
-    """How another process opens a buffer.
+    """Description with which another process opens a buffer.
 
     Attributes:
-        serial: tells the sender's buffers apart.
-        arguments: of `rebuild_cuda_tensor`.
+        serial: number that distinguishes the sender's buffers.
+        arguments: arguments of `rebuild_cuda_tensor`.
     """
 
     serial: int
@@ -46,12 +46,12 @@ class _ExportedBuffer:
 
 
 def device_uuid(index: int = 0) -> str:
-    """The physical identity of a visible GPU, equal in every process that sees it."""
+    """Return the physical identity of a visible GPU, equal in every process that sees it."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 class CudaIpcSender:
-    """Trainer half, in every rank."""
+    """Trainer half, used in every rank."""
 
     needs_send = False
 
@@ -76,7 +76,7 @@ class CudaIpcSender:
         bucket.handles[device_uuid(torch.cuda.current_device())] = handle
 
     def send(self, bucket: Bucket) -> None:
-        """Nothing to push: the engine maps the buffer."""
+        """Do nothing: the engine maps the buffer."""
 
     def close(self) -> None:
         """Free the buffers."""
@@ -84,7 +84,7 @@ class CudaIpcSender:
 
 
 class CudaIpcReceiver:
-    """Generator half: maps the sender's buffers, keeping each mapping for later syncs."""
+    """Generator half: maps the sender's buffers and keeps each mapping for later syncs."""
 
     def __init__(self, spec: TransportSpec):
         self._spec = spec
@@ -106,7 +106,7 @@ class CudaIpcReceiver:
         slot = bucket.index % _NUM_BUFFERS
         held = self._mappings.pop(slot, None)
         if held is None or held[0] != handle.serial:
-            held = None  # closes the mapping of a buffer that the sender has given up, before the next one is opened
+            held = None  # close the mapping of a freed buffer before the next one is opened
             held = (handle.serial, _map(handle))
         self._mappings[slot] = held
         return held[1][: bucket.num_bytes]
@@ -130,9 +130,9 @@ def _map(handle: IpcHandle) -> torch.Tensor:
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Allocate by cudaMalloc: expandable segments travel as file descriptors, which containers often refuse.
+    """Allocate with cudaMalloc: expandable segments are shared by file descriptor, which containers often refuse.
 
-    The allocator reads its settings as a whole, so the others of the environment are given again.
+    The allocator reads its settings as a whole, so the environment's other settings are passed again.
     """
     settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "")
     if _EXPANDABLE not in settings:

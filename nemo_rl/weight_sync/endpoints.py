@@ -1,4 +1,4 @@
-"""The two ends of a weight stream: `WeightSender` in trainer ranks, `WeightReceiver` in engines.
+"""Implement the two ends of a weight stream: `WeightSender` in trainer ranks, `WeightReceiver` in engines.
 
 Flow of one sync, driven by the controller (`algorithms.rollout.refit`):
 
@@ -6,7 +6,7 @@ Flow of one sync, driven by the controller (`algorithms.rollout.refit`):
                                               ▲────────────────────── until bucket.is_last ◄──────┘
     receiver.finish() ─► SyncReceipt ─► verify.check_receipts
 
-Invariant: all trainer ranks walk the tensor stream in step (gathering is collective), whichever packs.
+Invariant: all trainer ranks walk the tensor stream in step (gathering is collective), even those that do not pack.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from nemo_rl.weight_sync.verify import SyncReceipt, fingerprints, mismatched_nam
 
 
 def make_sender_transport(spec: TransportSpec, rank: int, is_node_leader: bool) -> SenderTransport | None:
-    """The transport a trainer rank packs into, or None when it only takes part in gathering."""
+    """Make the transport into which a trainer rank packs, or None if the rank only takes part in gathering."""
     if spec.name == "cuda_ipc":
         return CudaIpcSender(spec)
     if spec.name == "shared_memory":
@@ -35,7 +35,7 @@ def make_sender_transport(spec: TransportSpec, rank: int, is_node_leader: bool) 
 
 
 def make_receiver_transport(spec: TransportSpec, rank: int) -> ReceiverTransport:
-    """The transport of the engines' worker `rank`."""
+    """Make the transport of the engines' worker `rank`."""
     if spec.name == "cuda_ipc":
         return CudaIpcReceiver(spec)
     if spec.name == "shared_memory":
@@ -47,7 +47,7 @@ class WeightSender:
     """Streams one trainer rank's gathered tensors as buckets.
 
     Args:
-        spec: transport agreement.
+        spec: settings that both ends share.
         rank: global trainer rank.
         is_node_leader: whether this rank packs for its host (shared memory).
     """
@@ -61,7 +61,7 @@ class WeightSender:
 
     @property
     def spec(self) -> TransportSpec:
-        """The agreement this sender was made for."""
+        """The settings for which this sender was made."""
         return self._spec
 
     def begin(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -92,18 +92,18 @@ class WeightSender:
         return bucket
 
     def send(self, bucket: Bucket) -> None:
-        """Push a packed bucket; only sending transports do anything."""
+        """Send a packed bucket; only sending transports do anything."""
         if self._transport is not None and self._transport.needs_send:
             self._transport.send(bucket)
 
     def close(self) -> None:
-        """Free what the transport holds."""
+        """Free the transport's buffers and connections."""
         if self._transport is not None:
             self._transport.close()
 
 
 def merge_buckets(from_ranks: list[Bucket]) -> Bucket:
-    """Join what each rank reports about one bucket: fingerprints from the first packer, all handles.
+    """Join the ranks' reports about one bucket: fingerprints of the first rank that packed it, handles of all.
 
     Raises:
         WeightSyncError: ranks disagree on the bucket's tensors.
@@ -118,17 +118,17 @@ def merge_buckets(from_ranks: list[Bucket]) -> Bucket:
 
 
 def _layout(bucket: Bucket) -> list[TensorSlot]:
-    """What all ranks must agree on: everything but the content."""
+    """Return the part of a bucket on which all ranks must agree: everything but the fingerprints."""
     return [dataclasses.replace(slot, fingerprint=None) for slot in bucket.slots]
 
 
 class WeightReceiver:
-    """Feeds an engine with the tensors of a weight stream and checks them on the way.
+    """Gives an engine the tensors of a weight stream and checks them.
 
     Args:
-        spec: transport agreement.
-        rank: place among all workers of all engines.
-        name: what receipts call it.
+        spec: settings that both ends share.
+        rank: position among all workers of all engines.
+        name: name in receipts.
     """
 
     def __init__(self, spec: TransportSpec, rank: int, name: str):
@@ -143,10 +143,10 @@ class WeightReceiver:
 
     @contextmanager
     def received(self, bucket: Bucket) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Fetch a bucket, check it, and give its tensors to the block that loads them.
+        """Fetch and check a bucket, and give its tensors to the block that loads them.
 
-        Tensors of a bucket that is not the last are copied first: an engine may keep them until a layer
-        is complete, and the sender reuses its buffers. Behind the block the bucket's bytes are no longer read.
+        Tensors of all buckets but the last are copied first: an engine may keep them until a layer is complete, and the
+        sender reuses its buffers. After the block the bucket's bytes are no longer read.
         """
         flat = self._transport.receive(bucket)
         self._receipt.mismatched += mismatched_names(flat, bucket.slots)
@@ -163,5 +163,5 @@ class WeightReceiver:
         return self._receipt
 
     def close(self) -> None:
-        """Free what the transport holds."""
+        """Free the transport's buffers and connections."""
         self._transport.close()

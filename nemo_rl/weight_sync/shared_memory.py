@@ -1,9 +1,9 @@
-"""Weights through memory that trainer and engines of one host map together.
+"""Share weights through memory that the trainer and the engines of one host both map.
 
-The trainer packs buckets straight into two nameless memory files that are reused by every sync, so pages are touched
-only once; engines map the same files through the trainer's process entry. The memory belongs to the trainer's process:
-it is gone when that process is, however it ends. Invariant: the sender never rewrites a buffer before the controller
-has every receipt for the bucket that used it.
+The trainer packs buckets directly into two unnamed memory files that every sync reuses, so pages are allocated only
+once; engines map the same files through the /proc entry of the trainer's process. The kernel frees the memory when that
+process ends, for whatever reason. Invariant: the sender never rewrites a buffer before the controller has every receipt
+for the bucket that used it.
 """
 
 import itertools
@@ -26,11 +26,11 @@ _SERIALS = itertools.count()
 
 
 class MemoryHandle(NamedTuple):
-    """How another process of the host finds a buffer.
+    """Description with which another process of the host opens a buffer.
 
     Attributes:
-        path: where to open the memory.
-        serial: tells buffers apart that had the same path one after the other.
+        path: path of the memory.
+        serial: number that distinguishes buffers that used the same path one after the other.
         num_bytes: size of the buffer.
     """
 
@@ -44,9 +44,9 @@ class SharedBuffer:
     """Memory that other processes of the host can map.
 
     Attributes:
-        handle: how they find it.
+        handle: description for other processes.
         flat: [num_bytes] uint8.
-        close: gives the memory up; mappings that exist stay valid.
+        close: frees the memory; existing mappings stay valid.
     """
 
     handle: MemoryHandle
@@ -57,7 +57,7 @@ class SharedBuffer:
 def allocate(num_bytes: int) -> SharedBuffer:
     """Allocate shared memory of at least `num_bytes`.
 
-    On Linux it has no name and no limit but the machine's memory; elsewhere it is a temporary file.
+    On Linux it has no name and is limited only by the machine's memory; elsewhere it is a temporary file.
     """
     num_bytes = max(num_bytes, 1)
     if hasattr(os, "memfd_create"):
@@ -77,7 +77,7 @@ def map_memory(handle: MemoryHandle) -> torch.Tensor:
     """Map a buffer as a shared uint8 tensor [num_bytes].
 
     Raises:
-        OSError: it does not exist, may not be opened, or is not the buffer of the handle.
+        OSError: it does not exist, may not be opened, or has another size.
     """
     size = os.path.getsize(handle.path)
     if size != handle.num_bytes:
@@ -89,7 +89,7 @@ def map_memory(handle: MemoryHandle) -> torch.Tensor:
 
 
 class SharedMemorySender:
-    """Trainer half; one per node does the work, see `WeightSender`."""
+    """Trainer half; only one rank per node uses it, see `WeightSender`."""
 
     needs_send = False
 
@@ -98,7 +98,7 @@ class SharedMemorySender:
         self._buffers: dict[int, SharedBuffer] = {}
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """See `SenderTransport.buffer`; grows by taking new memory, so old mappings stay valid."""
+        """See `SenderTransport.buffer`; grows by allocating new memory, so old mappings stay valid."""
         slot = index % _NUM_BUFFERS
         held = self._buffers.get(slot)
         if held is None or held.flat.numel() < num_bytes:
@@ -108,21 +108,21 @@ class SharedMemorySender:
         return held.flat[:num_bytes]
 
     def publish(self, bucket: Bucket) -> None:
-        """Name the memory for receivers on this host."""
+        """Add the memory's handle for receivers on this host."""
         bucket.handles[socket.gethostname()] = self._buffers[bucket.index % _NUM_BUFFERS].handle
 
     def send(self, bucket: Bucket) -> None:
-        """Nothing to push: receivers map the memory."""
+        """Do nothing: receivers map the memory."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for held in self._buffers.values():
             held.close()
         self._buffers.clear()
 
 
 class SharedMemoryReceiver:
-    """Generator half: maps the sender's buffers, keeping each mapping for later syncs."""
+    """Generator half: maps the sender's buffers and keeps each mapping for later syncs."""
 
     def __init__(self, spec: TransportSpec):
         self._spec = spec
@@ -153,10 +153,10 @@ class SharedMemoryReceiver:
         except OSError as refusal:
             raise WeightSyncError(
                 f"The trainer's shared memory {handle.path} cannot be opened from this engine: its process has "
-                "ended, or runs as another user or in another container of the same name. If it lives, set "
+                "ended, or runs as another user or in another container of the same name. If it still runs, set "
                 "policy.generation.weight_sync.transport=collective."
             ) from refusal
 
     def close(self) -> None:
-        """Forget the mappings."""
+        """Drop the mappings."""
         self._mappings.clear()

@@ -1,8 +1,8 @@
-"""What a transport is: how the bytes of a bucket get from a trainer rank to a generator.
+"""Define transports, which move the bytes of a bucket from a trainer rank to a generator.
 
-A transport has two halves that live in different processes and share only a picklable spec. Fetching transports (shared
+A transport has two halves in different processes, which share only a picklable spec. Fetching transports (shared
 memory, CUDA IPC) leave the bytes where the receiver can map them; sending transports (collectives) move them while both
-sides take part. Invariant: transports move bytes and never look inside.
+sides take part. Invariant: transports move bytes and never interpret them.
 """
 
 from dataclasses import dataclass, field
@@ -17,19 +17,19 @@ TransportName = Literal["shared_memory", "cuda_ipc", "collective"]
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """Everything both halves need to agree on, made once by the controller.
+    """Settings that both halves share, made once by the controller.
 
     Attributes:
-        name: which transport.
-        run_id: unique per run; prefixes names of files and stores.
-        device: "cpu" or "cuda", where buckets live.
+        name: the kind of transport.
+        run_id: unique per run; prefix of the names of files and stores.
+        device: "cpu" or "cuda", the device of the buckets.
         bucket_size_bytes: largest buffer (a single larger tensor still gets its own).
-        verify: whether fingerprints are made and checked.
-        master_address: collective only, host of the rendezvous store (trainer rank 0).
-        master_port: collective only.
-        world_size: collective only, 1 trainer + workers of all engines.
-        timeout_s: collective only, limit of one operation.
-        extra: room for transport options.
+        verify: whether fingerprints are computed and checked.
+        master_address: collective only: host of the rendezvous store (trainer rank 0).
+        master_port: collective only: port of the store.
+        world_size: collective only: 1 trainer + workers of all engines.
+        timeout_s: collective only: seconds that one operation may take.
+        extra: further options of a transport.
     """
 
     name: TransportName
@@ -45,29 +45,29 @@ class TransportSpec:
 
 
 class SenderTransport(Protocol):
-    """The half inside a trainer rank."""
+    """Transport half in a trainer rank."""
 
     needs_send: bool
     """Whether `send` must run while receivers receive."""
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
-        """A uint8 buffer of at least `num_bytes` for bucket `index`; reused by bucket `index + 2`."""
+        """Return a uint8 buffer of at least `num_bytes` for bucket `index`; bucket `index + 2` reuses it."""
 
     def publish(self, bucket: Bucket) -> None:
-        """Add the handle by which receivers on this place reach the packed buffer."""
+        """Add the handle with which receivers on this node or device open the packed buffer."""
 
     def send(self, bucket: Bucket) -> None:
-        """Push the packed buffer (sending transports only)."""
+        """Send the packed buffer (sending transports only)."""
 
     def close(self) -> None:
         """Free buffers, files and groups."""
 
 
 class ReceiverTransport(Protocol):
-    """The half inside a generator."""
+    """Transport half in a generator."""
 
     def receive(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's bytes as a uint8 tensor; valid until bucket `index + 2` is received."""
+        """Return the bucket's bytes as a uint8 tensor; valid until bucket `index + 2` is received."""
 
     def close(self) -> None:
         """Free mappings and groups."""

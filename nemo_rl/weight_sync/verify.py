@@ -1,7 +1,7 @@
-"""Prove that the weights that arrived are the weights that were sent.
+"""Verify that the weights that arrived are the weights that were sent.
 
-The sender stamps each tensor with a fingerprint before it leaves; the receiver computes it again on what it got and
-answers with a receipt. Invariant: a mismatch raises `WeightSyncError` with tensor names.
+The sender adds a fingerprint to each tensor; the receiver computes it again from the bytes it got and answers with a
+receipt. Invariant: a mismatch raises `WeightSyncError` with tensor names.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 
 _WORD_BYTES = 4
 _CHUNK_WORDS = 1 << 18
-# Chunks that one kernel takes: a core's cache holds one, a GPU wants few launches (128 MiB of products).
+# Chunks per kernel: a core's cache holds one; a GPU needs few launches (128 MiB of products).
 _CHUNKS_AT_A_TIME = {"cpu": 1, "cuda": 64}
 _CHUNK_MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
@@ -27,11 +27,11 @@ class SyncReceipt:
 
     Attributes:
         receiver: name of the engine's worker that answers.
-        version: weight version it now generates with.
+        version: weight version with which it generates now.
         num_tensors: tensors it received.
         num_bytes: payload bytes it received.
         mismatched: names of tensors whose fingerprint differs from the sender's.
-        unbound: names of engine parameters that no received tensor was loaded into.
+        unbound: names of engine parameters into which no received tensor was loaded.
     """
 
     receiver: str
@@ -43,16 +43,16 @@ class SyncReceipt:
 
 
 def fingerprints(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[int]:
-    """A 64-bit checksum of each tensor's bytes that depends on their order.
+    """Compute a 64-bit checksum of each tensor's bytes that depends on their order.
 
     Computes `sum_i word_i * (2 i + 1)` modulo 2^64 over signed 4-byte words in chunks of 2^18 words, then
     chains the chunk sums. Within a chunk every change of a single word and every exchange of two words
     changes the sum: the difference is never a multiple of 2^64, because words are narrower than the sum.
-    Runs on the buffer's own device, gives the same number on every device, and waits for it once.
+    Runs on the buffer's device, gives the same numbers on every device, and waits for the device once.
 
     Args:
         flat: uint8 bucket buffer.
-        slots: the tensors' places; bytes between tensors are not covered.
+        slots: the tensors' positions; bytes between tensors are not covered.
     """
     most_words = max((slot.num_bytes // _WORD_BYTES for slot in slots), default=0)
     length = min(_CHUNK_WORDS, most_words)
@@ -66,17 +66,17 @@ def fingerprints(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[int]:
 
 
 def fingerprint(flat: torch.Tensor, slot: TensorSlot) -> int:
-    """`fingerprints` of one tensor."""
+    """Compute `fingerprints` of one tensor."""
     return fingerprints(flat, [slot])[0]
 
 
 def _sums(raw: torch.Tensor, weights: torch.Tensor, products: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The weighted sums of a tensor's chunks, then the bytes behind its last whole word, as 1-D int64 tensors.
+    """Yield the weighted sums of a tensor's chunks, then the bytes after its last whole word, as 1-D int64 tensors.
 
     Args:
         raw: uint8.
         weights: `[chunk]` int64.
-        products: `[n, chunk]` int64, overwritten: room for n chunks at a time.
+        products: `[n, chunk]` int64, overwritten: workspace for n chunks at a time.
     """
     num_words = len(raw) // _WORD_BYTES
     words = raw[: num_words * _WORD_BYTES].view(torch.int32)
@@ -91,7 +91,7 @@ def _sums(raw: torch.Tensor, weights: torch.Tensor, products: torch.Tensor) -> I
 
 
 def _chained(num_bytes: int, values: Iterator[int]) -> int:
-    """The fingerprint of a tensor of that size, from its next values."""
+    """Compute the fingerprint of a tensor of `num_bytes` from its next values."""
     num_words, num_tail_bytes = divmod(num_bytes, _WORD_BYTES)
     result = num_bytes
     for value in itertools.islice(values, -(-num_words // _CHUNK_WORDS)):
@@ -102,14 +102,14 @@ def _chained(num_bytes: int, values: Iterator[int]) -> int:
 
 
 def mismatched_names(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[str]:
-    """Names of the tensors in a received buffer whose fingerprint is not the sender's."""
+    """Return the names of the received tensors whose fingerprint differs from the sender's."""
     stamped = [slot for slot in slots if slot.fingerprint is not None]
     found = zip(stamped, fingerprints(flat, stamped), strict=True)
     return [slot.name for slot, value in found if value != slot.fingerprint]
 
 
 def check_receipts(receipts: list[SyncReceipt], buckets: list[Bucket], version: int) -> None:
-    """Compare every engine's receipt with what was sent.
+    """Compare every engine's receipt with the buckets that were sent.
 
     Raises:
         WeightSyncError: no engine answered, or one reports another version, another number of tensors or

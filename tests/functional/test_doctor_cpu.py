@@ -100,7 +100,7 @@ def test_a_cluster_with_too_few_nodes_is_named(two_nodes: RayNodes, tmp_path: Pa
     status, lines = doctor("grpo_math_cpu.yaml", "cluster.num_nodes=4", folder=tmp_path, RAY_ADDRESS=two_nodes.address)
     assert status == 1
     assert "2 of 2 nodes" in lines["nodes for the run", ""]["found"]
-    assert "ask for 4" in lines["nodes for the run", ""]["found"]
+    assert "require 4" in lines["nodes for the run", ""]["found"]
 
 
 def test_a_port_where_no_ray_listens_is_named_within_the_deadline(tmp_path: Path) -> None:
@@ -116,5 +116,5 @@ def test_a_port_where_no_ray_listens_is_named_within_the_deadline(tmp_path: Path
             os.kill(listening.pid, 9)
     assert status == 1
     assert lines["cluster", ""]["status"] == "failed"
-    assert "no Ray" in lines["cluster", ""]["found"], lines["cluster", ""]
+    assert "not Ray" in lines["cluster", ""]["found"], lines["cluster", ""]
     assert lines["data", ""]["status"] == "ok"

@@ -45,5 +45,5 @@ def test_a_signal_before_training_ends_the_run_at_once(start_example: StartExamp
     run.processes()
     os.killpg(run.process.pid, signal.SIGTERM)
     assert run.finish(5) == 128 + signal.SIGTERM
-    assert "SIGTERM: ended at once" in run.log()
+    assert "SIGTERM: ended immediately" in run.log()
     assert run.survivors() == []

@@ -1,11 +1,11 @@
-"""Tokens per second of our generation phase, and of vLLM alone with the same requests.
+"""Measure tokens per second of the library's generation phase, and of vLLM alone with the same requests.
 
     uv run --extra cpu python tools/benchmarks/bare_vllm.py [--workload uniform] [--size 1m] [--threads 1 2]
 
-vLLM alone is `LLM.generate` in a process of its own, once for each number of threads: the same model, prompts, sampling
-and log-probabilities, no other process that wants a core. Ours is the GRPO run of `grpo_vs_trl` with a learning rate of
-0, so that the model stays the same, and its time is the generation phase of a step as the driver sees it: rewards,
-Ray's calls and tensors included. Linux only, on an idle machine.
+"vLLM alone" is `LLM.generate` in a separate process, once for each number of threads: the same model, prompts, sampling
+and log-probabilities, and no other process that uses the cores. The library's side is the GRPO run of `grpo_vs_trl`
+with a learning rate of 0, so that the model does not change. Its time is a step's generation phase as the driver
+measures it, including rewards, Ray's calls and tensors. Linux only; use an idle machine.
 """
 
 import argparse
@@ -32,11 +32,11 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""As our engines have it, but for the threads."""
+"""The library's engine settings, except for the threads."""
 
 
 def bare(workload: str, size: str, steps: int) -> float:
-    """Median tokens per second of vLLM in this process."""
+    """Return the median tokens per second of vLLM in this process."""
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
@@ -67,7 +67,7 @@ def bare(workload: str, size: str, steps: int) -> float:
 
 
 def run_bare(arguments: argparse.Namespace, threads: int) -> float:
-    """The same in a process with so many threads."""
+    """Run `bare` in a process with `threads` threads."""
     command = [sys.executable, __file__, CHILD, "--workload", arguments.workload, "--size", arguments.size]
     environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -77,7 +77,7 @@ def run_bare(arguments: argparse.Namespace, threads: int) -> float:
 
 
 def run_own(arguments: argparse.Namespace) -> float:
-    """Median tokens per second of the generation phase of our run."""
+    """Return the median tokens per second of the generation phase of the library's run."""
     folder = BENCH / "runs" / f"bare-{arguments.workload}-{arguments.size}-{int(time.time())}"
     folder.mkdir(parents=True)
     threads = max(arguments.threads)
@@ -92,15 +92,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workload", default="uniform", choices=list(WORKLOADS))
     parser.add_argument("--size", default="1m", choices=list(SIZES), help="parameters of the model")
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="of vLLM alone; ours may take the most")
-    parser.add_argument("--steps", type=int, default=30, help="batches of 64 requests that are measured")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each, in turns")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="threads of vLLM; nemo_rl: the most")
+    parser.add_argument("--steps", type=int, default=30, help="measured batches of 64 requests")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each side, alternating")
     parser.add_argument(CHILD, action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
-    """Run all in turns and print the table."""
+    """Run all sides alternately and print the table."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     arguments = parse_arguments()
     if arguments.in_this_process:

@@ -2,9 +2,9 @@
 
     uv run python tools/benchmarks/compare_losses_with_trl.py
 
-Makes TRL's environment by itself below `.bench/`, as the other benchmarks do, lets `trl_losses.py` run there, and
-prints a Markdown table. Both sides run the same Hugging Face model in float32 on one batch; the reference is
-examples/assets/tiny-chat, the policy a copy with noise. Invariant: a case is written down once, in `CASES`, with the
+It makes TRL's environment below `.bench/`, as the other benchmarks do, runs `trl_losses.py` there, and prints a
+Markdown table. Both sides run the same Hugging Face model in float32 on one batch; the reference is
+examples/assets/tiny-chat, the policy a copy with noise. Invariant: each case is defined once, in `CASES`, with the
 options of both sides.
 """
 
@@ -46,7 +46,7 @@ Result = tuple[Tensor, PreTrainedModel]
 
 
 def dpo_loss(name: str, **options: Any) -> DPOLossFn:
-    """A preference loss with beta as on the other side."""
+    """Return a preference loss with TRL's beta."""
     defaults = {
         "reference_policy_kl_penalty": BETA,
         "preference_loss_weight": 1.0,
@@ -59,7 +59,7 @@ def dpo_loss(name: str, **options: Any) -> DPOLossFn:
 
 
 def kto_loss(**options: float) -> KTOLossFn:
-    """KTO with beta as on the other side."""
+    """Return a KTO loss with TRL's beta."""
     return KTOLossFn(KTOLossConfig(reference_policy_kl_penalty=BETA, **options))
 
 
@@ -75,22 +75,22 @@ class Side:
         self._reference = self.language_model("reference")
 
     def language_model(self, name: str = "policy") -> PreTrainedModel:
-        """A model in float32."""
+        """Load a model in float32."""
         return AutoModelForCausalLM.from_pretrained(self.work / name, dtype=torch.float32)
 
     def logprobs(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """`[B, T-1]`, log-probabilities of tokens 1..T-1."""
+        """Return the log-probabilities of tokens 1..T-1, `[B, T-1]`."""
         ids = batch["input_ids"]
         logits = model(input_ids=ids, attention_mask=attention_mask(batch)).logits[:, :-1]
         return torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
-        """`[B, T]`, as a batch holds them."""
+        """Return the reference's log-probabilities in a batch's layout, `[B, T]`."""
         with torch.no_grad():
             return torch.nn.functional.pad(self.logprobs(self._reference, batch), (1, 0))
 
     def on_logprobs(self, loss_fn: Any, rows: list[Row], with_reference: bool = True) -> Result:
-        """A loss on log-probabilities of pairs, or of chosen answers alone."""
+        """Compute a loss on log-probabilities of pairs, or of chosen answers alone."""
         batch = pairs_batch(rows) if loss_fn.rows_per_unit == 2 else chosen_batch(rows)
         reference = self.reference_logprobs(batch)
         batch["reference_policy_logprobs"] = reference if with_reference else torch.zeros_like(reference)
@@ -98,11 +98,11 @@ class Side:
         return call(loss_fn, self.logprobs(model, batch), batch), model
 
     def without_reference(self, loss_fn: Any, rows: list[Row]) -> Result:
-        """The same, the reference giving every token the probability 1."""
+        """Compute a loss as if the reference gave every token probability 1."""
         return self.on_logprobs(loss_fn, rows, with_reference=False)
 
     def on_feedback(self, loss_fn: Any, rows: list[Row]) -> Result:
-        """KTO on labelled answers; the rows stand in reverse, since TRL pairs a prompt with the answer before."""
+        """Compute KTO on labelled answers; the rows are reversed, since TRL pairs a prompt with the previous answer."""
         rows = rows[::-1]
         batch = make_batch([row["prompt"] for row in rows], [row["answer"] for row in rows])
         batch["desirable"] = torch.tensor([float(row["desirable"]) for row in rows])
@@ -112,7 +112,7 @@ class Side:
         return call(loss_fn, self.logprobs(model, batch), batch), model
 
     def on_scores(self, loss_fn: Any, rows: list[Row]) -> Result:
-        """A reward model's loss."""
+        """Compute a reward model's loss."""
         batch = pairs_batch(rows)
         if "margin" in rows[0]:
             batch["margin"] = torch.tensor([row["margin"] for row in rows]).repeat_interleave(2)
@@ -121,7 +121,7 @@ class Side:
         return call(loss_fn, scores, batch), model
 
     def on_distributions(self, loss_fn: DistillationLossFn, rows: list[Row]) -> Result:
-        """Distillation from the reference, with the whole vocabulary as its top-k."""
+        """Compute distillation from the reference, with the whole vocabulary as its top-k."""
         batch = chosen_batch(rows)
         inputs = {"input_ids": batch["input_ids"], "attention_mask": attention_mask(batch)}
         model = self.language_model()
@@ -133,18 +133,18 @@ class Side:
 
 @dataclass(frozen=True)
 class Scorer:
-    """What `KTOPreparation` asks of a policy."""
+    """The methods of a policy that `KTOPreparation` needs."""
 
     side: Side
     model: PreTrainedModel
 
     def get_logprobs(self, batch: Batch) -> dict[str, Tensor]:
-        """Under the policy."""
+        """Score the batch with the policy."""
         with torch.no_grad():
             return {"logprobs": torch.nn.functional.pad(self.side.logprobs(self.model, batch), (1, 0))}
 
     def get_reference_policy_logprobs(self, batch: Batch) -> dict[str, Tensor]:
-        """Under the reference."""
+        """Score the batch with the reference."""
         return {"reference_logprobs": self.side.reference_logprobs(batch)}
 
 
@@ -153,13 +153,13 @@ class Case:
     """One loss on both sides.
 
     Attributes:
-        name: for people.
-        trainer: TRL's class.
-        options: its configuration.
-        own: how this side computes it.
+        name: name in the table.
+        trainer: name of TRL's class.
+        options: options of TRL's configuration.
+        own: function that computes the loss on this side.
         loss_fn: the loss of this side.
         rows: name of the rows, a key of `make_rows`.
-        note: what makes the two comparable.
+        note: condition under which the two are comparable.
     """
 
     name: str
@@ -200,7 +200,7 @@ CASES = [
         {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]},
         dpo_loss("rpo", sft_loss_weight=0.7),
         rows="equal",
-        note="answers of equal length: TRL's likelihood weighs answers by length, here all count alike",
+        note="answers of equal length: TRL's likelihood weights answers by length, nemo_rl weights all equally",
     ),
     Case(
         "SimPO, gamma 0.5",
@@ -256,12 +256,12 @@ CASES = [
 
 
 def attention_mask(batch: Batch) -> Tensor:
-    """`[B, T]` int64, 1 up to each row's length."""
+    """Return `[B, T]` int64, 1 up to each row's length."""
     return (torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"][:, None]).long()
 
 
 def make_batch(prompts: list[list[int]], answers: list[list[int]]) -> Batch:
-    """A training batch in which the answers count."""
+    """Build a training batch in which the answers count in the loss."""
     ids = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
     masks = [torch.tensor([0.0] * len(p) + [1.0] * len(a)) for p, a in zip(prompts, answers, strict=True)]
     padding = AutoTokenizer.from_pretrained(TINY_CHAT).pad_token_id
@@ -274,28 +274,28 @@ def make_batch(prompts: list[list[int]], answers: list[list[int]]) -> Batch:
 
 
 def pairs_batch(rows: list[Row]) -> Batch:
-    """Chosen and rejected answers in turn."""
+    """Build a batch in which chosen and rejected answers alternate."""
     answers = [row[kind] for row in rows for kind in ("chosen", "rejected")]
     return make_batch([row["prompt"] for row in rows for _ in range(2)], answers)
 
 
 def chosen_batch(rows: list[Row]) -> Batch:
-    """The chosen answers."""
+    """Build a batch of the chosen answers."""
     return make_batch([row["prompt"] for row in rows], [row["chosen"] for row in rows])
 
 
 def denominators(batch: Batch) -> dict[str, Tensor]:
-    """The global denominators of a batch that is an update of its own."""
+    """Return the global denominators of a batch that is a whole update."""
     return {"global_valid_seqs": batch["sample_mask"].sum(), "global_valid_toks": batch["token_mask"][:, 1:].sum()}
 
 
 def call(loss_fn: Any, model_output: Tensor, batch: Batch) -> Tensor:
-    """The loss of a batch that is an update of its own."""
+    """Compute the loss of a batch that is a whole update."""
     return loss_fn(model_output, data=batch, **denominators(batch))[0]
 
 
 def make_rows(seed: int = 0) -> dict[str, list[Row]]:
-    """Rows of random tokens by name, each as lists of token ids."""
+    """Return rows of random tokens by name, each as lists of token ids."""
     rng = random.Random(seed)
 
     def tokens(low: int, high: int) -> list[int]:
@@ -318,7 +318,7 @@ def make_rows(seed: int = 0) -> dict[str, list[Row]]:
 
 
 def write_inputs(work: Path, rows: dict[str, list[Row]]) -> None:
-    """Models, rows and cases for both sides."""
+    """Write models, rows and cases for both sides."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_CHAT)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(TINY_CHAT, dtype=torch.float32)
@@ -339,9 +339,9 @@ def write_inputs(work: Path, rows: dict[str, list[Row]]) -> None:
 
 
 def compare(work: Path, rows: dict[str, list[Row]]) -> list[tuple[Case, float, float, float]]:
-    """Case, TRL's loss, relative difference of the losses and of the gradients.
+    """Return case, TRL's loss, and the relative differences of the losses and of the gradients.
 
-    The difference of gradients is the largest of any weight, relative to TRL's largest.
+    The gradients' difference is the largest over all weights, relative to TRL's largest gradient.
     """
     side, results = Side(work), []
     theirs = json.loads((work / "trl.json").read_text())
@@ -359,7 +359,7 @@ def compare(work: Path, rows: dict[str, list[Row]]) -> list[tuple[Case, float, f
 
 
 def main() -> int:
-    """Print the table; the exit status says whether all differences are within the tolerance."""
+    """Print the table; return 0 if all differences are within the tolerance, else 1."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     torch.set_num_threads(1)

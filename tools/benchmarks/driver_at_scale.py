@@ -1,12 +1,12 @@
-"""What a step costs the driver, with engines and environments that cost nothing.
+"""Measure the cost of a step in the driver, with engines and environments that take no time.
 
     python tools/benchmarks/driver_at_scale.py                              # 10,240 samples of 1,024 tokens
     python tools/benchmarks/driver_at_scale.py --samples 10240 40960 102400 --tokens 256
 
-Runs the driver's own parts, one after the other as a step does: rollouts on the event loop, the batch's tensors, its
-metrics. An engine that answers at once and an environment that pays at once stand for the workers; results arrive
-unpickled, as they would through Ray. Each line gives processor seconds of the parts, and how far the process has grown
-at its peak: for the first step, which gets its memory from the system, and, by medians, for those behind it.
+It runs the driver's own parts one after the other, as a step does: rollouts on the event loop, the batch's tensors, its
+metrics. An engine and an environment that answer immediately replace the workers; results are unpickled, as they would
+be from Ray. Each line gives processor seconds of the parts and the growth of the process at its peak: once for the
+first step, which allocates memory from the system, and as medians for the later steps.
 """
 
 import argparse
@@ -46,10 +46,10 @@ NUM_GENERATIONS = 16
 
 
 class InstantEngine:
-    """Answers every request with tokens drawn beforehand.
+    """Engine that answers every request with tokens drawn in advance.
 
-    An answer arrives as it does from an actor: unpickled, with arrays that are views of received bytes. What an engine
-    does in its own process, such as decoding, is done beforehand.
+    An answer arrives as from an actor: unpickled, with arrays that are views of received bytes. The work of an engine's
+    own process, such as decoding, is done in advance.
     """
 
     def __init__(self, tokens: int, tokenizer: PreTrainedTokenizerBase):
@@ -58,7 +58,7 @@ class InstantEngine:
 
     @staticmethod
     def _sent(drawn: np.random.Generator, tokens: int, tokenizer: PreTrainedTokenizerBase) -> tuple[bytes, list[bytes]]:
-        """The pickle of an answer, and its arrays beside it."""
+        """Return the pickle of an answer and its out-of-band arrays."""
         token_ids = drawn.integers(0, tokenizer.vocab_size, tokens, dtype=np.int32)
         result = GenerationResult(
             token_ids,
@@ -80,7 +80,7 @@ class InstantEngine:
 
 
 class InstantEnvironment:
-    """Pays by the length of what was said."""
+    """Environment that rewards by the length of the answer."""
 
     async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
         """See `EnvironmentPort.open_episode`."""
@@ -109,7 +109,7 @@ class InstantEnvironment:
 
 
 def prompts(count: int, vocab_size: int) -> BatchedDataDict[Any]:
-    """Collated rows of `PROMPT_TOKENS` tokens each."""
+    """Return collated rows of `PROMPT_TOKENS` tokens each."""
     ids = torch.randint(0, vocab_size, (count, PROMPT_TOKENS))
     return BatchedDataDict(
         {
@@ -123,7 +123,7 @@ def prompts(count: int, vocab_size: int) -> BatchedDataDict[Any]:
 
 
 def measure(samples: int, tokens: int, steps: int) -> dict[str, dict[str, float]]:
-    """Processor seconds of the parts of the first step and of later ones, and MiB that the process grew by."""
+    """Return processor seconds of the parts and growth in MiB, for the first step and as medians of later steps."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/assets/tiny-chat")
     engine = InstantEngine(tokens, tokenizer)
     loop = EventLoopThread()
@@ -145,7 +145,7 @@ def measure(samples: int, tokens: int, steps: int) -> dict[str, dict[str, float]
 
 
 def take_step(collect: Callable[[], Rollouts], pad_token_id: int) -> dict[str, float]:
-    """Processor seconds of each part."""
+    """Run one step and return the processor seconds of each part."""
     parts: dict[str, float] = {}
 
     def timed[T](name: str, work: Callable[[], T]) -> T:
@@ -163,7 +163,7 @@ def take_step(collect: Callable[[], Rollouts], pad_token_id: int) -> dict[str, f
 
 
 def main() -> None:
-    """Print two lines for each number of samples, each number in a process of its own."""
+    """Print two lines for each number of samples; measure each number in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", default=[10_240])
     parser.add_argument("--tokens", type=int, default=1_024)

@@ -2,9 +2,9 @@
 
     uv run python tools/benchmarks/grpo_vs_trl.py [--workloads uniform skewed] [--sizes 1m 3m 25m] [--repeats 3]
 
-Makes TRL's environment by itself under `.bench/` (kept for the next time), runs both sides as child processes on the
-same processors, and prints Markdown tables. `side_by_side` measures. Invariant: what the two sides are given is the
-same; what is not is listed in README.md.
+It makes TRL's environment under `.bench/` (kept for later runs), runs both sides as child processes on the same
+processors, and prints Markdown tables. `side_by_side` measures. Invariant: both sides get the same inputs; README.md
+lists the remaining differences.
 """
 
 import argparse
@@ -29,7 +29,7 @@ GOAL_REWARD = 0.9
 
 @dataclass
 class GRPOStep(Step):
-    """What one side said about one step.
+    """Report of one side about one step.
 
     Attributes:
         reward: mean reward of the step's samples.
@@ -50,7 +50,7 @@ type GRPORun = Run[GRPOStep]
 
 
 def read_own(lines: Iterator[str]) -> Iterator[GRPOStep]:
-    """Steps from this library's metrics.jsonl: a step is over with its `timing/train` line."""
+    """Read steps from this library's metrics.jsonl: a step ends with its `timing/train` line."""
     reward, gen_tokens, longest, all_tokens = 0.0, 0.0, 0.0, 0.0
     for line in lines:
         row = json.loads(line)
@@ -65,7 +65,7 @@ def read_own(lines: Iterator[str]) -> Iterator[GRPOStep]:
 
 
 def read_trl(lines: Iterator[str]) -> Iterator[GRPOStep]:
-    """Steps from the file that `trl_grpo.py` writes."""
+    """Read steps from the file that `trl_grpo.py` writes."""
     tokens_before = 0.0
     for line in lines:
         row = json.loads(line)
@@ -76,9 +76,9 @@ def read_trl(lines: Iterator[str]) -> Iterator[GRPOStep]:
 
 
 def own_command(workload: str, size: str, folder: Path, arguments: argparse.Namespace) -> tuple[list[str], Path]:
-    """The command of this library's run, without what the other side does not do either, and its metrics file.
+    """Return the command of this library's run and its metrics file.
 
-    Left out are validation, checkpoints and trackers.
+    Validation, checkpoints and trackers are off, as on TRL's side.
     """
     limits = WORKLOADS[workload]
     overrides = {
@@ -112,13 +112,13 @@ def own_command(workload: str, size: str, folder: Path, arguments: argparse.Name
 
 
 def run_own(workload: str, size: str, folder: Path, arguments: argparse.Namespace) -> GRPORun:
-    """This library."""
+    """Run this library."""
     command, metrics = own_command(workload, size, folder, arguments)
     return run_side(command, metrics, read_own, folder / "own.log", arguments.threads)
 
 
 def run_trl(workload: str, size: str, folder: Path, arguments: argparse.Namespace) -> GRPORun:
-    """TRL with the settings of `trl_grpo.py`."""
+    """Run TRL with the settings of `trl_grpo.py`."""
     metrics = folder / "trl.jsonl"
     command = [str(trl_python()), "tools/benchmarks/trl_grpo.py", "--model", str(find_model(workload, size))]
     command += ["--prompts", str(write_prompts(workload)), "--metrics", str(metrics)]
@@ -131,7 +131,7 @@ SIDES = {"nemo_rl": run_own, "TRL": run_trl}
 
 
 def write_prompts(workload: str) -> Path:
-    """The workload's rows as JSONL."""
+    """Write the workload's rows as JSONL and return the path."""
     path = BENCH / f"{workload}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in prompts_of(workload)), encoding="utf-8")
     return path
@@ -156,7 +156,7 @@ FIGURES: dict[str, Callable[[GRPORun], float | None]] = {
 
 
 def table(name: str, own: list[GRPORun], trl: list[GRPORun]) -> str:
-    """Medians over the runs of each side, and their ranges, as Markdown; ratios are ours over TRL's."""
+    """Format medians over the runs of each side, and their ranges, as Markdown; ratios are nemo_rl / TRL."""
     lines = [f"### {name}: {len(own)} and {len(trl)} runs of {len(own[0].steps)} steps", ""]
     lines += ["| | nemo_rl | TRL | ratio |", "|---|---:|---:|---:|"]
     for label, figure in FIGURES.items():
@@ -166,7 +166,7 @@ def table(name: str, own: list[GRPORun], trl: list[GRPORun]) -> str:
 
 
 def median_and_range(values: list[float | None]) -> tuple[float | None, str]:
-    """Median of the runs that have a value, and how it is shown: with the smallest and the largest if they differ."""
+    """Return the median of the existing values and its text, with the smallest and largest value if they differ."""
     found = [value for value in values if value is not None]
     if not found:
         return None, show(None)
@@ -176,7 +176,7 @@ def median_and_range(values: list[float | None]) -> tuple[float | None, str]:
 
 
 def tokens_per_second(run: GRPORun, *, generated: bool) -> float:
-    """Median over steps of tokens by the seconds of the phase that handled them."""
+    """Return the median over steps of tokens divided by the seconds of the phase that handled them."""
     rates = []
     for step, seconds in zip(run.measured, run.step_seconds, strict=True):
         rest = max(seconds - step.generation_s, 1e-6)
@@ -185,17 +185,17 @@ def tokens_per_second(run: GRPORun, *, generated: bool) -> float:
 
 
 def seconds_to_reward(run: GRPORun, goal: float) -> float | None:
-    """Seconds from process start to the first step whose mean reward reaches `goal`."""
+    """Return the seconds from process start to the first step whose mean reward reaches `goal`."""
     return next((step.seen_at_s for step in run.steps if step.reward >= goal), None)
 
 
 def mean_reward(steps: list[GRPOStep]) -> float:
-    """Mean over some steps."""
+    """Return the mean reward over some steps."""
     return statistics.mean(step.reward for step in steps)
 
 
 def mean_length(run: GRPORun) -> float:
-    """Mean response length over the measured steps, in tokens."""
+    """Return the mean response length over the measured steps, in tokens."""
     return statistics.mean(step.gen_tokens for step in run.measured) / SAMPLES_PER_STEP
 
 
@@ -205,17 +205,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", default=["uniform"], choices=list(WORKLOADS))
     parser.add_argument("--sizes", nargs="+", default=["1m"], choices=list(SIZES), help="parameters of the model")
     parser.add_argument("--steps", type=int, default=60, help="GRPO steps of each run")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each side, in turns")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each side, alternating")
     parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads of each side")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument(
-        "--trl-generation", choices=("generate", "continuous"), default="generate", help="how TRL generates"
+        "--trl-generation", choices=("generate", "continuous"), default="generate", help="TRL's generation method"
     )
     return parser.parse_args()
 
 
 def main() -> None:
-    """Run both sides in turns for each workload and size, and print the tables."""
+    """Run both sides alternately for each workload and size, and print the tables."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     arguments = parse_arguments()
     if arguments.steps <= WARM_UP_STEPS:

@@ -1,7 +1,7 @@
-"""How the benchmarks measure: TRL's environment, one side's run as a child process, its memory and its clock.
+"""Measure one side of a benchmark: TRL's environment, a run as a child process, its memory and its time.
 
-Invariant: both sides are measured in the same way, and never at the same time. All clocks are this process's: a step is
-over when its line appears in the side's metrics file.
+Invariant: both sides are measured in the same way, and never at the same time. All times are read in this process: a
+step ends when its line appears in the side's metrics file.
 """
 
 import logging
@@ -34,11 +34,11 @@ RUN_LIMIT_S = 1800
 
 @dataclass
 class Step:
-    """One step of one side, and when it was over; each benchmark adds what the side said about it.
+    """One step of one side and its end; each benchmark adds the side's report about it.
 
     Attributes:
-        seen_at_s: seconds since the side's process was started.
-        cpu_s: processor seconds that the side's processes had used by then.
+        seen_at_s: seconds from the start of the side's process to the step's end.
+        cpu_s: processor seconds that the side's processes had used at the step's end.
     """
 
     seen_at_s: float = field(default=0.0, kw_only=True)
@@ -50,10 +50,10 @@ class Run[StepT: Step]:
     """One side's run.
 
     Attributes:
-        steps: in order.
-        peak_rss_mb: largest sum of resident memory over the process tree; pages that processes share
-            count once for each.
-        peak_pss_mb: the same with shared pages divided among their users.
+        steps: the steps, in order.
+        peak_rss_mb: largest sum of resident memory over the process tree; a page that processes share
+            counts once per process.
+        peak_pss_mb: the same sum with shared pages divided among their users.
     """
 
     steps: list[StepT] = field(default_factory=list)
@@ -77,12 +77,12 @@ class Run[StepT: Step]:
 
 
 def differences(values: list[float]) -> list[float]:
-    """Each value less the one before."""
+    """Return each value minus the previous one."""
     return [later - earlier for earlier, later in zip(values, values[1:], strict=False)]
 
 
 def tree_of(root: int) -> list[int]:
-    """Process ids of `root` and all that descend from it."""
+    """Return the process ids of `root` and all of its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -99,7 +99,7 @@ def tree_of(root: int) -> list[int]:
 
 
 def rss_mb(pids: list[int]) -> float:
-    """Sum of the resident memory of some processes; those that have ended count as nothing."""
+    """Return the sum of the resident memory of some processes; ended processes count as 0."""
     pages = 0
     for pid in pids:
         try:
@@ -110,7 +110,7 @@ def rss_mb(pids: list[int]) -> float:
 
 
 def pss_mb(pids: list[int]) -> float:
-    """Sum of the proportional memory of some processes; expensive, as the kernel walks all their pages."""
+    """Return the sum of the proportional memory of some processes; expensive: the kernel walks all their pages."""
     kilobytes = 0
     for pid in pids:
         try:
@@ -122,7 +122,7 @@ def pss_mb(pids: list[int]) -> float:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Processor time of some processes and of their children that have ended."""
+    """Return the processor time of some processes and of their ended children."""
     ticks = 0
     for pid in pids:
         try:
@@ -136,14 +136,14 @@ def cpu_seconds(pids: list[int]) -> float:
 def run_side[StepT: Step](
     command: list[str], metrics: Path, read: Callable[[Iterator[str]], Iterator[StepT]], log: Path, threads: int
 ) -> Run[StepT]:
-    """Start one side, watch it to its end, and report.
+    """Start one side, watch it until it ends, and return its figures.
 
     Args:
-        command: what to start.
-        metrics: the JSONL file it writes.
-        read: turns the file's lines, as they come, into steps.
-        log: where its output goes.
-        threads: processors it may use.
+        command: command to start.
+        metrics: JSONL file that it writes.
+        read: turns the file's lines, as they arrive, into steps.
+        log: file for its output.
+        threads: number of processors it may use.
 
     Raises:
         SystemExit: it failed or took longer than `RUN_LIMIT_S`.
@@ -184,7 +184,7 @@ def run_side[StepT: Step](
 
 
 def follow(path: Path, process: subprocess.Popen[bytes], started: float) -> Iterator[str]:
-    """Lines of a file as they are written, until the process has ended."""
+    """Yield the lines of a file as they are written, until the process has ended."""
     while not path.exists() and process.poll() is None:
         time.sleep(POLL_PERIOD_S)
     if not path.exists():
@@ -216,7 +216,7 @@ def watch_memory[StepT: Step](process: subprocess.Popen[bytes], run: Run[StepT])
 
 
 def trl_python() -> Path:
-    """The Python of TRL's environment, which is made on first use."""
+    """Return the Python of TRL's environment, which is made on first use."""
     environment = BENCH / TRL_PACKAGES[0].replace("==", "-")
     python = environment / "bin" / "python"
     marker = environment / "installed.txt"
@@ -230,19 +230,19 @@ def trl_python() -> Path:
 
 
 def show(value: float | None) -> str:
-    """A figure with three significant digits."""
+    """Format a figure with three significant digits."""
     if value is None:
         return "not reached"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def ratio(ours: float | None, theirs: float | None) -> str:
-    """Ours over TRL's."""
+    """Format the ratio nemo_rl / TRL."""
     return "" if ours is None or not theirs else f"{ours / theirs:.2f}"
 
 
 def prepare() -> None:
-    """Make the folder that everything goes to, unseen by git, and TRL's environment in it."""
+    """Create the folder for all output, ignored by git, and TRL's environment in it."""
     BENCH.mkdir(exist_ok=True)
     (BENCH / ".gitignore").write_text("*\n")
     trl_python()

@@ -1,11 +1,11 @@
-"""Measure SFT, DPO and reward-model training here and in TRL, in turns, on the same model and rows.
+"""Measure SFT, DPO and reward-model training here and in TRL, alternately, on the same model and rows.
 
     uv run python tools/benchmarks/supervised_vs_trl.py [--cases sft_padded dpo] [--repeats 3]
 
-Generates the rows, gives both sides the same token ids, runs them as child processes on the same processors, and prints
-a Markdown table for each case. Finished runs are kept in the file `--results`, so that a long measurement can be made
-in pieces. Invariant: both sides see the same tokens in the same order, and the table says by how much their losses of
-the first steps differ.
+It generates the rows, gives both sides the same token ids, runs them as child processes on the same processors, and
+prints a Markdown table for each case. Finished runs are kept in the file `--results`, so that a long measurement can be
+done in pieces. Invariant: both sides get the same tokens in the same order, and the table shows the difference of their
+losses in the first steps.
 """
 
 import argparse
@@ -35,9 +35,9 @@ ROWS_PER_STEP = 64
 ROWS_PER_MICROBATCH = 8
 TOKENS_PER_MICROBATCH = ROWS_PER_MICROBATCH * MAX_TOKENS
 TOKENS_OF_PAIRS = 5 * MAX_TOKENS
-"""Of a packed microbatch of pairs: as many as the other side's padded ones have, 2,021 in the mean."""
+"""Size of a packed microbatch of pairs: the mean size of TRL's padded microbatches, 2,021 tokens."""
 PACKED_ROWS_PER_STEP = 3
-"""Packed rows of one of TRL's updates: as many tokens as 64 rows have."""
+"""Packed rows of one TRL update: as many tokens as 64 unpacked rows."""
 LEARNING_RATE = 1e-4
 BETA = 0.1
 COMPARED_STEPS = 5
@@ -50,7 +50,7 @@ class Case:
 
     Attributes:
         algorithm: sft, dpo or rm: the example script and the trainer.
-        packed: rows laid end to end instead of padded; TRL does so for SFT only.
+        packed: pack rows instead of padding them; TRL packs for SFT only.
     """
 
     algorithm: str
@@ -67,10 +67,10 @@ CASES = {
 
 @dataclass
 class TrainingStep(Step):
-    """What one side said about one step.
+    """Report of one side about one step.
 
     Attributes:
-        loss: of the step's batch, before the update.
+        loss: loss of the step's batch, before the update.
         tokens: real tokens of the batch; padding does not count.
     """
 
@@ -82,19 +82,19 @@ type TrainingRun = Run[TrainingStep]
 
 
 def make_words(rng: random.Random) -> list[str]:
-    """A vocabulary of made-up words, 2 to 9 letters."""
+    """Return a vocabulary of random words with 2 to 9 letters."""
     letters = "etaoinshrdlucmfwypvbgk"
     return ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(500)]
 
 
 def make_text(words: list[str], rng: random.Random, median: float) -> str:
-    """Words in a row, log-normally many."""
+    """Return random words; their number is log-normally distributed."""
     count = max(2, round(rng.lognormvariate(0.0, 0.8) * median))
     return " ".join(rng.choices(words, k=count))
 
 
 def conversation_rows(num_rows: int) -> Iterator[dict[str, Any]]:
-    """Rows for SFT: a question and an answer, `MIN_TOKENS` to `MAX_TOKENS` tokens together."""
+    """Yield rows for SFT: a question and an answer, with `MIN_TOKENS` to `MAX_TOKENS` tokens in total."""
     rng = random.Random(SEED)
     words = make_words(rng)
     while num_rows:
@@ -106,7 +106,7 @@ def conversation_rows(num_rows: int) -> Iterator[dict[str, Any]]:
 
 
 def pair_rows(num_rows: int) -> Iterator[dict[str, Any]]:
-    """Rows for DPO and reward models: a question, a preferred and another answer."""
+    """Yield rows for DPO and reward models: a question, a preferred answer and another one."""
     rng = random.Random(SEED)
     words = make_words(rng)
     while num_rows:
@@ -120,7 +120,7 @@ def pair_rows(num_rows: int) -> Iterator[dict[str, Any]]:
 
 
 def make_model(algorithm: str) -> Path:
-    """The folder of a Qwen2 of 3 million parameters with random weights; with a scalar head for reward models."""
+    """Make a Qwen2 of 3 million random parameters, with a scalar head for reward models; return its folder."""
     sys.path.insert(0, str(ROOT / "tools"))
     import torch
     from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_tiny_checkpoint
@@ -140,7 +140,7 @@ def make_model(algorithm: str) -> Path:
 
 
 def write_rows(algorithm: str, model: Path, num_rows: int) -> tuple[Path, Path]:
-    """The rows as text for this library, and as TRL's trainers take them."""
+    """Write the rows as text for this library and in the format of TRL's trainers; return both paths."""
     text = BENCH / f"{algorithm}-{num_rows}.jsonl"
     for_trl = text.with_suffix(".trl.jsonl")
     make = conversation_rows if algorithm == "sft" else pair_rows
@@ -151,7 +151,7 @@ def write_rows(algorithm: str, model: Path, num_rows: int) -> tuple[Path, Path]:
 
 
 def tokenised(algorithm: str, model: Path, text: Path) -> Iterator[dict[str, list[int]]]:
-    """Token ids that this library makes of the rows, in the columns that SFTTrainer and RewardTrainer take."""
+    """Yield this library's token ids of the rows, in the columns that SFTTrainer and RewardTrainer read."""
     from nemo_rl.config import RMMasterConfig, SFTMasterConfig, load_config
     from nemo_rl.data.collate_fn import preference_collate_fn, sft_collate_fn
     from nemo_rl.data.datasets.setup import setup_preference_data, setup_sft_data
@@ -177,7 +177,7 @@ def tokenised(algorithm: str, model: Path, text: Path) -> Iterator[dict[str, lis
 
 
 def as_messages(text: Path) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """The pairs as conversations: DPOTrainer takes no token ids, but renders the same template to the same ones."""
+    """Yield the pairs as conversations: DPOTrainer accepts no token ids, but the same template gives the same ids."""
     for line in text.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
@@ -185,7 +185,7 @@ def as_messages(text: Path) -> Iterator[dict[str, list[dict[str, str]]]]:
 
 
 def data_overrides(algorithm: str, text: Path) -> dict[str, Any]:
-    """Keys that make this library read the rows, with the chat template's tokens and no others."""
+    """Return the keys with which this library reads the rows, with the chat template's tokens only."""
     return {
         "data.train.dataset_name": "openai_format" if algorithm == "sft" else "BinaryPreferenceDataset",
         "data.train.data_path": str(text),
@@ -202,12 +202,12 @@ def data_overrides(algorithm: str, text: Path) -> dict[str, Any]:
 
 
 def config_file(algorithm: str) -> Path:
-    """The example configuration that the run starts from."""
+    """Return the example configuration of the run."""
     return ROOT / "examples" / "configs" / f"{algorithm}_cpu.yaml"
 
 
 def own_overrides(case: Case, model: Path, text: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """This library's settings, without what the other side does not do either."""
+    """Return this library's settings; features that TRL's side does not use are off."""
     units = 1 if case.algorithm == "sft" else 2
     tokens = TOKENS_PER_MICROBATCH if units == 1 else TOKENS_OF_PAIRS
     return {
@@ -236,7 +236,7 @@ def own_overrides(case: Case, model: Path, text: Path, folder: Path, arguments: 
 
 
 def run_own(case: Case, folder: Path, arguments: argparse.Namespace) -> TrainingRun:
-    """This library."""
+    """Run this library."""
     model = make_model(case.algorithm)
     text, _ = write_rows(case.algorithm, model, num_data_rows(case, arguments.steps))
     command = [sys.executable, f"examples/run_{case.algorithm}.py", "--config", str(config_file(case.algorithm))]
@@ -247,7 +247,7 @@ def run_own(case: Case, folder: Path, arguments: argparse.Namespace) -> Training
 
 
 def run_trl(case: Case, folder: Path, arguments: argparse.Namespace) -> TrainingRun:
-    """TRL, with the settings of `trl_supervised.py`."""
+    """Run TRL with the settings of `trl_supervised.py`."""
     model = make_model(case.algorithm)
     _, rows = write_rows(case.algorithm, model, num_data_rows(case, arguments.steps))
     metrics = folder / "trl.jsonl"
@@ -266,13 +266,13 @@ def run_trl(case: Case, folder: Path, arguments: argparse.Namespace) -> Training
 
 
 def num_data_rows(case: Case, steps: int) -> int:
-    """Rows of the data set: one epoch, and some more for TRL's packing, whose steps differ a little in size."""
+    """Return the rows of one epoch, plus some for TRL's packing, whose steps differ a little in size."""
     units = 1 if case.algorithm == "sft" else 2
     return (steps + 5) * ROWS_PER_STEP // units
 
 
 def read_own(lines: Iterator[str]) -> Iterator[TrainingStep]:
-    """Steps from this library's metrics.jsonl: a step is over with its `timing/train` line."""
+    """Read steps from this library's metrics.jsonl: a step ends with its `timing/train` line."""
     loss, tokens = 0.0, 0.0
     for line in lines:
         row = json.loads(line)
@@ -284,7 +284,7 @@ def read_own(lines: Iterator[str]) -> Iterator[TrainingStep]:
 
 
 def read_trl(lines: Iterator[str]) -> Iterator[TrainingStep]:
-    """Steps from the file that `trl_supervised.py` writes."""
+    """Read steps from the file that `trl_supervised.py` writes."""
     before = 0.0
     for line in lines:
         row = json.loads(line)
@@ -293,17 +293,17 @@ def read_trl(lines: Iterator[str]) -> Iterator[TrainingStep]:
 
 
 def tokens_per_second(run: TrainingRun) -> float:
-    """Median over the measured steps of real tokens by seconds; a step that something else held up does not count."""
+    """Return the median over the measured steps of real tokens per second; it ignores single delayed steps."""
     return median_rate(run, run.step_seconds)
 
 
 def tokens_per_cpu_second(run: TrainingRun) -> float:
-    """The same by the processor seconds of all processes."""
+    """Return the median over the measured steps of real tokens per processor second of all processes."""
     return median_rate(run, run.step_cpu_seconds)
 
 
 def median_rate(run: TrainingRun, seconds: list[float]) -> float:
-    """Median over the measured steps of tokens by seconds."""
+    """Return the median over the measured steps of tokens divided by seconds."""
     return statistics.median(step.tokens / taken for step, taken in zip(run.measured, seconds, strict=True))
 
 
@@ -321,7 +321,7 @@ FIGURES: dict[str, Callable[[TrainingRun], float]] = {
 
 
 def table(name: str, own: list[TrainingRun], trl: list[TrainingRun]) -> str:
-    """Medians over the runs of each side as Markdown; ratios are ours over TRL's."""
+    """Format medians over the runs of each side as Markdown; ratios are nemo_rl / TRL."""
     lines = [f"### {name}: {len(own)} and {len(trl)} runs of {len(own[0].steps)} steps", ""]
     lines += ["| | nemo_rl | TRL | ratio |", "|---|---:|---:|---:|"]
     for label, figure in FIGURES.items():
@@ -336,7 +336,7 @@ def table(name: str, own: list[TrainingRun], trl: list[TrainingRun]) -> str:
 
 
 def load_results(path: Path) -> dict[str, dict[str, list[TrainingRun]]]:
-    """Stored runs by case and side."""
+    """Load stored runs by case and side."""
     found: dict[str, dict[str, list[TrainingRun]]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         row = json.loads(line)
@@ -348,18 +348,18 @@ def load_results(path: Path) -> dict[str, dict[str, list[TrainingRun]]]:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), help="what to run")
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), help="cases to run")
     parser.add_argument("--steps", type=int, default=25, help="optimizer updates of each run")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each side, in turns")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each side, alternating")
     parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=list(SIDES))
     parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads of each side")
-    parser.add_argument("--results", type=Path, default=BENCH / "supervised.jsonl", help="where runs are kept")
+    parser.add_argument("--results", type=Path, default=BENCH / "supervised.jsonl", help="file for finished runs")
     parser.add_argument("--override", nargs="*", default=[], help="further key=value of this library's configuration")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Run what was asked for and print the tables of all that is stored."""
+    """Run the requested cases and print the tables of all stored runs."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     arguments = parse_arguments()
     if arguments.steps <= WARM_UP_STEPS:

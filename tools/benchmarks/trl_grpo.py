@@ -1,8 +1,8 @@
-r"""TRL's side of the comparison: GRPOTrainer on one model and one file of prompts.
+r"""Run TRL's side of the comparison: GRPOTrainer on one model and one file of prompts.
 
-Started by `grpo_vs_trl.py` with the Python of TRL's own environment, where nemo_rl is not installed. Uses TRL's public
-interface only. Invariant: one JSON line is written and flushed as soon as a step is over, so that the reader of the
-file knows when.
+`grpo_vs_trl.py` starts it with the Python of TRL's environment, where nemo_rl is not installed. It uses TRL's public
+interface only. Invariant: one JSON line is written and flushed as soon as a step ends, so that the reader of the file
+can measure the time.
 
     python trl_grpo.py --model FOLDER --prompts FILE.jsonl --metrics FILE.jsonl --steps N
 """
@@ -23,17 +23,17 @@ BOXED_INTEGER = re.compile(r"\\boxed\{(-?\d+)\}")
 
 
 def boxed_answer_reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    r"""1 where the last boxed integer of a completion is the answer, else 0."""
+    r"""Return 1 where the last boxed integer of a completion is the answer, else 0."""
     texts = [completion[0]["content"] for completion in completions]
     found = [BOXED_INTEGER.findall(text) for text in texts]
     return [float(bool(boxes) and int(boxes[-1]) == int(truth)) for boxes, truth in zip(found, answer, strict=True)]
 
 
 class GenerationClock:
-    """Seconds spent in a model's generation method since the last `take`.
+    """Measures seconds in a model's generation method since the last `take`.
 
     Args:
-        model: the model under training; its method is replaced by one that is timed.
+        model: the model in training; its method is replaced by a timed one.
         method: "generate", or "generate_batch" for continuous batching.
     """
 
@@ -51,7 +51,7 @@ class GenerationClock:
         setattr(model, method, timed)
 
     def take(self) -> float:
-        """Seconds since the last call of this function."""
+        """Return the seconds since the last call of `take`."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -60,9 +60,9 @@ class StepLog(TrainerCallback):
     """Writes a line when a step's metrics are known.
 
     Args:
-        file: where to.
+        file: output file.
         clock: measures generation.
-        stop_at_reward: ends training at this mean reward; above 1 never.
+        stop_at_reward: training ends at this mean reward; above 1: never.
     """
 
     def __init__(self, file: TextIO, clock: GenerationClock, stop_at_reward: float):
@@ -71,7 +71,7 @@ class StepLog(TrainerCallback):
         self._stop_at_reward = stop_at_reward
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Called after each step, since `logging_steps` is 1."""
+        """Write a line; TRL calls this after each step, since `logging_steps` is 1."""
         if not logs or "reward" not in logs:
             return
         row = {
@@ -90,14 +90,14 @@ class StepLog(TrainerCallback):
 
 
 def read_prompts(path: Path) -> Dataset:
-    """Rows `{"problem", "answer"}` as a conversational data set."""
+    """Read rows `{"problem", "answer"}` as a conversational data set."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     prompts = [[{"role": "user", "content": row["problem"]}] for row in rows]
     return Dataset.from_dict({"prompt": prompts, "answer": [row["answer"] for row in rows]})
 
 
 def training_config(arguments: argparse.Namespace) -> GRPOConfig:
-    """GRPO as TRL does it, with everything off that the other side does not do either."""
+    """Return TRL's GRPO settings; features that the other side does not use are off."""
     return GRPOConfig(
         output_dir=str(arguments.metrics.parent / "trl_output"),
         use_cpu=True,
@@ -136,7 +136,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with problem and answer")
-    parser.add_argument("--metrics", type=Path, required=True, help="JSONL to write, one line a step")
+    parser.add_argument("--metrics", type=Path, required=True, help="JSONL to write, one line per step")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="limit of an answer")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stop-at-reward", type=float, default=2.0, help="end at this mean reward")

@@ -1,7 +1,7 @@
-"""TRL's side of `compare_losses_with_trl.py`: losses and gradients of its trainers on given rows of tokens.
+"""Compute TRL's side of `compare_losses_with_trl.py`: its trainers' losses and gradients on given rows of tokens.
 
-Started with the Python of TRL's own environment, where nemo_rl is not installed. Uses TRL's public interface only: a
-trainer is made, its collator gets the rows, `compute_loss` is differentiated. It writes one safetensors file of
+It runs with the Python of TRL's environment, where nemo_rl is not installed, and uses TRL's public interface only: it
+makes a trainer, passes the rows to its collator, and differentiates `compute_loss`. It writes one safetensors file of
 gradients per case, and `trl.json` with the losses.
 
     python trl_losses.py --work FOLDER
@@ -54,16 +54,16 @@ class Side:
         }
 
     def language_model(self, name: str) -> PreTrainedModel:
-        """A model in float32."""
+        """Load a model in float32."""
         return AutoModelForCausalLM.from_pretrained(self.work / name, dtype=torch.float32)
 
     def common(self, **texts: list[Any]) -> dict[str, Any]:
-        """What every trainer takes; it requires a data set of texts, which is not used."""
+        """Return the arguments of every trainer; a data set of texts is required but not used."""
         return {"processing_class": self.tokenizer, "train_dataset": Dataset.from_dict(texts)}
 
 
 def sft(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
-    """SFTTrainer on prompts and chosen answers; the prompt does not count."""
+    """Compute SFTTrainer's loss on prompts and chosen answers; the prompt does not count."""
     model = side.language_model("policy")
     trainer = SFTTrainer(model, args=SFTConfig(**side.settings, **options), **side.common(text=["1+1=2"]))
     examples = [
@@ -73,7 +73,7 @@ def sft(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, P
 
 
 def dpo(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
-    """DPOTrainer with a reference of its own."""
+    """Compute DPOTrainer's loss with a separate reference model."""
     model = side.language_model("policy")
     trainer = DPOTrainer(
         model,
@@ -86,7 +86,7 @@ def dpo(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, P
 
 
 def reward(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
-    """RewardTrainer; rows may have margins."""
+    """Compute RewardTrainer's loss; rows may have margins."""
     model = AutoModelForSequenceClassification.from_pretrained(side.work / "reward_model", dtype=torch.float32)
     trainer = RewardTrainer(
         model, args=RewardConfig(**side.settings, **options), **side.common(chosen=["1+1=2"], rejected=["1+1=3"])
@@ -103,7 +103,7 @@ def reward(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor
 
 
 def kto(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
-    """KTOTrainer on rows with one answer; the answer of the row before makes the mismatched one."""
+    """Compute KTOTrainer's loss on rows with one answer; the mismatched answer is that of the previous row."""
     model = side.language_model("policy")
     trainer = KTOTrainer(
         model,
@@ -124,12 +124,12 @@ def kto(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, P
 
 
 def cpo(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
-    """CPOTrainer: preferences without a reference, SimPO among them."""
+    """Compute CPOTrainer's loss: preferences without a reference, including SimPO."""
     return _without_reference(CPOTrainer, CPOConfig, side, rows, options)
 
 
 def orpo(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
-    """ORPOTrainer."""
+    """Compute ORPOTrainer's loss."""
     return _without_reference(ORPOTrainer, ORPOConfig, side, rows, options)
 
 
@@ -154,7 +154,7 @@ def _without_reference(
 
 
 def gkd(side: Side, rows: list[Row], options: dict[str, Any]) -> tuple[Tensor, PreTrainedModel]:
-    """GKDTrainer's loss function; the reference is the teacher."""
+    """Compute GKDTrainer's loss; the reference is the teacher."""
     model, teacher = side.language_model("policy"), side.language_model("reference")
     ids = [torch.tensor(row["prompt"] + row["chosen"]) for row in rows]
     labels = [torch.tensor([IGNORED] * len(row["prompt"]) + row["chosen"]) for row in rows]

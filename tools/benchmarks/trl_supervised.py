@@ -1,8 +1,8 @@
-r"""TRL's side of the comparison: SFTTrainer, DPOTrainer or RewardTrainer on one model and one file of token ids.
+r"""Run TRL's side of the comparison: SFTTrainer, DPOTrainer or RewardTrainer on one model and one file of token ids.
 
-Started by `supervised_vs_trl.py` with the Python of TRL's own environment, where nemo_rl is not installed. Uses TRL's
-public interface only. Invariant: one JSON line is written and flushed as soon as a step is over, so that the reader
-of the file knows when.
+`supervised_vs_trl.py` starts it with the Python of TRL's environment, where nemo_rl is not installed. It uses TRL's
+public interface only. Invariant: one JSON line is written and flushed as soon as a step ends, so that the reader of the
+file can measure the time.
 
     python trl_supervised.py --algorithm sft --model FOLDER --rows FILE.jsonl --metrics FILE.jsonl ...
 """
@@ -28,14 +28,14 @@ class StepLog(TrainerCallback):
     """Writes a line when a step's metrics are known.
 
     Args:
-        file: where to.
+        file: output file.
     """
 
     def __init__(self, file: TextIO):
         self._file = file
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Called after each step, since `logging_steps` is 1."""
+        """Write a line; TRL calls this after each step, since `logging_steps` is 1."""
         if not logs or "loss" not in logs:
             return
         row = {"step": state.global_step, "loss": float(logs["loss"]), "num_tokens_so_far": float(logs["num_tokens"])}
@@ -44,7 +44,7 @@ class StepLog(TrainerCallback):
 
 
 def common_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the three configurations share, with everything off that the other side does not do either."""
+    """Return the settings of all three trainers; features that the other side does not use are off."""
     return {
         "output_dir": str(arguments.metrics.parent / "trl_output"),
         "use_cpu": True,
@@ -68,7 +68,7 @@ def common_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_trainer(arguments: argparse.Namespace, rows: Dataset, callback: StepLog) -> Trainer:
-    """The trainer of the algorithm."""
+    """Build the trainer of the algorithm."""
     settings = common_settings(arguments)
     shared = {
         "processing_class": AutoTokenizer.from_pretrained(arguments.model),
@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--algorithm", choices=("sft", "dpo", "rm"), required=True)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
     parser.add_argument("--rows", type=Path, required=True, help="JSONL with the trainer's columns of token ids")
-    parser.add_argument("--metrics", type=Path, required=True, help="JSONL to write, one line a step")
+    parser.add_argument("--metrics", type=Path, required=True, help="JSONL to write, one line per step")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--microbatch", type=int, required=True, help="rows or pairs of one pass")
     parser.add_argument("--accumulate", type=int, required=True, help="passes of one update")

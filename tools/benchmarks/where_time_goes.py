@@ -1,12 +1,12 @@
-"""Say where the time of a GRPO step goes: by phase, by process, and inside the processes.
+"""Measure where the time of a GRPO step goes: by phase, by process, and inside the processes.
 
     uv run --extra cpu python tools/benchmarks/where_time_goes.py [--sizes 1m 3m] [--steps 60]
 
-Runs the same GRPO run as `grpo_vs_trl` and prints four Markdown tables for each model: processor seconds and memory of
-each kind of process at the end of the first step, which is the start; seconds of the phases of a step (the run's own
-timers); processor seconds and context switches of each kind of process (from /proc, at the end of each step); and what
-the threads of driver, policy and engine did while they used a processor (py-spy, in a second run, so that it does not
-disturb the first). Linux only, on an idle machine.
+It runs the GRPO run of `grpo_vs_trl` and prints four Markdown tables for each model: processor seconds and memory of
+each kind of process at the end of the first step, which includes the start; seconds of the phases of a step (the run's
+own timers); processor seconds and context switches of each kind of process (from /proc, at the end of each step); and
+the work of the threads of driver, policy and engine while they used a processor (py-spy, in a second run, so that it
+does not disturb the first). Linux only; use an idle machine.
 """
 
 import argparse
@@ -42,7 +42,7 @@ KINDS = {
     "fork server": re.compile(r"examples/run_"),
     "Ray's other workers": re.compile(r"ray::|default_worker"),
 }
-"""Kind of a process, by its command line; the first that matches."""
+"""Kind of a process -> pattern of its command line; the first match counts."""
 
 PARTS = (
     ("weight sync", re.compile(r"weight_sync|load_tensors|weight_update|weight_bucket|receive_bucket|sync_probe")),
@@ -61,18 +61,18 @@ PARTS = (
     ("Ray", re.compile(r"/ray/|ray::")),
     ("asyncio", re.compile(r"asyncio")),
 )
-"""Part of the work, by the frames of a stack; the first that matches any frame."""
+"""Part of the work -> pattern of a stack's frames; the first pattern that matches any frame counts."""
 
 
 @dataclass
 class Usage:
-    """What the processes of one kind have used since they began.
+    """Resources that the processes of one kind have used since they started.
 
     Attributes:
         cpu_s: processor seconds.
-        woken: times that a thread waited and was woken (voluntary context switches).
-        preempted: times that a thread lost its processor (involuntary ones).
-        pss_mb: memory, shared pages divided among their users; of the first step only, since it takes long.
+        woken: number of times a thread waited and was woken (voluntary context switches).
+        preempted: number of times a thread lost its processor (involuntary context switches).
+        pss_mb: memory with shared pages divided among their users; only for the first step, since it takes long.
     """
 
     cpu_s: float = 0.0
@@ -83,14 +83,14 @@ class Usage:
 
 @dataclass
 class PhaseStep(Step):
-    """One step: its phases in seconds, and the use of processors by kind of process at its end."""
+    """One step: its phases in seconds, and the processor use by kind of process at its end."""
 
     phases: dict[str, float]
     usage: dict[str, Usage] = field(default_factory=dict)
 
 
 def kind_of(pid: int, root: int) -> str:
-    """The kind of a process; `root` is the driver."""
+    """Return the kind of a process; `root` is the driver."""
     if pid == root:
         return "driver"
     try:
@@ -101,7 +101,7 @@ def kind_of(pid: int, root: int) -> str:
 
 
 def switches(pid: int) -> tuple[float, float]:
-    """Voluntary and involuntary context switches of all threads of a process."""
+    """Return voluntary and involuntary context switches of all threads of a process."""
     counts = [0.0, 0.0]
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
         try:
@@ -116,7 +116,7 @@ def switches(pid: int) -> tuple[float, float]:
 
 
 def usage_now(*, with_memory: bool) -> dict[str, Usage]:
-    """Use of processors by kind of process, of the run that this process has started."""
+    """Return the processor use by kind of process of the run that this process has started."""
     found: dict[str, Usage] = defaultdict(Usage)
     pids = tree_of(os.getpid())[1:]
     for pid in pids:
@@ -133,7 +133,7 @@ def usage_now(*, with_memory: bool) -> dict[str, Usage]:
 
 
 def read_phases(lines: Iterator[str]) -> Iterator[PhaseStep]:
-    """Steps from metrics.jsonl, with the use of processors at the moment when each is over."""
+    """Read steps from metrics.jsonl, with the processor use at the moment each step ends."""
     is_first = True
     for line in lines:
         row = json.loads(line)
@@ -143,7 +143,7 @@ def read_phases(lines: Iterator[str]) -> Iterator[PhaseStep]:
 
 
 def start_table(run: Run[PhaseStep]) -> list[str]:
-    """Processor seconds up to the end of the first step and memory then, by kind of process."""
+    """Format processor seconds until the end of the first step, and memory then, by kind of process."""
     lines = ["| process | processor seconds of the start | PSS, MB |", "|---|---:|---:|"]
     usage = run.steps[0].usage
     for kind, use in sorted(usage.items(), key=lambda item: -item[1].cpu_s):
@@ -153,7 +153,7 @@ def start_table(run: Run[PhaseStep]) -> list[str]:
 
 
 def phase_table(run: Run[PhaseStep]) -> list[str]:
-    """Median seconds of each phase, and of what no phase covers."""
+    """Format median seconds of each phase, and of the time outside all phases."""
     rows: dict[str, list[float]] = defaultdict(list)
     for step, seconds in zip(run.measured, run.step_seconds, strict=True):
         phases = {name: value for name, value in step.phases.items() if name != "total_step_time"}
@@ -169,7 +169,7 @@ def phase_table(run: Run[PhaseStep]) -> list[str]:
 
 
 def process_table(run: Run[PhaseStep]) -> list[str]:
-    """Processor seconds and context switches per step, by kind of process."""
+    """Format processor seconds and context switches per step, by kind of process."""
     measured = run.steps[WARM_UP_STEPS - 1 :]
     kinds = sorted({kind for step in measured for kind in step.usage})
     lines = ["| process | processor seconds | woken | preempted |", "|---|---:|---:|---:|"]
@@ -186,14 +186,14 @@ def process_table(run: Run[PhaseStep]) -> list[str]:
 
 
 class Profiles:
-    """py-spy on driver, policy and engine of a run, once it has warmed up."""
+    """Runs py-spy on driver, policy and engine of a run after the warm-up."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._recording: dict[str, subprocess.Popen[bytes]] = {}
 
     def read(self, lines: Iterator[str]) -> Iterator[PhaseStep]:
-        """As `read_phases`; recording begins behind the warm-up."""
+        """Read steps like `read_phases`; start recording after the warm-up."""
         for number, step in enumerate(read_phases(lines), start=1):
             if number == WARM_UP_STEPS:
                 threading.Thread(target=self._record, daemon=True).start()
@@ -214,10 +214,10 @@ class Profiles:
         return self._folder / f"{kind}.stacks"
 
     def table(self, step_s: float) -> list[str]:
-        """Processor seconds per step by process and part of the work, from the stacks.
+        """Format processor seconds per step by process and part of the work, from the stacks.
 
         Args:
-            step_s: seconds of a step, to turn seconds of the recording into seconds of a step.
+            step_s: seconds of a step, to scale the recording to one step.
         """
         lines = ["| process | part | processor seconds | share of the process |", "|---|---|---:|---:|"]
         for kind, process in sorted(self._recording.items()):
@@ -232,7 +232,7 @@ class Profiles:
 
 
 def parts_of(stacks: Path) -> Counter[str]:
-    """Samples by part of the work, from a file with `frame;frame;... count` lines; empty if there is none."""
+    """Count samples by part of the work in a file of `frame;frame;... count` lines; empty if there is no file."""
     counts: Counter[str] = Counter()
     if not stacks.exists():
         logger.warning("%s: py-spy wrote nothing.", stacks)
@@ -246,9 +246,9 @@ def parts_of(stacks: Path) -> Counter[str]:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--workload", default="uniform", choices=list(WORKLOADS), help="as for grpo_vs_trl.py")
-    parser.add_argument("--sizes", nargs="+", default=["1m"], choices=list(SIZES), help="as for grpo_vs_trl.py")
-    parser.add_argument("--steps", type=int, default=60, help="of the run that is timed; the other makes as many")
+    parser.add_argument("--workload", default="uniform", choices=list(WORKLOADS), help="as in grpo_vs_trl.py")
+    parser.add_argument("--sizes", nargs="+", default=["1m"], choices=list(SIZES), help="as in grpo_vs_trl.py")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each of the two runs")
     parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further overrides of the run")
@@ -256,7 +256,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Two runs for each model: one timed, one with its stacks sampled."""
+    """Run each model twice: once timed, once with sampled stacks."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     arguments = parse_arguments()
     BENCH.mkdir(exist_ok=True)

@@ -1,11 +1,11 @@
-"""The workloads of the comparison with TRL: what is asked, how long an answer may be, and models that can answer.
+"""Define the workloads of the comparison with TRL: questions, limits of answers, and models that can answer.
 
-`uniform`: sums of two numbers, answers of about the same length. `skewed`: count from one number to another and say how
-many steps that was, answers of 13 to 251 tokens whose mean is about a quarter of the longest.
+`uniform`: sums of two numbers, answers of about the same length. `skewed`: count from one number to another and give
+the number of steps, answers of 13 to 251 tokens with a mean of about a quarter of the longest.
 
-Each has one model of a million parameters: `uniform` the shipped one, `skewed` that one trained further. The larger
-models are the same function in more weights, so that every size gives answers of the same lengths. Invariant: a folder
-is made on first use, by the seeds below alone.
+Each workload has one model of a million parameters: the shipped one for `uniform`, the same one trained further for
+`skewed`. The larger models compute the same function with more weights, so that every size gives answers of the same
+lengths. Invariant: a model folder is made on first use and depends only on the seeds below.
 """
 
 import logging
@@ -41,7 +41,7 @@ INTO_RESIDUAL = ("embed_tokens.weight", "o_proj.weight", "down_proj.weight")
 
 
 class Problem(NamedTuple):
-    """A question, and the number that its answer ends with in a box."""
+    """A question, and the boxed number at the end of its answer."""
 
     question: str
     result: int
@@ -53,9 +53,9 @@ class Workload:
 
     Attributes:
         max_new_tokens: limit of an answer.
-        max_total_tokens: limit of prompt and answer.
-        draw: makes a problem.
-        make_base: makes the folder of the model of a million parameters, and returns it.
+        max_total_tokens: limit of prompt and answer together.
+        draw: draws a random problem.
+        make_base: makes the model of a million parameters and returns its folder.
     """
 
     max_new_tokens: int
@@ -65,13 +65,13 @@ class Workload:
 
 
 def draw_sum(rng: random.Random) -> Problem:
-    """The sum of two numbers of two digits."""
+    """Draw a sum of two two-digit numbers."""
     left, right = rng.randint(10, 99), rng.randint(10, 99)
     return Problem(f"{left}+{right}=", left + right)
 
 
 def draw_count(rng: random.Random) -> Problem:
-    """Steps from one number of two digits to another, 1 to `MOST_STEPS`; k steps are as frequent as 1/k."""
+    """Draw a count of 1 to `MOST_STEPS` steps between two-digit numbers; k steps have a probability ~ 1/k."""
     choices = range(1, MOST_STEPS + 1)
     (steps,) = rng.choices(choices, weights=[1 / k for k in choices])
     first = rng.randint(10, 99 - steps)
@@ -79,7 +79,7 @@ def draw_count(rng: random.Random) -> Problem:
 
 
 def counted(problem: Problem) -> str:
-    r"""The answer with its working.
+    r"""Return the answer with its intermediate numbers.
 
     Example:
         >>> counted(Problem("37>40=", 3))
@@ -91,7 +91,7 @@ def counted(problem: Problem) -> str:
 
 
 def make_skewed_base() -> Path:
-    """Train the shipped model on counting, unless that has been done."""
+    """Train the shipped model on counting, unless the result exists."""
     folder = BENCH / "skewed-1m"
     if not (folder / "model.safetensors").exists():
         logger.info("Training %s, %d steps ...", folder.name, SKEWED_RECIPE.steps)
@@ -113,14 +113,14 @@ WORKLOADS = {
 
 
 def prompts_of(workload: str) -> list[dict[str, str]]:
-    """Rows `{"problem", "answer"}`."""
+    """Return rows `{"problem", "answer"}`."""
     rng = random.Random(PROMPT_SEED)
     problems = [WORKLOADS[workload].draw(rng) for _ in range(NUM_PROMPTS)]
     return [{"problem": problem.question, "answer": str(problem.result)} for problem in problems]
 
 
 def find_model(workload: str, size: str) -> Path:
-    """The folder of a model."""
+    """Return the folder of a model; make it if necessary."""
     base = WORKLOADS[workload].make_base()
     folder = BENCH / f"{workload}-{size}"
     if size == "1m":
@@ -136,15 +136,15 @@ def _load(folder: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def widen(model: PreTrainedModel, shape: TinyShape) -> PreTrainedModel:
-    """The same function in a larger Qwen2: new weights are random, but none adds to the residual stream yet.
+    """Build a larger Qwen2 with the same function: new weights are random, but none adds to the residual stream yet.
 
     Args:
-        model: the small one, float32.
-        shape: at least as large in everything, with as many query heads for each key head.
+        model: the small model, float32.
+        shape: at least as large in every dimension, with the same number of query heads per key head.
 
     Returns:
-        The large one. Its logits differ by rounding only: `x / rms(x)` over a stream that zeros fill up to a width
-        w times as large is sqrt(w) times what it was, hence the norms' weights are divided by that.
+        The large model. Its logits differ only by rounding. A stream padded with zeros to w times its width has an RMS
+        smaller by sqrt(w), so `x / rms(x)` grows by sqrt(w); the norms' weights are divided by it.
     """
     wide = make_tiny_model("qwen2", shape)
     ratio = wide.config.hidden_size / model.config.hidden_size

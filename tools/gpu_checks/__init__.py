@@ -1,1 +1,1 @@
-"""The parts of `tools/gpu_check.py`."""
+"""Implement the checks of `tools/gpu_check.py`."""

@@ -1,4 +1,4 @@
-"""The attention of packed rows against dense attention in float64."""
+"""Compare the attention of packed rows with dense attention in float64."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ LENGTHS = [37, 1, 64, 90]
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 type Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03}
-"""Largest error, as a share of the largest value."""
+"""Largest allowed error, relative to the largest value."""
 _FLASH_CAPABILITY = (8, 0)
 
 
 def kernels(bench: Bench) -> Iterator[Finding]:
-    """Output and gradients, grouped queries, with and without a window or sinks, in both precisions."""
+    """Check output and gradients, grouped queries, with and without a window or sinks, in both precisions."""
     for dtype, allowed in TOLERANCE.items():
         for window, has_sinks in ((None, False), (16, False), (16, True)):
             tensors = _random_heads(bench.device, dtype, has_sinks)
@@ -40,18 +40,18 @@ def kernels(bench: Bench) -> Iterator[Finding]:
 
 
 def has_flash(bench: Bench) -> bool:
-    """Whether torch's varlen flash attention runs on this device."""
+    """Return whether torch's varlen flash attention runs on this device."""
     return bench.on_gpu and torch.cuda.get_device_capability(bench.device) >= _FLASH_CAPABILITY
 
 
 @contextmanager
 def watched_kernel(on_gpu: bool) -> Iterator[list[str]]:
-    """Notes each call of torch's kernel; the stand-in keeps the signature, by which the library calls it."""
+    """Record each call of torch's kernel; the wrapper keeps its signature, which the library inspects."""
     calls: list[str] = []
     if not on_gpu:
         yield calls
         return
-    from torch.nn.attention import varlen  # brings torch's compiler along, seconds that a CPU run does without
+    from torch.nn.attention import varlen  # imports torch's compiler, which takes seconds
 
     kernel = varlen.varlen_attn
 
@@ -65,7 +65,7 @@ def watched_kernel(on_gpu: bool) -> Iterator[list[str]]:
 
 
 def _random_heads(device: torch.device, dtype: torch.dtype, has_sinks: bool) -> list[Tensor]:
-    """Query, key and value `[1, H, T, D]`, and sinks `[H]`."""
+    """Return random query, key and value `[1, H, T, D]`, and sinks `[H]`."""
     generator = torch.Generator().manual_seed(1)
     heads = [(1, heads, sum(LENGTHS), HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     shapes: list[tuple[int, ...]] = [*heads, (HEADS,)] if has_sinks else [*heads]
@@ -73,7 +73,7 @@ def _random_heads(device: torch.device, dtype: torch.dtype, has_sinks: bool) -> 
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: int | None) -> Tensor:
-    """`[1, T, H, D]` by the library."""
+    """Compute `[1, T, H, D]` with the library."""
     bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
     mask = None if window is None else torch.tensor(window)
     longest = max(LENGTHS)
@@ -84,7 +84,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, win
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: int | None) -> Tensor:
-    """`[1, T, H, D]` by the definition: one matrix of scores over all segments."""
+    """Compute `[1, T, H, D]` by definition: one matrix of scores over all segments."""
     segment_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     position_T = torch.arange(sum(LENGTHS))
     distance_TT = position_T[:, None] - position_T[None, :]
@@ -95,7 +95,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, wind
 
 
 def attend_densely(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, sees_TT: Tensor) -> Tensor:
-    """`[1, T, H, D]`, where query t sees key u if `sees_TT[t, u]`; a sink is one more column of scores."""
+    """Compute `[1, T, H, D]`, where query t sees key u if `sees_TT[t, u]`; a sink is one more column of scores."""
     key, value = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (key, value))
     scores_HTT = query @ key.transpose(-1, -2) * HEAD_DIM**-0.5
     scores_HTT = scores_HTT.masked_fill(~sees_TT, float("-inf"))
@@ -106,7 +106,7 @@ def attend_densely(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | No
 
 
 def with_gradients(attend: Attend, tensors: list[Tensor], window: int | None) -> list[Tensor]:
-    """Output, and gradients of a weighted sum of it, in float64 on the CPU."""
+    """Return the output and the gradients of a weighted sum of it, in float64 on the CPU."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     query, key, value, *sinks = leaves
     out = attend(query, key, value, sinks[0] if sinks else None, window)
@@ -116,5 +116,5 @@ def with_gradients(attend: Attend, tensors: list[Tensor], window: int | None) ->
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """Largest error, as a share of the largest value."""
+    """Return the largest error, relative to the largest value."""
     return float((got - want).abs().max() / want.abs().max())

@@ -1,7 +1,7 @@
-"""What checks run on: a device, random models in folders, and one policy rank at a time.
+"""Provide the objects that checks use: a device, random models in folders, and one policy rank at a time.
 
-The rank is the library's own `PolicyRank`, as a Ray worker builds it, alone in its process group. Invariant: at most
-one rank lives, because a process has one default process group.
+The rank is the library's own `PolicyRank`, built as in a Ray worker, alone in its process group. Invariant: at most one
+rank exists at a time, because a process has one default process group.
 """
 
 import gc
@@ -40,14 +40,14 @@ class Bench:
     """See the module docstring.
 
     Attributes:
-        setting: what this worker was told.
-        device: where the checks compute.
+        setting: settings of this worker.
+        device: device of the checks.
     """
 
     def __init__(self, setting: Setting):
         self.setting = setting
         self._device = device_for(uses_gpu=not setting.cpu)
-        if setting.cpu:  # tiny work, and more threads would wait for each other on a busy machine
+        if setting.cpu:  # the work is tiny, and more threads would wait for each other on a busy machine
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"
         self.device = self._device.activate()
@@ -63,16 +63,16 @@ class Bench:
 
     @property
     def large(self) -> str:
-        """The shape whose speed is measured."""
+        """Name of the shape whose speed is measured."""
         return "qwen2.5-1.5b" if self.on_gpu else "qwen2"
 
     @property
     def large_pack(self) -> int:
-        """Tokens of a pack that the large model's rank is made for; batches may be packed otherwise."""
+        """Tokens per pack for which the large model's rank is made; batches may use other sizes."""
         return 2048 if self.on_gpu else 128
 
     def machine(self) -> dict[str, Any]:
-        """Facts that the figures depend on."""
+        """Return facts about the machine on which the figures depend."""
         facts: dict[str, Any] = {"device": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
         if self.on_gpu:
             properties = torch.cuda.get_device_properties(self.device)
@@ -86,11 +86,11 @@ class Bench:
         return facts | {"python": platform.python_version()} | versions
 
     def folder(self, shape: str, *, as_trained: bool = True) -> str:
-        """A model of this shape, in a folder; the same for every call.
+        """Return the folder of a model of this shape; the same for every call.
 
         Args:
             shape: a name of `SHAPES`.
-            as_trained: what the policy loads, which a planted fault changes.
+            as_trained: return the model that the policy loads, which a planted fault changes.
         """
         fault = as_trained and self.setting.plant_fault
         path = Path(self.setting.folder) / (shape + "-changed" * fault)
@@ -111,11 +111,11 @@ class Bench:
             )
 
     def policy(self, shape: str, *, fresh: bool = True, **values: Any) -> PolicyRank:
-        """A rank of the policy with this model; the one before ends.
+        """Return a policy rank with this model; the previous one is ended.
 
         Args:
             shape: a name of `SHAPES`.
-            fresh: make a new one, even if the last was the same.
+            fresh: make a new rank even if the last one had the same keys.
             **values: keys of the policy section.
         """
         key = (shape, repr(sorted(values.items())))
@@ -126,7 +126,7 @@ class Bench:
         return self._rank
 
     def large_policy(self, **values: Any) -> PolicyRank:
-        """The rank that the checks of the large model share, in bfloat16; it learns too little to diverge."""
+        """Return the large model's bfloat16 rank, shared by its checks; its learning rate is too small to diverge."""
         slow = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6}}
         keys = {"precision": "bfloat16", "optimizer": slow, **packed(self.large_pack)}
         return self.policy(self.large, fresh=False, **keys, **values)
@@ -155,7 +155,7 @@ class Bench:
             self.empty_cache()
 
     def engine(self, shape: str, precision: str) -> EngineProcess:
-        """A Hugging Face engine with this model, untrained, in a process of its own; kept as long as it fits."""
+        """Return a Hugging Face engine with this untrained model in a separate process; reuse it for equal settings."""
         folder = self.folder(shape)
         make_char_tokenizer().save_pretrained(folder)
         settings = EngineSettings("hf", folder, folder, self.device.type, precision, max_model_len=256)
@@ -171,7 +171,7 @@ class Bench:
             self._engine = None
 
     def empty_cache(self) -> None:
-        """Free what nothing holds."""
+        """Free unused memory."""
         gc.collect()
         self._device.empty_cache()
 
@@ -180,17 +180,17 @@ class Bench:
         self._device.synchronize()
 
     def reset_peak(self) -> None:
-        """Start anew with `peak_gib`."""
+        """Reset the measurement of `peak_gib`."""
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_gib(self) -> float | None:
-        """Most memory that tensors took on the GPU since `reset_peak`."""
+        """Return the peak of tensor memory on the GPU since `reset_peak`, in GiB; None on a CPU."""
         return torch.cuda.max_memory_allocated() / GIB if self.on_gpu else None
 
 
 def policy_config(folder: str, **values: Any) -> PolicyConfig:
-    """The policy section of a check: one padded row per microbatch, float32, AdamW, no clipping."""
+    """Return the policy section of a check: one padded row per microbatch, float32, AdamW, no clipping."""
     defaults: dict[str, Any] = {
         "model_name": folder,
         "precision": "float32",
@@ -206,12 +206,12 @@ def policy_config(folder: str, **values: Any) -> PolicyConfig:
 
 
 def packed(tokens: int) -> dict[str, Any]:
-    """The keys that pack microbatches of this many tokens."""
+    """Return the keys for packed microbatches of this many tokens."""
     return {"sequence_packing": {"enabled": True, "train_mb_tokens": tokens, "logprob_mb_tokens": tokens}}
 
 
 def random_rows(lengths: list[int], vocab_size: int = 256, seed: int = 0) -> Rows:
-    """Right-padded rows of these lengths; all tokens but each row's first two count."""
+    """Return right-padded random rows of these lengths; all tokens except each row's first two count in the loss."""
     generator = torch.Generator().manual_seed(seed)
     length_B = torch.tensor(lengths)
     real_BT = torch.arange(max(lengths))[None] < length_B[:, None]
@@ -229,25 +229,25 @@ def random_rows(lengths: list[int], vocab_size: int = 256, seed: int = 0) -> Row
 
 
 def update(rank: PolicyRank, config: PolicyConfig, rows: Rows) -> UpdateResult:
-    """One optimizer update on the negative log-likelihood of the rows."""
+    """Run one optimizer update on the negative log-likelihood of the rows."""
     batch = shard_batch(rows, 1, training_strategy(config))
     return rank.train(batch.data[0], batch.sizes[0], NLLLossFn(), count_valid(rows))
 
 
 def scores(rank: PolicyRank, config: PolicyConfig, rows: Rows, *, reference: bool = False) -> Tensor:
-    """`[B, T]` log-probabilities of the rows, under the current or the reference weights."""
+    """Return `[B, T]` log-probabilities of the rows, under the current or the reference weights."""
     batch = shard_batch(rows, 1, logprob_strategy(config))
     score = rank.get_reference_policy_logprobs if reference else rank.get_logprobs
     return batch.restore([score(batch.data[0], batch.sizes[0])])
 
 
 def weights_of(rank: PolicyRank) -> dict[str, Tensor]:
-    """Copies of all weights on the CPU, float32."""
+    """Return copies of all weights on the CPU, float32."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank.iterate_weights()}
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -255,6 +255,6 @@ def free_port() -> int:
 
 @torch.no_grad()
 def _change_a_weight(model: PreTrainedModel) -> None:
-    """The planted fault: one number of the last layer."""
+    """Plant the fault: change one number in the last layer."""
     name = [name for name, _ in model.named_parameters() if name.endswith("down_proj.weight")][-1]
     model.get_parameter(name)[3, 5] += 100.0

@@ -1,4 +1,4 @@
-"""The other half of a weight sync: a generation worker in a process of its own, as a Ray actor would host it."""
+"""Run the receiving side of a weight sync: a generation worker in a separate process, like a Ray actor."""
 
 import asyncio
 import multiprocessing
@@ -13,10 +13,10 @@ ANSWER_TIMEOUT_S = 45.0
 
 
 class EngineProcess:
-    """Hosts a `GenerationWorker`; calls run its methods over there.
+    """Hosts a `GenerationWorker`; calls run its methods in the other process.
 
     Attributes:
-        settings: of the worker.
+        settings: settings of the worker.
     """
 
     def __init__(self, settings: EngineSettings):
@@ -28,14 +28,14 @@ class EngineProcess:
         theirs.close()
 
     def send(self, method: str, *args: Any) -> None:
-        """Start a call; `answer` gives its result."""
+        """Start a call; `answer` returns its result."""
         self._pipe.send((method, args))
 
     def answer(self) -> Any:
-        """Result of the oldest call that was not answered yet.
+        """Return the result of the oldest unanswered call.
 
         Raises:
-            RuntimeError: the call raised over there, or no answer came in time.
+            RuntimeError: the call raised in the other process, or no answer came in time.
         """
         if not self._pipe.poll(ANSWER_TIMEOUT_S):
             raise RuntimeError(f"the engine's process did not answer within {ANSWER_TIMEOUT_S:.0f} s")
@@ -50,14 +50,14 @@ class EngineProcess:
         return self.answer()
 
     def close(self) -> None:
-        """End the process; it holds nothing that is worth an orderly end."""
+        """Kill the process; it has no state that needs an orderly end."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
 
 
 def _serve(pipe: Connection, settings: EngineSettings) -> None:
-    """Body of the process: make the worker, then run one method after another on one event loop."""
+    """Run the process: make the worker, then run one method after another on one event loop."""
     os.environ["RANK"] = "0"
     from transformers.utils import logging as transformers_logging
 

@@ -1,9 +1,9 @@
-"""Floating-point operations of a model's forward and backward pass, and what devices can do.
+"""Count the floating-point operations of a model's forward and backward pass, and list the peaks of devices.
 
 Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): observed tokens per second times
 `6 N + 12 L H Q T` over the device's peak, with N parameters, L layers, H heads of dimension Q, sequences of T tokens. N
-leaves out an input embedding that is no output head as well: looking rows up multiplies nothing. A forward pass alone
-is a third. What is computed again (activation checkpointing, logits of the chunked head) does not count.
+excludes an input embedding that is not also the output head: looking up rows multiplies nothing. A forward pass alone
+is a third. Recomputation (activation checkpointing, logits of the chunked head) does not count.
 """
 
 from typing import Any
@@ -28,23 +28,23 @@ PEAK_BF16_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX A6000": 154.8,
 }
-"""Dense bfloat16 peak by a part of the device's name, from the makers' data sheets; the first that fits counts."""
+"""Part of a device's name -> dense bfloat16 peak, from the makers' data sheets; the first match counts."""
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bfloat16 TFLOP/s of a device; None where unknown."""
+    """Return the dense bfloat16 TFLOP/s of a device; None if unknown."""
     names = device_name.replace("-", " ")
     return next((peak for part, peak in PEAK_BF16_TFLOPS.items() if part in names), None)
 
 
 def flops_per_token(config: PretrainedConfig, num_parameters: int, num_tokens: int, *, backward: bool) -> float:
-    """Operations for one token of a sequence.
+    """Return the operations for one token of a sequence.
 
     Args:
-        config: of the model.
-        num_parameters: all of the model's, tied ones once.
+        config: configuration of the model.
+        num_parameters: all parameters of the model, tied ones once.
         num_tokens: T, length of the sequences.
-        backward: a training step instead of a forward pass.
+        backward: count a training step instead of a forward pass.
     """
     text: Any = config.get_text_config()
     tied = bool(text.tie_word_embeddings)

@@ -1,4 +1,4 @@
-"""Predicted memory against what the allocator measured, and what selective recomputation saves."""
+"""Compare predicted memory with the allocator's measurement, and measure what selective recomputation saves."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,13 +15,13 @@ from nemo_rl.models.dtensor.memory_plan import DTensorRank
 
 RECOMPUTATION: dict[str, Any] = {"nothing": False, "whole layers": True, "selected": "selective"}
 _MOST = 1.25
-"""What is measured may be so many times what is predicted: the allocator rounds, and libraries take workspaces."""
+"""Allowed ratio of measured to predicted memory: the allocator rounds, and libraries need workspaces."""
 _LEAST_SAVED = 0.9
-"""Selective recomputation takes at most this share of the memory that an update takes without it."""
+"""With selective recomputation an update takes at most this share of its memory without."""
 
 
 def predicted(bench: Bench) -> Iterator[Finding]:
-    """Peaks of updates and of log-prob passes of the large model, by what is recomputed."""
+    """Check the peaks of updates and of log-prob passes of the large model, by what is recomputed."""
     peaks: dict[str, float] = {}
     for name, how in RECOMPUTATION.items():
         keys = {"dtensor_cfg": {"activation_checkpointing": how}}
@@ -53,7 +53,7 @@ def predicted(bench: Bench) -> Iterator[Finding]:
 
 
 def _saved(peaks: dict[str, float]) -> Finding:
-    """Whether the operators that selective recomputation keeps have the names that they have on this device."""
+    """Check that selective recomputation saves memory: its operators' names must match those on this device."""
     if not peaks:
         return Finding("selective recomputation", {"share": None})
     share = peaks["training, selected"] / peaks["training, nothing"]
@@ -64,6 +64,6 @@ def _saved(peaks: dict[str, float]) -> Finding:
 
 
 def _rows(bench: Bench) -> Any:
-    """Two microbatches of full rows."""
+    """Return two microbatches of full rows."""
     row = bench.large_pack // 2
     return random_rows([row] * 4, SHAPES[bench.large].fields["vocab_size"] - 8)

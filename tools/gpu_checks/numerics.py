@@ -1,6 +1,6 @@
-"""Log-probabilities and gradients of the policy against Hugging Face in float64; LoRA.
+"""Compare the policy's log-probabilities and gradients with Hugging Face in float64; check LoRA.
 
-Half precision is judged by what Hugging Face's own forward in the same precision, one unpadded row at a time, is off.
+The tolerance in half precision depends on the error of Hugging Face's own unpadded forward pass in that precision.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recomputed": packed(64) | {"dtensor_cfg": {"activation_checkpointing": True}},
 }
 _TIMES_OWN = 2.0
-"""Half precision may be off this many times what Hugging Face itself is off."""
+"""Allowed ratio of the error in half precision to Hugging Face's own error."""
 _LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.02}
 _GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.02}
 SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}
 
 
 def against_hugging_face(bench: Bench) -> Iterator[Finding]:
-    """Scores and gradients of tiny models: padded, packed, and with activation checkpointing."""
+    """Check scores and gradients of tiny models: padded, packed, and with activation checkpointing."""
     rows = random_rows(LENGTHS)
     for precision in ("float32", "bfloat16"):
         for shape in TINY if bench.on_gpu else TINY_ON_CPU:
@@ -43,7 +43,7 @@ def against_hugging_face(bench: Bench) -> Iterator[Finding]:
 
 
 def exact(bench: Bench, shape: str, rows: Rows, precision: str) -> tuple[Tensor, dict[str, Tensor], float, float]:
-    """Log-probs and gradients of Hugging Face in float64, and by how much each may be off in a precision."""
+    """Return log-probs and gradients of Hugging Face in float64, and the allowed errors of each in a precision."""
     model = _reference(bench, shape)
     want, want_gradients = _scores_of(model, rows), _gradients_of(model, rows)
     allowed, allowed_gradients = _LOGPROB_TOLERANCE[precision], _GRADIENT_TOLERANCE[precision]
@@ -55,7 +55,7 @@ def exact(bench: Bench, shape: str, rows: Rows, precision: str) -> tuple[Tensor,
 
 
 def at_full_size(bench: Bench) -> Iterator[Finding]:
-    """Packed scores of the model whose speed is measured, in bfloat16; Hugging Face in float32 is the reference."""
+    """Check packed bfloat16 scores of the model whose speed is measured; Hugging Face in float32 is the reference."""
     keys: dict[str, Any] = {"precision": "bfloat16", **packed(256)}
     rows = random_rows([128, 50, 200, 31])
     want = _scores_of(_reference(bench, bench.large, torch.float32), rows)
@@ -67,7 +67,7 @@ def at_full_size(bench: Bench) -> Iterator[Finding]:
 
 
 def lora(bench: Bench) -> Iterator[Finding]:
-    """Adapters learn, the base stays, and the merged weights that leave score as the adapted model does."""
+    """Check that adapters learn, the base does not change, and exported merged weights score like the adapted model."""
     rows = random_rows(LENGTHS)
     for precision in ("float32", "bfloat16"):
         adapters = {"lora_cfg": {"enabled": True, "dim": 8, "alpha": 16}}
@@ -94,14 +94,14 @@ def lora(bench: Bench) -> Iterator[Finding]:
 def _reference(
     bench: Bench, shape: str, dtype: torch.dtype = torch.float64, *, as_trained: bool = False
 ) -> PreTrainedModel:
-    """The plain Hugging Face model, in float64 on the CPU or in another precision on the device."""
+    """Load the plain Hugging Face model, in float64 on the CPU or in another precision on the device."""
     folder = bench.folder(shape, as_trained=as_trained)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.to("cpu" if dtype == torch.float64 else bench.device).eval()
 
 
 def _row_logprobs(model: PreTrainedModel, rows: Rows) -> Iterator[Tensor]:
-    """`[T_row - 1]` log-probabilities of each row by the model's own logits, unpadded, on the CPU."""
+    """Yield `[T_row - 1]` log-probabilities of each row from the model's own logits, unpadded, on the CPU."""
     for ids_T, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True):
         ids_1T = ids_T[None, :length].to(model.device)
         logprobs_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].double().log_softmax(-1)
@@ -110,7 +110,7 @@ def _row_logprobs(model: PreTrainedModel, rows: Rows) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _scores_of(model: PreTrainedModel, rows: Rows) -> Tensor:
-    """`[B, T]` float64, aligned as `PolicyWorker.get_logprobs`."""
+    """Return `[B, T]` float64 log-probabilities, aligned as in `PolicyWorker.get_logprobs`."""
     out_BT = torch.zeros(rows["input_ids"].shape, dtype=torch.float64)
     for row, logprobs_T in enumerate(_row_logprobs(model, rows)):
         out_BT[row, 1 : len(logprobs_T) + 1] = logprobs_T
@@ -118,7 +118,7 @@ def _scores_of(model: PreTrainedModel, rows: Rows) -> Tensor:
 
 
 def _gradients_of(model: PreTrainedModel, rows: Rows) -> dict[str, Tensor]:
-    """Gradient of the mean negative log-likelihood by weight, float64 on the CPU."""
+    """Return the gradient of the mean negative log-likelihood by weight, float64 on the CPU."""
     masks = [mask[1:length].double() for mask, length in zip(rows["token_mask"], rows["input_lengths"], strict=True)]
     total = sum(-(row * mask).sum() for row, mask in zip(_row_logprobs(model, rows), masks, strict=True))
     assert isinstance(total, Tensor)
@@ -127,7 +127,7 @@ def _gradients_of(model: PreTrainedModel, rows: Rows) -> dict[str, Tensor]:
 
 
 def scores_and_gradients(bench: Bench, shape: str, rows: Rows, **keys: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the policy scores, and what one step of plain gradient descent at rate 1 takes away from each weight."""
+    """Return the policy's scores, and the decrease of each weight in one step of gradient descent at rate 1."""
     config = policy_config(bench.folder(shape), **keys)
     rank = bench.policy(shape, optimizer=SGD, **keys)
     scored, before = scores(rank, config, rows), weights_of(rank)
@@ -137,7 +137,7 @@ def scores_and_gradients(bench: Bench, shape: str, rows: Rows, **keys: Any) -> t
 
 
 def worst_relative(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    """Largest error of a weight's gradient, as a share of its norm and of 1 % of the whole gradient's norm."""
+    """Return the largest error of a weight's gradient, relative to its norm plus 1 % of the whole gradient's norm."""
     if not got.keys() >= want.keys():
         raise AssertionError(f"no gradient arrived for {sorted(want.keys() - got.keys())}")
     whole = torch.stack([gradient.norm() for gradient in want.values()]).norm()

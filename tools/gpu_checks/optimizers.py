@@ -1,4 +1,4 @@
-"""The optimizer step on the device: each implementation of AdamW against its definition in float64.
+"""Compare each implementation of AdamW on the device with its definition in float64.
 
     m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2
     p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
@@ -22,7 +22,7 @@ LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 
 
 def adamw(bench: Bench) -> Iterator[Finding]:
-    """The default, fused and foreach implementations, on the parameters of a sharded rank."""
+    """Check the default, fused and foreach implementations on the parameters of a sharded rank."""
     rank = bench.policy("qwen2", precision="bfloat16")
     parameters = list(rank.backend.model.parameters())  # type: ignore[attr-defined]
     start = [_plain(parameter) for parameter in parameters]
@@ -42,7 +42,7 @@ def adamw(bench: Bench) -> Iterator[Finding]:
 
 
 def _gradient(value: Tensor, step: int) -> Tensor:
-    """A gradient of 0.1 to 0.9 that the value and the step determine; near 0 its rounded sign would decide."""
+    """Return a gradient of 0.1 to 0.9 computed from value and step; near 0, rounding could change its sign."""
     return (value * 37.0 + step).sin() * 0.4 + 0.5
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints, and states that leave the device and come back: bit for bit."""
+"""Check bit for bit that checkpoints, and states moved to the host and back, do not change."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ KEYS: dict[str, Any] = {"precision": "bfloat16", **packed(64)}
 
 
 def checkpoint(bench: Bench) -> Iterator[Finding]:
-    """Save, train on, load in a new rank: weights and optimizer state are those that were saved; also in background."""
+    """Check that a new rank loads what was saved (weights, optimizer state), also when saved in the background."""
     config, rows = policy_config(bench.folder("qwen2"), **KEYS), random_rows(LENGTHS)
     rank = bench.policy("qwen2", **KEYS)
     for _ in range(2):
@@ -44,14 +44,14 @@ def checkpoint(bench: Bench) -> Iterator[Finding]:
 
 
 def offload(bench: Bench) -> Iterator[Finding]:
-    """Optimizer state to the host and back, a checkpoint meanwhile, the reference weights in and out."""
+    """Check moving the optimizer state to the host and back with a checkpoint in between, and the reference weights."""
     config, rows = policy_config(bench.folder("qwen2"), **KEYS), random_rows(LENGTHS)
     rank = bench.policy("qwen2", **KEYS)
     first = scores(rank, config, rows)
     for _ in range(2):
         update(rank, config, rows)
     before = _state(rank)
-    for attempt in range(2):  # the second time reuses what the first one allocated
+    for attempt in range(2):  # the second attempt reuses the first one's buffers
         folders = _folders(bench, f"offloaded_{attempt}")
         rank.move_optimizer_state(to_host=True)
         rank.save_checkpoint(*folders)
@@ -69,7 +69,7 @@ def offload(bench: Bench) -> Iterator[Finding]:
 
 
 def _frozen_turns(bench: Bench) -> Finding:
-    """Weights of a model without an optimizer to the host and back, twice."""
+    """Move the weights of a model without an optimizer to the host and back, twice."""
     keys = {**KEYS, "optimizer": None}
     config, rows = policy_config(bench.folder("qwen2"), **keys), random_rows(LENGTHS)
     rank = bench.policy("qwen2", **keys)
@@ -88,7 +88,7 @@ def _folders(bench: Bench, name: str) -> tuple[str, str]:
 
 
 def _state(rank: PolicyRank) -> dict[str, Tensor]:
-    """Copies on the CPU of every weight and of every tensor of the optimizer's state."""
+    """Return CPU copies of every weight and every tensor of the optimizer's state."""
     state = weights_of(rank)
     optimizer = rank.backend.optimizer  # type: ignore[attr-defined]
     for index, entry in enumerate(optimizer.state_dict()["state"].values()):

@@ -1,4 +1,4 @@
-"""The checks, the most important ones first."""
+"""List the checks, the most important ones first."""
 
 from collections.abc import Sequence
 
@@ -27,14 +27,14 @@ CHECKS = (
     Check("checkpoint seconds", "speed", "gpu_checks.speed:checkpoint", 90),
     Check("vocabulary chunk", "speed", "gpu_checks.speed:chunks", 120),
 )
-"""Small models first: figures of the large one, which the later checks share, are worth nothing if those are wrong."""
+"""Small models come first: if their results are wrong, the figures of the large model are meaningless."""
 
 
 def chosen(only: Sequence[str]) -> list[Check]:
-    """The checks whose name holds one of the texts, or all.
+    """Return the checks whose name contains one of the texts, or all checks.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: no check matches.
     """
     found = [check for check in CHECKS if not only or any(text in check.name for text in only)]
     if not found:

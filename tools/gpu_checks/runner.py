@@ -1,10 +1,11 @@
-"""Runs checks in a process of their own, each with a deadline, so that none can take the others along.
+"""Run checks in a separate process, each with a deadline, so that one failure does not end the other checks.
 
     this process ── check ──► worker: torch, CUDA, the library ──► findings, one message each
-         └─ nothing in time, or the worker is gone: end its process group, a failed row, a new worker for the next check
+                  └─ no answer in time, or the worker is gone: end its process group, failed row, new worker for the
+                  next check
 
-A worker lives on from check to check as long as nothing raises: imports and a CUDA context take seconds, and an
-exception may leave a process group or a broken context behind. Invariant: this process imports no torch.
+A worker runs further checks until one raises: imports and a CUDA context take seconds, but an exception may leave a
+process group or a broken context. Invariant: this process does not import torch.
 """
 
 import faulthandler
@@ -24,9 +25,9 @@ from typing import Any
 from gpu_checks.report import Finding, Kind, Row, Status
 
 START_DEADLINE_S = 120.0
-"""Limit for importing torch and transformers from a cold disk and for the first touch of a GPU."""
+"""Seconds for importing torch and transformers from a cold disk and for the first use of a GPU."""
 _LEAST_S = 5.0
-"""Less time than this is not worth starting a check."""
+"""No check is started with fewer seconds left."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Check:
 
     Attributes:
         name: unique name.
-        kind: what its rows are.
+        kind: kind of its rows.
         target: `module:function`; the function takes the worker's bench and yields `Finding`s.
         deadline_s: limit for each of its findings.
     """
@@ -48,13 +49,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a worker is told.
+    """Settings of a worker.
 
     Attributes:
-        cpu: tiny shapes on the CPU instead of a GPU.
-        folder: for models and checkpoints; the caller removes it.
-        plant_fault: change one weight of the models that the policy loads, for a test of the checks themselves.
-        bench: `module:class` of what the checks run on; constructed with this.
+        cpu: use tiny shapes on the CPU instead of a GPU.
+        folder: folder for models and checkpoints; the caller removes it.
+        plant_fault: change one weight of the models that the policy loads, to test the checks themselves.
+        bench: `module:class` of the object that checks get; constructed with this setting.
     """
 
     cpu: bool
@@ -64,11 +65,11 @@ class Setting:
 
 
 class Runner:
-    """Runs checks until a budget is spent.
+    """Runs checks until a time budget is used up.
 
     Args:
-        setting: what the workers are told.
-        budget_s: limit for everything.
+        setting: settings of the workers.
+        budget_s: limit for all checks.
     """
 
     def __init__(self, setting: Setting, budget_s: float):
@@ -108,7 +109,7 @@ class Runner:
             self._worker = _Worker(self._setting)
             started = self._worker.answer(min(START_DEADLINE_S, self._left()))
             if not isinstance(started, dict):
-                self._cannot_start = not self.machine  # a GPU that was there may come back
+                self._cannot_start = not self.machine  # a GPU that has worked may recover
                 yield self._ended(check, started, START_DEADLINE_S)
                 return
             self.machine = started
@@ -124,7 +125,7 @@ class Runner:
             yield Row(check.name, answer.name, check.kind, status, answer.figures, answer.problem)
 
     def _ended(self, check: Check, answer: "_Raised | None", deadline_s: float) -> Row:
-        """The row of a check that raised, hung or lost its process; the worker goes with it."""
+        """Return the row of a check that raised, hung or lost its process; end the worker."""
         assert self._worker is not None
         status = self._worker.kill()
         self._worker = None
@@ -143,7 +144,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception of a check: its last line, and the whole."""
+    """An exception of a check: its last line, and its traceback."""
 
     reason: str
     trace: str
@@ -153,23 +154,23 @@ _DONE = "done"
 
 
 class _Worker:
-    """The process that runs checks, leader of a process group that is ended as a whole."""
+    """Process that runs checks; it leads a process group that is ended as a whole."""
 
     def __init__(self, setting: Setting):
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._pipe, theirs = context.Pipe()
-        # Not a daemon: those may not have the child that the weight sync needs.
+        # Not a daemon: daemons may not have a child, which the weight sync needs.
         self._process = context.Process(target=_serve, args=(theirs, setting))
         self._process.start()
         theirs.close()
 
     def ask(self, check: Check) -> None:
-        """Have a check run; `answer` gives what it finds."""
-        with suppress(OSError):  # the worker is gone: `answer` says so
+        """Start a check; `answer` returns its findings."""
+        with suppress(OSError):  # the worker is gone: `answer` reports it
             self._pipe.send(check)
 
     def answer(self, timeout_s: float) -> Any:
-        """The next message; None where none came in time or the worker is gone."""
+        """Return the next message; None if none came in time or the worker is gone."""
         try:
             return self._pipe.recv() if self._pipe.poll(max(0.0, timeout_s)) else None
         except (EOFError, OSError):
@@ -177,7 +178,7 @@ class _Worker:
             return None
 
     def kill(self) -> int | None:
-        """End the process group; returns the worker's exit status if it had ended by itself."""
+        """End the process group; return the worker's exit status if it had already ended."""
         status = self._process.exitcode
         assert self._process.pid is not None, "it was started"
         with suppress(ProcessLookupError):  # it may not lead a group yet
@@ -189,7 +190,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection, setting: Setting) -> None:
-    """Body of a worker: answer with the machine's facts, then run checks until the pipe closes."""
+    """Run a worker: send the machine's facts, then run checks until the pipe closes."""
     os.setsid()
     faulthandler.enable()
     os.environ |= {"HF_HUB_OFFLINE": "1", "KINETO_LOG_LEVEL": "99"}
@@ -205,8 +206,8 @@ def _serve(pipe: Connection, setting: Setting) -> None:
 
 
 def _run(pipe: Connection, bench: Any, check: Check) -> None:
-    """Send what one check finds, and how it ended."""
-    # Shows on stderr where a check hangs, before it is ended for that.
+    """Run one check; send its findings and how it ended."""
+    # Before a check is ended for hanging, show on stderr where it hangs.
     faulthandler.dump_traceback_later(0.9 * check.deadline_s, exit=False, file=sys.stderr)
     try:
         for finding in _named(check.target)(bench):
@@ -220,7 +221,7 @@ def _run(pipe: Connection, bench: Any, check: Check) -> None:
 
 
 def _named(target: str) -> Any:
-    """What `module:name` names."""
+    """Import the object `module:name`."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 

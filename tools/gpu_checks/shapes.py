@@ -1,4 +1,4 @@
-"""The models of the checks: tiny ones whose numbers show a token seen wrongly, and one of real size for speed."""
+"""Define the checks' models: tiny ones whose numbers reveal wrong attention, and one of real size for speed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 _TINY: dict[str, Any] = {
-    "vocab_size": 264,  # of `tiny_models.make_char_tokenizer`
+    "vocab_size": 264,  # as in `tiny_models.make_char_tokenizer`
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
-    "initializer_range": 0.15,  # large weights, so that a token seen wrongly shows in the numbers
+    "initializer_range": 0.15,  # large weights, so that a wrongly attended token changes the numbers
     "tie_word_embeddings": True,
     "bos_token_id": None,
     "pad_token_id": 256,
@@ -27,8 +27,8 @@ class Shape:
 
     Attributes:
         model_type: its architecture in transformers.
-        fields: of its configuration.
-        dtype: of the weights on disk.
+        fields: fields of its configuration.
+        dtype: dtype of the weights on disk.
     """
 
     model_type: str
@@ -68,4 +68,4 @@ SHAPES = {
 TINY = ("qwen2", "qwen3", "gemma3")
 """Full attention with biases, with norms of queries and keys, and with sliding windows."""
 TINY_ON_CPU = ("qwen2", "gemma3")
-"""Those that differ most."""
+"""The two shapes that differ most."""

@@ -1,4 +1,4 @@
-"""Prompts that are laid out once: attention with more keys than queries, and a policy that shares them or does not."""
+"""Check shared prompts: attention with more keys than queries, and a policy with and without sharing."""
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
@@ -17,16 +17,16 @@ from nemo_rl.models.dtensor.attention import varlen_attention
 from nemo_rl.models.training.shared_prompts import SharedPrompts
 
 PARTS = [37, 20, 5, 64, 1, 30]
-"""Tokens of the parts of a layout: two prompts, ..."""
+"""Tokens of each part of a layout: two prompts, three answers and a separate row."""
 PROMPTS = [None, None, 0, 0, 1, None]
-"""... three answers, each with its prompt, and a row by itself."""
+"""Index of each part's prompt; None for prompts and the separate row."""
 LENGTHS = [24, 33, 19, 28, 12, 26]
 PROMPT_TOKENS = 17
-"""That the first four rows begin with; the others are by themselves."""
+"""Length of the prompt that the first four rows share; the other rows share nothing."""
 
 
 def kernels(bench: Bench) -> Iterator[Finding]:
-    """Output and gradients against dense attention in float64, with and without a window or sinks."""
+    """Compare output and gradients with dense attention in float64, with and without a window or sinks."""
     for dtype, allowed in TOLERANCE.items():
         for window, has_sinks in ((None, False), (16, False), (16, True)):
             tensors = _random_heads(bench.device, dtype, has_sinks)
@@ -44,7 +44,7 @@ def kernels(bench: Bench) -> Iterator[Finding]:
 
 
 def policy(bench: Bench) -> Iterator[Finding]:
-    """Log-probs and gradients with shared prompts and without, against Hugging Face; both are packed."""
+    """Compare log-probs and gradients with and without shared prompts with Hugging Face; both are packed."""
     rows = grouped_rows()
     for precision in ("float32", "bfloat16"):
         for shape in TINY if bench.on_gpu else TINY_ON_CPU:
@@ -67,7 +67,7 @@ def _judged(name: str, errors: dict[str, float], allowed: float, shared: bool) -
 
 
 def grouped_rows() -> Rows:
-    """Rows of which four begin with the same prompt; what comes after it counts."""
+    """Return rows of which four start with the same prompt; only the tokens after it count in the loss."""
     rows: BatchedDataDict[Any] = random_rows(LENGTHS)
     rows["input_ids"][1:4, :PROMPT_TOKENS] = rows["input_ids"][0, :PROMPT_TOKENS]
     rows["token_mask"][:4, :PROMPT_TOKENS] = 0
@@ -81,7 +81,7 @@ def _packed(*, shares: bool) -> dict[str, Any]:
 
 
 def _random_heads(device: torch.device, dtype: torch.dtype, has_sinks: bool) -> list[Tensor]:
-    """Query, key and value `[1, H, T, D]`, and sinks `[H]`."""
+    """Return random query, key and value `[1, H, T, D]`, and sinks `[H]`."""
     generator = torch.Generator().manual_seed(1)
     shapes: list[tuple[int, ...]] = [(1, heads, sum(PARTS), HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     shapes += [(HEADS,)] if has_sinks else []
@@ -89,7 +89,7 @@ def _random_heads(device: torch.device, dtype: torch.dtype, has_sinks: bool) -> 
 
 
 def _laid_out(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: int | None) -> Tensor:
-    """`[1, T, H, D]` by the library."""
+    """Compute `[1, T, H, D]` with the library."""
     mask = None if window is None else torch.tensor(window)
     layout = SharedPrompts(PARTS, PROMPTS)
     out, _ = varlen_attention(nn.Module(), query, key, value, mask, s_aux=sinks, divided_row=layout)
@@ -97,7 +97,7 @@ def _laid_out(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, w
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: int | None) -> Tensor:
-    """`[1, T, H, D]` by the definition: a token sees those before it in its own part and all of that part's prompt."""
+    """Compute `[1, T, H, D]` by definition: a token sees earlier tokens of its part and all of its part's prompt."""
     starts = list(accumulate(PARTS, initial=0))
     before = [0 if prompt is None else PARTS[prompt] for prompt in PROMPTS]
     positions = [torch.arange(length) + first for length, first in zip(PARTS, before, strict=True)]

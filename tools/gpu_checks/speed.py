@@ -1,4 +1,4 @@
-"""How fast a rank trains and scores, what that takes in memory, and what moves cost."""
+"""Measure how fast a rank trains and scores, its memory, and the time of moving its state."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +25,10 @@ class Sizes:
     """Sizes of the speed checks, in tokens.
 
     Attributes:
-        row: every sequence.
-        batch: one optimizer update.
-        packs: microbatches to compare.
-        chunks: logits held at a time, to compare.
+        row: tokens of every sequence.
+        batch: tokens of one optimizer update.
+        packs: tokens of a microbatch, values to compare.
+        chunks: tokens whose logits are held at the same time, values to compare.
     """
 
     row: int
@@ -43,7 +43,7 @@ REPEATS = 2
 
 
 def training(bench: Bench) -> Iterator[Finding]:
-    """Whole optimizer updates by tokens of a pack."""
+    """Measure whole optimizer updates, by tokens per pack."""
     rank, rows, sizes = bench.large_policy(), _rows(bench), _sizes(bench)
     for pack in sizes.packs:
         work = partial(update, rank, _config(bench, pack), rows)
@@ -51,14 +51,14 @@ def training(bench: Bench) -> Iterator[Finding]:
 
 
 def microbatch(bench: Bench) -> Iterator[Finding]:
-    """What one more microbatch adds to an update: kernels, their time, and the time that passes."""
+    """Measure what one more microbatch adds to an update: number of kernels, their time, and wall-clock time."""
     rank = bench.large_policy()
     for pack in _sizes(bench).packs[:2]:
         yield _microbatch(bench, rank, pack)
 
 
 def scoring(bench: Bench) -> Iterator[Finding]:
-    """Log-prob passes by tokens of a pack."""
+    """Measure log-prob passes, by tokens per pack."""
     rank, rows = bench.large_policy(), _rows(bench)
     for pack in _sizes(bench).packs:
         work = partial(scores, rank, _config(bench, pack), rows)
@@ -66,20 +66,20 @@ def scoring(bench: Bench) -> Iterator[Finding]:
 
 
 def chunks(bench: Bench) -> Iterator[Finding]:
-    """Optimizer updates by tokens whose logits are held at a time."""
+    """Measure optimizer updates, by tokens whose logits are held at the same time."""
     for chunk in _sizes(bench).chunks:
         yield _with_chunk(bench, chunk)
 
 
 def _with_chunk(bench: Bench, chunk: int) -> Finding:
-    """Another chunk needs another rank, which this function alone holds: two do not fit on every device."""
+    """Measure one chunk size with a new rank; only this function holds it, because two do not fit on every device."""
     rank = bench.large_policy(logprob_chunk_size=chunk)
     work = partial(update, rank, _config(bench, _sizes(bench).packs[1]), _rows(bench))
     return _rate(bench, rank, f"{chunk} tokens", work, backward=True)
 
 
 def offload(bench: Bench) -> Iterator[Finding]:
-    """Optimizer state to the host and back; the first move may allocate what the second one reuses."""
+    """Move the optimizer state to the host and back; the first move may allocate buffers that the second one reuses."""
     rank, rows = bench.large_policy(), _rows(bench)
     config = _config(bench, bench.large_pack)
     update(rank, config, rows)
@@ -95,7 +95,7 @@ def offload(bench: Bench) -> Iterator[Finding]:
 
 
 def checkpoint(bench: Bench) -> Iterator[Finding]:
-    """A checkpoint with optimizer state: how long it holds the training up, how long it takes, and what it writes."""
+    """Measure a checkpoint with optimizer state: how long it blocks training, its total time, and its size."""
     rank = bench.large_policy()
     update(rank, _config(bench, bench.large_pack), _rows(bench))
     for background in (False, True):
@@ -109,7 +109,7 @@ def checkpoint(bench: Bench) -> Iterator[Finding]:
 
 
 def matrix_product(bench: Bench) -> Iterator[Finding]:
-    """What the device reaches on one large product, to judge the utilisation by."""
+    """Measure the device's speed on one large product, for comparison with the utilisation."""
     size = 8192 if bench.on_gpu else 256
     left, right = (torch.randn(size, size, device=bench.device).bfloat16() for _ in range(2))
     repeats = 20
@@ -123,19 +123,19 @@ def _sizes(bench: Bench) -> Sizes:
 
 
 def _config(bench: Bench, pack: int) -> PolicyConfig:
-    """The section by which rows are packed."""
+    """Return the policy section that sets how rows are packed."""
     return policy_config(bench.folder(bench.large), precision="bfloat16", **packed(pack))
 
 
 def _rows(bench: Bench, num_tokens: int | None = None) -> Rows:
-    """Full rows of random tokens."""
+    """Return full rows of random tokens."""
     sizes = _sizes(bench)
     count = (num_tokens or sizes.batch) // sizes.row
     return random_rows([sizes.row] * count, SHAPES[bench.large].fields["vocab_size"] - 8)
 
 
 def _rate(bench: Bench, rank: PolicyRank, name: str, work: Callable[[], object], *, backward: bool) -> Finding:
-    """Tokens a second, utilisation and peak memory of a pass over the whole batch."""
+    """Measure tokens per second, utilisation and peak memory of a pass over the whole batch."""
     sizes, refusal = _sizes(bench), ""
     try:
         first = work()
@@ -143,7 +143,7 @@ def _rate(bench: Bench, rank: PolicyRank, name: str, work: Callable[[], object],
         seconds = min(_seconds(bench, work) for _ in range(REPEATS))
     except torch.OutOfMemoryError as error:
         refusal = f"out of memory: {str(error).splitlines()[0][:150]}"
-    if refusal:  # out of the handler, which holds the frames whose tensors are in the way
+    if refusal:  # after the handler, whose traceback keeps tensors alive
         bench.empty_cache()
         return Finding(name, {}, refusal)
     model = rank.backend.model  # type: ignore[attr-defined]
@@ -158,7 +158,7 @@ def _rate(bench: Bench, rank: PolicyRank, name: str, work: Callable[[], object],
 
 
 def _microbatch(bench: Bench, rank: PolicyRank, pack: int) -> Finding:
-    """The difference between updates of three microbatches and of one, per microbatch."""
+    """Measure the difference between updates of three microbatches and of one, per microbatch."""
     config, few, many = _config(bench, pack), 1, 3
     counts, kernel_us, walls = [], [], []
     for number in (few, many):
@@ -176,7 +176,7 @@ def _microbatch(bench: Bench, rank: PolicyRank, pack: int) -> Finding:
 
 
 def _kernels(bench: Bench, work: Callable[[], object]) -> list[float]:
-    """Microseconds of each kernel on the GPU, copies aside; of each operator on the CPU."""
+    """Return the microseconds of each GPU kernel except copies, or of each operator on the CPU."""
     kind = DeviceType.CUDA if bench.on_gpu else DeviceType.CPU
     activity = ProfilerActivity.CUDA if bench.on_gpu else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:

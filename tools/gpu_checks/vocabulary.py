@@ -1,4 +1,4 @@
-"""The chunked log-probabilities over the vocabulary against a plain log-softmax in float64."""
+"""Compare the chunked log-probabilities over the vocabulary with a plain log-softmax in float64."""
 
 from collections.abc import Iterator
 
@@ -12,12 +12,12 @@ from nemo_rl.distributed.parallel_logprobs import SamplingDensity, token_logprob
 NUM_TOKENS, VOCAB_SIZE, WIDTH, CHUNK = 1300, 151936, 512, 512
 CPU_NUM_TOKENS, CPU_VOCAB_SIZE, CPU_WIDTH, CPU_CHUNK = 50, 1000, 64, 16
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Largest error, as a share of the largest value."""
+"""Largest allowed error, relative to the largest value."""
 TEMPERATURE = 0.7
 
 
 def statistics(bench: Bench) -> Iterator[Finding]:
-    """Log-probabilities, entropies and their gradients, at a real vocabulary on GPUs; the last chunk is not full."""
+    """Check log-probabilities, entropies and gradients, with a real vocabulary on GPUs; the last chunk is not full."""
     for dtype, allowed in TOLERANCE.items():
         hidden_ND, weight_VD, targets_N = _random_head(bench, dtype)
         want = _with_gradients(_plain(hidden_ND, weight_VD, targets_N), hidden_ND, weight_VD)
@@ -35,7 +35,7 @@ def statistics(bench: Bench) -> Iterator[Finding]:
 
 
 def _random_head(bench: Bench, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, output head and targets; logits of a few units."""
+    """Return random hidden states, output head and targets; the logits are a few units large."""
     sizes = (NUM_TOKENS, VOCAB_SIZE, WIDTH) if bench.on_gpu else (CPU_NUM_TOKENS, CPU_VOCAB_SIZE, CPU_WIDTH)
     num_tokens, vocab_size, width = sizes
     generator = torch.Generator().manual_seed(2)
@@ -53,7 +53,7 @@ def _plain(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Ten
 
 
 def _with_gradients(scored: tuple[Tensor, Tensor], hidden_ND: Tensor, weight_VD: Tensor) -> list[Tensor]:
-    """Both statistics, and the gradients of a sum in which every token weighs differently."""
+    """Return both statistics, and the gradients of a sum in which every token has a different weight."""
     logprobs_N, entropy_N = scored
     weight_N = torch.linspace(-1, 1, len(logprobs_N), device=logprobs_N.device, dtype=logprobs_N.dtype)
     total = (logprobs_N * weight_N).sum() + 0.3 * (entropy_N * weight_N.flip(0)).sum()

@@ -1,4 +1,4 @@
-"""Weights from the policy to an engine in another process, and through a group of one."""
+"""Check the weight sync from the policy to an engine in another process, and through a group of one member."""
 
 import dataclasses
 import time
@@ -26,7 +26,7 @@ KEYS: dict[str, Any] = {"precision": "float32", **packed(64)}
 
 
 def between_processes(bench: Bench) -> Iterator[Finding]:
-    """Train, sync, train, sync ...; every tensor's fingerprint, then the log-probs of what the engine writes."""
+    """Train and sync repeatedly; check every tensor's fingerprint, then the log-probs of the engine's output."""
     config, rows = policy_config(bench.folder("qwen2"), **KEYS), random_rows([24, 9, 17, 3, 24, 12])
     spec = _spec(bench, bucket_size_bytes=1 << 18)
     rank = bench.policy("qwen2", **KEYS)
@@ -46,7 +46,7 @@ def between_processes(bench: Bench) -> Iterator[Finding]:
 
 
 def group_of_one(bench: Bench) -> Iterator[Finding]:
-    """The collective transport's group with trainer rank 0 alone: NCCL on a GPU, gloo on a CPU."""
+    """Check the collective transport's group with trainer rank 0 alone: NCCL on a GPU, gloo on a CPU."""
     member = GroupMember(_alone(bench), rank=0)
     flat = torch.arange(1000, device=bench.device).to(torch.uint8)
     want = flat.clone()
@@ -64,7 +64,7 @@ def group_of_one(bench: Bench) -> Iterator[Finding]:
 
 
 def bandwidth(bench: Bench) -> Iterator[Finding]:
-    """Bytes a second of whole syncs, verified and not, and of fingerprints alone."""
+    """Measure bytes per second of whole syncs, verified and not, and of fingerprints alone."""
     precision = "bfloat16" if bench.on_gpu else "float32"
     rank = bench.large_policy()
     engine = bench.engine(bench.large, precision)
@@ -88,10 +88,10 @@ def bandwidth(bench: Bench) -> Iterator[Finding]:
 
 
 def _sync(rank: PolicyRank, engine: EngineProcess, spec: TransportSpec, version: int, dtype: str) -> list[Bucket]:
-    """One sync as the controller drives it: the next bucket is packed while the engine loads the one before.
+    """Run one sync like the controller: the next bucket is packed while the engine loads the previous one.
 
     Raises:
-        WeightSyncError: something else arrived than was sent.
+        WeightSyncError: the received weights differ from the sent ones.
     """
     engine.send("begin_weight_update", spec, version)
     rank.begin_weight_stream(spec, dtype)

@@ -1,1 +1,1 @@
-"""Whether every division of a model over ranks gives the numbers of one process: `tools/parity_table.py` runs it."""
+"""Compare models divided over ranks with one process; run by `tools/parity_table.py`."""

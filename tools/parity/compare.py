@@ -1,4 +1,4 @@
-"""How far two runs are from each other."""
+"""Compute the differences between two runs."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,8 @@ from torch import Tensor
 from parity.reference import Numbers
 
 _NEGLIGIBLE = 1e-4
-"""Gradients below this share of the model's largest are zero but for rounding (biases of keys): compared with it."""
+"""Gradients below this share of the model's largest are zero except for rounding (biases of keys); then the difference
+is relative to this share of the largest."""
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,11 @@ class Difference:
     """Largest relative differences over all updates.
 
     Attributes:
-        loss: of a loss.
-        gradient: of any entry of any gradient, relative to the largest entry of that tensor.
-        worst: the name of that tensor.
-        norm: of the gradient norm.
-        logprob: of a log-probability, relative to the largest.
+        loss: difference of a loss.
+        gradient: difference of any entry of any gradient, relative to the largest entry of that tensor.
+        worst: name of that tensor.
+        norm: difference of the gradient norm.
+        logprob: difference of a log-probability, relative to the largest.
     """
 
     loss: float
@@ -31,7 +32,7 @@ class Difference:
 
     @property
     def largest(self) -> float:
-        """The largest of them."""
+        """The largest of these differences."""
         return max(self.loss, self.gradient, self.norm, self.logprob)
 
 

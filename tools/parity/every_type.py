@@ -1,8 +1,8 @@
-"""A tiny model of every causal language model type that the installed transformers knows.
+"""Make a tiny model of every causal language model type that the installed transformers knows.
 
-Sizes are set by the names of configuration fields, so that types of later versions are built without a line here;
-`SPECIAL` has what one type needs besides. Invariant: sizes divide by 2, everything random in training is off, and
-every kind of layer of a type is there that its configuration can be asked for in four layers.
+Sizes are set by the names of configuration fields, so types of later versions need no change here; `SPECIAL` has
+further fields of single types. Invariant: sizes divide by 2, all randomness in training is off, and a model has every
+kind of layer that its configuration can have in four layers.
 """
 
 import re
@@ -40,7 +40,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 128),
     **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "local_attention"), 6),
     **dict.fromkeys(("sliding_window_size", "attention_chunk_size", "rel_extent"), 6),
-    "index_topk": 64,  # of fewer, scores of exactly zero are as good as each other
+    "index_topk": 64,  # with fewer, ties between scores of exactly zero are random
     **dict.fromkeys(("sliding_window_pattern", "full_attention_interval", "global_attn_every_n_layers"), 2),
     **dict.fromkeys(("attn_layer_period", "expert_layer_period", "interleave_moe_layer_step"), 2),
     **dict.fromkeys(("attn_layer_offset", "expert_layer_offset", "max_window_layers"), 1),
@@ -91,19 +91,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2},
     "minicpm3": {"scale_emb": 3, "dim_model_base": 32},
 }
-"""Fields that one type needs besides `_SIZES`."""
+"""Fields that a single type needs in addition to `_SIZES`."""
 
 
 def model_types() -> list[str]:
-    """Names of all types."""
+    """Return the names of all types."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def tiny_model(model_type: str) -> PreTrainedModel:
-    """A model in float32 with random weights, in eval mode.
+    """Make a model in float32 with random weights, in eval mode.
 
     Raises:
-        ValueError: no small configuration of the type makes a model that runs; says what each attempt ended with.
+        ValueError: no small configuration of the type gives a working model; lists the error of each attempt.
     """
     reasons: list[str] = []
     for values in _attempts():
@@ -117,13 +117,13 @@ def tiny_model(model_type: str) -> PreTrainedModel:
 
 
 def save_tiny_model(model_type: str, folder: Path) -> str:
-    """Write the folder of a `tiny_model`; returns its name."""
+    """Write a `tiny_model` to a folder; return the folder's name."""
     tiny_model(model_type).save_pretrained(folder)
     return str(folder)
 
 
 def _attempts() -> list[dict[str, Any]]:
-    """Sizes to try, in order: some types need as many heads of keys as of queries, or compute the rest themselves."""
+    """Return sizes to try, in order: some types need equal numbers of key and query heads, or compute some sizes."""
     same_heads = dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "num_kv_heads"), 4)
     kept = [name for name in _SIZES if name not in ("head_dim", "qk_head_dim", "rotary_dim")]
     fewest = [name for name in kept if not name.startswith(("mamba", "q_lora", "index", "chunk"))]
@@ -131,7 +131,7 @@ def _attempts() -> list[dict[str, Any]]:
 
 
 def _small(kind: type[PretrainedConfig], values: dict[str, Any]) -> PretrainedConfig:
-    """A configuration of a class; parts for text and other inputs get the same sizes."""
+    """Build a configuration of a class; parts for text and other inputs get the same sizes."""
     default = kind()
     parts: dict[str, Any] = {}
     for name in kind.sub_configs:

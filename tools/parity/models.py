@@ -1,7 +1,7 @@
-"""Tiny random models of each architecture, with what is special to it switched on.
+"""Make tiny random models of each architecture with its special features switched on.
 
-Invariant: every size divides by 4, and every parameter matters: weights are large, norms and biases are not the ones
-that initialisation gives.
+Invariant: every size divides by 4, and every parameter affects the output: weights are large, and norms and biases
+differ from their initial values.
 """
 
 from pathlib import Path
@@ -49,19 +49,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("gpt_oss", _HYBRID | {"num_local_experts": 8, "num_experts_per_tok": 2}),
 }
-"""`model_type` and special fields of each row of the table."""
+"""Row of the table -> `model_type` and special fields."""
 
 
 ALL_EXPERTS = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
-"""Fields of a mixture that sends each token to all of its experts: rounding then changes no choice between them."""
+"""Fields that send each token to all experts of a mixture, so that rounding cannot change the choice of experts."""
 
 
 def random_model(architecture: str, *, all_experts: bool = False) -> PreTrainedModel:
-    """A model of the table, in float32 and eval mode; the same weights in every process.
+    """Make a model of the table, in float32 and eval mode, with the same weights in every process.
 
     Args:
         architecture: key of `ARCHITECTURES`.
-        all_experts: whether a mixture of experts sends each token to all of them.
+        all_experts: send each token to all experts of a mixture.
     """
     model_type, special = ARCHITECTURES[architecture]
     if all_experts:
@@ -80,6 +80,6 @@ def random_model(architecture: str, *, all_experts: bool = False) -> PreTrainedM
 
 
 def save_model(architecture: str, folder: Path, *, all_experts: bool = False) -> str:
-    """Write the folder of a `random_model`; returns its name."""
+    """Write a `random_model` to a folder; return the folder's name."""
     random_model(architecture, all_experts=all_experts).save_pretrained(folder)
     return str(folder)

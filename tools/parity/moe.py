@@ -1,12 +1,11 @@
-"""A mixture of experts that answers much as a dense model does: every expert is almost a copy of the layer's MLP.
+"""Make a mixture of experts that answers like a dense model: every expert is almost a copy of the layer's MLP.
 
-With weights of the chosen experts that add up to 1 the mixture gives about what one copy gives, so a run on it starts
-from the dense model's answers; its router and its experts then learn apart (Komatsuzaki et al. 2022, arXiv:2212.05055).
-Invariant: the experts of a layer differ. Between equal ones the router's gradient would be rounding alone, which Adam
-makes as large as any other, and no two runs on different meshes would agree.
+If the weights of the chosen experts add up to 1, the mixture's output is about that of one copy, so a run starts from
+the dense model's answers; router and experts then diverge (Komatsuzaki et al. 2022, arXiv:2212.05055). Invariant: the
+experts of a layer differ. With equal experts the router's gradient would be rounding errors only, which Adam scales up
+to normal size, so runs on different meshes would not agree.
 
-Qwen3-MoE normalises queries and keys and has no biases: it starts with the dense model's way of speaking, and few right
-answers.
+Qwen3-MoE normalises queries and keys and has no biases: it starts with the dense model's style and few right answers.
 """
 
 from collections.abc import Callable
@@ -45,12 +44,12 @@ _CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {
     "qwen3_moe": Qwen3MoeConfig,
 }
 _APART = 0.05
-"""How far experts are from the copied MLP, in its standard deviations."""
+"""Distance of experts from the copied MLP, in standard deviations of its weights."""
 
 
 @torch.no_grad()
 def save_mixture(dense: Path, folder: Path, num_experts: int = 4, family: str = "qwen2_moe") -> str:
-    """Write a mixture with `num_experts` copies of each MLP of a Qwen2 model; returns the folder's name."""
+    """Write a mixture with `num_experts` copies of each MLP of a Qwen2 model; return the folder's name."""
     source = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     fields = {name: getattr(source.config, name) for name in _COPIED}
     config = _CONFIGS[family](

@@ -1,16 +1,16 @@
-"""Tables of comparisons on a page: what is measured again takes its place among cells that stay."""
+"""Update tables of comparisons on a page: new cells replace old ones, other cells are kept."""
 
 from collections.abc import Iterable
 
 NONE = "–"
-"""In the place of a comparison that was not made."""
+"""Text of a cell without a comparison."""
 
 type Table = dict[tuple[str, str], dict[str, str]]
-"""What cells show: by mesh and rows, then by architecture."""
+"""Texts of cells: (mesh, rows) -> architecture -> text."""
 
 
 def read_table(text: str, title: str) -> Table:
-    """The table below a heading of a page."""
+    """Read the table below a heading of a page."""
     _, _, section = text.partition(f"## {title}\n")
     lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
     cut = [[value.strip() for value in line.strip("|").split("|")] for line in lines]
@@ -21,7 +21,7 @@ def read_table(text: str, title: str) -> Table:
 
 
 def drawn(table: Table, architectures: Iterable[str], meshes: Iterable[str]) -> str:
-    """One row for each mesh, one column for each architecture, in these orders."""
+    """Format the table with one row per mesh and one column per architecture, in these orders."""
     order = list(meshes)
     columns = [name for name in architectures if any(name in row for row in table.values())]
     lines = [f"| mesh | rows | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]

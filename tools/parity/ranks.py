@@ -1,4 +1,4 @@
-"""What a mesh of ranks gives: the training backend in forked processes that talk through gloo."""
+"""Compute the results of a mesh of ranks: the training backend in forked processes that communicate through gloo."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ _TIMEOUT = timedelta(seconds=300)
 
 
 def policy_config(model_name: str, mesh: Mapping[str, Any], *, packed: bool, **values: Any) -> PolicyConfig:
-    """The policy section of a parity run; `mesh` are keys of `dtensor_cfg`."""
+    """Build the policy section of a parity run; `mesh` has keys of `dtensor_cfg`."""
     settings: dict[str, Any] = {
         "model_name": model_name,
         "precision": "float32",
@@ -51,12 +51,12 @@ def policy_config(model_name: str, mesh: Mapping[str, Any], *, packed: bool, **v
 
 
 def on_ranks[T](work: Callable[..., T], num_ranks: int, *arguments: Any) -> list[T]:
-    """Run `work(*arguments)` in forked processes with a gloo group; results by rank."""
+    """Run `work(*arguments)` in forked processes with a gloo group; return the results by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside idle threads of torch
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork while torch has idle threads
         given = (work, num_ranks, port, folder, arguments)
         mp.start_processes(_rank, given, nprocs=num_ranks, start_method="fork")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
@@ -87,7 +87,7 @@ def mesh_numbers(
     dtype: torch.dtype = torch.float32,
     **values: Any,
 ) -> Numbers:
-    """`reference.one_process` by the training backend, on `num_ranks` ranks that compute in a number format."""
+    """Compute `reference.one_process` with the training backend, on `num_ranks` ranks in a given dtype."""
     parts = on_ranks(_train, num_ranks, policy_config(model_name, mesh, packed=packed, **values), steps, dtype)
     layout, (shards, rows) = parts[0]["layout"], parts[0]["rows"]
     givers = layout.result_ranks
@@ -103,7 +103,7 @@ def mesh_numbers(
 
 
 def _sum_of(stages: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The gradients of all stages; a weight that two of them hold has the sum."""
+    """Join the gradients of all stages; a weight that two stages hold gets the sum."""
     total: dict[str, Tensor] = {}
     for gradients in stages:
         for name, gradient in gradients.items():
@@ -112,7 +112,7 @@ def _sum_of(stages: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _train(config: PolicyConfig, steps: int, dtype: torch.dtype) -> dict[str, Any]:
-    """One rank's part of some updates."""
+    """Run one rank's part of some updates."""
     layout = ParallelLayout.of(config, dist.get_world_size())
     build = partial(_build_in, dtype)
     backend = DTensorBackend(config, torch.device("cpu"), layout, init_reference_model=False, build=build)
@@ -146,16 +146,16 @@ def _updates(
 
 
 def _build_in(dtype: torch.dtype, config: PolicyConfig, seed: int) -> Built:
-    """The model in a number format; its weights are read from the files into it later."""
+    """Build the model in a dtype; its weights are loaded from the files later."""
     built = build_model(config, seed)
     built.model.to(dtype)
     if dtype == torch.float64:
-        built.model.hf.set_experts_implementation("eager")  # grouped products know no float64
+        built.model.hf.set_experts_implementation("eager")  # grouped products do not support float64
     return built
 
 
 def _whole_gradients(backend: DTensorBackend) -> dict[str, Tensor]:
-    """Every gradient of this rank's stage, gathered, under the name that checkpoints have; collective."""
+    """Return every gradient of this rank's stage, gathered, by its name in checkpoints; collective."""
     gradients, stage = {}, stage_of(backend.model.hf)
     for name, parameter in backend.model.hf.named_parameters():
         if parameter.grad is not None:

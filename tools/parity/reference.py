@@ -1,4 +1,4 @@
-"""What one process gives: transformers' own model in float64, row by row without padding, and plain autograd."""
+"""Compute the results of one process: transformers' model in float64, row by row without padding, plain autograd."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -23,10 +23,10 @@ class Numbers:
     """Results of some updates.
 
     Attributes:
-        losses: of each update.
-        gradients: of each update, whole, by name.
+        losses: loss of each update.
+        gradients: whole gradients of each update, by name.
         norms: gradient norm of each update.
-        logprobs: `[B, T]` before each update, zeros where nothing is scored.
+        logprobs: `[B, T]` before each update, zeros where no token is scored.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Numbers:
 
 
 class WeightedLikelihood:
-    """Advantage-weighted negative log-likelihood per token; the loss that both sides compute."""
+    """Advantage-weighted negative log-likelihood per token, which both sides compute."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
@@ -45,13 +45,13 @@ class WeightedLikelihood:
     def __call__(
         self, logprobs: Tensor, data: BatchedDataDict[Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Loss of one microbatch, divided by the global count of tokens."""
+        """Compute the loss of one microbatch, divided by the global number of tokens."""
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         return -(logprobs * mask * data["advantages"][:, 1:]).sum() / global_valid_toks, {}
 
 
 def batch(rows: int = 8, width: int = 40, seed: int = 0) -> BatchedDataDict[Any]:
-    """Right-padded rows of 9 to `width` tokens, one of them not counted, with advantages of both signs."""
+    """Return right-padded rows of 9 to `width` tokens, one of them not counted, with advantages of both signs."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(9, width + 1, (rows,), generator=draw)
     lengths[0] = width
@@ -71,16 +71,16 @@ def batch(rows: int = 8, width: int = 40, seed: int = 0) -> BatchedDataDict[Any]
 
 
 def one_process(model_name: str, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> Numbers:
-    """Losses, gradients and log-probabilities of transformers' model under plain SGD.
+    """Compute losses, gradients and log-probabilities of transformers' model under plain SGD.
 
     Args:
         model_name: folder of the model.
         steps: number of updates.
-        dtype: number format of the model.
+        dtype: dtype of the model.
     """
     kind = AutoModelForCausalLM
     model = kind.from_pretrained(model_name, dtype=torch.float32, attn_implementation="eager").to(dtype)
-    model.set_experts_implementation("eager")  # grouped products know no float64
+    model.set_experts_implementation("eager")  # grouped products do not support float64
     model.train()
     batches = [batch(seed=step) for step in range(steps)]
     with in_float64() if dtype == torch.float64 else nullcontext():

@@ -1,7 +1,7 @@
-"""Find out within seconds whether a Ray cluster answers at the address that RAY_ADDRESS names.
+"""Find out within seconds whether a Ray cluster answers at RAY_ADDRESS.
 
-Ray's own attempt to join an address where no cluster answers takes minutes and heeds no signal. Invariant: Ray is asked
-to join only a cluster that has answered here, and every question asked here has a deadline.
+Ray's own attempt to join an address where no cluster answers takes minutes and ignores signals. Invariant: Ray joins
+only a cluster that has answered this check, and every step of the check has a deadline.
 """
 
 import os
@@ -19,21 +19,21 @@ START_ONE = (
     "to run on this machine alone."
 )
 _REACH_S = 10.0
-"""For name resolution and all addresses of a host together."""
+"""Seconds for name resolution and all addresses of a host together."""
 _CONNECT_S = 5.0
 _HEALTH_S = 20.0
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What a client of HTTP/2, and so of gRPC, sends first: the preface and an empty SETTINGS frame (RFC 9113, 3.4)."""
+"""First bytes of an HTTP/2 (gRPC) client: the preface and an empty SETTINGS frame (RFC 9113, 3.4)."""
 _FRAME_HEADER_BYTES, _SETTINGS_FRAME = 9, 4
 
 _answered: set[str] = set()
 
 
 def require_cluster() -> None:
-    """Refuse an address in RAY_ADDRESS where no Ray cluster answers; asks once per process and address.
+    """Refuse a RAY_ADDRESS where no Ray cluster answers; checks each address once per process.
 
     Raises:
-        ConfigError: says what was found there.
+        ConfigError: describes what was found there.
     """
     address = cluster_address()
     if address is None or address in _answered:
@@ -45,7 +45,7 @@ def require_cluster() -> None:
 
 
 def unreachable(address: str) -> str | None:
-    """What keeps a cluster from being joined, within about half a minute; None if nothing does.
+    """Describe why a cluster cannot be joined, within about half a minute; None if it can.
 
     Args:
         address: `host:port`, `ray://host:port` or `auto`.
@@ -53,35 +53,35 @@ def unreachable(address: str) -> str | None:
     try:
         target = in_background(partial(_listening, address), "ray-address").result(_REACH_S)
     except TimeoutError:
-        return f"nobody answers (no connection within {_REACH_S:g} s; the host is unknown to the network or blocked)"
+        return f"no server answers (no connection within {_REACH_S:g} s; the host is unknown to the network or blocked)"
     except (OSError, ValueError) as error:
-        return f"nobody answers ({error})"
+        return f"no server answers ({error})"
     if target is None:
         return "no cluster runs on this machine"
     if address.startswith("ray://"):
         return None
-    # In a process of its own: what waits in Ray's C++ code cannot be interrupted here.
+    # Use a separate process: a wait inside Ray's C++ code cannot be interrupted here.
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", target]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_HEALTH_S, check=False)
     except subprocess.TimeoutExpired:
-        return f"what listens there is no Ray that answers within {_HEALTH_S:g} s"
+        return f"the server there is not Ray, or did not answer within {_HEALTH_S:g} s"
     said = asked.stderr.strip().splitlines()
-    return None if asked.returncode == 0 else f"what listens there is no Ray to join ({said[-1] if said else 'silent'})"
+    return None if asked.returncode == 0 else f"the server there is not Ray ({said[-1] if said else 'silent'})"
 
 
 def _listening(address: str) -> str | None:
-    """`host:port` of a server that speaks gRPC's protocol; None where `auto` finds no cluster.
+    """Return `host:port` of a server that speaks gRPC's protocol; None if `auto` finds no cluster.
 
     Raises:
-        OSError, ValueError: nobody listens, the address is malformed, or what listens is no Ray.
+        OSError, ValueError: no process listens, the address is malformed, or the server is not Ray.
     """
     from ray._private import services  # takes a second
 
     try:
-        # Ray replaces 127.0.0.1 by the address under which others reach this machine.
+        # Ray replaces 127.0.0.1 by the address at which other machines reach this one.
         target: str | None = services.canonicalize_bootstrap_address(address.removeprefix("ray://"))
-    except ConnectionError:  # of `auto`
+    except ConnectionError:  # raised for `auto`
         return None
     if target is None:
         return None
@@ -104,11 +104,11 @@ def _require_http2(connection: socket.socket) -> None:
         while len(header) < _FRAME_HEADER_BYTES:
             received = connection.recv(_FRAME_HEADER_BYTES - len(header))
             if not received:
-                raise ConnectionError("what listens there closes the connection: it is no Ray")
+                raise ConnectionError("the server there closes the connection: it is not Ray")
             header += received
     except TimeoutError:
         raise ConnectionError(
-            f"what listens there says nothing for {_CONNECT_S:g} s: it is no Ray, or it hangs"
+            f"the server there does not respond for {_CONNECT_S:g} s: it is not Ray, or it hangs"
         ) from None
     if header[3] != _SETTINGS_FRAME:
-        raise ConnectionError("what listens there is another kind of server, no Ray")
+        raise ConnectionError("another kind of server listens there, not Ray")

@@ -1,10 +1,10 @@
-"""Join a Ray cluster, and notice when it has lost what this program cannot do without.
+"""Join a Ray cluster and notice when a process of it that this program needs has ended.
 
-    raylet        of this program's machine: Ray ends all workers of the program, each for a reason of its own
-    gcs_server    on the head: Ray ends this process from C++ when it has not answered for a minute
+        raylet        of this program's machine: when it ends, Ray ends all workers, each with a different reason
+        gcs_server    on the head: when it has not answered for a minute, Ray ends this process from C++
 
-`local_ray.check_local_ray`, which every long wait calls, then ends the run in order. Nothing is said of other machines:
-`node_health` and the workers' own errors do that.
+Then `local_ray.check_local_ray`, which every long wait calls, ends the run in order. Other machines are not watched
+here: `node_health` and the workers' errors report them.
 """
 
 import logging
@@ -26,17 +26,17 @@ from nemo_rl.utils.errors import ConfigError, NemoRLError
 _RETRY_S = 0.2
 _PERIOD_S = 3.0
 _GONE_S = 0.75 * float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112
-"""Without an answer of the control service; less than Ray's own limit, and time for one that starts again."""
-_GO_ON = "Start the run again; with checkpointing.enabled=true it goes on from its last checkpoint."
+"""Seconds without an answer of the control service: below Ray's own limit, long enough for a restart of it."""
+_GO_ON = "Start the run again; with checkpointing.enabled=true it continues from its last checkpoint."
 
 _JOIN_S = 120.0
 
 
 def join_ray(address: str, env_vars: Mapping[str, str], *, log_to_driver: bool) -> Any:
-    """Connect this process to a running cluster, and watch it from then on.
+    """Connect this process to a running cluster and watch the cluster from then on.
 
     Args:
-        address: `host:port`, `ray://host:port` or `auto`; somebody answers there.
+        address: `host:port`, `ray://host:port` or `auto`; a cluster has answered there.
         env_vars: environment of all workers.
         log_to_driver: repeat what workers write on this process's console.
 
@@ -65,7 +65,7 @@ def join_ray(address: str, env_vars: Mapping[str, str], *, log_to_driver: bool) 
 
 
 def watch_joined_ray() -> None:
-    """Start a thread for each of the two; a cluster that is reached by Ray Client has neither."""
+    """Start a thread for the raylet and one for the gcs_server; with Ray Client this process reaches neither."""
     node = ray._private.worker._global_node
     if node is None:
         return
@@ -76,7 +76,7 @@ def watch_joined_ray() -> None:
 
 
 def _await_raylet(node: Node) -> None:
-    """Until nobody listens on the raylet's socket, which the kernel tells at once, or this process has left."""
+    """Wait until no process listens on the raylet's socket (the kernel reports it) or this process has left."""
     while ray._private.worker.global_worker.node is node:
         try:
             with socket.socket(socket.AF_UNIX) as connection:
@@ -86,15 +86,15 @@ def _await_raylet(node: Node) -> None:
             place = f"{node.node_ip_address}, in the joined cluster {node.gcs_address},"
             what = f"The node manager (raylet) of this machine, {place}"
             logs = f"Its log is in {node.get_logs_dir_path()}."
-            note_death(node, what, f"{what} has ended, and with it the run's workers. {logs} {_GO_ON}")
+            note_death(node, what, f"{what} has ended, and the run's workers with it. {logs} {_GO_ON}")
             return
         except OSError:
-            pass  # it ended this connection, which the next one will explain
+            pass  # the connection was closed; the next attempt shows why
         time.sleep(_RETRY_S)
 
 
 def _await_control_service(node: Node) -> None:
-    """Until it takes no connection for `_GONE_S` seconds, or this process has left the cluster."""
+    """Wait until it accepts no connection for `_GONE_S` seconds or this process has left the cluster."""
     host, _, port = node.gcs_address.rpartition(":")
     answered = time.monotonic()
     while ray._private.worker.global_worker.node is node:

@@ -1,16 +1,16 @@
-"""Start Ray on this machine for one run, with no more processes than a run uses.
+"""Start Ray on this machine for one run, with only the processes that a run uses.
 
-For runs that have no cluster to join. What is left out serves people who look at a cluster from outside or machines
-that come and go; actors, tasks and objects work as ever.
+This is for runs that have no cluster to join. The processes left out serve users who inspect a cluster from outside or
+clusters whose machines change; actors, tasks and objects work as usual.
 
     gcs_server, raylet                               started by Ray, needed
     two agents of the raylet                         replaced by `ray_agents`: 130 MB, two seconds of each start
     autoscaler monitor, log monitor, dashboard       left out: 300 MB and seconds of a laptop's start
-    an idle worker for each core                     left out: a run knows which workers it wants
+        an idle worker for each core                     left out: a run starts the workers it needs
 
-Ray does not survive the death of its gcs_server or raylet, but says so after a minute, or as the death of some
-worker, or ends the driver from C++ without a word. So a thread for each of them sleeps until it ends and logs that at
-once, and every long wait of the controller calls `check_local_ray` once a second to end the run in order.
+Ray does not survive the end of its gcs_server or raylet. By itself it reports this after a minute, or as the death of
+some worker, or it ends the driver from C++ silently. So one thread for each of the two waits for its end and logs it
+immediately, and every long wait of the controller calls `check_local_ray` once a second to end the run in order.
 """
 
 import atexit
@@ -45,7 +45,7 @@ from nemo_rl.utils.errors import DeadlineExceededError, RayDiedError, ResourceIn
 logger = logging.getLogger(__name__)
 
 LIVENESS_PERIOD_S = 1.0
-"""How long a wait may go on without `check_local_ray`."""
+"""Seconds a wait may last without calling `check_local_ray`."""
 
 LOOPBACK = "127.0.0.1"
 _CPU_OBJECT_STORE_BYTES = 1 << 30
@@ -53,13 +53,13 @@ _UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server")
 _SYSTEM_CONFIG = {
     "prestart_worker_first_driver": False,
     "enable_worker_prestart": False,
-    # Nobody starts it again; after SIGTERM it may live on without an answer, so that no wait would end before.
+    # The gcs_server is not restarted. After SIGTERM it can hang, and waits would not end; so time out after 20 s.
     "gcs_rpc_server_reconnect_timeout_s": 20,
 }
 _SETUP_WORKER = str(Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py")
 _START_ATTEMPTS = 3
 _START_S = 300.0
-"""For all attempts; Ray's own deadlines end each of them within a minute."""
+"""Seconds for all attempts together; Ray's own deadlines end each attempt within a minute."""
 _ROLES = {"gcs_server": "control service", "raylet": "node manager"}
 
 _noting = threading.Lock()
@@ -73,35 +73,35 @@ def start_local_ray(
     """Start Ray under 127.0.0.1; it ends with this process.
 
     Args:
-        num_cpus: logical CPUs; None counts the machine's.
+        num_cpus: logical CPUs; None takes the machine's count.
         env_vars: environment of all workers, on top of this process's own.
-        include_dashboard: start the dashboard, and the daemons around it.
-        log_to_driver: repeat what workers write on this process's console.
+        include_dashboard: start the dashboard and the daemons that it needs.
+        log_to_driver: repeat the workers' output on this process's console.
 
     Returns:
-        What `ray.init` returns.
+        The result of `ray.init`.
 
     Raises:
         ResourceInsufficientError: Ray did not start.
-        DeadlineExceededError: it did not end its attempts in time.
+        DeadlineExceededError: the attempts did not finish in time.
     """
     require_startable_ray()
-    # Without this Ray replaces 127.0.0.1 by an address that the network can reach, and all of its processes
-    # listen there. The variable tells its other processes the same.
+    # Otherwise Ray replaces 127.0.0.1 by an address that the network can reach, and all of its processes listen
+    # there. The environment variable tells Ray's other processes the same.
     ray_constants.ENABLE_RAY_CLUSTER = False
     is_lean = not (include_dashboard or log_to_driver)
-    # Ray would import what its dashboard needs, to see whether it could start one.
+    # Ray would import the dashboard's dependencies only to check whether it could start one.
     unasked = {"get_dashboard_dependency_error": _no_dashboard} if is_lean else {}
     unused = _UNUSED_DAEMONS if is_lean else ()
     starter = {"start_ray_process": partial(_start_lean, services.start_ray_process)} if is_lean else {}
-    # Workers inherit the environment that Ray starts in.
+    # Workers inherit the environment in which Ray starts.
     with (
         _environment(
             {**env_vars, **_token_without_home(), **_whole_paths(), ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
         ),
         _replaced(Node, dict.fromkeys(unused, _start_nothing)),
         _replaced(services, {"ConsolePopen": _OwnSession, **starter}),
-        # Ray's handler would drain the node for seconds while it starts.
+        # While Ray starts, its handler would take seconds to drain the node.
         _replaced(ray_utils, {"set_sigterm_handler": _keep_handler, **unasked}),
     ):
         start = partial(
@@ -122,9 +122,9 @@ def start_local_ray(
 
 
 def _token_without_home() -> dict[str, str]:
-    """A secret that this Ray's processes show each other, where Ray could not keep one in `~/.ray`.
+    """Make an authentication token for this Ray's processes if Ray cannot store one in `~/.ray`.
 
-    Ray makes the file on the first start of a user, and fails where the home is read-only.
+    Ray writes the token file when a user first starts it, and fails if the home folder is read-only.
     """
     home = Path(os.path.expanduser("~")) / ".ray"
     given = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -141,15 +141,15 @@ def _token_without_home() -> dict[str, str]:
 
 
 def _whole_paths() -> dict[str, str]:
-    """RAY_TMPDIR as an absolute path: Ray's daemons have other current folders, and would wait for each other."""
+    """Make RAY_TMPDIR absolute: Ray's daemons have other working folders, and would wait for files in the wrong one."""
     given = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR"))
     return {} if given is None or os.path.isabs(given) else {"RAY_TMPDIR": str(ray_folder().parent)}
 
 
 class _OwnSession(services.ConsolePopen):
-    """A daemon of Ray's that no signal to the run's terminal or process group reaches.
+    """A daemon of Ray that does not receive signals to the run's terminal or process group.
 
-    Ctrl-C, a closed terminal and `kill -- -<group>` then reach the driver alone, which ends the rest in order.
+    Ctrl-C, a closed terminal and `kill -- -<group>` then reach the driver alone, which ends the daemons in order.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -157,11 +157,11 @@ class _OwnSession(services.ConsolePopen):
 
 
 def check_local_ray() -> None:
-    """See that the Ray which this process started is whole, or of a joined one what it needs (`joined_ray`).
+    """Check that the Ray this process started is complete, or that the joined cluster still answers (`joined_ray`).
 
     Raises:
-        RayDiedError: its gcs_server or raylet has ended. What is left of what this process started is ended too, and
-            with it all workers, so that no other wait lasts and nothing is left behind.
+        RayDiedError: its gcs_server or raylet has ended. The remaining Ray processes that this process started, and all
+            workers, are ended too, so that no other wait lasts and no process is left.
     """
     if _death is None:
         return
@@ -173,7 +173,7 @@ def check_local_ray() -> None:
 
 
 def _watch(node: Node) -> None:
-    """Start a thread for each daemon that the run cannot do without."""
+    """Start a thread for each daemon that the run needs."""
     expect_deaths()
     for name in _ROLES:
         process = node.all_processes[name][0].process
@@ -181,15 +181,15 @@ def _watch(node: Node) -> None:
 
 
 def expect_deaths() -> None:
-    """From here on `note_death` counts, until this process ends."""
+    """Let `note_death` take effect from here until this process ends."""
     global _death
     _death = None
-    # Registered after Ray's own, so called before it ends the daemons.
+    # Registered after Ray's own handler, so it runs before Ray ends the daemons.
     atexit.register(_expect_ends)
 
 
 def note_death(node: Node, what: str, obituary: str) -> None:
-    """Let every wait end with an error, and say so at once; nothing where this process has left that Ray."""
+    """Log the end of a daemon and let every wait raise; do nothing if this process has disconnected from that Ray."""
     global _death
     with _noting:
         # `ray.shutdown` disconnects the worker from its node before it ends the daemons.
@@ -210,35 +210,35 @@ def _expect_ends() -> None:
 
 
 def local_ray_has_died() -> bool:
-    """Whether `check_local_ray` has found it dead; calls that ask its gcs_server would block until Ray gives up."""
+    """Return whether Ray is known to have died; calls to its gcs_server would then block until Ray gives up."""
     return _death is not None
 
 
 def _obituary(what: str, status: int, log_path: str) -> str:
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     return (
-        f"{what} {how}; without it the run cannot go on, and all of its workers were ended. If nobody killed it, look "
-        f"for the kernel's out-of-memory killer in the machine's log and at the end of {log_path}. Start the run "
-        "again; with checkpointing.enabled=true it goes on from its last checkpoint."
+        f"{what} {how}; the run cannot continue without it, and all of its workers were ended. If no user killed it, "
+        f"look for the kernel's out-of-memory killer in the machine's log and at the end of {log_path}. Start the run "
+        "again; with checkpointing.enabled=true it continues from its last checkpoint."
     )
 
 
 def connected_within(start: Callable[[], Any], timeout_s: float, what: str, advice: str) -> Any:
-    """Call what connects this process to Ray, on a thread that lasts as long as this process.
+    """Call a function that connects this process to Ray, on a thread that lasts as long as this process.
 
-    The calling thread waits in Python, so that signals are handled at once, which Ray's C++ code would not let happen.
-    The thread has to last because the kernel ends Ray's daemons with their parent (PR_SET_PDEATHSIG), and means by it
-    the thread that started them.
+    The calling thread waits in Python, where signals are handled immediately; Ray's C++ code would delay them. The
+    thread must last because the kernel ends Ray's daemons together with the thread that started them
+    (PR_SET_PDEATHSIG).
 
     Args:
         start: calls `ray.init`.
-        timeout_s: how long it may take.
-        what: the start of the error's message.
-        advice: its end.
+        timeout_s: seconds that it may take.
+        what: start of the error message.
+        advice: end of the error message.
 
     Raises:
-        DeadlineExceededError: it takes longer.
-        Exception: what `start` raised.
+        DeadlineExceededError: `start` takes longer.
+        Exception: an error that `start` raised.
     """
     started: Future[Any] = Future()
 
@@ -264,12 +264,12 @@ def connected_within(start: Callable[[], Any], timeout_s: float, what: str, advi
 
 
 def _says_something_new(record: logging.LogRecord) -> bool:
-    """False for Ray's warning that it sets no handler of SIGTERM outside the main thread, which is what we want."""
+    """Return False for Ray's warning that it sets no SIGTERM handler outside the main thread; none is wanted."""
     return "SIGTERM handler is not set" not in record.getMessage()
 
 
 def _init_patiently(**arguments: Any) -> Any:
-    """`ray.init`, again when it fails: on a crowded machine Ray's own deadlines for its parts (15 s) are too short."""
+    """Call `ray.init`, and again if it fails: Ray's deadlines for its parts (15 s) are too short on a busy machine."""
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:
             return ray.init(**arguments)
@@ -277,7 +277,7 @@ def _init_patiently(**arguments: Any) -> Any:
             _end_half_started(failure)
             reason = failure
         if isinstance(reason, OSError) and not isinstance(reason, ConnectionError | TimeoutError):
-            break  # a full or read-only disk is the same the next time
+            break  # a full or read-only disk will not change
         logger.warning("Ray did not start (attempt %d of %d): %s", attempt, _START_ATTEMPTS, reason)
     attempts = f"{attempt} attempt{'s' if attempt > 1 else ''}"
     raise ResourceInsufficientError(
@@ -293,7 +293,7 @@ def _start_advice() -> str:
 
 
 def _end_half_started(failure: Exception) -> None:
-    """End what a failed `ray.init` started; only its traceback holds the processes."""
+    """End the processes that a failed `ray.init` started; only the error's traceback still refers to them."""
     for frame, _ in traceback.walk_tb(failure.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, Node):
@@ -303,7 +303,7 @@ def _end_half_started(failure: Exception) -> None:
 
 @contextmanager
 def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Change a part of Ray while it starts; there is no public switch for these."""
+    """Replace parts of Ray while it starts; there is no public switch for these."""
     originals = {name: getattr(owner, name) for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
@@ -315,11 +315,11 @@ def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _keep_handler(handler: Any) -> None:
-    """In place of the function that makes Ray handle SIGTERM: the program has a handler."""
+    """Do nothing instead of letting Ray handle SIGTERM: the program has its own handler."""
 
 
 def _start_lean(start: Callable[..., Any], command: list[str], *args: Any, **kwargs: Any) -> Any:
-    """`services.start_ray_process`, where a raylet gets the agents of `ray_agents`."""
+    """Call `services.start_ray_process`, and give a raylet the agents of `ray_agents`."""
     given = dict(argument.removeprefix("--").split("=", 1) for argument in command[1:] if "=" in argument)
     if "dashboard_agent_command" in given:
         stand_in = [sys.executable, "-I", "-S", ray_agents.__file__]
@@ -339,12 +339,12 @@ def _start_lean(start: Callable[..., Any], command: list[str], *args: Any, **kwa
 
 
 def _no_dashboard() -> ImportError:
-    """In place of a function that says what the dashboard lacks."""
+    """Replace the function that checks the dashboard's dependencies."""
     return ImportError("no dashboard is wanted")
 
 
 def _start_nothing(node: Node, **_: Any) -> None:
-    """In place of a method that starts a daemon."""
+    """Replace a method that starts a daemon."""
 
 
 @contextmanager
@@ -362,8 +362,9 @@ def _environment(env_vars: Mapping[str, str]) -> Iterator[None]:
 
 
 def object_store_bytes() -> int | None:
-    """Size of a local Ray's object store: 1 GiB, or 30 % of a small machine's memory; None (Ray's own rule) where there
-    are GPUs.
+    """Return the size of a local Ray's object store in bytes.
+
+    1 GiB, or 30 % of a small machine's memory; None (Ray's own rule) on machines with GPUs.
     """
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return None

@@ -1,8 +1,8 @@
-"""What every node of a run has to have alike: the code, the models' folders, one checkpoint folder.
+"""Check that every node of a run has the same code, the models' folders and the same checkpoint folder.
 
-Asked by one Ray task on each node before the first worker starts there, so that a machine without the shared disk is
-named in seconds, not as a rank that died. Invariant: where all workers are on the node of this process nothing is
-asked, and no question takes longer than its deadline.
+One Ray task on each node checks this before the first worker starts there, so that a machine without the shared disk is
+named within seconds, instead of a crashed rank later. Invariant: if all workers are on this process's node, nothing is
+checked, and every check has a deadline.
 """
 
 import hashlib
@@ -30,19 +30,19 @@ from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 120.0
-"""A node starts a Python process for its answer, perhaps from a network disk that nobody has read before."""
+"""Seconds for a node's answer: it starts a Python process, perhaps from a network disk with a cold cache."""
 _VISIBLE_S = 5.0
-"""How late a network disk may show a file that another machine has written."""
+"""Seconds until a network disk shows a file that another machine has written."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What the nodes of a run share.
+    """Folders that the nodes of a run share.
 
     Attributes:
-        folders: folders to read, by the key of the configuration that names them; those that are none here (hub ids)
-            are not asked for.
-        written: a key and the folder in which all ranks write, None for none.
+        folders: folders to read, by the configuration key that names them; entries that are not folders on the driver
+            (hub ids) are not checked.
+        written: a key and the folder into which all ranks write; None if there is none.
     """
 
     folders: Mapping[str, str] = field(default_factory=dict)
@@ -59,15 +59,15 @@ class _Question:
 
 
 def check_nodes(places: Iterable[RayVirtualCluster], shared: Shared) -> None:
-    """Compare the nodes of reserved places with the node of this process, now and when Ray moves a place to others.
+    """Compare the nodes of reserved places with this process's node, now and whenever Ray moves a place.
 
     Args:
         places: where workers will run.
-        shared: what they need there.
+        shared: folders that they need there.
 
     Raises:
-        ConfigError: names each node that lacks something, and what.
-        DeadlineExceededError: a node gave no answer.
+        ConfigError: names each node that lacks something, and what it lacks.
+        DeadlineExceededError: a node did not answer.
     """
     places, compared = list(places), {ray.get_runtime_context().get_node_id()}
     _compare_new_nodes(places, shared, compared)
@@ -76,7 +76,7 @@ def check_nodes(places: Iterable[RayVirtualCluster], shared: Shared) -> None:
 
 
 def _compare_new_nodes(places: Iterable[RayVirtualCluster], shared: Shared, compared: set[str]) -> None:
-    """Compare the nodes that are not among `compared`, which get there."""
+    """Compare the nodes that are not in `compared`, and add them to it."""
     wanted = {node_id for cluster in places for node_id in cluster.node_ids()} - compared
     nodes = {node.node_id: node.address for node in living_nodes() if node.node_id in wanted}
     if not nodes:
@@ -88,7 +88,7 @@ def _compare_new_nodes(places: Iterable[RayVirtualCluster], shared: Shared, comp
         if canary is not None:
             for node_id in nodes:
                 if not found[node_id] and not _appears(_answer_to(canary, node_id), node_id, _VISIBLE_S):
-                    found[node_id] = [f"what it writes into {question.written}={canary.parent} is not seen by others"]
+                    found[node_id] = [f"its files in {question.written}={canary.parent} are not visible to other nodes"]
     different = [f"Node {address} (id {id_}): {'; '.join(found[id_])}." for id_, address in nodes.items() if found[id_]]
     if different:
         raise ConfigError("\n".join([*different, "Every node needs the same code and the same folders as the driver."]))
@@ -97,7 +97,7 @@ def _compare_new_nodes(places: Iterable[RayVirtualCluster], shared: Shared, comp
 
 
 def _ask(nodes: Mapping[str, str], question: _Question) -> dict[str, list[str]]:
-    """What each node lacks, by node id."""
+    """Return what each node lacks, by node id."""
     remote: Any = ray.remote(num_cpus=0, max_retries=0)(_differences)
     places = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in nodes}
     answers = {
@@ -123,7 +123,7 @@ def _answer_of(ref: Any) -> list[str]:
 
 
 def _differences(question: _Question, node_id: str) -> list[str]:
-    """What this node lacks; runs there."""
+    """Return what the node that runs this lacks."""
     found = []
     own = _code()
     if own.partition(", in")[0] != question.code.partition(", in")[0]:
@@ -145,7 +145,7 @@ def _differences(question: _Question, node_id: str) -> list[str]:
 
 @contextmanager
 def _canary(written: tuple[str, str] | None) -> Iterator[Path | None]:
-    """A file in the folder that all write into, while the block runs; the answers beside it go with it."""
+    """Write a file into the folder that all ranks write into; delete it and the nodes' answers after the block."""
     if written is None:
         yield None
         return
@@ -165,7 +165,7 @@ def _answer_to(canary: Path, node_id: str) -> Path:
 
 
 def _appears(file: Path, content: str, patience_s: float) -> bool:
-    """Whether a file that another node wrote can be read here, now or soon."""
+    """Return whether a file that another node wrote becomes readable here within `patience_s`."""
     end = time.monotonic() + patience_s
     while True:
         try:
@@ -179,7 +179,7 @@ def _appears(file: Path, content: str, patience_s: float) -> bool:
 
 
 def _code() -> str:
-    """Version of the package and a digest of its source."""
+    """Return the version of the package and a digest of its source."""
     package = Path(nemo_rl.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -187,5 +187,5 @@ def _code() -> str:
     try:
         version = metadata.version("nemo-rl")
     except metadata.PackageNotFoundError:
-        version = "of no installed version"
+        version = "not installed"
     return f"{version} (code {digest.hexdigest()[:10]}, in {package})"

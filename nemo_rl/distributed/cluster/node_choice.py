@@ -1,8 +1,8 @@
-"""Which nodes of a Ray cluster a set of bundles goes to, and what the nodes lack where it goes nowhere.
+"""Choose the nodes of a Ray cluster for a set of bundles, or describe what the nodes lack.
 
-`virtual_cluster` asks Ray for the places that are chosen here. Invariant: the same nodes with the same room give the
+`virtual_cluster` reserves places on the chosen nodes. Invariant: the same nodes with the same free resources give the
 same choice, in the order of the nodes' addresses, so ranks are numbered node by node and a resumed run finds rank 0
-where it was.
+on the same node.
 """
 
 import ipaddress
@@ -19,9 +19,9 @@ class NodeRoom:
 
     Attributes:
         node_id: Ray's id.
-        address: by which other nodes reach it.
-        total: what it has, by kind of resource; "CPU" and "GPU" are logical.
-        free: what nobody has taken now.
+        address: address at which other nodes reach it.
+        total: its resources by kind; "CPU" and "GPU" are logical.
+        free: resources that are not taken now.
     """
 
     node_id: str
@@ -30,7 +30,7 @@ class NodeRoom:
     free: Mapping[str, float]
 
     def holds(self, count: int, bundle: Mapping[str, float], *, now: bool = False) -> bool:
-        """Whether so many bundles fit, into all of it or into what is free now."""
+        """Return whether `count` bundles fit, into the node's total or (`now`) into its free resources."""
         have = self.free if now else self.total
         return all(have.get(kind, 0.0) >= count * amount for kind, amount in bundle.items())
 
@@ -39,7 +39,7 @@ class NodeRoom:
 
 
 def living_nodes() -> list[NodeRoom]:
-    """The nodes of the cluster, by address."""
+    """Return the living nodes of the cluster, sorted by address."""
     free = available_resources_per_node()
     nodes = [
         NodeRoom(node["NodeID"], node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
@@ -61,16 +61,16 @@ def choose_nodes(
     Args:
         counts: bundles of each entry.
         bundle: resources of one bundle.
-        nodes: in the order in which they are taken.
+        nodes: the nodes, in order of preference.
         strategy: STRICT_SPREAD: no node twice; SPREAD: no node twice while there are others; PACK: few nodes.
-        avoid: ids of nodes that are not taken.
+        avoid: ids of nodes not to use.
 
     Returns:
-        The node's id for each entry; None where the nodes do not suffice, however long one waits.
+        The node id of each entry; None if the nodes' total resources do not suffice.
     """
     entries: dict[str, list[int]] = {node.node_id: [] for node in nodes if node.node_id not in avoid}
     chosen: dict[int, str] = {}
-    # The largest first: what is left fits wherever a larger one does.
+    # The largest entries come first: the remaining ones fit wherever a larger one does.
     for entry in sorted(range(len(counts)), key=lambda entry: -counts[entry]):
         fitting = []
         for position, node in enumerate(nodes):
@@ -95,7 +95,7 @@ def shortage(
     strategy: str,
     avoid: Collection[str] = (),
 ) -> str:
-    """What the nodes have and which of them are too small, in one line; arguments as `choose_nodes`."""
+    """Describe the nodes' resources and which nodes are too small, in one line; arguments as in `choose_nodes`."""
     described = []
     for node in nodes:
         notes = []
@@ -113,7 +113,7 @@ def shortage(
 
 
 def _in_order(address: str) -> tuple[int, str]:
-    """IP addresses by number, names behind them."""
+    """Return a sort key: IP addresses by number, host names after them."""
     try:
         return int(ipaddress.ip_address(address)), ""
     except ValueError:

@@ -1,8 +1,9 @@
-"""Whether the machines of workers are still there; asked when something has failed on them.
+"""Find out whether the machines of workers are lost, after something on them has failed.
 
-When a machine goes, the ranks that talked to its ranks report broken connections at once, and Ray reports the machine
-only when its health checks have failed (15 s, a minute where the network swallows them). So its node manager is asked
-directly. Invariant: no answer here takes longer than a few seconds, and the node of this process is never called lost.
+When a machine is lost, ranks that communicated with its ranks report broken connections immediately. Ray reports the
+machine only when its health checks have failed (15 s; a minute if the network drops them). So this module connects to
+its node manager directly. Invariant: each check takes a few seconds at most, and this process's node is never reported
+as lost.
 """
 
 import socket
@@ -18,7 +19,7 @@ _ANSWER_S = 3.0
 
 
 def describe_losses(workers: Iterable[WorkerIdentity]) -> str:
-    """One line for each lost node of these workers: address, id, which of them it ran, and how it is known; or ""."""
+    """Describe each lost node of these workers in one line: address, id, evidence and workers; "" if none is lost."""
     by_node: dict[str, list[WorkerIdentity]] = {}
     for worker in workers:
         by_node.setdefault(worker.node_id, []).append(worker)
@@ -30,7 +31,7 @@ def describe_losses(workers: Iterable[WorkerIdentity]) -> str:
 
 
 def lost_nodes(node_ids: Iterable[str]) -> dict[str, str]:
-    """The nodes among these that are gone, by id, with how that is known."""
+    """Return the lost nodes among these: node id -> evidence."""
     if local_ray_has_died() or not ray.is_initialized():
         return {}
     others = set(node_ids) - {ray.get_runtime_context().get_node_id()}
@@ -43,7 +44,7 @@ def lost_nodes(node_ids: Iterable[str]) -> dict[str, str]:
 
 
 def _why_lost(node: dict[str, object]) -> str | None:
-    """How a node of `ray.nodes()` is known to be lost; None where its node manager takes connections."""
+    """Return the evidence that a node of `ray.nodes()` is lost; None if its node manager accepts connections."""
     if not node["Alive"]:
         return str(node.get("DeathReasonMessage") or "Ray has marked it dead")
     address, port = str(node["NodeManagerAddress"]), int(str(node["NodeManagerPort"]))

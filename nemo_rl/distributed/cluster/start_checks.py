@@ -1,6 +1,6 @@
-"""What keeps a Ray of this run's own from starting on this machine, found in milliseconds and before Ray is asked.
+"""Find out within milliseconds, and without Ray, why a local Ray cannot start on this machine.
 
-The preflight of a run, `local_ray` and `nemo_rl doctor` ask. Invariant: nothing here starts a process or leaves a file.
+The preflight of a run, `local_ray` and `nemo_rl doctor` use this. Invariant: it starts no process and leaves no file.
 """
 
 import os
@@ -12,16 +12,16 @@ from pathlib import Path
 from nemo_rl.utils.errors import ConfigError
 
 _LONGEST_SOCKET_BYTES = 107
-"""Of a path that a socket may have on Linux (`sockaddr_un`)."""
+"""Longest path of a socket on Linux (`sockaddr_un`)."""
 _LONGEST_SOCKET = "sockets/plasma_store"
 _LOOPBACK_S = 5.0
 
 
 def require_startable_ray() -> None:
-    """Refuse to start Ray where it cannot work.
+    """Raise if Ray cannot start on this machine.
 
     Raises:
-        ConfigError: says what is wrong and what to do.
+        ConfigError: names the fault and the fix.
     """
     fault = start_fault()
     if fault is not None:
@@ -29,12 +29,12 @@ def require_startable_ray() -> None:
 
 
 def start_fault() -> tuple[str, str] | None:
-    """What keeps Ray from starting, and what to do about it; None if nothing is known."""
+    """Return why Ray cannot start and how to fix it; None if no fault is found."""
     return _temporary_folder_fault() or _loopback_fault()
 
 
 def ray_folder() -> Path:
-    """Where a Ray that this machine starts keeps sockets, logs and spilled objects."""
+    """Return the folder in which a Ray started on this machine keeps sockets, logs and spilled objects."""
     chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     return Path(chosen).absolute() / "ray"
 

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of tokens, chunk by chunk, and their gradients.
+"""Compute log-probabilities and entropies of tokens, chunk by chunk, and their gradients.
 
-Each rank reduces over its own part of the vocabulary; what the ranks found is joined once at the end of the forward
-pass. The backward pass asks the other ranks for nothing, filters apart: it has the whole vocabulary's sums.
+Each rank reduces over its own part of the vocabulary; the ranks' results are joined once at the end of the forward
+pass. Apart from filters, the backward pass needs no communication: it has the sums over the whole vocabulary.
 """
 
 from typing import Any
@@ -27,19 +27,19 @@ def token_logprobs(
     group: Group = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target token, or of several, and entropy of each token's distribution.
+    """Compute the log-probability of each target token (or of several) and the entropy of each token's distribution.
 
     With `x = transform(h W^T + b) / temperature`, restricted to the tokens the sampler kept:
     `logprob = x[target] - logsumexp(x)` and `entropy = -sum_v p_v log p_v`. Both are differentiable
     in `hidden_ND`, `weight_VD` and `bias_V`; logits are recomputed chunk by chunk in the backward pass.
 
     A target that the filter would cut is kept in the density: the sampler did draw it, so only
-    rounding between the sampler's and the trainer's logits can push it out, and its log-probability
-    stays finite.
+    rounding differences between the sampler's and the trainer's logits can exclude it. Its
+    log-probability stays finite.
 
-    With a group every rank gives the same hidden states and targets and gets the same results. The gradient of
+    With a group every rank passes the same hidden states and targets and gets the same results. The gradient of
     `weight_VD` and `bias_V` is that of the rank's rows; the gradient of `hidden_ND` is PARTIAL: its sum over the
-    ranks is the complete one (`collectives.reduce_gradient`).
+    ranks is the complete gradient (`collectives.reduce_gradient`).
 
     Args:
         hidden_ND: `[N, D]` hidden states that predict the targets.
@@ -47,8 +47,8 @@ def token_logprobs(
         targets_N: `[N]` int64 token ids of the whole vocabulary, or `[N, k]` with k ids at each token.
         density: temperature and filters; None means the plain softmax.
         bias_V: `[V]` bias of these rows.
-        transform: what the model does to the linear layer's output.
-        group: the ranks that divide the head; None: it is whole.
+        transform: function that the model applies to the linear layer's output.
+        group: the ranks that divide the head; None: this rank has the whole head.
         chunk_size: tokens per chunk of logits; None takes `default_chunk_size`.
 
     Returns:
@@ -62,7 +62,7 @@ def token_logprobs(
 def logprobs_from_logits(
     logits_NV: Tensor, targets_N: Tensor, *, density: SamplingDensity | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` for logits that exist already (heads that are not described by a `LogitTransform`).
+    """Compute `token_logprobs` from existing logits (for heads that a `LogitTransform` does not describe).
 
     Args:
         logits_NV: `[N, V]` unscaled logits.
@@ -70,7 +70,7 @@ def logprobs_from_logits(
         density: temperature and filters; None means the plain softmax.
 
     Returns:
-        As `token_logprobs`.
+        As in `token_logprobs`.
     """
     density = density or SamplingDensity()
     x_NV = logits_of_density(widen(logits_NV), targets_N, density, None)
@@ -79,7 +79,7 @@ def logprobs_from_logits(
 
 
 def _statistics(x_nV: Tensor, columns_nk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits in the columns `[n, k]`, `logsumexp(x)` `[n]`, and the mean of x under `softmax(x)` `[n]`."""
+    """Return the logits in the columns `[n, k]`, `logsumexp(x)` `[n]`, and the mean of x under `softmax(x)` `[n]`."""
     lse_n = torch.logsumexp(x_nV, dim=-1)
     p_nV = (x_nV - lse_n[:, None]).exp()
     # A filtered token has p = 0 and x = -inf; its term p*x is 0 in the limit.
@@ -89,7 +89,7 @@ def _statistics(x_nV: Tensor, columns_nk: Tensor) -> tuple[Tensor, Tensor, Tenso
 def _over_all_ranks(
     target_Nk: Tensor, lse_N: Tensor, mean_N: Tensor, here_Nk: Tensor, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_statistics` of the whole vocabulary from those of its parts: means are weighed by the parts' probability."""
+    """Join the ranks' `_statistics` into those of the whole vocabulary; weight means by the parts' probability."""
     target_Nk = all_reduce(target_Nk.where(here_Nk, 0.0), group)
     parts_r2N = all_gather(torch.stack([lse_N, mean_N])[None], 0, group, partial_gradient=False)
     lse_rN, mean_rN = parts_r2N.unbind(1)
@@ -100,9 +100,9 @@ def _over_all_ranks(
 def _grad_logits(
     x_nV: Tensor, lse_n: Tensor, grad_logprob_nk: Tensor, entropy_n: Tensor, grad_entropy_n: Tensor | None
 ) -> Tensor:
-    """Gradient of `g_l * logprob + g_h * entropy` in x, without the targets' own terms.
+    """Return the gradient of `g_l * logprob + g_h * entropy` with respect to x, without the targets' own terms.
 
-    That is `-g_l p - g_h p (log p + H)`, summed over targets; `g_l` is still to be added at each target.
+    This is `-g_l p - g_h p (log p + H)`, summed over targets; the caller adds `g_l` at each target.
     """
     log_p_nV = x_nV - lse_n[:, None]
     p_nV = log_p_nV.exp()
@@ -114,7 +114,7 @@ def _grad_logits(
 
 
 class _ChunkedTokenLogprobs(torch.autograd.Function):
-    """See `token_logprobs`; saves hidden states, weights and a few numbers per token, and recomputes the logits."""
+    """Implements `token_logprobs`: saves hidden states, weights and a few numbers per token; recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -156,7 +156,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
         grad_logprobs_Nk = columns(grad_logprobs_N)
         grad_targets_Nk = grad_logprobs_Nk if here_Nk is None else grad_logprobs_Nk * here_Nk
         if grad_entropy_N is not None and not grad_entropy_N.is_cuda and not grad_entropy_N.any():
-            grad_entropy_N = None  # on a GPU the question would wait for the device, and costs more than the answer
+            grad_entropy_N = None  # not on a GPU: waiting for the device would cost more than it saves
         gradients = _Gradients(ctx, head, hidden_ND)
         grad_logits = fused_on_gpu(_grad_logits, hidden_ND)
         for start in range(0, hidden_ND.shape[0], ctx.chunk_size):
@@ -164,7 +164,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
             y_nV = head.logits(hidden_ND[part])
             x_nV = logits_of_density(y_nV, targets_N[part], ctx.density, ctx.group)
             if ctx.transform.cap is None:
-                y_nV = x_nV  # not needed any more: leave its memory
+                y_nV = x_nV  # y is not needed again: release its memory
             grad_entropy_n = None if grad_entropy_N is None else grad_entropy_N[part]
             entropy_n = lse_N[part] - mean_N[part]
             grad_x_nV = grad_logits(x_nV, lse_N[part], grad_logprobs_Nk[part], entropy_n, grad_entropy_n)
@@ -176,7 +176,7 @@ class _ChunkedTokenLogprobs(torch.autograd.Function):
 
 
 class _Gradients:
-    """Gradients of hidden states, weight and bias that are asked for, the sums over tokens in float32 or wider."""
+    """The requested gradients of hidden states, weight and bias, summed over tokens in float32 or wider."""
 
     def __init__(self, ctx: Any, head: OutputHead, hidden_ND: Tensor) -> None:
         wide = torch.promote_types(head.weight_VD.dtype, torch.float32)
@@ -188,7 +188,7 @@ class _Gradients:
             self._bias = torch.zeros_like(head.bias_V, dtype=wide)
 
     def add(self, part: slice, grad_x_nV: Tensor) -> None:
-        """Take in the gradient of a chunk's linear layer."""
+        """Add the gradient of a chunk's linear layer."""
         h_nD = self._hidden_ND[part]
         if self._bias is not None:
             self._bias += grad_x_nV.sum(dim=0)
@@ -199,7 +199,7 @@ class _Gradients:
             self._weight += grad_x_nV.t() @ h_nD
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the dtypes of the inputs."""
+        """Return the gradients of hidden states, weight and bias in the dtypes of the inputs; None if not requested."""
         weight, bias = self._weight, self._bias
         return (
             self._hidden,

@@ -1,6 +1,6 @@
-"""The density that a sampler drew from: temperature, top-k and nucleus filters, by vLLM's rules.
+"""Describe the density from which a sampler drew: temperature, top-k and nucleus filters, by vLLM's rules.
 
-Invariant: a filter looks at the whole vocabulary, so every rank of a divided head keeps the same tokens.
+Invariant: a filter uses the whole vocabulary, so every rank of a divided head keeps the same tokens.
 """
 
 import math
@@ -15,12 +15,12 @@ from nemo_rl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingDensity:
-    """How the sampler turned logits into the density it drew tokens from.
+    """The sampler's settings that turn logits into the density from which it draws tokens.
 
     Attributes:
-        temperature: logits are divided by it; > 0.
-        top_k: only the k largest logits stay; None keeps all.
-        top_p: the smallest set of tokens whose probability reaches top_p stays; 1.0 keeps all.
+        temperature: divisor of the logits; > 0.
+        top_k: number of largest logits that are kept; None keeps all.
+        top_p: the smallest set of tokens whose probability reaches top_p is kept; 1.0 keeps all.
     """
 
     temperature: float = 1.0
@@ -45,20 +45,20 @@ class SamplingDensity:
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are cut out of the density."""
+        """Whether some tokens are excluded from the density."""
         return self.top_k is not None or self.top_p < 1.0
 
     def unfiltered(self) -> "SamplingDensity":
-        """The same temperature over all tokens."""
+        """Return the density with the same temperature over all tokens."""
         return SamplingDensity(self.temperature)
 
 
 def apply_top_k_top_p(logits_NV: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor | None]:
     """Set the logits outside the sampler's top-k and nucleus sets to -inf.
 
-    Top-k keeps every logit that is not below the k-th largest (ties stay). Top-p then sorts what is
-    left by ascending probability and drops the longest prefix whose sum is at most `1 - top_p`; the
-    most probable token always stays. This is the order and the tie rule of vLLM's sampler.
+    Top-k keeps every logit that is not below the k-th largest (ties are kept). Top-p then sorts the
+    rest by ascending probability and drops the longest prefix whose sum is at most `1 - top_p`; the
+    most probable token is always kept. This is the order and the tie rule of vLLM's sampler.
 
     Args:
         logits_NV: `[N, V]` logits, already divided by the temperature.
@@ -86,12 +86,12 @@ def apply_top_k_top_p(logits_NV: Tensor, top_k: int | None, top_p: float) -> tup
 
 
 def logits_of_density(logits_nV: Tensor, targets_n: Tensor, density: SamplingDensity, group: Group) -> Tensor:
-    """Logits over the temperature, with the tokens outside the density at -inf; the targets always stay.
+    """Divide logits by the temperature and set those outside the density to -inf; targets are always kept.
 
-    The filters of a divided head gather the whole vocabulary of these `n` tokens.
+    With a divided head the filters gather the whole vocabulary of these `n` tokens.
 
     Args:
-        logits_nV: the model's logits of this rank's part of the vocabulary.
+        logits_nV: logits of this rank's part of the vocabulary.
         targets_n: `[n]` or `[n, k]` token ids.
         density: temperature and filters.
         group: the ranks that divide the vocabulary.
@@ -109,5 +109,5 @@ def logits_of_density(logits_nV: Tensor, targets_n: Tensor, density: SamplingDen
 
 
 def columns(targets_n: Tensor) -> Tensor:
-    """Targets `[n]` or `[n, k]` as `[n, k]`."""
+    """View targets `[n]` or `[n, k]` as `[n, k]`."""
     return targets_n if targets_n.ndim == 2 else targets_n[:, None]

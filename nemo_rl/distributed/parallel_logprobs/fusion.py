@@ -1,6 +1,6 @@
-"""Chains of elementwise operations and reductions as one kernel, where a compiler for the device is at hand.
+"""Compile chains of elementwise operations and reductions into one kernel, if a compiler for the device is available.
 
-Invariant: a run never fails for want of a compiler, and on a CPU the function itself is called: the same bits as ever.
+Invariant: a run never fails for lack of a compiler. On a CPU the function itself is called, so the bits do not change.
 """
 
 import logging
@@ -17,11 +17,11 @@ _uncompilable: set[Callable[..., Any]] = set()
 
 
 def fused_on_gpu[**P, R](function: Callable[P, R], on: Tensor) -> Callable[P, R]:
-    """A function as it is best called on the device of a tensor: compiled on GPUs with triton, else as it is.
+    """Return the fastest form of a function for a tensor's device: compiled on GPUs with triton, else unchanged.
 
     Args:
-        function: of tensors, without side effects.
-        on: any tensor it will work on.
+        function: function of tensors, without side effects.
+        on: any tensor that it will get.
     """
     if not on.is_cuda or not _has_triton():
         return function

@@ -1,4 +1,4 @@
-"""The output head of a model: a linear layer, whole or the rows that this rank holds, and what follows it."""
+"""Apply a model's output head: a linear layer, whole or this rank's rows of it, and the function after it."""
 
 from dataclasses import dataclass
 
@@ -11,34 +11,34 @@ _CHUNK_SIZE, _CHUNK_SIZE_GPU = 512, 2048
 
 
 def default_chunk_size(*, on_gpu: bool) -> int:
-    """Tokens per chunk of logits: 512 on CPUs, 2048 on GPUs.
+    """Return the tokens per chunk of logits: 512 on CPUs, 2048 on GPUs.
 
-    With 152 thousand tokens of vocabulary 2048 rows of logits are 1.2 GB in float32; a GPU's memory is written a
-    quarter as often for the head's gradient as with 512, and holds three or four such tensors at the peak.
+    With a vocabulary of 152 thousand, 2048 rows of logits take 1.2 GB in float32, and three or four such tensors exist
+    at the peak. With 2048 rows, the head's gradient is written to GPU memory a quarter as often as with 512.
     """
     return _CHUNK_SIZE_GPU if on_gpu else _CHUNK_SIZE
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to the output of its linear head: `y = cap tanh(scale x / cap)`, without a cap `y = scale x`.
+    """Function after a model's linear head: `y = cap tanh(scale x / cap)`, or `y = scale x` without a cap.
 
     Attributes:
         scale: logit multiplier (Cohere, Granite, Falcon-H1).
-        cap: bound of soft-capping (Gemma 2, arXiv:2408.00118, section 2); None has no bound.
+        cap: bound of soft-capping (Gemma 2, arXiv:2408.00118, section 2); None: no bound.
     """
 
     scale: float = 1.0
     cap: float | None = None
 
     def apply_(self, x_nV: Tensor) -> Tensor:
-        """`y` of `x`, in its place."""
+        """Compute `y` from `x`, in place."""
         if self.scale != 1.0:
             x_nV = x_nV.mul_(self.scale)
         return x_nV if self.cap is None else x_nV.div_(self.cap).tanh_().mul_(self.cap)
 
     def backward_(self, grad_nV: Tensor, y_nV: Tensor) -> Tensor:
-        """The gradient in `x` in place of that in `y`: `dy/dx = scale (1 - (y / cap)^2)`; overwrites `y`."""
+        """Turn the gradient in `y` into that in `x`, in place: `dy/dx = scale (1 - (y / cap)^2)`; overwrites `y`."""
         if self.cap is not None:
             grad_nV = grad_nV.mul_(y_nV.div_(self.cap).square_().neg_().add_(1.0))
         return grad_nV if self.scale == 1.0 else grad_nV.mul_(self.scale)
@@ -49,12 +49,12 @@ PLAIN = LogitTransform()
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The head as one rank has it.
+    """The part of the output head that one rank holds.
 
     Attributes:
-        weight_VD: its rows; with a group contiguous blocks of equal size in rank order.
+        weight_VD: this rank's rows; with a group, contiguous blocks of equal size in rank order.
         bias_V: bias of these rows, or None.
-        transform: what follows the linear layer.
+        transform: function applied after the linear layer.
         group: the ranks that divide the vocabulary; None: this rank has all of it.
     """
 
@@ -65,11 +65,11 @@ class OutputHead:
 
     @property
     def first_id(self) -> int:
-        """The token id of the first row here."""
+        """Token id of this rank's first row."""
         return 0 if self.group is None else self.group.rank() * self.weight_VD.shape[0]
 
     def logits(self, h_nD: Tensor) -> Tensor:
-        """`[n, V]` logits of the rows here, in float32 or wider; memory of their own."""
+        """Compute the `[n, V]` logits of this rank's rows, in float32 or wider; a new tensor."""
         if h_nD.is_cuda and h_nD.dtype in (torch.bfloat16, torch.float16):
             x_nV = torch.mm(h_nD, self.weight_VD.t(), out_dtype=torch.float32)
         else:
@@ -79,7 +79,7 @@ class OutputHead:
         return self.transform.apply_(x_nV)
 
     def locate(self, ids_Nk: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Columns of these ids in the logits here, and whether they are here (None: all are); 0 where they are not."""
+        """Return the columns of these ids in this rank's logits (else 0) and a mask of the ids it has (None: all)."""
         if self.group is None:
             return ids_Nk, None
         columns_Nk = ids_Nk - self.first_id
@@ -88,5 +88,5 @@ class OutputHead:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or in its own dtype if that is wider."""
+    """Return the tensor in float32, or in its own dtype if that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The largest logits of each token, for distillation."""
+"""Find the largest logits of each token, for distillation."""
 
 import math
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from nemo_rl.distributed.ranks.collectives import Group, all_gather
 
 @dataclass(frozen=True)
 class TopK:
-    """Which logits to keep of each token.
+    """Number and range of the logits to keep of each token.
 
     Attributes:
-        k: how many, the largest ones.
-        vocab_size: only ids below it compete, for output heads with rows beyond the vocabulary; None: all ids.
+        k: number of logits, the largest ones.
+        vocab_size: only ids below it are considered, for output heads with rows beyond the vocabulary; None: all ids.
     """
 
     k: int
@@ -35,20 +35,20 @@ def topk_logits(
     group: Group = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k largest logits of each token and their ids, largest first; not differentiable.
+    """Return the k largest logits of each token and their ids, largest first; not differentiable.
 
     Args:
         hidden_ND: `[N, D]` hidden states.
         weight_VD: `[V, D]` output head, or this rank's rows of it.
-        top: how many logits, of which ids.
+        top: number of logits and range of ids.
         bias_V: `[V]` bias of these rows.
-        transform: what the model does to the linear layer's output.
-        group: the ranks that divide the head; None: it is whole.
+        transform: function that the model applies to the linear layer's output.
+        group: the ranks that divide the head; None: this rank has the whole head.
         chunk_size: tokens per chunk of logits; None takes `default_chunk_size`.
 
     Returns:
-        `(logits_Nk, ids_Nk)`: float32 (float64 for float64 inputs) at temperature 1, and int64; ids of the whole
-        vocabulary, the same as without a group where no two logits of a token are equal.
+        `(logits_Nk, ids_Nk)`: float32 (float64 for float64 inputs) at temperature 1, and int64. The ids are those of
+        the whole vocabulary, the same as without a group unless two logits of a token are equal.
     """
     head = OutputHead(weight_VD, bias_V, transform, group)
     chunk_size = chunk_size or default_chunk_size(on_gpu=hidden_ND.is_cuda)
@@ -63,13 +63,13 @@ def topk_logits(
 
 
 def topk_of(logits_NV: Tensor, top: TopK) -> tuple[Tensor, Tensor]:
-    """`topk_logits` for logits that exist already; in their dtype, float32 at least."""
+    """Compute `topk_logits` from existing logits; in their dtype, float32 at least."""
     logits_Nk, ids_Nk = widen(logits_NV[:, : top.vocab_size]).topk(top.k, dim=-1)
     return logits_Nk, ids_Nk
 
 
 def _topk_of_all(x_nV: Tensor, top: TopK, head: OutputHead) -> tuple[Tensor, Tensor]:
-    """The largest of the k largest logits of every rank; a rank with fewer ids fills up with -inf."""
+    """Return the k largest among every rank's k largest logits; a rank with fewer ids pads with -inf."""
     assert head.group is not None
     num_here = x_nV.shape[1]
     num_ids = num_here * head.group.size()

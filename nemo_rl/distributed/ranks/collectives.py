@@ -1,9 +1,9 @@
-"""Collectives inside a forward pass, each with the backward pass that makes the gradient right.
+"""Collectives for a forward pass, each with the backward pass that gives the correct gradient.
 
-Tensor, sequence, context and expert parallelism are put together from these. What the gradient of a tensor means on a
-rank decides which one is right: it is `whole` where every rank has the same complete gradient, and `partial` where
-the complete one is the sum over ranks. Invariant: a function that takes a tensor equal on all ranks gives a whole
-gradient back, unless its name or its argument says partial. A group of None is one rank: nothing happens.
+Tensor, sequence, context and expert parallelism are built from these. The gradient of a tensor on a rank is `whole`
+if every rank has the same complete gradient, and `partial` if the complete gradient is the sum over ranks; this
+decides which function is correct. Invariant: a function that takes a tensor equal on all ranks returns a whole
+gradient, unless its name or its argument says partial. A group of None means one rank: the tensor is returned as it is.
 
 Source: Megatron-LM's f and g (Shoeybi et al. 2019, arXiv:1909.08053, section 3), and their sequence-parallel forms
 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
@@ -20,34 +20,34 @@ type Group = dist.ProcessGroup | None
 
 
 def reduce_gradient(x: Tensor, group: Group) -> Tensor:
-    """The tensor itself; its partial gradients are summed over the ranks (Megatron's f)."""
+    """Return the tensor itself; its partial gradients are summed over the ranks (Megatron's f)."""
     return x if group is None else _ReduceGradient.apply(x, group)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks; the whole gradient of the sum goes back to every term (Megatron's g)."""
+    """Sum over the ranks; every term receives the whole gradient of the sum (Megatron's g)."""
     return x if group is None else _AllReduce.apply(x, group)
 
 
 def all_gather(x: Tensor, dim: int, group: Group, *, partial_gradient: bool) -> Tensor:
-    """The parts of all ranks in rank order along `dim`; all parts have the same shape.
+    """Join the parts of all ranks in rank order along `dim`; all parts have the same shape.
 
     Args:
         x: this rank's part.
-        dim: where the parts are joined.
+        dim: dimension along which the parts are joined.
         group: the ranks.
-        partial_gradient: whether the gradient of the result is to be summed over the ranks, before each takes its part.
+        partial_gradient: sum the gradient of the result over the ranks before each rank takes its part.
     """
     return x if group is None else _AllGather.apply(x, dim, group, partial_gradient)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's part along `dim` of the sum over the ranks; the gradient is gathered."""
+    """Return this rank's part along `dim` of the sum over the ranks; the gradient is gathered."""
     return x if group is None else _ReduceScatter.apply(x, dim, group)
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's part along `dim` of a tensor that is equal on all ranks; the gradient is gathered, and whole."""
+    """Return this rank's part along `dim` of a tensor that is equal on all ranks; its gradient is gathered (whole)."""
     return x if group is None else _Split.apply(x, dim, group)
 
 
@@ -64,7 +64,7 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Gr
 
 
 def part_of(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's equal part along `dim`; a view."""
+    """Return this rank's equal part along `dim`; a view."""
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
 

@@ -1,6 +1,6 @@
-"""Whole tensors to DTensors and back, with no communication on the way there and one axis at a time on the way back.
+"""Convert whole tensors to DTensors without communication, and back one mesh axis at a time.
 
-And modules that compute with what their rank holds.
+Modules can compute with the local tensors of their rank.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 
 def local_slice(whole: Tensor, placement: Placement, mesh: DeviceMesh) -> Tensor:
-    """This rank's part of a whole tensor on a mesh of one axis, in memory of its own; works on the meta device."""
+    """Copy this rank's part of a whole tensor on a mesh of one axis; works on the meta device."""
     if not isinstance(placement, Shard):
         return whole.detach()
     return whole.detach().chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous().clone()
 
 
 def as_sharded(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
-    """A whole parameter as a DTensor of which this rank holds its part; no communication."""
+    """Turn a whole parameter into a DTensor of which this rank keeps its part; no communication."""
     local = local_slice(parameter, placement, mesh)
     sharded = DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
@@ -29,13 +29,13 @@ def as_sharded(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) 
 
 
 def held_here(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, without a copy."""
+    """Return this rank's part of a tensor, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
 def computing_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run a block with tensors in the place of the module's own parameters of these names."""
+    """Run a block in which tensors replace the module's own parameters of these names."""
     stored = {name: module._parameters[name] for name in tensors}
     module._parameters.update(tensors)  # type: ignore[arg-type]
     try:
@@ -45,10 +45,10 @@ def computing_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor on every rank of its mesh; collective for DTensors.
+    """Return the full tensor on every rank of its mesh; collective for DTensors.
 
-    Gathered on the mesh's device axis by axis, outermost first: FSDP divides what tensor parallelism left, so its part
-    is joined before. (`full_tensor` does the same for such placements, and warns of it every time.)
+    The mesh's device gathers it axis by axis, outermost first: FSDP divides the parts that tensor parallelism makes, so
+    FSDP's pieces are joined first. (`full_tensor` does the same for such placements, but warns every time.)
     """
     if not isinstance(tensor, DTensor):
         return tensor

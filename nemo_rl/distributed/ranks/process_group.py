@@ -1,7 +1,7 @@
-"""Join the `torch.distributed` world that a worker group's environment describes.
+"""Join the `torch.distributed` group that a worker group's environment describes.
 
 Invariant: rank, world size and address come from the environment that `worker_groups` sets, backend and timeout from
-the caller; rank 0 listens on the port it holds.
+the caller; rank 0 listens on the port that it holds.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ from nemo_rl.host.device import Device
 from nemo_rl.utils.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
-"""Linux: asks for the IPv4 address of an interface."""
+"""Linux ioctl that returns the IPv4 address of an interface."""
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -58,9 +58,9 @@ def init_process_group(device: Device, timeout_s: float, local_rank: int = 0) ->
 
 
 def choose_interface(address: str) -> None:
-    """Let gloo use the network interface that leads to where the members meet, unless GLOO_SOCKET_IFNAME names one.
+    """Let gloo use the network interface that leads to the group's store, unless GLOO_SOCKET_IFNAME names one.
 
-    It would look up the host name, which may resolve to an address that no peer can reach (127.0.1.1 on Debian).
+    gloo would look up the host name, which may resolve to an address that no peer can reach (127.0.1.1 on Debian).
     """
     name = _interface_to(address)
     if name is not None:
@@ -68,17 +68,17 @@ def choose_interface(address: str) -> None:
 
 
 def open_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """The store where the members of a group meet; rank 0 serves it, on the port it holds if it holds it.
+    """Open the store through which the members of a group connect; rank 0 serves it, on the port it holds if any.
 
     Raises:
-        DistNetworkError: rank 0 does not hold the port and it is taken, or cannot be reached in time.
+        DistNetworkError: rank 0 does not hold the port and it is taken, or rank 0 cannot be reached in time.
     """
     listening = take_port(port) if rank == 0 else None
     return dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening)
 
 
 def device_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
-    """The ranks of the default process group as a mesh with the axes of `parallel_layout`; collective.
+    """Build a mesh of the default process group's ranks with the axes of `parallel_layout`; collective.
 
     Raises:
         ConfigError: the group has another number of ranks than the layout.
@@ -92,20 +92,20 @@ def device_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
 
 
 def collective_timeout(device: torch.device) -> timedelta:
-    """After how long a collective of the default group raises; groups of a mesh have torch's own default instead."""
+    """Return the timeout of the default group's collectives; groups of a mesh have torch's own default instead."""
     world: Any = dist.group.WORLD
     limit: timedelta = world._get_backend(device).options._timeout
     return limit
 
 
 def destroy_process_group() -> None:
-    """Leave the default process group; nothing to do when there is none."""
+    """Leave the default process group; do nothing if there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _interface_to(address: str) -> str | None:
-    """Name of the interface that packets to an address leave by; None where the system does not tell."""
+    """Return the name of the interface through which packets to an address leave; None if the system does not tell."""
     if _is_loopback(address):
         return "lo0" if sys.platform == "darwin" else "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

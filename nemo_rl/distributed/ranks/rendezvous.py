@@ -1,7 +1,8 @@
-"""Where the members of a process group meet: a port that is kept from its choice until a store listens there.
+"""Hold the port of a process group's store from the moment it is chosen until the store listens on it.
 
-Free of torch, because `worker_process` imports it, and of Ray; `process_group.open_store` takes the port over.
-Invariant: a held port is given to nobody else on its machine, so equal runs that start at once do not collide.
+This file imports neither torch, because `worker_process` imports it, nor Ray; `process_group.open_store` takes the port
+over. Invariant: a held port is given to no other process on its machine, so equal runs that start at the same time do
+not collide.
 """
 
 import random
@@ -28,7 +29,7 @@ def bind_free_port(address: str, low: int | None, high: int | None) -> socket.so
     """
     candidates = [0]
     if low is not None and high is not None:
-        # Not Python's global generator: a run seeds it, and equal runs would try equal ports.
+        # Not Python's global generator: a run seeds it, so equal runs would try the same ports.
         candidates = random.SystemRandom().sample(range(low, high + 1), high + 1 - low)
     for port in candidates:
         bound = socket.socket()
@@ -47,7 +48,7 @@ def bind_free_port(address: str, low: int | None, high: int | None) -> socket.so
 def hold_port(address: str, low: int | None, high: int | None) -> tuple[str, int]:
     """Bind a free port and keep it until this process takes it with `take_port`; returns address and port."""
     bound = bind_free_port(address, low, high)
-    # On Linux a store that binds the port by itself (torch's `env://`) may still have it: both sides allow reuse.
+    # On Linux a store that binds the port itself (torch's `env://`) can still do so: both sides allow reuse.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     port = bound.getsockname()[1]
     _held[port] = bound
@@ -55,6 +56,6 @@ def hold_port(address: str, low: int | None, high: int | None) -> tuple[str, int
 
 
 def take_port(port: int) -> int | None:
-    """The file descriptor of a held port, now the caller's; None when this process does not hold it."""
+    """Return the file descriptor of a held port, now owned by the caller; None if this process does not hold it."""
     bound = _held.pop(port, None)
     return None if bound is None else bound.detach()

@@ -1,6 +1,6 @@
-"""An error of one rank becomes an error of all, so that none of them waits for one that has given up.
+"""Turn an error of one rank into an error of all ranks, so that no rank waits for one that has stopped.
 
-Invariant: behind `failing_together` either every rank goes on, or every rank has raised the same CheckpointError.
+Invariant: after `failing_together` either every rank continues, or every rank has raised the same CheckpointError.
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from nemo_rl.utils.errors import CheckpointError
 
 @contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Wait for all ranks; where one of them could not write or read, raise on all of them.
+    """Wait for all ranks; if any of them failed to write or read, raise on all of them.
 
     Args:
-        group: through which they tell each other; None takes the default one.
+        group: process group over which the ranks exchange their errors; None takes the default one.
 
     Raises:
-        CheckpointError: says what each rank met.
+        CheckpointError: lists the error of each rank that failed.
     """
     mine: str | None = None
     try:
@@ -40,10 +40,10 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def require_readable(error: dcp.CheckpointException) -> None:
-    """Raise the CheckpointError with which a rank refused a file, if one did: it says more than what follows from it.
+    """Raise the CheckpointError with which a rank refused a file, if one did: it names the cause best.
 
     Raises:
-        CheckpointError: as said.
+        CheckpointError: a rank refused a file.
     """
     refused = next((reason for reason, _ in error.failures.values() if isinstance(reason, CheckpointError)), None)
     if refused is not None:
@@ -51,5 +51,5 @@ def require_readable(error: dcp.CheckpointException) -> None:
 
 
 def reasons_of(error: dcp.CheckpointException) -> str:
-    """What the ranks met, without their stacks; the whole error is the cause of what is raised from it."""
+    """Return the ranks' errors without their stacks; the caller chains the whole error as the cause."""
     return "; ".join(dict.fromkeys(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values()))

@@ -1,7 +1,7 @@
-"""How one worker of a group is created: its placement, and the recipe for its process.
+"""Create one worker of a group: its placement, and the recipe for its process.
 
-`worker_groups` plans placements and creates a `WorkerSeat` in each; `worker_process` is what then runs. Invariant:
-nothing here waits for a worker; a `WorkerSeat` is returned before its process has started.
+`worker_groups` plans placements and creates a `WorkerSeat` in each; `worker_process` then runs there. Invariant: this
+file never waits for a worker; a `WorkerSeat` is returned before its process has started.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtim
 from nemo_rl.distributed.workers.process import AsyncWorkerHost, WorkerHost
 from nemo_rl.distributed.workers.results import WorkerSeat
 
-# Set too late by the worker itself. Ray starts a fresh process for these; the rest go to any worker process.
+# These are read when a process starts, so the worker cannot set them. Ray starts a new process if any is given.
 _READ_AT_PROCESS_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_", "CUDA_VISIBLE_")
 
 
 def _is_read_early(name: str, value: str) -> bool:
-    """Whether a variable must be there when the worker's process starts."""
+    """Return whether a variable must be set before the worker's process starts."""
     is_fork = server_socket() is not None
     return name.startswith(_READ_AT_PROCESS_START) or (is_fork and needs_own_start({name: value}))
 
@@ -45,14 +45,14 @@ class RayWorkerBuilder:
         self._runtime_env: dict[str, Any] | None = None
 
     def in_environment(self, venv: VenvConfig | None, name: str, timeout_s: float) -> Self:
-        """Run each worker on a Python of its own; see `ray_actor_environment_registry.make_actor_runtime_env`.
+        """Run each worker on a separate Python; see `ray_actor_environment_registry.make_actor_runtime_env`.
 
-        Ray must run: this waits until the environment is there on every node.
+        Ray must be running: this waits until the environment exists on every node.
 
         Args:
-            venv: what is wanted; None asks the registry.
-            name: of the environment.
-            timeout_s: for making it.
+            venv: the requested environment; None reads the registry.
+            name: name of the environment.
+            timeout_s: seconds for making it.
         """
         self._runtime_env = make_actor_runtime_env(self.ray_actor_class_fqn, venv, name, timeout_s)
         return self
@@ -64,7 +64,7 @@ class RayWorkerBuilder:
 
     @property
     def class_name(self) -> str:
-        """The class's own name."""
+        """Name of the class without its module."""
         return self.ray_actor_class_fqn.rpartition(".")[2]
 
     def create_seat(
@@ -76,14 +76,14 @@ class RayWorkerBuilder:
         environment: Mapping[str, str],
         **options: Any,
     ) -> WorkerSeat:
-        """Ask Ray for the worker's process in a bundle; returns before it runs.
+        """Request the worker's process in a bundle from Ray; return before it runs.
 
         Args:
             name: actor name, unique in this run.
             rank: position in the group.
-            placement_group: where to put it.
-            bundle_index: the bundle there.
-            environment: variables of the worker, there before it imports anything.
+            placement_group: group of bundles in which it runs.
+            bundle_index: the bundle in that group.
+            environment: variables of the worker, set before it imports anything.
             **options: further Ray actor options (resources ...).
         """
         host = WorkerHost if self.max_concurrency is None else AsyncWorkerHost
@@ -96,7 +96,7 @@ class RayWorkerBuilder:
         # The subclass only carries the worker's name into process titles and Ray's tools.
         titled: Any = type(self.class_name, (host,), {})
         if self.max_concurrency is not None:
-            # One more call must get through to say where the others wait.
+            # One more call must get through to report where the others wait.
             options["max_concurrency"] = self.max_concurrency + 1
         handle = (
             ray.remote(titled)
@@ -113,13 +113,13 @@ class RayWorkerBuilder:
         return WorkerSeat(name, rank, handle, is_async=self.max_concurrency is not None)
 
     def build_in(self, seat: WorkerSeat, meeting_point: ray.ObjectRef | None) -> ray.ObjectRef:
-        """Start constructing the worker object in a process, once the group's meeting point is known."""
+        """Start constructing the worker object in a process; `meeting_point` is awaited there."""
         return seat.handle.build.remote(self.ray_actor_class_fqn, self.args, self.kwargs, meeting_point)
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """A worker's node entry, its position among the group's workers there, and its bundle."""
+    """Node entry of a worker, its position among the group's workers there, and its bundle."""
 
     node_idx: int
     local_rank: int
@@ -139,7 +139,7 @@ def plan_places(
         bundle_indices_list: instead, pairs (node entry, bundle indices).
 
     Raises:
-        ValueError: both are given, or a bundle that is not there.
+        ValueError: both are given, or a bundle does not exist.
     """
     if bundle_indices_list is not None:
         if workers_per_node is not None:

@@ -1,6 +1,6 @@
-"""Which worker is called with what: the arithmetic behind `RayWorkerGroup.run_all_workers_*`.
+"""Decide which worker is called with which arguments, for `RayWorkerGroup.run_all_workers_*`.
 
-`worker_groups` sends what is planned here. Pure functions of a `NamedSharding`, no Ray calls.
+`worker_groups` makes the planned calls. Pure functions of a `NamedSharding`, no Ray calls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from nemo_rl.distributed.named_sharding import NamedSharding
 
 @dataclass
 class MultiWorkerFuture:
-    """Answers on their way from several workers.
+    """Pending answers of several workers.
 
     Attributes:
         futures: one Ray reference for each called worker.
-        return_from_workers: workers whose answers are wanted; None wants all.
+        return_from_workers: workers whose answers are returned; None returns all.
         called_workers: the worker of each future; None means workers 0, 1, 2 ...
     """
 
@@ -50,7 +50,7 @@ def plan_sharded_calls(
     make_dummy_calls_to_free_axes: bool = False,
     return_from_workers: Sequence[int] | None = None,
 ) -> list[ShardedCall]:
-    """Decide who is called with which shard and whose answer counts; see `RayWorkerGroup`.
+    """Decide which worker is called with which shard and whose answer is returned; see `RayWorkerGroup`.
 
     Raises:
         ValueError: unknown axis, an axis that is both sharded and replicated, or two ways to choose the answers.
@@ -77,7 +77,7 @@ def plan_sharded_calls(
 
 
 def workers_at_zero(sharding: NamedSharding, axes: Sequence[str]) -> list[int]:
-    """Workers at position 0 of all the axes, in order."""
+    """Return the workers at position 0 of all the axes, in order."""
     return [idx for idx in range(sharding.size) if sharding.is_axis_zero(sharding.get_worker_coords(idx), axes)]
 
 
@@ -85,7 +85,7 @@ def check_nesting(shards: Mapping[str, Any], sizes: Sequence[int]) -> None:
     """Check that nested lists have the sizes of the sharded axes, outermost first.
 
     Raises:
-        ValueError: one has not.
+        ValueError: a list has another size.
     """
     for name, nested in shards.items():
         if sizes and (not isinstance(nested, list | tuple) or len(nested) != sizes[0]):

@@ -1,7 +1,7 @@
-"""Ask any node for a worker's last log lines and for the stacks of its threads.
+"""Read a worker's last log lines and the stacks of its threads from any node.
 
-`worker_results` puts what is found into its errors. Invariant: nothing here needs the worker to cooperate; it may be
-dead, or stuck in C code.
+`worker_results` adds them to its errors. Invariant: the worker does not need to cooperate; it may be dead or stuck in C
+code.
 """
 
 import os
@@ -24,12 +24,12 @@ _MAX_STACK_LINES = 80
 
 
 def tail_of_logs(worker: WorkerIdentity, num_lines: int = 20) -> str:
-    """The last lines a worker wrote to stdout and stderr, each file under its path."""
+    """Return the last lines a worker wrote to stdout and stderr, each file under its path."""
     return _ask_nodes(_read_tails, [(worker, num_lines)])[0]
 
 
 def stacks_of(workers: Sequence[WorkerIdentity]) -> str:
-    """Stacks of all threads of each worker, equal ones shown once."""
+    """Return the stacks of all threads of each worker; equal ones appear once."""
     texts = _ask_nodes(_dump_stacks, [(worker,) for worker in workers])
     by_shape: dict[str, list[int]] = {}
     for index, text in enumerate(texts):
@@ -46,9 +46,9 @@ def stacks_of(workers: Sequence[WorkerIdentity]) -> str:
 
 
 def activity_of(workers: Sequence[WorkerIdentity]) -> list[tuple[str, float]]:
-    """For each worker the kernel's letter for the state of its process (T: stopped) and the CPU seconds it has used.
+    """Return for each worker the kernel's letter for its process state (T: stopped) and its CPU seconds.
 
-    A question mark and 0 where its node does not answer or the process is gone.
+    "?" and 0 if the node does not answer or the process is gone.
     """
     answers = _ask_nodes(_read_activity, [(worker,) for worker in workers])
     read = [answer.split() if answer[0] != "(" else ["?", "0"] for answer in answers]
@@ -56,7 +56,7 @@ def activity_of(workers: Sequence[WorkerIdentity]) -> list[tuple[str, float]]:
 
 
 def end_processes(workers: Sequence[WorkerIdentity]) -> None:
-    """Send SIGKILL to the processes that still run, on whichever node: one that is stopped heeds no other request."""
+    """Send SIGKILL to the processes that still run, on any node: a stopped process ignores other requests."""
     _ask_nodes(_kill_process, [(worker,) for worker in workers])
 
 
@@ -64,7 +64,7 @@ def wait_until_gone(workers: Sequence[WorkerIdentity], timeout_s: float) -> list
     """Wait for the processes on this node to end.
 
     Returns:
-        Those still running when the time is up; workers on other nodes are not looked at.
+        The processes still running after `timeout_s`; workers on other nodes are ignored.
     """
     here = ray.get_runtime_context().get_node_id()
     left = [worker for worker in workers if worker.node_id == here]

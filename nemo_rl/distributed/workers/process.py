@@ -1,10 +1,10 @@
-"""What runs inside a worker process: a host actor that owns one worker object.
+"""Run a worker process: a host actor that owns one worker object.
 
-`worker_groups` creates hosts by name of the worker's class; `worker_logs` finds a worker's logs and stacks through the
-identity reported here. Invariant: the class is imported in the worker process only, after its environment is set, so
-the controller needs no backend library and threads settings take effect. When the controller or the raylet is killed, a
-thread of Ray's ends the process and its children, even one that is stuck in C code. This file stays free of torch: a
-worker without tensors starts in a second instead of five.
+`worker_groups` creates hosts by the name of the worker's class; `worker_logs` finds a worker's logs and stacks through
+the identity reported here. Invariant: the class is imported only in the worker process, after its environment is set,
+so the controller needs no backend library and thread settings take effect. When the controller or the raylet is killed,
+a thread of Ray ends the process and its children, even if they are stuck in C code. This file does not import torch: a
+worker without tensors starts in one second instead of five.
 """
 
 import faulthandler
@@ -31,13 +31,13 @@ STACK_SIGNAL = signal.SIGUSR1
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Rank, process and node of a worker, as it reports them itself.
+    """Rank, process and node of a worker, reported by the worker.
 
     Attributes:
         name: actor name, `<prefix>-<node>-<local rank>`.
         rank: position in its group.
         pid: process id on its node.
-        start_ticks: kernel start time of the process, tells it from a later one with the same pid.
+        start_ticks: kernel start time of the process; distinguishes it from a later one with the same pid.
         node_id: Ray's id of the node.
         node_ip: address of the node.
         log_paths: files on that node that receive the process's stdout and stderr.
@@ -90,11 +90,11 @@ class WorkerHost:
         )
 
     def report_identity(self) -> WorkerIdentity:
-        """The identity of this worker; answers before the worker object is built."""
+        """Return the identity of this worker; works before the worker object is built."""
         return self._identity
 
     def hold_port(self, low: int | None, high: int | None) -> tuple[str, int]:
-        """Keep a free port for a group that will meet in this process; see `rendezvous.hold_port`."""
+        """Hold a free port for the store of a process group; see `rendezvous.hold_port`."""
         return hold_port(self._identity.node_ip, low, high)
 
     def build(
@@ -107,7 +107,7 @@ class WorkerHost:
         self._worker = worker_class(*args, **kwargs)
 
     def call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker object; tensors in the result travel without copies."""
+        """Call a method of the worker object; tensors in the result are sent without copies."""
         return packed(getattr(self._worker, method_name)(*args, **kwargs))
 
     def __repr__(self) -> str:
@@ -117,7 +117,7 @@ class WorkerHost:
 class AsyncWorkerHost(WorkerHost):
     """Actor whose worker's coroutine methods run concurrently on one asyncio loop.
 
-    Plain methods are allowed and hold the loop while they run.
+    Plain methods are allowed, but block the loop while they run.
     """
 
     def __init__(self, name: str, rank: int, environment: Mapping[str, str]) -> None:
@@ -136,12 +136,12 @@ class AsyncWorkerHost(WorkerHost):
             self._running.remove(result)
 
     async def describe_coroutines(self) -> str:
-        """Where each running coroutine waits; thread stacks show only the loop itself."""
+        """Describe where each running coroutine waits; thread stacks show only the event loop."""
         return "\n".join(_waits_at(coroutine) for coroutine in self._running)
 
 
 def packed(value: Any) -> Any:
-    """Pack tensors for the way out; without torch in the process there are none."""
+    """Pack tensors in a result for sending; without torch in the process there are none."""
     if "torch" not in sys.modules:
         return value
     transport = importlib.import_module("nemo_rl.distributed.tensor_transport")
@@ -160,7 +160,7 @@ def configure_logging(name: str) -> None:
 
 
 def process_start_ticks(pid: int) -> int | None:
-    """Kernel start time of a process in clock ticks; None when it is gone or a zombie."""
+    """Return the kernel start time of a process in clock ticks; None if it is gone or a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -170,7 +170,7 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 def _waits_at(coroutine: Coroutine[Any, Any, Any]) -> str:
-    """The chain of awaits, outermost first; what it ends in is a future or a foreign awaitable."""
+    """Return the chain of awaits, outermost first; it ends at a future or a foreign awaitable."""
     lines = ["Coroutine (most recent call last):"]
     inner: Any = coroutine
     while inspect.iscoroutine(inner) and inner.cr_frame is not None:
@@ -181,7 +181,7 @@ def _waits_at(coroutine: Coroutine[Any, Any, Any]) -> str:
 
 
 def _redirected_outputs() -> tuple[str, ...]:
-    """Files behind stdout and stderr of this process, as Ray redirected them."""
+    """Return the files to which Ray redirected stdout and stderr of this process."""
     paths = []
     for descriptor in (1, 2):
         try:

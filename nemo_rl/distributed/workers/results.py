@@ -1,10 +1,11 @@
-"""Wait for answers of workers: with a deadline, and with errors that say who and why.
+"""Wait for answers of workers with a deadline; errors name the worker and the reason.
 
-    gather --ray.wait--> first answer --> result kept, next
-                     |-> first failure --> short grace for its root cause --> raise, others left
+        gather --ray.wait--> first answer --> keep the result, continue
+                                          |-> first failure --> short wait for its root cause --> raise; other calls are
+                                          not awaited
                      `-> deadline -------> stacks of all workers ----------> raise
 
-Invariant: no wait is endless, and one rank's failure surfaces while the others still hang.
+Invariant: no wait is endless, and one rank's failure is raised while the others still hang.
 """
 
 import time
@@ -28,7 +29,7 @@ ROOT_CAUSE_GRACE_S = 2.0
 
 @dataclass(frozen=True)
 class WorkerSeat:
-    """A worker as its group knows it; the identity follows once its process runs."""
+    """A worker as its group knows it; the identity is set once its process runs."""
 
     name: str
     rank: int
@@ -42,7 +43,7 @@ class WorkerSeat:
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A call whose answer is pending, and the worker that was called."""
+    """A call without an answer yet, and the worker that was called."""
 
     ref: Any
     seat: WorkerSeat
@@ -52,22 +53,22 @@ def gather(calls: Sequence[PendingCall], crew: Sequence[WorkerSeat], timeout_s: 
     """Wait for all answers.
 
     Args:
-        calls: what to wait for.
-        crew: all workers of the group; their stacks are shown when the deadline passes, their nodes looked at when
-            a call fails.
+        calls: calls to wait for.
+        crew: all workers of the group. If the deadline passes their stacks are shown; if a call fails their nodes are
+            checked.
         timeout_s: seconds from now.
-        phase: what the wait is for, as it should read in an error.
+        phase: name of the wait for errors.
 
     Returns:
         The answers in the order of `calls`.
 
     Raises:
         DeadlineExceededError: some worker did not answer in time.
-        NodeLostError: a machine of the crew is gone, whoever reported it first.
+        NodeLostError: the machine of one of the group's workers is lost, whichever worker reported it first.
         WorkerDiedError: some worker's process ended.
         RayDiedError: the local Ray ended.
-        Exception: what a worker raised, with a note that names it and the remote traceback as
-            its cause.
+        Exception: an error that a worker raised, with a note that names the worker and the remote
+            traceback as its cause.
     """
     end = time.monotonic() + timeout_s
     waiting = {call.ref: call for call in calls}
@@ -83,7 +84,7 @@ def gather(calls: Sequence[PendingCall], crew: Sequence[WorkerSeat], timeout_s: 
 
 
 def explain_failure(error: RayError, seat: WorkerSeat, phase: str) -> Exception:
-    """Turn what Ray raised for a worker's call into the error to show.
+    """Convert Ray's error for a worker's call into the error to show.
 
     Returns:
         The worker's own exception (a note names the worker, its cause is the remote traceback), or
@@ -106,13 +107,13 @@ def explain_failure(error: RayError, seat: WorkerSeat, phase: str) -> Exception:
 def _take_ready(
     waiting: dict[Any, PendingCall], answers: dict[Any, Any], end: float, look: Callable[[], None] = lambda: None
 ) -> list[tuple[PendingCall, RayError]] | None:
-    """Move answers that are there from `waiting` to `answers`.
+    """Move available answers from `waiting` to `answers`.
 
     Returns:
-        The calls that failed, or None when nothing came before `end`.
+        The calls that failed, or None if no answer came before `end`.
 
     Raises:
-        RayDiedError: all of them will fail, for a reason that none of them tells.
+        RayDiedError: Ray has ended, so all calls will fail without naming the reason.
     """
     refs = list(waiting)
     ready: list[Any] = []
@@ -186,7 +187,7 @@ def _deadline_error(
 
 
 def _waiting_coroutines(seats: Sequence[WorkerSeat]) -> list[str]:
-    """Where the coroutines of asynchronous workers wait, from those whose loop still answers."""
+    """Describe where coroutines of asynchronous workers wait, for workers whose event loop still answers."""
     asked = {seat.handle.describe_coroutines.remote(): seat for seat in seats if seat.is_async}
     if not asked:
         return []

@@ -1,4 +1,4 @@
-"""The random-number generators of this process: their state, and the state put back."""
+"""Save and restore the state of this process's random-number generators."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """State of this process's generators, in types that load without executing code."""
+    """Return the state of this process's generators, in types that load without executing code."""
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     inner = numpy_state["state"]
@@ -24,7 +24,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Undo the draws made since `rng_state`."""
+    """Restore the state that `rng_state` returned."""
     random.setstate(state["python"])
     numpy_state = state["numpy"]
     key, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]

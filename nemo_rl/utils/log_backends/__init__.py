@@ -1,5 +1,5 @@
-"""Where metrics go: one file per tracker, each importing its library alone.
+"""Send metrics to trackers; each tracker has one file, the only one that imports its library.
 
-`utils.logger` chooses among them. Invariant: nothing here is imported before a configuration asks for it, except the
-console and the JSON lines, which need no library of their own.
+`utils.logger` chooses among them. Invariant: no tracker is imported before a configuration requests it, except the
+console and the JSON lines, which need no extra library.
 """

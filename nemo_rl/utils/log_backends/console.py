@@ -1,6 +1,6 @@
-"""One line a step on the console, with a progress bar on a terminal.
+"""Log one line per step on the console, with a progress bar on a terminal.
 
-The records go through `utils.logging_setup`, which lets them pass above the bar. Invariant: the line shows the same
+The records go through `utils.logging_setup`, which prints them above the bar. Invariant: the line shows the same
 numbers that the trackers get.
 """
 
@@ -45,7 +45,7 @@ _LAST_PREFIX = "performance"
 
 
 class ConsoleLogger(LoggerInterface):
-    """Logs a line when a step's last group of metrics has arrived."""
+    """Logs one line per step, when the step's last group of metrics has arrived."""
 
     def __init__(self, total_steps: int | None = None):
         self._pending: dict[tuple[str, str], float] = {}
@@ -60,7 +60,7 @@ class ConsoleLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`; a group named `performance` ends a step too."""
+        """See `LoggerInterface.log_metrics`; a group named `performance` also ends a step."""
         self._pending |= {(prefix, name): value for name, value in to_scalars(metrics).items()}
         if prefix == _LAST_PREFIX or step_finished:
             self._print_step(step)
@@ -79,11 +79,11 @@ class ConsoleLogger(LoggerInterface):
             self._bar.update(self._task, completed=step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """The configuration is stored beside the run; nothing is printed."""
+        """Print nothing: the configuration is stored with the run."""
 
     def close(self) -> None:
         """Remove the progress bar."""
         if self._bar is not None:
-            # A closed terminal ends runs in order too.
+            # If the terminal was closed the run must still end in order.
             with suppress(OSError):
                 self._bar.stop()

@@ -1,4 +1,4 @@
-"""Metrics and rows as JSON lines, the record that needs no tracker to read.
+"""Write metrics and rows as JSON lines, which can be read without a tracker.
 
 `metrics.jsonl` has one line per group of metrics: `{"step", "prefix", "metrics"}`. Invariant: numbers keep full
 precision, and every line is strict JSON (null stands for a number that is not finite).
@@ -19,7 +19,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlLogger(LoggerInterface):
-    """Appends metrics to `metrics.jsonl`; a line is there whole as soon as it is logged, or not at all."""
+    """Appends metrics to `metrics.jsonl`; each line is written completely or not at all."""
 
     def __init__(self, log_dir: str | Path):
         self._file = (Path(log_dir) / METRICS_FILE).open("ab", buffering=0)
@@ -40,7 +40,7 @@ class JsonlLogger(LoggerInterface):
             raise
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """The configuration has its own file beside the run."""
+        """Write nothing: the configuration has its own file in the run's folder."""
 
     def close(self) -> None:
         """See `LoggerInterface.close`."""
@@ -48,7 +48,7 @@ class JsonlLogger(LoggerInterface):
 
 
 def to_line(row: Mapping[str, Any]) -> str:
-    """One strict JSON line; tensors and arrays become lists."""
+    """Format a row as one strict JSON line; tensors and arrays become lists."""
     return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False)
 
 

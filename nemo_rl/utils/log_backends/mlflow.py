@@ -1,6 +1,6 @@
-"""MLflow tracking (extra `mlflow`).
+"""Log to MLflow (extra `mlflow`).
 
-Chosen by `logger.mlflow_enabled`. Invariant: the only file that imports mlflow.
+Selected by `logger.mlflow_enabled`. Invariant: only this file imports mlflow.
 """
 
 import os
@@ -18,7 +18,7 @@ from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten
 _PARAMS_PER_CALL = 100
 _LONGEST_VALUE = 500
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""MLflow's own are retries with pauses that double, for minutes, while the run waits."""
+"""By default MLflow retries for minutes, with doubling pauses, while the run waits."""
 
 
 class MLflowLogger(LoggerInterface):
@@ -26,7 +26,7 @@ class MLflowLogger(LoggerInterface):
 
     Args:
         cfg: the `logger.mlflow` section.
-        log_dir: where the database and the artifacts are when neither `tracking_uri` nor MLFLOW_TRACKING_URI says.
+        log_dir: folder of the database and the artifacts, unless `tracking_uri` or MLFLOW_TRACKING_URI is set.
     """
 
     failures = (OSError, MlflowException)
@@ -58,7 +58,7 @@ class MLflowLogger(LoggerInterface):
         mlflow.log_metrics(values, step=step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `LoggerInterface.log_hyperparams`; long values are cut as MLflow demands."""
+        """See `LoggerInterface.log_hyperparams`; long values are cut to MLflow's limit."""
         flat = flatten_dict(params, expand_lists=False)
         items = [(name, str(value)[:_LONGEST_VALUE]) for name, value in flat.items()]
         for start in range(0, len(items), _PARAMS_PER_CALL):

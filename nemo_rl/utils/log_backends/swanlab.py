@@ -1,6 +1,6 @@
-"""SwanLab (extra `swanlab`); works without a network with SWANLAB_MODE=offline.
+"""Log to SwanLab (extra `swanlab`); works offline with SWANLAB_MODE=offline.
 
-Chosen by `logger.swanlab_enabled`. Invariant: the only file that imports swanlab.
+Selected by `logger.swanlab_enabled`. Invariant: only this file imports swanlab.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ class SwanlabLogger(LoggerInterface):
 
     Args:
         cfg: the `logger.swanlab` section.
-        log_dir: folder of the run's files; None: SwanLab's own.
+        log_dir: folder of the run's files; None takes SwanLab's default.
 
     Raises:
-        ConfigError: SwanLab cannot be reached, or does not know the key.
+        ConfigError: SwanLab cannot be reached, or rejects the key.
     """
 
     failures = (OSError, AuthenticationError, DataStoreError)
@@ -32,7 +32,7 @@ class SwanlabLogger(LoggerInterface):
     def __init__(self, cfg: SwanlabConfig, log_dir: str | Path | None = None):
         folder = None if log_dir is None else str(log_dir)
         try:
-            with handlers_kept():  # SwanLab ends its run, and with it the program, at SIGINT
+            with handlers_kept():  # SwanLab's SIGINT handler would end the program
                 self._run = swanlab.init(project=cfg.project, name=cfg.name, log_dir=folder)
         except (AuthenticationError, RuntimeError) as error:
             raise ConfigError(
@@ -43,7 +43,7 @@ class SwanlabLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`; SwanLab itself swallows what it cannot write."""
+        """See `LoggerInterface.log_metrics`; SwanLab ignores its own write errors."""
         self._run.log({full_name(prefix, name): value for name, value in to_scalars(metrics).items()}, step=step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:

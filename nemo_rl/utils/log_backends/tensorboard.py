@@ -1,6 +1,6 @@
-"""TensorBoard event files.
+"""Write TensorBoard event files.
 
-Chosen by `logger.tensorboard_enabled`. Invariant: the only file that imports TensorBoard.
+Selected by `logger.tensorboard_enabled`. Invariant: only this file imports TensorBoard.
 """
 
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ class TensorboardLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`; values that are no numbers are left out."""
+        """See `LoggerInterface.log_metrics`; values that are not numbers are omitted."""
         for name, value in to_scalars(metrics).items():
             self._writer.add_scalar(full_name(prefix, name), value, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `LoggerInterface.log_hyperparams`; as a text page."""
+        """See `LoggerInterface.log_hyperparams`; written as a text page."""
         lines = [f"    {name}: {value}" for name, value in flatten_dict(params, expand_lists=False).items()]
         self._writer.add_text("config", "\n".join(lines), 0)
 

@@ -1,7 +1,7 @@
-"""What a metric tracker offers, and the shapes all of them need.
+"""Define the interface of metric trackers, and conversions that all of them need.
 
-Implemented by the other files of this folder and by `utils.logger`. Invariant: a metric is logged as `<prefix>/<name>`,
-and a number that is not finite is logged as such, never hidden.
+The other files of this folder and `utils.logger` implement it. Invariant: a metric is logged as `<prefix>/<name>`, and
+a number that is not finite is logged unchanged, never hidden.
 """
 
 from abc import ABC, abstractmethod
@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 type Metrics = Mapping[str, Any]
-"""Name to number; 0-dimensional tensors and NumPy scalars are numbers too."""
+"""Name -> number; 0-dimensional tensors and NumPy scalars are numbers too."""
 
 
 class LoggerInterface(ABC):
-    """A place where metrics go.
+    """Destination of metrics.
 
     Attributes:
-        failures: errors that mean that it cannot be reached or written, besides programming mistakes.
+        failures: errors that mean that the destination cannot be reached or written.
     """
 
     failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
@@ -32,7 +32,7 @@ class LoggerInterface(ABC):
             step: training step.
             prefix: group of the metrics, for example `train`.
             step_metric: name of the x-axis in trackers that have several.
-            step_finished: whether nothing more follows for this step.
+            step_finished: whether these are the step's last metrics.
         """
 
     @abstractmethod
@@ -40,17 +40,17 @@ class LoggerInterface(ABC):
         """Log the run's configuration, a nested mapping."""
 
     def close(self) -> None:
-        """Write out what is pending; nothing to do by default."""
+        """Write pending output; do nothing by default."""
         return None
 
 
 def full_name(prefix: str | None, name: str) -> str:
-    """`<prefix>/<name>`."""
+    """Return `<prefix>/<name>`, or the name if there is no prefix."""
     return f"{prefix}/{name}" if prefix else name
 
 
 def to_scalars(metrics: Metrics) -> dict[str, float]:
-    """The metrics that are single numbers, as floats; NaN and infinities stay what they are."""
+    """Return the metrics that are single numbers, as floats; NaN and infinities are unchanged."""
     scalars = {}
     for name, value in metrics.items():
         if hasattr(value, "item"):
@@ -62,12 +62,12 @@ def to_scalars(metrics: Metrics) -> dict[str, float]:
 
 
 def flatten_dict(d: Mapping[str, Any], sep: str = ".", expand_lists: bool = True) -> dict[str, Any]:
-    """Nested mappings as one level.
+    """Flatten nested mappings into one level.
 
     Args:
         d: the nested mapping.
-        sep: what joins the names.
-        expand_lists: whether items of lists get their index as a name; otherwise lists stay whole.
+        sep: separator between names.
+        expand_lists: use the index of a list's item as its name; otherwise lists are not split.
 
     Example:
         >>> flatten_dict({"a": {"b": 1}, "c": [2]})

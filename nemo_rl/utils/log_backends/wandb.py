@@ -1,6 +1,6 @@
-"""Weights & Biases; works without a network with WANDB_MODE=offline.
+"""Log to Weights & Biases; works offline with WANDB_MODE=offline.
 
-Chosen by `logger.wandb_enabled`. Invariant: the only file that imports wandb.
+Selected by `logger.wandb_enabled`. Invariant: only this file imports wandb.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class WandbLogger(LoggerInterface):
             self.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        """Give a metric, or all metrics of a pattern, an x-axis of its own."""
+        """Give a metric, or all metrics of a pattern, a separate x-axis."""
         if step_metric is not None:
             self._run.define_metric(step_metric)
         self._run.define_metric(name, step_metric=step_metric)

@@ -1,12 +1,12 @@
-"""Python environments of workers: made by uv, on this node, once.
+"""Make Python environments for workers with uv, once per node.
 
-`distributed.ray_actor_environment_registry` asks for them on every node of a run. Invariant: a folder with the name of
-a finished environment is a finished one, made of exactly what its digest stands for (`ingredients`): it is built beside
-and renamed.
+`distributed.ray_actor_environment_registry` makes them on every node of a run. Invariant: a folder with the name of a
+finished environment is complete and was made from exactly the inputs in its digest (`ingredients`), because it is built
+in another folder and renamed.
 
-    <folder>/<name>-<digest>/               finished; `venv.json` in it says what it was made of
-    <folder>/.<name>.making-<host>-<pid>/   under way, or left by a process that died
-    <folder>/.<name>.lock                   held while one is made
+        <folder>/<name>-<digest>/               finished; `venv.json` in it lists the inputs
+        <folder>/.<name>.making-<host>-<pid>/   being made, or left by a process that died
+        <folder>/.<name>.lock                   held while an environment is being made
 """
 
 import argparse
@@ -43,10 +43,10 @@ _STAMP = "venv.json"
 
 
 class PY_EXECUTABLES:  # noqa: N801  (a name of NeMo RL)
-    """Ways to say which Python a kind of worker has: a path, or `uv run` with options (`parse_py_executable`)."""
+    """Values that choose the Python of a kind of worker: a path, or `uv run` with options (`parse_py_executable`)."""
 
     SYSTEM = sys.executable
-    """The driver's own."""
+    """The driver's own interpreter."""
     BASE = "uv run"
     """An environment with the dependencies of nemo_rl."""
     FSDP = AUTOMODEL = BASE
@@ -60,13 +60,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_py_executable(text: str) -> VenvConfig | None:
-    """The environment that one of `PY_EXECUTABLES`, or a text like them, stands for; None for the driver's.
+    """Parse one of `PY_EXECUTABLES` or a similar text into an environment; None means the driver's.
 
     Args:
         text: path of an interpreter, or `uv run` with --extra EXTRA and --with REQUIREMENT, both repeatable.
 
     Raises:
-        ConfigError: another option.
+        ConfigError: the text has another option.
     """
     if text == PY_EXECUTABLES.SYSTEM:
         return None
@@ -76,7 +76,7 @@ def parse_py_executable(text: str) -> VenvConfig | None:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--extra", action="append", default=[])
     parser.add_argument("--with", action="append", default=[], dest="packages")
-    parser.add_argument("--directory")  # the project is always that of nemo_rl
+    parser.add_argument("--directory")  # ignored: the project is always nemo_rl
     parser.add_argument("--locked", "--frozen", "--reinstall", action="store_true")
     try:
         given = parser.parse_args(words[2:])
@@ -86,9 +86,9 @@ def parse_py_executable(text: str) -> VenvConfig | None:
 
 
 def venv_folder() -> Path:
-    """Where environments are: NEMO_RL_VENV_DIR, or `DEFAULT_VENV_DIR`.
+    """Return the folder of the environments: NEMO_RL_VENV_DIR, or `DEFAULT_VENV_DIR`.
 
-    NRL_FORCE_LOCAL_VENVS=true takes a folder below the node's own temporary folder instead, whatever the other says.
+    NRL_FORCE_LOCAL_VENVS=true takes precedence and uses a folder below the node's temporary folder.
     """
     if is_set("NRL_FORCE_LOCAL_VENVS"):
         return Path(tempfile.gettempdir()) / _local_name()
@@ -100,7 +100,7 @@ def _local_name() -> str:
 
 
 def is_set(variable: str) -> bool:
-    """Whether an environment variable is `true` or `1`."""
+    """Return whether an environment variable is `true` or `1`."""
     return os.environ.get(variable, "").lower() in ("1", "true")
 
 
@@ -112,24 +112,24 @@ def create_local_venv(
     folder: Path | None = None,
     timeout_s: float = 1800.0,
 ) -> str:
-    """The interpreter of an environment on this node, which is made if there is none like it.
+    """Return the interpreter of an environment on this node; make the environment if none has the same inputs.
 
-    Processes that ask at the same time make one together.
+    If several processes request the same environment, one makes it and the others wait.
 
     Args:
-        py_executable: what is wanted; a text as for `parse_py_executable`.
-        venv_name: beginning of the folder's name.
-        force_rebuild: make it anew even if it is there.
-        folder: where environments are; None is `venv_folder()`.
-        timeout_s: for all of it.
+        py_executable: the requested environment; a text as for `parse_py_executable`.
+        venv_name: start of the folder's name.
+        force_rebuild: make it again even if it exists.
+        folder: folder of the environments; None takes `venv_folder()`.
+        timeout_s: seconds for everything.
 
     Returns:
         Path of its `python`.
 
     Raises:
-        ConfigError: the text cannot be read, or there is no such extra.
-        VenvError: uv is missing or fails, Python, Ray or nemo_rl of the environment are not the driver's, or other
-            users may change what is in the folder.
+        ConfigError: the text cannot be parsed, or there is no such extra.
+        VenvError: uv is missing or fails; the environment's Python, Ray or nemo_rl differ from the driver's; or other
+            users may change files in the folder.
         DeadlineExceededError: it took longer than `timeout_s`.
     """
     wanted = parse_py_executable(py_executable) if isinstance(py_executable, str) else py_executable
@@ -156,9 +156,9 @@ def create_local_venv(
 
 
 def _usable(folder: Path) -> Path:
-    """Make the folder of the environments; in a place that all users share nobody else may have access to it.
+    """Create the folder of the environments; in a place that all users share it must be private.
 
-    Its path and the names in it can be guessed, and workers run the interpreters that are there.
+    Others can guess its path and the names in it, and workers run the interpreters that it holds.
     """
     if folder.name != _local_name() and not is_shared(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def _usable(folder: Path) -> Path:
     try:
         return require_own(folder, "Or set NEMO_RL_VENV_DIR to a folder of your own and NRL_FORCE_LOCAL_VENVS=false.")
     except ConfigError as error:
-        raise VenvError(f"No environments of workers are kept in {error}") from error
+        raise VenvError(f"Environments of workers cannot be kept in {error}") from error
 
 
 def _is_there(final: Path, newer_than: float) -> bool:
@@ -177,20 +177,20 @@ def _is_there(final: Path, newer_than: float) -> bool:
 
 
 def _reason(folder: Path, name: str, found: Mapping[str, str]) -> str:
-    """Why an environment is made: what is new against the last one of its name."""
+    """Explain why an environment is made: what has changed since the last one of its name."""
     stamps = sorted(folder.glob(f"{name}-*/{_STAMP}"), key=lambda stamp: stamp.stat().st_mtime)
     if not stamps:
         return "there is none yet"
     last = json.loads(stamps[-1].read_text())
     changed = sorted(key for key in found.keys() | last.keys() if found.get(key) != last.get(key))
     place = stamps[-1].parent.name
-    return f"{place} was made with another {', '.join(changed)}" if changed else f"{place} is to be made anew"
+    return f"{place} was made with another {', '.join(changed)}" if changed else f"{place} is made again"
 
 
 def _make(final: Path, name: str, wanted: VenvConfig, found: Mapping[str, str], uv: Uv) -> None:
     mine = f".{name}.making-{os.uname().nodename}-"
-    for left in final.parent.glob(f"{mine}*"):  # by a process that died: who makes one holds the lock
-        shutil.rmtree(left, ignore_errors=True)  # its uv may still write; what remains goes next time
+    for left in final.parent.glob(f"{mine}*"):  # left by a process that died: a living one would hold the lock
+        shutil.rmtree(left, ignore_errors=True)  # its uv may still write; the next call removes the rest
     making = final.parent / f"{mine}{os.getpid()}"
     try:
         build(making, wanted, uv)
@@ -205,7 +205,7 @@ def _make(final: Path, name: str, wanted: VenvConfig, found: Mapping[str, str], 
 
 @contextmanager
 def _locked(file: Path, uv: Uv) -> Iterator[None]:
-    """Hold a lock among threads and processes; the kernel drops it when the process ends."""
+    """Hold a lock among threads and processes; the kernel releases it when the process ends."""
     with file.open("a") as opened:
         while True:
             try:

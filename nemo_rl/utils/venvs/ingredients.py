@@ -1,6 +1,6 @@
-"""What an environment is made of: its digest, and the packages that are there already.
+"""List the inputs of an environment and their digest, and the packages that exist already.
 
-Invariant: two environments with the same ingredients can stand for each other.
+Invariant: two environments with the same inputs are interchangeable.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _REQUIREMENTS = ("requires-python", "dependencies", "optional-dependencies")
 
 
 def ingredients_of(wanted: VenvConfig, uv_version: str) -> dict[str, str]:
-    """All that decides what is in an environment, by name."""
+    """Return every input that decides the content of an environment, by name."""
     found = {
         "python": f"{platform.python_version()} {os.path.realpath(sys.executable)}",
         "uv": uv_version,
@@ -43,22 +43,22 @@ def ingredients_of(wanted: VenvConfig, uv_version: str) -> dict[str, str]:
 
 
 def digest(found: Mapping[str, str]) -> str:
-    """Short name of ingredients."""
+    """Return a short hash of the inputs."""
     return _hash(json.dumps(sorted(found.items())).encode())[:12]
 
 
 def requirements_digest(project: Path) -> str:
-    """Hash of the parts of a pyproject.toml that decide what is resolved."""
+    """Return a hash of the parts of a pyproject.toml that decide what is resolved."""
     content = tomllib.loads(project.read_text())
     parts = [content["project"].get(key) for key in _REQUIREMENTS]
     return _hash(json.dumps([*parts, content.get("tool", {}).get("uv")], sort_keys=True).encode())
 
 
 def project_file() -> Path:
-    """The pyproject.toml of nemo_rl: of its checkout, or the one that its wheel brought along.
+    """Return nemo_rl's pyproject.toml, from its checkout or from its installed wheel.
 
     Raises:
-        VenvError: it is not there.
+        VenvError: neither has one.
     """
     brought = Path(sysconfig.get_path("data"), "share", "nemo_rl", "pyproject.toml")
     for place in (REPOSITORY_ROOT / "pyproject.toml", brought):
@@ -71,19 +71,19 @@ def project_file() -> Path:
 
 
 def with_absolute_paths(wanted: VenvConfig) -> VenvConfig:
-    """The same, with the wheels and folders among its packages as absolute paths."""
+    """Return the configuration with absolute paths for wheels and folders among its packages."""
     absolute = [str(Path(name).absolute()) if "/" in name and Path(name).exists() else name for name in wanted.packages]
     return wanted.model_copy(update={"packages": absolute})
 
 
 def driver_sites() -> list[str]:
-    """Folders with the packages of this process's interpreter."""
+    """Return the folders with the packages of this process's interpreter."""
     users = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     return [*site.getsitepackages(), *users]
 
 
 def packages_in(folders: Iterable[str | Path]) -> dict[str, str]:
-    """Version of each package, by its normal name; the first folder that has it counts."""
+    """Return the version of each package by its normalized name; the first folder that has it counts."""
     versions: dict[str, str] = {}
     for found in importlib.metadata.distributions(path=[str(folder) for folder in folders]):
         versions.setdefault(normal_name(found.name), found.version)
@@ -91,12 +91,12 @@ def packages_in(folders: Iterable[str | Path]) -> dict[str, str]:
 
 
 def normal_name(name: str) -> str:
-    """A package's name as indexes compare it."""
+    """Normalize a package's name as package indexes do."""
     return name.lower().replace("_", "-").replace(".", "-")
 
 
 def _content(package: Path) -> str:
-    """Hash of a wheel or folder, so that a change in it makes another environment; empty for a name."""
+    """Hash a wheel or folder, so that a change in it makes another environment; empty for a package name."""
     if not package.is_absolute():
         return ""
     files = [package] if package.is_file() else sorted(_sources(package))

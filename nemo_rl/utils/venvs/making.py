@@ -1,6 +1,6 @@
-"""Makes one environment with uv, on top of the driver's packages or from the extras of the project.
+"""Make one environment with uv, on top of the driver's packages or from the project's extras.
 
-Invariant: what is made has the driver's Python and Ray and this nemo_rl, or is refused.
+Invariant: an environment without the driver's Python, the driver's Ray and this nemo_rl is refused.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ class Uv:
     """Calls of uv for one task, with one deadline.
 
     Args:
-        deadline: on `time.monotonic()`.
-        task: beginning of errors.
+        deadline: end of the task on the clock of `time.monotonic()`.
+        task: start of the error messages.
     """
 
     def __init__(self, deadline: float, task: str) -> None:
@@ -48,19 +48,19 @@ class Uv:
         self._binary = found
 
     def seconds_left(self) -> float:
-        """Until the deadline."""
+        """Return the seconds until the deadline."""
         return self._deadline - time.monotonic()
 
     def version(self) -> str:
-        """Of uv."""
+        """Return the version of uv."""
         return self.run("--version").strip()
 
     def run(self, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
-        """What a call writes to stdout.
+        """Run uv and return its stdout.
 
         Raises:
-            VenvError: it fails; with the last lines of what it says.
-            DeadlineExceededError: it takes too long; it is ended with all that it started.
+            VenvError: uv fails; with the last lines of its stderr.
+            DeadlineExceededError: uv takes too long; it is ended with all processes that it started.
         """
         kept = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONHOME")}
         process = subprocess.Popen(
@@ -90,11 +90,11 @@ class Uv:
 
 
 def build(folder: Path, wanted: VenvConfig, uv: Uv) -> None:
-    """Make an environment in a new folder that may be moved afterwards; what fails leaves the folder as it is.
+    """Make an environment in a new folder that may be moved afterwards; a failure leaves the folder as it is.
 
     Raises:
         ConfigError: there is no such extra.
-        VenvError, DeadlineExceededError: as `Uv.run`; VenvError also where packages do not go together.
+        VenvError, DeadlineExceededError: as in `Uv.run`; VenvError also if packages conflict.
     """
     uv.run("venv", "--relocatable", "--python", sys.executable, str(folder))
     python = folder / "bin" / "python"
@@ -114,10 +114,10 @@ def build(folder: Path, wanted: VenvConfig, uv: Uv) -> None:
 
 
 def check_interpreter(command: Sequence[str]) -> None:
-    """Refuse an interpreter that this process's Ray cannot work with, or that has no nemo_rl.
+    """Refuse an interpreter that cannot work with this process's Ray, or that has no nemo_rl.
 
     Raises:
-        VenvError: as said.
+        VenvError: names the interpreter and the difference.
     """
     place = " ".join(command)
     try:
@@ -132,20 +132,20 @@ def check_interpreter(command: Sequence[str]) -> None:
     if (python, ray) != (own_python, own_ray):
         raise VenvError(
             f"the interpreter {place} has Python {python} and Ray {ray}, but the driver has Python {own_python} and "
-            f"Ray {own_ray}, and all processes of a Ray cluster must have the same. Take out what brings another Ray, "
-            "or use another interpreter."
+            f"Ray {own_ray}, and all processes of a Ray cluster must have the same. Remove the package that requires "
+            "another Ray, or use another interpreter."
         )
     if not has_library:
         raise VenvError(f"the interpreter {place} does not find nemo_rl. Install it there.")
 
 
 def update_lock(uv: Uv) -> None:
-    """Make the project's lock if it is missing or older than its requirements; else nothing is asked of a network."""
+    """Update the project's lock if it is missing or older than its requirements; otherwise use no network."""
     uv.run("lock", "--project", str(project_file().parent), "--python", sys.executable)
 
 
 def _sync(folder: Path, extras: Sequence[str], uv: Uv) -> None:
-    """Install what the project's lock says for some extras."""
+    """Install the locked packages of some extras of the project."""
     project = project_file()
     known = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
     unknown = [name for name in extras if name not in known]
@@ -157,22 +157,22 @@ def _sync(folder: Path, extras: Sequence[str], uv: Uv) -> None:
 
 
 def _add(python: Path, own: Path, packages: Sequence[str], present: Mapping[str, str], uv: Uv) -> None:
-    """Install packages and what they need beyond `present`, which stays as it is."""
+    """Install packages and their missing dependencies; packages in `present` are not changed."""
     named = {_name_of(package) for package in packages}
     excludes = python.parent.with_name("present.txt")
     excludes.write_text("".join(f"{name}\n" for name in present if name not in named))
-    # A file of settings of this or another project has no say.
+    # `--directory /` keeps settings files of this or another project from having an effect.
     uv.run("pip", "install", "--directory", "/", "--python", str(python), "--excludes", str(excludes), *packages)
     wrong = list(_unmet(own, present))
     if wrong:
         raise VenvError(
-            f"{uv.task} failed: {'; '.join(wrong)}. Name a version that fits in `packages`, or give it an environment "
-            "of its own with `extras`."
+            f"{uv.task} failed: {'; '.join(wrong)}. Name a version that fits in `packages`, or make a separate "
+            "environment with `extras`."
         )
 
 
 def _name_of(package: str) -> str:
-    """The normal name behind a requirement, a wheel or a folder."""
+    """Return the normalized name of a requirement, a wheel or a folder."""
     path = Path(package)
     if path.suffix == ".whl":
         return normal_name(path.name.partition("-")[0])
@@ -185,7 +185,7 @@ def _name_of(package: str) -> str:
 
 
 def _unmet(own: Path, present: Mapping[str, str]) -> Iterator[str]:
-    """What packages in `own` need that is there in another version, or not at all."""
+    """Describe requirements of packages in `own` that are missing or present in another version."""
     versions = {**present, **packages_in([own])}
     for found in importlib.metadata.distributions(path=[str(own)]):
         if present.get(normal_name(found.name)) == found.version:
@@ -196,6 +196,6 @@ def _unmet(own: Path, present: Mapping[str, str]) -> Iterator[str]:
                 continue
             version = versions.get(normal_name(need.name))
             if version is None:
-                yield f"{found.name} {found.version} needs {text}, which is not there"
+                yield f"{found.name} {found.version} needs {text}, which is not installed"
             elif not need.specifier.contains(version, prereleases=True):
-                yield f"{found.name} {found.version} needs {text}, but {version} is there"
+                yield f"{found.name} {found.version} needs {text}, but {version} is installed"

@@ -187,7 +187,7 @@ class TakesNothing:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("os.path", r"is a module, not something in one\. Add the name of what is meant: os\.path\.<name>"),
+        ("os.path", r"is a module, not an object in one\. Add the object's name: os\.path\.<name>"),
         ("os.sep", "is a str, not a class"),
         ("..", r"cannot be imported \(not a dotted path"),
         (f"{__name__}.TakesNothing", "does not take the keys of its entry: .*It is called with"),

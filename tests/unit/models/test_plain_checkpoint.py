@@ -176,7 +176,7 @@ def test_what_is_no_file_is_refused_instead_of_waited_for(tmp_path):
     for name in ("pipe", "folder"):
         with pytest.raises(CheckpointError, match=f"{name} is no file"):
             read_metadata(tmp_path / name)
-        with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is no file"):
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is not a regular file"):
             load_plain(tmp_path / name)
 
 

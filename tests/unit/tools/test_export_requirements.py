@@ -65,9 +65,9 @@ def test_older_and_missing_files_are_found(tool, tmp_path: Path):
         (f"colorama==0.4.6 ; sys_platform == 'win32' \\\n    {HASH} \\\n    {HASH}", None),
         ("numpy==2.3.5", "no hash"),
         (f"numpy>=2 {HASH}", "no version"),
-        ("--find-links /wheels", "a place"),
-        (f"numpy @ file:///wheels/numpy.whl {HASH}", "a place"),
-        ("-e .", "a place"),
+        ("--find-links /wheels", "a host or path"),
+        (f"numpy @ file:///wheels/numpy.whl {HASH}", "a host or path"),
+        ("-e .", "a host or path"),
     ],
 )
 def test_the_form_of_a_line(tool, line, problem):

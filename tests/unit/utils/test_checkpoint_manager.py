@@ -272,7 +272,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path, cap
     manager = make_manager(tmp_path)
     manager.claim()
     assert manager.find_resumable() == tmp_path / "step_2"
-    assert told in caplog.text and "the run goes on from step_2" in caplog.text
+    assert told in caplog.text and "the run continues from step_2" in caplog.text
     assert manager.steps() == [1, 2] and (tmp_path / "damaged_step_3").exists()
     save(manager, 3)
     assert manager.find_resumable() == tmp_path / "step_3"
@@ -282,7 +282,7 @@ def test_with_nothing_but_damage_every_folder_is_named_and_left(tmp_path):
     save_with(make_manager(tmp_path), {1: None, 2: None})
     for step in (1, 2):
         damage(tmp_path / f"step_{step}", "truncated")
-    with pytest.raises(CheckpointError, match=r"(?s)step_2: .*step_1: .*start afresh with another checkpoint"):
+    with pytest.raises(CheckpointError, match=r"(?s)step_2: .*step_1: .*start over with another checkpoint"):
         make_manager(tmp_path).find_resumable()
     assert make_manager(tmp_path).steps() == [1, 2]
 
@@ -318,7 +318,7 @@ def test_a_damaged_old_checkpoint_takes_no_part_in_what_is_kept(tmp_path, caplog
         save_with(manager, {6: 0.4, 8: 0.1, 10: 0.2})
         assert manager.steps() == [2, 4, 6, 10]
         assert manager.get_best_checkpoint_path() == str(tmp_path / "step_4")
-    assert sum("step_2 takes no part" in record.message for record in caplog.records) == 1
+    assert sum("step_2 is ignored by keep_top_k" in record.message for record in caplog.records) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_it_is_needed(tmp_path, ram_disk):
@@ -361,7 +361,7 @@ def test_a_step_that_is_no_number_is_a_damaged_checkpoint(tmp_path, caplog, valu
     file.write_text(json.dumps(json.loads(file.read_text()) | {"total_steps": value}))
     write_manifest(tmp_path / "step_4")
     assert manager.find_resumable() == tmp_path / "step_2"
-    assert f"training_info.json holds total_steps={value!r}, which is no number of steps" in caplog.text
+    assert f"training_info.json holds total_steps={value!r}, which is not a number of steps" in caplog.text
     shutil.rmtree(tmp_path / "step_2")
     shutil.move(tmp_path / "damaged_step_4", tmp_path / "step_4")
     with pytest.raises(CheckpointError, match="every checkpoint .* is damaged"):

@@ -58,8 +58,8 @@ def test_a_long_wait_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, cap
     for now in (110.0, 129.0, 131.0, 140.0, 162.0):  # noqa: B007  (the clock reads it)
         progress.look()
     assert [record.message for record in caplog.records] == [
-        "Still at work on policy train, for 31 s: 1 of 4 workers have answered.",
-        "Still at work on policy train, for 62 s: 1 of 4 workers have answered.",
+        "Still waiting for policy train after 31 s: 1 of 4 workers have answered.",
+        "Still waiting for policy train after 62 s: 1 of 4 workers have answered.",
     ]
 
 

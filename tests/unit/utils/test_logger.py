@@ -371,7 +371,8 @@ def test_a_full_log_disk_costs_numbers_and_one_warning_for_each_file(tmp_path, c
     logger.close()
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
-        "JsonlLogger cannot be written: [Errno 28] No space left on device. Training goes on; what is lost stays lost."
+        "JsonlLogger cannot be written: [Errno 28] No space left on device. Training continues; this output is "
+        "incomplete."
     ]
     assert sum("loss=0.25" in record.message for record in caplog.records) == 3
 

@@ -68,7 +68,7 @@ def test_links_and_files_are_refused(shared):
     (shared / "a").symlink_to(shared / "mine")
     (shared / "b").symlink_to(shared / "nowhere")
     (shared / "c").write_text("")
-    for name, problem in (("a", "is a symbolic link"), ("b", "is a symbolic link"), ("c", "is no folder")):
+    for name, problem in (("a", "is a symbolic link"), ("b", "is a symbolic link"), ("c", "is not a folder")):
         with pytest.raises(ConfigError, match=problem):
             require_own(shared / name, ADVICE)
     assert not (shared / "nowhere").exists()

@@ -66,7 +66,7 @@ def test_at_first_a_signal_ends_the_program_at_once(program: list[subprocess.Pop
     process.send_signal(number)
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 128 + number
-    assert "ended at once" in errors and "a library" not in errors
+    assert "ended immediately" in errors and "a library" not in errors
 
 
 def test_a_deferred_signal_that_comes_twice_at_once_counts_once(program: list[subprocess.Popen[str]]) -> None:
@@ -76,7 +76,7 @@ def test_a_deferred_signal_that_comes_twice_at_once_counts_once(program: list[su
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=10)
     assert (process.returncode, output) == (0, "safe\n")
-    assert errors.count("SIGTERM: it ends soon, within 60 s; a second signal ends the run at once.") == 1
+    assert errors.count("SIGTERM: it ends soon, within 60 s; a second signal ends it immediately.") == 1
 
 
 def test_a_second_signal_is_not_deferred(program: list[subprocess.Popen[str]]) -> None:
@@ -87,7 +87,7 @@ def test_a_second_signal_is_not_deferred(program: list[subprocess.Popen[str]]) -
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM: ended at once" in errors
+    assert "SIGTERM: ended immediately" in errors
 
 
 def test_a_signal_behind_the_save_ends_the_program_with_the_status_of_a_save(
@@ -100,7 +100,7 @@ def test_a_signal_behind_the_save_ends_the_program_with_the_status_of_a_save(
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 75
-    assert "SIGTERM: ended at once, all is saved." in errors
+    assert "SIGTERM: ended immediately, all is saved." in errors
 
 
 def test_the_grace_time_ends(program: list[subprocess.Popen[str]]) -> None:

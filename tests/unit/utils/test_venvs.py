@@ -146,7 +146,7 @@ def test_a_deadline_ends_uv_and_what_it_started(tmp_path, own_folder, wrap_uv):
 
 @needs_uv
 def test_packages_that_do_not_go_with_the_drivers_are_refused(tmp_path):
-    with pytest.raises(VenvError, match=r"tiny_bonus 1.0 needs numpy<1, but \d.* is there.*version that fits"):
+    with pytest.raises(VenvError, match=r"tiny_bonus 1.0 needs numpy<1, but \d.* is installed.*version that fits"):
         create_local_venv(tiny(tmp_path, needs="numpy<1"), "env")
 
 

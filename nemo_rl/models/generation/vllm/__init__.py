@@ -1,4 +1,4 @@
-"""vLLM as an engine; the only folder that imports vllm. Its public names are those of `generation.batches`."""
+"""Run vLLM as an engine; only this folder imports vllm. Its public names come from `generation.batches`."""
 
 from nemo_rl.compat.public_names import public_names
 

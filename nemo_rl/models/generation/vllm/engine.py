@@ -1,8 +1,8 @@
-"""vLLM's in-process engine behind our `Engine` protocol, one adapter for the CPU and GPU builds.
+"""Adapt vLLM's in-process engine to the `Engine` protocol, for the CPU and GPU builds.
 
-Weight loading (`weights`) and the further ranks of an engine (`ranks`) have their own files. Invariant: unless
-`logprobs_mode` says otherwise, log-probabilities are those of the distribution that was sampled from, so a trainer that
-divides logits by the same temperature agrees.
+Weight loading (`weights`) and the other ranks of an engine (`ranks`) have their own files. Invariant: unless
+`logprobs_mode` is changed, log-probabilities are those of the sampled distribution, so they agree with a trainer that
+divides logits by the same temperature.
 """
 
 import logging
@@ -54,7 +54,7 @@ _DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 class VllmEngine(SteppedEngine):
-    """One vLLM engine, or worker 0 of one with several."""
+    """One vLLM engine, or worker 0 of an engine with several workers."""
 
     def __init__(self, settings: EngineSettings):
         super().__init__()
@@ -67,9 +67,9 @@ class VllmEngine(SteppedEngine):
             _inspect_here(settings)
             _take_latent_attention(arguments)
         if hasattr(os, "memfd_create"):
-            # vLLM would leave a file in the folder for temporary files.
+            # vLLM would leave a file in the temporary folder.
             uniproc_executor.get_file_store_init_method = _nameless_file
-        # Names the limits of a batch that vLLM takes where the arguments have none: those of offline generation.
+        # This usage context sets the batch limits that the arguments leave open: those of offline generation.
         with refusing_non_finite(settings.model_name):
             self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         self._threads = self._start_threads(settings)
@@ -123,12 +123,12 @@ class VllmEngine(SteppedEngine):
         return num_tokens
 
     def weights_not_finite(self) -> list[str]:
-        """See `SteppedEngine.weights_not_finite`; vLLM's names, without those of layers that it has packed."""
+        """See `SteppedEngine.weights_not_finite`; vLLM's names, without layers whose weights vLLM has packed."""
         of_ranks = self._engine.collective_rpc(non_finite_parameters)
         return list(dict.fromkeys(name for names in of_ranks for name in names))
 
     def _start_threads(self, settings: EngineSettings) -> ThreadChoice | None:
-        """On CPUs, for an engine of one process, unless the run has said how many threads it wants."""
+        """Choose threads on CPUs, for an engine of one process, unless the run sets the number of threads."""
         if settings.device != "cpu" or settings.num_workers > 1 or "OMP_NUM_THREADS" in settings.env_vars:
             return None
         runner = self._engine.model_executor.driver_worker.model_runner
@@ -140,17 +140,17 @@ class VllmEngine(SteppedEngine):
         return client.engine_core.scheduler
 
     def _take_bursts(self, settings: EngineSettings) -> None:
-        """On CPUs, for an engine of one process; `vllm_kwargs` may ask for another executor."""
+        """Enable bursts on CPUs, for an engine of one process; `vllm_kwargs` may select another executor."""
         if settings.device == "cpu" and isinstance(self._engine.model_executor, BurstExecutor):
             self._engine.model_executor.go_on_for(self._scheduler)
 
     def decode(self, token_ids: list[int]) -> str | None:
-        """See `SteppedEngine.decode`; what vLLM takes of other libraries may read tokens differently."""
+        """See `SteppedEngine.decode`; None for tokenizers of other libraries, which may decode differently."""
         tokenizer = self._engine.renderer.tokenizer
         return sampled_text(tokenizer, token_ids) if isinstance(tokenizer, PreTrainedTokenizerBase) else None
 
     def _state(self, request_id: str) -> Any:
-        """What vLLM has gathered for a request that is under way."""
+        """Return vLLM's state of a running request."""
         return self._engine.output_processor.request_states[self._vllm_ids[request_id]]
 
     def start_loading(self) -> None:
@@ -158,11 +158,11 @@ class VllmEngine(SteppedEngine):
         self._engine.collective_rpc(begin_reload)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`; the other ranks load what they receive themselves."""
+        """See `Engine.load_tensors`; the other ranks load the tensors that they receive themselves."""
         load_tensors(self._engine.model_executor.driver_worker, tensors)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`; vLLM reads requests under way anew, with what they have so far."""
+        """See `SteppedEngine.finish_loading`; vLLM computes running requests again from their tokens so far."""
         own, *of_others = self._engine.collective_rpc(finish_reload)
         if changed:
             self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -195,7 +195,7 @@ class VllmEngine(SteppedEngine):
 
 
 def engine_arguments(settings: EngineSettings) -> EngineArgs:
-    """Translate our settings into vLLM's."""
+    """Translate the library's settings into vLLM's."""
     values: dict[str, Any] = {
         "model": settings.model_name,
         "tokenizer": settings.tokenizer_name,
@@ -215,9 +215,10 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         values["pipeline_parallel_size"] = settings.pipeline_parallel_size
         values["enable_expert_parallel"] = settings.expert_parallel_size > 1
     if settings.pipeline_parallel_size > 1:
-        values["async_scheduling"] = False  # each stage's answers are taken in the order of the batches
+        values["async_scheduling"] = False  # each stage's answers are read in the order of the batches
     if settings.device == "cpu":
-        # A prompt cut over two steps rewinds its request's generator, which CPU generators cannot.
+        # A prompt split over two steps would rewind its request's random generator, which CPU generators do not
+        # support.
         values["enable_chunked_prefill"] = False
         values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len)
         values["max_num_seqs"] = CPU_SEQUENCES
@@ -232,19 +233,19 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
 
 
 def _hf_overrides(settings: EngineSettings) -> Any:
-    """Changes to the model's configuration: ours, below those of the policy, below those of `vllm_kwargs`."""
+    """Merge changes to the model's configuration: the library's, then the policy's, then those of `vllm_kwargs`."""
     own = settings.engine_kwargs.get("hf_overrides") or {}
-    if not isinstance(own, Mapping):  # a function of the configuration
+    if not isinstance(own, Mapping):  # it may be a function of the configuration
         return own
     model = load_model_config(settings.model_name, settings.hf_overrides)
     return _routing(model) | _head(settings, model) | settings.hf_overrides | dict(own)
 
 
 def _head(settings: EngineSettings, model: PretrainedConfig) -> dict[str, str]:
-    """Float32 logits on GPUs, as the trainer's; vLLM rounds them to the format of the weights otherwise.
+    """Request float32 logits on GPUs, as in the trainer; otherwise vLLM rounds them to the weights' dtype.
 
-    Of logits between 16 and 32 bfloat16 has steps of 0.125. The product is the same kernel with another output. On
-    CPUs vLLM would copy the head to float32 in every step; quantized heads refuse it.
+    Bfloat16 logits between 16 and 32 have steps of 0.125. The product uses the same kernel with another output dtype.
+    On CPUs vLLM would copy the head to float32 in every step, and quantized heads refuse float32.
     """
     quantized = settings.engine_kwargs.get("quantization") or getattr(model, "quantization_config", None)
     if settings.device == "cpu" or settings.precision == "float32" or quantized:
@@ -253,10 +254,10 @@ def _head(settings: EngineSettings, model: PretrainedConfig) -> dict[str, str]:
 
 
 def _routing(model: PretrainedConfig) -> dict[str, str]:
-    """What makes vLLM route as transformers' DeepSeek-V3 always does: by sigmoids, with a bias.
+    """Make vLLM route like transformers' DeepSeek-V3 always does: by sigmoids, with a bias.
 
-    The published `config.json` says so; one that transformers makes does not, and vLLM then refuses the bias and takes
-    the softmax.
+    The published `config.json` has these settings, but one written by transformers lacks them. vLLM would then refuse
+    the bias and use the softmax.
     """
     if model.model_type != "deepseek_v3":
         return {}
@@ -264,7 +265,7 @@ def _routing(model: PretrainedConfig) -> dict[str, str]:
 
 
 def sampling_params(sampling: SamplingParams, seed: int, room: int) -> VllmSamplingParams:
-    """Translate our sampling parameters; `room` caps the response at the context limit."""
+    """Translate sampling parameters into vLLM's; `room` is the number of tokens left in the context."""
     return VllmSamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k or 0,
@@ -281,7 +282,7 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int) -> VllmSampl
         ignore_eos=True,
         detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # made for this request alone; vLLM's deep copy costs as much as the rest of its admission
+        skip_clone=True,  # used by this request only; vLLM's deep copy takes as long as the rest of adding it
     )
 
 
@@ -293,11 +294,11 @@ def _finished(output: RequestOutput) -> Finished:
 
 
 def sampled_logprobs(token_ids: list[int], logprobs: object) -> list[float]:
-    """Pick each sampled token's log-probability out of vLLM's flat table.
+    """Read each sampled token's log-probability from vLLM's flat table.
 
     Raises:
-        GenerationError: vLLM returned a table that does not hold the sampled tokens.
-        NonFiniteError: one of theirs is NaN.
+        GenerationError: vLLM returned a table without the sampled tokens.
+        NonFiniteError: a sampled token's log-probability is NaN.
     """
     table_ids = list(getattr(logprobs, "token_ids", []))
     values = list(getattr(logprobs, "logprobs", []))
@@ -311,15 +312,15 @@ def sampled_logprobs(token_ids: list[int], logprobs: object) -> list[float]:
 
 
 def _nameless_file() -> str:
-    """Where an engine of one process meets itself: a file that is gone with this process, however it ends."""
+    """Return the address of a one-process engine's store: an unnamed file that the kernel frees with this process."""
     return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('vllm-store')}"
 
 
 def _inspect_here(settings: EngineSettings) -> None:
-    """Let vLLM inspect the model's class in this process, before anything asks for its configuration.
+    """Let vLLM inspect the model's class in this process, before its configuration is requested.
 
-    vLLM starts a Python process for each architecture that is new to the machine, to keep CUDA out of the parent;
-    without CUDA that only costs the import of everything once more, 10 s on a fresh machine.
+    vLLM starts a Python process for each architecture that is new to the machine, to keep CUDA out of the parent.
+    Without CUDA that only imports everything a second time, which takes 10 s on a fresh machine.
     """
     model = load_model_config(settings.model_name, settings.hf_overrides)
     for architecture in model.architectures or ():
@@ -329,6 +330,6 @@ def _inspect_here(settings: EngineSettings) -> None:
 
 
 def _take_latent_attention(arguments: EngineArgs) -> None:
-    """Give latent attention the kernel that knows float32 and takes new weights, also where there is a faster one."""
+    """Use the kernel for latent attention that supports float32 and weight updates, even if another is faster."""
     if arguments.create_model_config().use_mla:
         arguments.attention_backend = AttentionBackendEnum.CPU_MLA

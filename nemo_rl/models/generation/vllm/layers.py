@@ -1,4 +1,4 @@
-"""Look into the forward pass of a vLLM model, layer by layer; functions that run inside vLLM's worker."""
+"""Record the outputs of a vLLM model's layers; these functions run inside vLLM's worker."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +10,7 @@ from nemo_rl.models.huggingface.layers import recorded_outputs
 
 
 def start_recording(worker: Any) -> None:
-    """Keep what the decoder layers of this rank give out from now on."""
+    """Record the outputs of this rank's decoder layers from now on."""
     model = worker.model_runner.get_model()
     with ExitStack() as stack:
         stack.enter_context(uncompiled(model))
@@ -19,7 +19,7 @@ def start_recording(worker: Any) -> None:
 
 
 def stop_recording(worker: Any) -> list[Tensor]:
-    """The hidden states behind each layer of this rank since `start_recording`, `[T, D]` float32 each."""
+    """Return the hidden states after each layer of this rank since `start_recording`, `[T, D]` float32 each."""
     stack, outputs = worker.recording
     stack.close()
     recorded: list[Tensor] = outputs
@@ -27,13 +27,13 @@ def stop_recording(worker: Any) -> list[Tensor]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's longest list of modules."""
+    """Return the model's longest list of modules."""
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=[])
 
 
 def residual_sum(output: Any) -> Tensor:
-    """The hidden states behind a layer; vLLM's layers leave the last addition to the next one."""
+    """Return the hidden states after a layer; vLLM's layers leave the last addition to the next layer."""
     if not isinstance(output, tuple):
         hidden: Tensor = output
         return hidden
@@ -43,7 +43,7 @@ def residual_sum(output: Any) -> Tensor:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run prompts through the modules themselves, not through a compiled copy, which calls no hooks."""
+    """Run prompts through the modules themselves, because a compiled copy calls no hooks."""
     compiled: list[Any] = [module for module in model.modules() if getattr(module, "do_not_compile", None) is False]
     for module in compiled:
         module.do_not_compile = True

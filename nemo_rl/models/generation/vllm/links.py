@@ -1,4 +1,4 @@
-"""How the processes of one engine reach each other: a process group for the model, a socket for the calls of each rank.
+"""Connect the processes of one engine: a process group for the model, and a socket for the calls of each rank.
 
     place 0 (runs the engine)             store at MASTER_ADDR:MASTER_PORT           place 1, 2 ... (ranks)
     enter_engine ──────────────────── process group, GPUs of all ──────────────────── enter_engine
@@ -6,8 +6,8 @@
     link.call ──────────────────────────────────────────────────────────────────────► link.receive
     answer.result ◄────────────────────────────────────────────────────────────────── link.send
 
-Invariant: an engine lives as a whole. A process that finds the other end of a link gone ends at once, whatever it was
-about to report: what replaces the engine sees deaths, and nothing else.
+Invariant: an engine's processes end together. A process whose link is closed at the other end exits immediately and
+reports nothing else, so the code that replaces the engine only sees processes that have exited.
 """
 
 import asyncio
@@ -32,17 +32,17 @@ from nemo_rl.host.device import Device
 logger = logging.getLogger(__name__)
 
 _MEETING_TIMEOUT = timedelta(minutes=30)
-"""Beyond every deadline of those who start engines; a process that does not come has usually died."""
+"""Longer than every deadline for starting engines; a process that does not come has usually died."""
 
 
 class Call(NamedTuple):
-    """What place 0 asks of a rank.
+    """Request of place 0 to a rank.
 
     Attributes:
         method: name of a method of vLLM's worker, or an importable function that takes the worker first.
         args: positional arguments.
         kwargs: keyword arguments.
-        wants_answer: whether the rank sends an `Outcome` also of a success.
+        wants_answer: whether the rank sends an `Outcome` even if the call succeeds.
     """
 
     method: str | Callable[..., Any]
@@ -52,24 +52,24 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a call: a value, or the traceback of a failure."""
+    """Result of a call: a value, or the traceback of a failure."""
 
     value: Any
     failure: str | None = None
 
 
 class Answer(Future[Any]):
-    """The value of a call, read from the link when it is asked for."""
+    """Value of a call; it is read from the link when `result` is called."""
 
     def __init__(self, link: "Link"):
         super().__init__()
         self._link = link
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the value, and for those of all calls before.
+        """Wait for the value, and for the values of all earlier calls.
 
         Raises:
-            RuntimeError: this call, or one before it, failed in its rank.
+            RuntimeError: this call or an earlier one failed in its rank.
         """
         while not self.done():
             self._link.take_answer()
@@ -80,8 +80,8 @@ class Link:
     """One end of the socket between place 0 and a rank.
 
     Args:
-        connection: to the other end.
-        other: who is there, for messages.
+        connection: connection to the other end.
+        other: name of the process at the other end, for messages.
     """
 
     def __init__(self, connection: Connection, other: str):
@@ -90,22 +90,22 @@ class Link:
         self._due: deque[Answer] = deque()
 
     def when_it_brings(self, loop: asyncio.AbstractEventLoop, receive: Callable[[], object]) -> None:
-        """Let a loop call a function, which receives the message, whenever one begins to arrive."""
+        """Let an event loop call a function whenever a message starts to arrive; the function receives the message."""
         descriptor = self._connection.fileno()
         loop.add_reader(descriptor, receive)
-        # uvloop, on which Ray's actors run, stops a socket from blocking that it watches (libuv's `uv_poll_init`).
-        # Reading a message whose rest is still on its way, or writing to a full buffer, would then fail.
+        # uvloop, on which Ray's actors run, makes a watched socket non-blocking (libuv's `uv_poll_init`). Reading a
+        # partial message or writing to a full buffer would then fail.
         os.set_blocking(descriptor, True)
 
     def send(self, message: object) -> None:
-        """Send what can be pickled; tensors go as copies."""
+        """Send a picklable message; tensors are sent as copies."""
         try:
             self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
         except OSError as reason:
             self._end(reason)
 
     def receive(self) -> Any:
-        """The next message; waits for it."""
+        """Wait for the next message and return it."""
         try:
             received = self._connection.recv_bytes()
         except (OSError, EOFError) as reason:
@@ -113,7 +113,7 @@ class Link:
         return pickle.loads(received)
 
     def call(self, call: Call) -> Answer | None:
-        """Ask a rank to do something; None where no answer is wanted."""
+        """Send a call to a rank; return None if no answer is wanted."""
         self.send(call)
         if not call.wants_answer:
             return None
@@ -121,10 +121,10 @@ class Link:
         return self._due[-1]
 
     def take_answer(self) -> None:
-        """Wait for the oldest answer that is due.
+        """Wait for the oldest pending answer.
 
         Raises:
-            RuntimeError: its call failed. vLLM does not look at all answers, so the next one that it looks at tells.
+            RuntimeError: its call failed. vLLM does not read all answers, so the error may appear at a later one.
         """
         outcome: Outcome = self.receive()
         answer = self._due.popleft() if self._due else None
@@ -137,10 +137,10 @@ class Link:
         answer.set_result(outcome.value)
 
     def end_if_alone(self, patience_s: float) -> None:
-        """End this process if the other end is gone, or goes within `patience_s`.
+        """End this process if the other end is closed, now or within `patience_s`.
 
         Raises:
-            RuntimeError: it is there and has failed.
+            RuntimeError: the other end is open and its call has failed.
         """
         while self._connection.poll(patience_s):
             self.take_answer()
@@ -152,14 +152,14 @@ class Link:
 
 
 def enter_engine(device: str, place: int, num_places: int) -> dist.Store:
-    """Form the default process group of an engine's processes, and let each see the GPUs of all.
+    """Form the default process group of an engine's processes, and let each process see the GPUs of all.
 
-    vLLM checks which of its GPUs reach each other directly, so every process needs all of them, in the same order.
+    vLLM checks which of its GPUs can access each other directly, so every process needs all of them in the same order.
 
     Args:
         device: "cpu" or "cuda".
-        place: of this process, its rank in the group and the index of its GPU from now on.
-        num_places: processes of the engine.
+        place: number of this process: its rank in the group and from now on the index of its GPU.
+        num_places: number of processes of the engine.
 
     Returns:
         A store that all of them share.
@@ -177,9 +177,9 @@ def enter_engine(device: str, place: int, num_places: int) -> dist.Store:
 
 
 def open_links(store: dist.Store, num_places: int) -> list[Link]:
-    """The links of place 0 to places 1, 2 ..., in this order."""
+    """Open the links of place 0 to places 1, 2 ..., in this order."""
     key = secrets.token_bytes(32)
-    # A socket without a file, where there are such.
+    # On Linux, use a socket without a file.
     address = f"\0nemo_rl-{secrets.token_hex(16)}" if sys.platform == "linux" else None
     links: dict[int, Link] = {}
     with Listener(address, family="AF_UNIX", authkey=key) as listener:
@@ -192,7 +192,7 @@ def open_links(store: dist.Store, num_places: int) -> list[Link]:
 
 
 def open_link(store: dist.Store, place: int) -> Link:
-    """The link of a rank to place 0."""
+    """Open the link of a rank to place 0."""
     address, key = json.loads(store.get("links"))
     connection = Client(address, family="AF_UNIX", authkey=bytes.fromhex(key))
     connection.send(place)

@@ -1,8 +1,8 @@
-"""Expert parallelism in vLLM's CPU build, whose kernel does not know it.
+"""Add expert parallelism to vLLM's CPU build, whose kernel does not support it.
 
-`vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply` ignores `expert_map`: it gives the
-kernel ids among all experts of a layer beside the weights of this rank's, and the kernel reads beyond these. Invariant:
-what the ranks of a stage compute adds up to what one rank with all experts does.
+`vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply` ignores `expert_map`: it passes the
+kernel ids among all experts of a layer with the weights of this rank's experts only, so the kernel reads out of bounds.
+Invariant: the sum of the results of a stage's ranks equals the result of one rank with all experts.
 """
 
 from functools import wraps
@@ -10,20 +10,20 @@ from typing import Any
 
 
 def compute_own_experts() -> None:
-    """Let the experts of this process on a CPU see the ids of their own; those of other ranks add nothing."""
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # vLLM, too, imports it on CPUs only
+    """Let CPU experts use the ids of this process's experts; experts of other ranks add nothing."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # vLLM also imports it on CPUs only
 
     experts: Any = cpu_moe.CPUUnquantizedExperts
     of_all = experts.apply
 
     @wraps(of_all)
     def of_own(self: Any, **arguments: Any) -> None:
-        places = arguments["expert_map"][arguments["topk_ids"].long()]  # [T, top-k], -1: of another rank
+        places = arguments["expert_map"][arguments["topk_ids"].long()]  # [T, top-k]; -1: expert of another rank
         is_own = places >= 0
         arguments["topk_ids"] = places.clamp(min=0).to(arguments["topk_ids"].dtype)
         arguments["topk_weights"] = arguments["topk_weights"] * is_own
         of_all(self, **arguments)
-        if arguments["apply_router_weight_on_input"]:  # the only expert of a token, and no weight is applied here
+        if arguments["apply_router_weight_on_input"]:  # top-1: the kernel applies no weight
             arguments["output"].mul_(is_own)
 
     experts.apply = of_own

@@ -1,12 +1,12 @@
-"""A vLLM engine of several ranks, each in a worker process of our own with its device, under one scheduler.
+"""Run a vLLM engine of several ranks, each in its own worker process with its device, under one scheduler.
 
     worker 0: LLMEngine ─► RanksExecutor ─┬─ vLLM's worker, rank 0, called directly
                                           └─ link ─► worker k: VllmRank ─► vLLM's worker, rank k
 
-vLLM would start the other ranks as processes of its own, which Ray neither places nor watches, and which no weight
-transport reaches. Here every rank is a `GenerationWorker`: it gets a bundle, receives weights and answers for them, and
-its death is noticed as that of any worker. Ranks count tensor parallelism first: rank = stage x tensor parallel size +
-place within the stage. Invariant: all ranks do the same calls in the same order.
+vLLM would start the other ranks as its own processes, which Ray neither places nor watches, and which no weight
+transport reaches. Here every rank is a `GenerationWorker`: it gets a bundle, receives and verifies weights, and its
+death is noticed like that of any worker. Ranks count tensor parallelism first: rank = stage x tensor parallel size +
+position within the stage. Invariant: all ranks make the same calls in the same order.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PATIENCE_S = 2.0
-"""How long the death of a rank may take to be seen after it has broken a call of another one."""
+"""Seconds until the death of a rank is noticed after it has interrupted another rank's call."""
 _OF_VLLM = ("VLLM_", "TORCHINDUCTOR_")
-"""Variables that vLLM sets while it makes its configuration, for the processes it would start."""
+"""Prefixes of variables that vLLM sets while it builds its configuration, for the processes it would start."""
 
 
 class _Start(NamedTuple):
-    """What worker 0 tells the others: vLLM's configuration, a name for the engine, and environment variables."""
+    """Message of worker 0 to the others: vLLM's configuration, a name for the engine, and environment variables."""
 
     config: VllmConfig
     identity: str
@@ -51,13 +51,13 @@ class _Start(NamedTuple):
 
 
 def _build_worker(start: _Start, rank: int) -> WorkerWrapperBase:
-    """Make vLLM's worker of a rank, with its device and model; all ranks at the same time."""
+    """Build vLLM's worker of a rank, with its device and model; all ranks do this at the same time."""
     worker = WorkerWrapperBase(rpc_rank=0, global_rank=rank)
     arguments = {
         "vllm_config": start.config,
         "local_rank": rank,
         "rank": rank,
-        # Names the segments of shared memory; where to meet is settled (`links.enter_engine`).
+        # It only names segments of shared memory; `links.enter_engine` has formed the process group already.
         "distributed_init_method": f"file:///{start.identity}",
         "is_driver_worker": rank % start.config.parallel_config.tensor_parallel_size == 0,
         "shared_worker_lock": Lock(),
@@ -75,15 +75,15 @@ def _build_worker(start: _Start, rank: int) -> WorkerWrapperBase:
 
 
 def _make_stage_input(runner: Any) -> None:
-    """Where a stage puts what the one before it sends: vLLM makes it in its warm-up, which it skips on CPUs."""
+    """Allocate a stage's buffer for its input; vLLM allocates it in its warm-up, which it skips on CPUs."""
     runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
         batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
     )
 
 
 def _forget_names(identity: str) -> None:
-    """Take the names off the shared memory that all ranks have mapped: it is gone when they are, however they end."""
-    for segment in _SHARED_MEMORY.glob(f"*{identity}*"):  # of all-reduces on CPUs
+    """Unlink the shared memory that all ranks have mapped, so that the kernel frees it when the ranks end."""
+    for segment in _SHARED_MEMORY.glob(f"*{identity}*"):  # used for all-reduces on CPUs
         segment.unlink(missing_ok=True)
     queue = get_tp_group().mq_broadcaster
     if queue is not None and queue.buffer.is_creator:
@@ -121,12 +121,12 @@ class RanksExecutor(UniProcExecutor):
         """Call a method of every rank's worker, or a function with every worker.
 
         Args:
-            method: what to call.
+            method: method or function to call.
             timeout: has no effect, as in vLLM's executor of one process.
             args: positional arguments.
             kwargs: keyword arguments.
             non_block: return a future.
-            single_value: only the answer of the rank that samples, the first one of the last stage.
+            single_value: return only the answer of the rank that samples, the first one of the last stage.
         """
         answers = [
             link.call(Call(method, args, kwargs or {}, not single_value or rank == self._output_rank))
@@ -148,10 +148,10 @@ class RanksExecutor(UniProcExecutor):
 
 
 class VllmRank:
-    """Workers 1, 2 ... of a vLLM engine: an `Engine` that takes weights, and else does what worker 0 says.
+    """Workers 1, 2 ... of a vLLM engine: an `Engine` that receives weights and executes the calls of worker 0.
 
-    Calls come in between two callbacks of the loop, as the steps of the engine do in worker 0. Updates, sleep and
-    looks at layers are such calls, so that the methods for them have nothing left to do.
+    Calls run between two callbacks of the event loop, like the engine's steps in worker 0. Weight updates, sleep and
+    recording of layers are such calls, so their methods here do nothing.
     """
 
     def __init__(self, settings: EngineSettings):
@@ -170,12 +170,13 @@ class VllmRank:
             if call.wants_answer and isinstance(value, AsyncModelRunnerOutput):
                 value = value.get_output()
             outcome = Outcome(value)
-        except Exception:  # boundary: worker 0 is told, or sees that this rank is gone
+        except Exception:  # boundary: worker 0 gets the error, or sees that this rank is gone
             outcome = Outcome(None, traceback.format_exc())
         if call.wants_answer or outcome.failure is not None:
             self._link.send(outcome)
         if not call.wants_answer and outcome.failure is not None:
-            # Worker 0 has mostly failed too and tells why. If it waits for this rank instead, only a death helps.
+            # Worker 0 has usually failed too and reports why. If it waits for this rank instead, only an exit releases
+            # it.
             logger.error("A step failed, so this process ends.\n%s", outcome.failure)
             asyncio.get_running_loop().call_later(2 * _PATIENCE_S, os._exit, 1)
 
@@ -190,11 +191,11 @@ class VllmRank:
         """See `Engine.begin_weight_update`."""
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`; takes this rank's part of each."""
+        """See `Engine.load_tensors`; loads this rank's part of each tensor."""
         load_tensors(self._worker, tensors)
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`; worker 0 reports what is missing in any rank."""
+        """See `Engine.finish_weight_update`; worker 0 reports missing tensors of all ranks."""
         return []
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:

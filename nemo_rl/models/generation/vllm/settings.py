@@ -1,6 +1,6 @@
-"""What a process needs in its environment before vLLM is imported.
+"""Set the environment that a process needs before it imports vLLM.
 
-Invariant: nothing here imports vllm, so the controller can read it.
+Invariant: this file does not import vllm, so the controller can import it.
 """
 
 LIBRARIES = (
@@ -10,18 +10,18 @@ LIBRARIES = (
     "xgrammar",
     "compressed_tensors.quantization",
 )
-"""Half of what vLLM takes to import, for `distributed.fork_server`; none of it is vLLM's own."""
+"""Half of vLLM's import time, for `distributed.fork_server`; none of these modules belongs to vLLM."""
 CPU_SEQUENCES = 128
-"""Sequences that an engine runs at once on the CPU, at the most."""
+"""Maximum number of sequences that an engine runs at the same time on the CPU."""
 
 
 def engine_environment(device: str) -> dict[str, str]:
-    """Environment variables for a vLLM actor on `device` ("cpu" or "cuda").
+    """Return the environment variables for a vLLM actor on `device` ("cpu" or "cuda").
 
-    The engine runs inside the actor's process: no second process to lose, and requests, weights and
+    The engine runs inside the actor's process: no second process can be lost, and requests, weight updates and
     cache resets are plain calls between two steps. On CPUs there is one OpenMP thread until the engine
-    takes more (`threads`), and a thread does not spin for long at a barrier, so that the trainer has all
-    cores in its turn; rows of attention are not divided among threads; Dynamo would compile even in eager mode.
+    starts more (`threads`). Threads spin only briefly at a barrier, so that the trainer has all cores in its
+    turn. Attention rows are not divided among threads. Dynamo is disabled: it would compile even in eager mode.
     """
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -1,12 +1,12 @@
-"""Put new weights into a running vLLM model; functions that run inside vLLM's worker.
+"""Load new weights into a running vLLM model; these functions run inside vLLM's worker.
 
-vLLM rearranges weights once they are loaded: packed matrix products and experts, absorbed attention projections. An
-update goes through vLLM's own layerwise reload on every platform: layers take the layout of a checkpoint, and each is
-rearranged anew when its last tensor has come, into the storage it had (so CUDA graphs stay valid). Two packings on CPUs
-are out of its reach and are made here: experts are packed only with a new kernel, and a tied output head has a packed
-copy of its own. GPT-OSS copies some tensors past vLLM's loaders, which a reload would lose: attention sinks stay in
-place, and experts come one by one. Invariant: after `finish_reload` the model answers with the tensors that were
-loaded.
+vLLM rearranges weights after loading: packed matrix products and experts, absorbed attention projections. An update
+uses vLLM's own layerwise reload on every platform: layers take the layout of a checkpoint, and each layer is rearranged
+again when its last tensor has arrived, into its existing storage (so CUDA graphs stay valid). The reload does not
+handle two packings on CPUs, so they are done here: experts are packed only with a new kernel, and a tied output head
+has a separate packed copy. GPT-OSS copies some tensors without vLLM's loaders, so a reload would lose them: attention
+sinks are not moved, and experts are passed one by one. Invariant: after `finish_reload` the model answers with the
+tensors that were loaded.
 """
 
 import re
@@ -34,9 +34,9 @@ _GPT_OSS_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 
 def begin_reload(worker: Any) -> None:
-    """Bring the model into a state that accepts tensors of a checkpoint.
+    """Prepare the model for tensors of a checkpoint.
 
-    An update that was broken off is closed first, so that no layer counts its tensors for the new one.
+    An interrupted update is closed first, so that no layer counts its tensors for the new one.
     """
     model = worker.model_runner.get_model()
     with set_current_vllm_config(worker.vllm_config):
@@ -56,7 +56,7 @@ def begin_reload(worker: Any) -> None:
 
 
 def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Load some tensors, of which a rank takes its part."""
+    """Load tensors; each rank takes its part of them."""
     runner = worker.model_runner
     given: Iterable[tuple[str, torch.Tensor]] = tensors
     if runner.model_config.hf_text_config.model_type == "gpt_oss":
@@ -66,7 +66,7 @@ def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def one_by_one(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The experts of GPT-OSS under the names of single ones; other tensors as they are."""
+    """Yield the experts of GPT-OSS under the names of single experts; other tensors unchanged."""
     for name, tensor in tensors:
         stack = _STACKED_EXPERTS.fullmatch(name)
         if stack is None:
@@ -78,11 +78,11 @@ def one_by_one(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[st
 
 
 def finish_reload(worker: Any) -> list[str]:
-    """Put the loaded tensors in force.
+    """Put the loaded tensors into use.
 
     Returns:
-        Names of the engine parameters that no tensor went to and that need one of their own, and of the layers that
-        got only a part of theirs. A tied output head shares the embedding's storage and needs none.
+        Names of the engine parameters that need a tensor but got none, and of the layers that got only some of
+        their tensors. A tied output head shares the embedding's storage and needs none.
     """
     model = worker.model_runner.get_model()
     unbound = worker.unbound | lost_tensors(model, worker.unbound)
@@ -100,10 +100,10 @@ def finish_reload(worker: Any) -> list[str]:
 
 @contextmanager
 def refusing_non_finite(model_name: str) -> Iterator[None]:
-    """Look at each tensor that vLLM reads from a model's files in a block; afterwards many are packed out of sight.
+    """Check each tensor that vLLM reads from a model's files in a block; later many are packed and cannot be checked.
 
     Raises:
-        NonFiniteError: names those that hold NaN or infinity, when the block has ended.
+        NonFiniteError: lists the tensors with NaN or infinity; raised at the end of the block.
     """
     loader_class: Any = DefaultModelLoader
     read = loader_class.get_all_weights
@@ -124,12 +124,12 @@ def refusing_non_finite(model_name: str) -> Iterator[None]:
 
 
 def non_finite_parameters(worker: Any) -> list[str]:
-    """Names of the model's parameters, as vLLM holds them, that are not finite."""
+    """Return the names of the model's parameters, as vLLM holds them, that are not finite."""
     return not_finite(dict(worker.model_runner.get_model().named_parameters()))
 
 
 def lost_tensors(model: torch.nn.Module, unbound: set[str]) -> set[str]:
-    """Parameters that the model says it has loaded, of layers whose loaders saw nothing: vLLM keeps the old values."""
+    """Return parameters that the model reports as loaded although their layers' loaders got no tensors."""
     names = set()
     for layer, module in model.named_modules():
         info = get_layerwise_info(module)
@@ -139,9 +139,9 @@ def lost_tensors(model: torch.nn.Module, unbound: set[str]) -> set[str]:
 
 
 def incomplete_layers(model: torch.nn.Module) -> set[str]:
-    """Layers of several tensors (query, key and value in one; experts) that lack some of them.
+    """Return layers of several tensors (query, key and value in one; experts) that lack some of them.
 
-    vLLM would fill the rest with whatever is in memory. Embeddings are one tensor, padded to a larger one.
+    vLLM would fill the rest with uninitialized memory. Embeddings are excluded: they are padded to a larger size.
     """
     names = set()
     for name, module in model.named_modules():
