@@ -1,8 +1,9 @@
-"""On-policy distillation (arXiv 2306.13649): how a run of it is put together, and re-exports.
+"""Set up runs of on-policy distillation (arXiv 2306.13649), and re-export what belongs to them.
 
-One step: fresh weights to the engines, the student answers, the teacher says how it would have gone on after every
-token of the answers, the student moves towards that (`runtime.run.train`). The direction of the divergence and the
-treatment of rare tokens are values of the loss (`losses.distillation`). Invariant: the teacher never changes.
+One step (`runtime.run.train`): the engines get the current weights, the student answers, the teacher scores the next
+token after every token of the answers, and the student is trained towards these scores. The direction of the divergence
+and the treatment of rare tokens are options of the loss (`losses.distillation`). Invariant: the teacher's weights never
+change.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.algorithms.rollout.source import source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as distillation_train
@@ -38,14 +40,14 @@ def setup(
     loss_fn: AnyLossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a distillation run and start its workers; arguments and errors as `grpo.setup`."""
+    """Build a distillation run and start its workers; arguments and errors as in `grpo.setup`."""
     handed_in = HandedIn(tokenizer, train_dataset, val_dataset, environments or {}, loss_fn)
     config = handed_in.checked(master_config, DistillationMasterConfig)
     return start_run(config, recipe(config, handed_in), started_at)
 
 
 def recipe(config: DistillationMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRecipe:
-    """What makes a run that samples one of distillation, with the parts handed in; starts nothing.
+    """Build the recipe of distillation, with the parts that the program passes; start nothing.
 
     Raises:
         ConfigError, DataError: the configuration, the data or the teacher cannot be used.
@@ -63,9 +65,10 @@ def recipe(config: DistillationMasterConfig, handed_in: HandedIn = NOTHING) -> R
     return RolloutRecipe(
         tokenizer=tokenizer,
         data=handed_in.data(config, lambda: setup_response_data(tokenizer, config.data, config.env), sampled=True),
-        loss_fn=handed_in.loss(DistillationLossFn(config.loss_fn)),
+        loss_fn=handed_in.loss(DistillationLossFn(config.loss_fn), config.loss_fn),
         roles={"policy": Role(config.policy), "teacher": Role(config.teacher, trains=False)},
         stages=stages,
+        source=source_wrapper(config.distillation.rollout_source, "distillation.rollout_source"),
         needs_reward=False,
         environments=handed_in.running_environments,
     )

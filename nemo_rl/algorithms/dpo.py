@@ -1,7 +1,7 @@
-"""Direct preference optimisation (arXiv 2305.18290): learning from pairs of a preferred and a rejected answer.
+"""Set up runs of direct preference optimisation (arXiv 2305.18290), which learn from a preferred and a rejected answer.
 
-How a run is put together, and re-exports; with `dpo.preference_loss=kto` the run is that of `kto`. Each batch also
-holds the log-probabilities of the model that training started from. Invariant: row 2i is the chosen answer of pair i
+With `dpo.preference_loss=kto` the recipe is that of `kto`. Each batch also holds the log-probabilities of the initial
+model. Invariant: row 2i is the chosen answer of pair i
 and row 2i + 1 the rejected one, from the data to the loss.
 """
 
@@ -34,7 +34,7 @@ class ReferenceLogprobs:
     """The stage that adds `reference_policy_logprobs [2P, T]`; a `runtime.run.Stage`.
 
     Attributes:
-        policy: keeps the weights that the run started from.
+        policy: the trained policy, which keeps its initial weights.
     """
 
     policy: PolicyInterface
@@ -42,7 +42,7 @@ class ReferenceLogprobs:
     roles = ("policy",)
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
-        """Write the reference's log-probabilities."""
+        """Write the log-probabilities of the initial model."""
         scores = self.policy.get_reference_policy_logprobs(batch.tensors)
         batch.tensors["reference_policy_logprobs"] = scores["reference_logprobs"]
         return {}
@@ -57,20 +57,20 @@ def setup(
     loss_fn: LossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a DPO run and start its workers; arguments and errors as `grpo.setup`."""
+    """Build a DPO run and start its workers; arguments and errors as in `grpo.setup`."""
     handed_in = HandedIn(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
     config = handed_in.checked(master_config, DPOMasterConfig)
     return start_run(config, recipe(config, handed_in), started_at)
 
 
 def recipe(config: DPOMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedRecipe:
-    """What makes a run of written data one of DPO, or of KTO; arguments and errors as `sft.recipe`."""
+    """Build the recipe of DPO, or of KTO; start nothing. Arguments and errors as in `sft.recipe`."""
     set_seed(config.dpo.seed)
     tokenizer = handed_in.tokenizer_of(config.policy)
     if config.dpo.preference_loss == "kto":
         return kto.recipe(config, tokenizer, handed_in)
     configured = DPOLossFn(from_section(DPOLossConfig, config.dpo))
-    loss_fn: LossFunction = handed_in.loss(configured, rows_per_sample=2)
+    loss_fn: LossFunction = handed_in.loss(configured, config.loss_fn, rows_per_sample=2)
     needs_reference = getattr(loss_fn, "needs_reference", configured.needs_reference)
 
     def stages(policy: Policy) -> list[Stage]:

@@ -16,7 +16,7 @@ from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.credit.assignment import CreditAssignment
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards
 from nemo_rl.algorithms.rollout.scoring import PolicyScoring
-from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, RolloutSource
+from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, RolloutSource, source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as grpo_train
@@ -90,19 +90,22 @@ def recipe(config: GRPOMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRe
     grpo = config.grpo
     set_seed(grpo.seed)
     tokenizer = handed_in.tokenizer_of(config.policy)
-    loss_fn: LossFunction = handed_in.loss(ClippedPGLossFn(config.loss_fn))
+    loss_fn: LossFunction = handed_in.loss(ClippedPGLossFn(config.loss_fn), config.loss_fn)
     credit = CreditAssignment(make_advantage_estimator(grpo, config.loss_fn), grpo)
     needs_prev, needs_reference = forward_passes(config, loss_fn, credit)
+
+    wrap_source = source_wrapper(grpo.rollout_source, "grpo.rollout_source")
 
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
         threshold = grpo.seq_logprob_error_threshold
         return [PolicyScoring(roles["policy"], needs_prev, needs_reference, threshold), credit]
 
     def source(fresh: FreshRollouts) -> RolloutSource:
-        if not grpo.use_dynamic_sampling:
-            return fresh
-        scale = partial(scale_rewards, config=grpo.reward_scaling)
-        return DynamicSampling(fresh, grpo.num_prompts_per_step, grpo.dynamic_sampling_max_gen_batches, scale)
+        rollouts: RolloutSource = fresh
+        if grpo.use_dynamic_sampling:
+            scale = partial(scale_rewards, config=grpo.reward_scaling)
+            rollouts = DynamicSampling(fresh, grpo.num_prompts_per_step, grpo.dynamic_sampling_max_gen_batches, scale)
+        return wrap_source(rollouts)
 
     return RolloutRecipe(
         tokenizer=tokenizer,

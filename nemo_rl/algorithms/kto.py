@@ -1,8 +1,9 @@
-"""Kahneman-Tversky optimisation: learning from single answers that were found good or bad.
+"""Set up Kahneman-Tversky optimisation (KTO): training on single answers labelled desirable or undesirable.
 
-A loss of DPO runs (`dpo.preference_loss=kto`). Its batches also hold reference log-probabilities and the baseline z0,
-an estimate of how far the policy has moved from the reference. Invariant: the baseline belongs to the global batch and
-is computed once for it, before the batch is cut for training; no gradient flows through it.
+KTO is a loss of DPO runs (`dpo.preference_loss=kto`). Its batches also hold reference log-probabilities and the
+baseline z0, an estimate of how far the policy has moved from the reference. Invariant: the
+baseline belongs to the global batch and is computed once for it, before the batch is cut for training; no gradient
+flows through it.
 """
 
 from collections.abc import Hashable, Sequence
@@ -32,7 +33,7 @@ type Batch = BatchedDataDict[Any]
 def recipe(
     config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase, handed_in: HandedIn = NOTHING
 ) -> SupervisedRecipe:
-    """What makes a run of written data one with the loss of KTO, with the parts handed in."""
+    """Build the recipe of KTO, with the parts that the program passes; start nothing."""
 
     def stages(policy: Policy) -> list[Stage]:
         return [KTOPreparation(policy, config.policy.max_total_sequence_length)]
@@ -41,7 +42,7 @@ def recipe(
         tokenizer=tokenizer,
         data=handed_in.data(config, lambda: setup_feedback_data(tokenizer, config.data)),
         collate=collate_by(feedback_collate_fn, config, tokenizer),
-        loss_fn=handed_in.loss(KTOLossFn(from_section(KTOLossConfig, config.dpo))),
+        loss_fn=handed_in.loss(KTOLossFn(from_section(KTOLossConfig, config.dpo)), config.loss_fn),
         keeps_reference=True,
         stages=stages,
     )
@@ -55,8 +56,8 @@ class KTOPreparation:
     the answer of another row of the batch.
 
     Attributes:
-        policy: keeps the weights that the run started from.
-        max_length: tokens after which a prompt with another row's answer is cut.
+        policy: the trained policy, which keeps its initial weights.
+        max_length: tokens of the longest row; a prompt with another row's answer is cut there.
     """
 
     policy: PolicyInterface
@@ -70,7 +71,7 @@ class KTOPreparation:
         return {}
 
     def prepare(self, batch: Batch) -> None:
-        """As `apply`, on tensors alone."""
+        """Do the work of `apply` on a batch of tensors."""
         others = mismatched_rows(batch, self.max_length)
         num_rows, width = batch["input_ids"].shape
         scores = self.policy.get_reference_policy_logprobs(_stacked(batch, others))["reference_logprobs"]
@@ -85,21 +86,21 @@ class KTOPreparation:
 
 
 def kl_estimate(current_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> float:
-    """`max(0, mean over rows of the sum over tokens of current - reference)`."""
+    """Return `max(0, mean over rows of the sum over tokens of current - reference)`."""
     log_ratio_B = masked_sum(current_BT.double() - reference_BT.double(), mask_BT.double(), dim=-1)
     return max(0.0, log_ratio_B.mean().item())
 
 
 def mismatched_rows(batch: Batch, max_length: int) -> Batch:
-    """The prompt of each row that counts, followed by the answer of another one.
+    """Join the prompt of each row that counts with the answer of another such row.
 
     Args:
         batch: `input_ids` and `token_mask` `[B, T]`, `input_lengths` and `sample_mask` `[B]`. The answer of a row
             begins with its first token that counts.
-        max_length: longest row; what goes beyond it is cut off.
+        max_length: tokens of the longest row; longer rows are cut.
 
     Returns:
-        `input_ids`, `token_mask` and `input_lengths`; no rows where fewer than two count.
+        `input_ids`, `token_mask` and `input_lengths`; no rows if fewer than two rows count.
     """
     prompts: list[Tensor] = []
     answers: list[Tensor] = []
@@ -126,7 +127,7 @@ def mismatched_rows(batch: Batch, max_length: int) -> Batch:
 
 
 def rotation(keys: Sequence[Hashable]) -> int:
-    """The smallest shift that gives each entry one that differs from it, or else as many as can be; 0 for none.
+    """Return the smallest shift that moves a different key to as many places as possible; 0 for fewer than two keys.
 
     Example:
         >>> rotation(["a", "a", "b", "b"])
@@ -147,7 +148,7 @@ def _padded(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _stacked(first: Batch, second: Batch) -> Batch:
-    """Both batches' rows, ready to be scored."""
+    """Join the rows of two batches for scoring."""
     if not second.size:
         return first
     width = max(batch["input_ids"].shape[1] for batch in (first, second))

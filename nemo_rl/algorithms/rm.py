@@ -1,8 +1,7 @@
-"""Reward models: a scalar score for each answer, from pairs of a preferred and a rejected one.
+"""Set up and validate reward models, which learn to score answers from pairs of a preferred and a rejected one.
 
-How a run is put together, and its validation. Invariant: a
-score is the log-odds of being preferred, so `sigmoid(chosen - rejected)` is the model's confidence, and a calibrated
-model is right as often as it is confident.
+Invariant: `sigmoid(chosen - rejected)` is the probability that the chosen answer is preferred; a calibrated model is
+right as often as this probability says.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,14 +41,14 @@ def setup(
     loss_fn: LossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a reward-model run and start its workers; arguments and errors as `grpo.setup`."""
+    """Build a reward-model run and start its workers; arguments and errors as in `grpo.setup`."""
     handed_in = HandedIn(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
     config = handed_in.checked(master_config, RMMasterConfig)
     return start_run(config, recipe(config, handed_in), started_at)
 
 
 def recipe(config: RMMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedRecipe:
-    """What makes a run of written data one of a reward model; arguments and errors as `sft.recipe`."""
+    """Build the recipe of a reward model; start nothing. Arguments and errors as in `sft.recipe`."""
     set_seed(config.rm.seed)
     tokenizer = handed_in.tokenizer_of(config.policy)
     ensure_distinct_pad_token(tokenizer)
@@ -61,7 +60,7 @@ def recipe(config: RMMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedR
         tokenizer=tokenizer,
         data=handed_in.data(config, lambda: setup_preference_data(tokenizer, config.data)),
         collate=collate_pairs(config, tokenizer),
-        loss_fn=handed_in.loss(configured, rows_per_sample=2),
+        loss_fn=handed_in.loss(configured, config.loss_fn, rows_per_sample=2),
         rows_per_sample=2,
         validator=lambda policy, batches: RMValidator(batches, policy, configured, validation_rows(config, 2)),
     )
@@ -71,18 +70,18 @@ class Scorer(Protocol):
     """A reward model."""
 
     def score(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """`scores [B]`, computed in passes of `micro_batch_size` rows; None: as configured."""
+        """Compute `scores [B]` in passes of `micro_batch_size` rows; None: as configured."""
 
 
 @dataclass(frozen=True)
 class RMValidator:
-    """Scores held-out pairs.
+    """A validation on held-out pairs.
 
     Attributes:
-        batches: validation batches, iterated anew each time.
+        batches: validation batches, iterated again for each validation.
         scorer: the reward model.
         loss_fn: as in training.
-        micro_batch_rows: rows of one pass of a rank; None forms passes as configured.
+        micro_batch_rows: rows of one pass of a rank; None: passes are formed as configured.
     """
 
     batches: Iterable[BatchedDataDict[Any]]
@@ -91,7 +90,7 @@ class RMValidator:
     micro_batch_rows: int | None = None
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Loss, accuracy, mean scores, margin and calibration error over all valid pairs."""
+        """Return loss, accuracy, mean scores, margin and calibration error over all valid pairs."""
         scores: list[Tensor] = []
         masks: list[Tensor] = []
         margins: list[Tensor] = []
@@ -109,7 +108,7 @@ class RMValidator:
 
 
 def calibration_error(margin_P: Tensor, num_bins: int = CALIBRATION_BINS) -> float:
-    """Expected calibration error, arXiv 1706.04599, equation 3, of the more likely order of each pair.
+    """Return the expected calibration error (arXiv 1706.04599, equation 3) of the order predicted for each pair.
 
     Pairs are binned by confidence, `sigmoid(|margin|)` in 0.5 to 1; the result is the mean over pairs of the
     distance between a bin's share of right orders (a tie counts half) and its mean confidence.

@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: next-token likelihood of the assistant's turns. How a run is put together, and re-exports.
+"""Set up runs of supervised fine-tuning, which train on the tokens of the assistant's turns.
 
-Invariant: only what an assistant wrote counts, each token once.
+Invariant: only tokens of assistant turns count in the loss, each once.
 """
 
 from collections.abc import Mapping
@@ -33,14 +33,14 @@ def setup(
     loss_fn: LossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build an SFT run and start its workers; arguments and errors as `grpo.setup`."""
+    """Build an SFT run and start its workers; arguments and errors as in `grpo.setup`."""
     handed_in = HandedIn(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
     config = handed_in.checked(master_config, SFTMasterConfig)
     return start_run(config, recipe(config, handed_in), started_at)
 
 
 def recipe(config: SFTMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedRecipe:
-    """What makes a run of written data one of SFT, with the parts handed in; starts nothing.
+    """Build the recipe of SFT, with the parts that the program passes; start nothing.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
@@ -48,10 +48,12 @@ def recipe(config: SFTMasterConfig, handed_in: HandedIn = NOTHING) -> Supervised
     set_seed(config.sft.seed)
     tokenizer = handed_in.tokenizer_of(config.policy)
     names = (("loss", "val_loss"), ("num_valid_samples", "num_valid_samples"))
+    configured = NLLLossFn()
+    loss_fn: LossFunction = handed_in.loss(configured, config.loss_fn)
     return SupervisedRecipe(
         tokenizer=tokenizer,
         data=handed_in.data(config, lambda: setup_sft_data(tokenizer, config.data)),
         collate=collate_by(sft_collate_fn, config, tokenizer, only_unmask_final=config.sft.only_unmask_final),
-        loss_fn=handed_in.loss(NLLLossFn()),
-        validated_names=names if handed_in.loss_fn is None else names[:1],
+        loss_fn=loss_fn,
+        validated_names=names if loss_fn is configured else names[:1],
     )

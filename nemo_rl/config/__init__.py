@@ -75,6 +75,7 @@ from nemo_rl.config.schema.model.parallel import (
     SequencePackingConfig,
 )
 from nemo_rl.config.schema.model.policy import PolicyConfig, RewardModelConfig, TokenizerConfig
+from nemo_rl.config.schema.named_part import NamedPartConfig, RolloutSourceConfig
 
 __all__ = [
     "FEEDBACK_DATASET_NAMES",
@@ -92,7 +93,9 @@ __all__ = [
     "DistillationConfig",
     "DistillationLossConfig",
     "DistillationMasterConfig",
+    "NamedPartConfig",
     "RolloutMasterConfig",
+    "RolloutSourceConfig",
     "RolloutTrainingConfig",
     "TeacherConfig",
     "TeacherPlacementConfig",

@@ -1,6 +1,6 @@
-"""Environments: what answers a model's turn and says what it was worth.
+"""Environments, which answer the turns of a model and reward them.
 
-`interfaces` is what a user implements, `registry` finds it by name, `actor` hosts it in a Ray actor,
-`client` is how rollouts talk to it, `grading/` runs verifiers in killable processes. This file
-imports nothing, so that a grading process starts without torch and ray.
+Users implement the class in `interfaces`; `registry` finds it by name, `actor` hosts it in a Ray actor, rollouts call
+it through `client`, and `grading/` runs verifiers in processes that can be killed. This file imports nothing, so that a
+grading process starts without torch and ray.
 """

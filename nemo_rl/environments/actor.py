@@ -1,8 +1,7 @@
-"""The Ray actor that hosts an environment, and the one place that catches what user code raises.
+"""Host an environment in a Ray actor, and catch what the user's code raises.
 
-`client` launches it and calls it; the environment inside is a plain object. Invariant: `step` returns one
-`StepResult` for each sample, whatever the environment does short of killing the process; what it raises goes with the
-sample it belongs to.
+`client` starts and calls the actor; the environment inside is a plain object. Invariant: `step` returns one
+`StepResult` for each sample unless the process dies; an error becomes part of the result of its sample.
 
 Calls run on the actor's main thread one after another, or on `max_concurrent_steps` threads if the
 environment allows more than one; coroutines run on one private event loop.
@@ -37,17 +36,17 @@ logger = logging.getLogger(__name__)
 
 _MAX_ERROR_CHARS = 2000
 _COROUTINE_STEPS = 64
-"""Calls of `step` in flight when it is a coroutine function of a class that states no number."""
+"""Calls of `step` in flight if it is a coroutine function and the class states no number."""
 
 
 @dataclass(frozen=True)
 class EnvironmentTraits:
-    """What the driver must know of an environment's class.
+    """Facts about an environment's class that the driver needs.
 
     Attributes:
         concurrency: calls that its actor runs at the same time.
-        hooks: optional methods that it has of its own.
-        options: Ray options of its own decorator.
+        hooks: optional methods that the class overrides.
+        options: Ray options of the class's decorator.
     """
 
     concurrency: int
@@ -60,16 +59,16 @@ def traits_of(
     runtime_env: Mapping[str, Any],
     timeout_s: float = 300.0,
 ) -> EnvironmentTraits:
-    """The traits of a class; one named by its path is imported on the Python of its actor.
+    """Return the traits of a class; a class named by its path is imported by the Python of its actor.
 
     Args:
-        env_class: As for `launch_environment_actor`.
-        runtime_env: Likewise.
-        timeout_s: To start that Python and import the class.
+        env_class: As in `launch_environment_actor`.
+        runtime_env: As in `launch_environment_actor`.
+        timeout_s: Limit for starting that Python and importing the class.
 
     Raises:
-        ConfigError: There is no such class, or it cannot be imported there.
-        DeadlineExceededError: It took too long.
+        ConfigError: There is no such class, or that Python cannot import it.
+        DeadlineExceededError: It took longer than `timeout_s`.
     """
     if not isinstance(env_class, str):
         return _traits(plain_env_class(env_class))
@@ -102,21 +101,21 @@ def launch_environment_actor(
     traits: EnvironmentTraits,
     runtime_env: Mapping[str, Any],
 ) -> ActorHandle:
-    """Start an actor that hosts the environment; returns before it is ready.
+    """Start an actor that hosts the environment; return before it is ready.
 
-    The actor looks for modules where this process does, after its own places; with another Python not where this
-    process's own packages are.
+    The actor also searches the import path of this process, after its own. With another Python it leaves out the
+    packages of this process's Python.
 
     Args:
         env_class: A class (plain or `@ray.remote`), or its dotted path, which is then imported
-            again inside the actor; or an environment, of which the actor gets a copy.
-        cfg: What the class is constructed with.
-        traits: Of the class.
-        runtime_env: Ray's, beside that of the class's own decorator.
+            again inside the actor; or an environment object, which is copied into the actor.
+        cfg: Argument of the class's constructor.
+        traits: Traits of the class.
+        runtime_env: Ray's runtime environment, merged over that of the class's decorator.
     """
     hosted: Any = env_class
     if is_environment(env_class):
-        hosted = cloudpickle.dumps(env_class)  # read where its class can be imported
+        hosted = cloudpickle.dumps(env_class)  # unpickled in the actor, where its class can be imported
     elif not isinstance(env_class, str):
         plain_class, _ = plain_env_class(env_class)
         hosted = class_path(plain_class) or plain_class
@@ -129,7 +128,7 @@ def launch_environment_actor(
 
 
 def _import_path(runtime_env: Mapping[str, Any]) -> list[str]:
-    """Where the actor looks for modules beside its own places."""
+    """Return the folders that the actor searches for modules after its own."""
     own: tuple[str, ...] = ()
     if "py_executable" in runtime_env:
         own = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -142,7 +141,7 @@ def _extend_path(import_path: Sequence[str]) -> None:
 
 
 def step_concurrency(plain_class: EnvironmentClass) -> int:
-    """How many calls the actor of a class runs at the same time."""
+    """Return how many calls the actor of a class runs at the same time."""
     concurrency = plain_class.max_concurrent_steps
     if inspect.iscoroutinefunction(plain_class.step) and concurrency == 1:
         return _COROUTINE_STEPS
@@ -150,13 +149,13 @@ def step_concurrency(plain_class: EnvironmentClass) -> int:
 
 
 def own_hooks(plain_class: EnvironmentClass) -> frozenset[str]:
-    """Names of the optional methods that a class has of its own."""
+    """Return the names of the optional methods that a class overrides."""
     optional = ("open_episode", "close_episode", "global_post_process_and_metrics")
     return frozenset(name for name in optional if getattr(plain_class, name) is not getattr(EnvironmentInterface, name))
 
 
 class EnvironmentActor:
-    """Hosts one environment object; see the module docstring."""
+    """The host of one environment object; see the module docstring."""
 
     def __init__(
         self, env_class: "str | EnvironmentClass | bytes", cfg: dict[str, Any], import_path: Sequence[str] = ()
@@ -175,7 +174,7 @@ class EnvironmentActor:
         return os.getpid()
 
     def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        """Step B samples; if the batch raises, step each alone to find those that fail."""
+        """Step B samples; if the batch raises, step each sample alone to find those that fail."""
         if len(metadata) == 1:
             return [self._step_one(message_logs[0], metadata[0])]
         untouched = copy.deepcopy((message_logs, metadata))
@@ -191,19 +190,19 @@ class EnvironmentActor:
         return [self._step_one(log, item) for log, item in zip(*untouched, strict=True)]
 
     def open_episode(self, metadata: list[Any]) -> list[EpisodeStart[Any]]:
-        """Open episodes one after another; one that raises gets an error."""
+        """Open episodes one after another; an episode that raises gets an error."""
         return [self._open_one(item) for item in metadata]
 
     def close_episode(self, metadata: list[Any]) -> list[str | None]:
-        """Close episodes one after another; returns what each raised."""
+        """Close episodes one after another; return the error of each, or None."""
         return [self._close_one(item) for item in metadata]
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """Give the environment the batch with tensors that it may write; returns its `rewards` and metrics.
+        """Pass the batch to the environment, with tensors that it may write; return its `rewards` and metrics.
 
-        What is no tensor of rewards or no mapping raises here, as the environment's own fault.
+        Rewards that are no tensor, or metrics that are no mapping, raise an error here.
         """
         own = copy.copy(batch)
         own.update({name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)})
@@ -242,13 +241,13 @@ class EnvironmentActor:
         return None
 
     def _finished(self, outcome: Any) -> Any:
-        """What a method returned; if it is a coroutine function, what that returns."""
+        """Return what a method returned; await it if it is a coroutine."""
         if inspect.iscoroutine(outcome):
             return asyncio.run_coroutine_threadsafe(outcome, self._event_loop()).result()
         return outcome
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that coroutine steps share, running in its own thread."""
+        """The event loop of all coroutines, which runs in its own thread."""
         with self._loop_lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -290,7 +289,7 @@ def _one_result(outcome: EnvironmentReturn[Any], row: int, rewards: dict[str, li
 
 
 def _describe(error: BaseException) -> str:
-    """Name the error, its text and the innermost line of code it came from."""
+    """Describe an error by its type, its text and the innermost line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"[:_MAX_ERROR_CHARS]

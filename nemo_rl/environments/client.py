@@ -1,23 +1,23 @@
-"""How rollouts talk to an environment: awaitable, batched, with deadlines, surviving its death.
+"""Call an environment from rollouts: in batches, with deadlines, and with a new actor when the old one dies.
 
-Runs in the driver, on the event loop of the rollouts; the environment runs in the Ray actor of `actor`. Invariant:
-every call ends, with a result or with an error of its sample; only an environment that cannot be kept alive stops
-the run.
+The client runs in the driver, on the event loop of the rollouts; the environment runs in the Ray actor of `actor`.
+Invariant: every call ends, with a result or with an error of its sample; the run stops only if the environment cannot
+be kept running.
 
     rollout coroutines ── step() ──► queue of this tick ── flush ──► task: one Ray call
            ▲                                                        │ waits: its turn, start_timeout_s,
            └────── StepResult for each sample ◄─────────────────────┘ then step_timeout_s
 
-    open_episode, close_episode: one Ray call each, in the same way; none where the class has no method of its own
+    open_episode, close_episode: one Ray call each, in the same way; no call if the class does not override the method
 
-    its turn            the actor has as many calls as it runs at the same time, so that no deadline counts the
-                        time of others
-    no answer in time   the actor is killed, another is started and the samples are issued one by one; a sample
-                        that alone is too slow gets an error
-    actor died          another is started and the batch is issued again; a batch that was there
-                        twice when an actor died is issued one by one, a sample three times
-                        (twice in company) gets an error: it may well be the killer
-    too many deaths     without an answer in between: WorkerDiedError for all, now and later
+    its turn            the actor has no more calls than it runs at the same time, so that a deadline does not
+                        include the time of other calls
+    no answer in time   the actor is killed, another is started and the samples are sent one by one; a sample
+                        that is too slow alone gets an error
+    actor died          another is started and the batch is sent again; after two deaths during a batch its
+                        samples are sent one by one; after three deaths during a sample (two of them
+                        in a batch) it gets an error, because it probably causes them
+    too many deaths     without an answer in between: WorkerDiedError for all calls, now and later
 """
 
 import asyncio
@@ -47,11 +47,11 @@ _DEATHS_BEFORE_BLAME = 3
 
 @dataclass(frozen=True)
 class _Call:
-    """What is asked for one sample.
+    """The call for one sample.
 
     Attributes:
-        arguments: of the actor's method, which takes a list of each.
-        failed: makes the result of a sample over which the environment hung or died, of the reason.
+        arguments: arguments of the actor's method, which takes a list of each.
+        failed: makes the result of the sample from the reason, if the environment hung or died.
     """
 
     arguments: tuple[Any, ...]
@@ -60,7 +60,7 @@ class _Call:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A sample whose coroutine waits for its step."""
+    """A sample whose coroutine is waiting for its step."""
 
     call: _Call
     future: "asyncio.Future[StepResult]"
@@ -76,19 +76,19 @@ class _Incarnation:
 
 
 class EnvironmentClient:
-    """The environment `name`, as rollouts see it. For one event loop at a time; not thread-safe.
+    """A client of one environment, for one event loop at a time; not thread-safe.
 
     The actor is started by the constructor, in the background.
 
     Args:
         name: For logs and errors, usually the task name.
-        env_class: A class, its dotted path, or an environment that is made already.
-        cfg: What the class is constructed with.
+        env_class: A class, its dotted path, or an environment object.
+        cfg: Argument of the class's constructor.
         step_timeout_s: Deadline of one sample's step (`cluster.timeouts.environment_s`).
         start_timeout_s: Deadline of the actor's start.
         max_restarts: How often in a row the actor may be replaced without an answer in between
             (`cluster.max_actor_restarts`).
-        runtime_env: Ray's, for the Python of the actor; see `make_actor_runtime_env`.
+        runtime_env: Ray's runtime environment of the actor; see `make_actor_runtime_env`.
 
     Raises:
         ConfigError: There is no such class.
@@ -124,9 +124,9 @@ class EnvironmentClient:
         self._incarnation: _Incarnation | None = self._launch()
 
     async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:
-        """Let the environment take the last turn of one conversation.
+        """Pass the last turn of one conversation to the environment.
 
-        Calls that arrive in the same tick of the event loop travel in one Ray call. Only `role`
+        Calls that arrive in the same tick of the event loop are sent in one Ray call. Only `role`
         and `content` of the messages are sent.
 
         Args:
@@ -134,10 +134,10 @@ class EnvironmentClient:
             metadata: `extra_env_info` at first, then `metadata` of the last result.
 
         Returns:
-            The result; its `error` is set if the environment raised, hung or died over it.
+            The result; its `error` is set if the environment raised, hung or died.
 
         Raises:
-            WorkerDiedError: The environment cannot be started or kept alive, or was shut down.
+            WorkerDiedError: The environment cannot be started or kept running, or was shut down.
         """
         loop = self._running_loop()
         texts = [{"role": turn["role"], "content": turn["content"]} for turn in message_log]
@@ -149,13 +149,13 @@ class EnvironmentClient:
         return await waiting.future
 
     async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
-        """Let the environment begin one sample.
+        """Open the episode of one sample.
 
         Returns:
-            What it returned; its `error` is set if the environment raised, hung or died over it.
+            The start of the episode; its `error` is set if the environment raised, hung or died.
 
         Raises:
-            WorkerDiedError: The environment cannot be started or kept alive, or was shut down.
+            WorkerDiedError: The environment cannot be started or kept running, or was shut down.
         """
         if "open_episode" not in self._traits.hooks:
             return EpisodeStart(metadata)
@@ -165,28 +165,28 @@ class EnvironmentClient:
         return start
 
     async def close_episode(self, metadata: Any) -> None:
-        """Let the environment end one sample; what goes wrong is logged."""
+        """Close the episode of one sample; errors are logged."""
         if "close_episode" not in self._traits.hooks or self._failure is not None:
             return
         self._running_loop()
         try:
             (error,) = await self._together("close_episode", [_Call((metadata,), str)])
         except WorkerDiedError:
-            return  # nothing of the episode is left; the coroutines that wait for a step report it
+            return  # the episode died with the actor; coroutines that wait for a step report it
         if error is not None:
             logger.warning("Environment %r could not close an episode: %s", self.name, error)
 
     async def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Ask the environment for its corrections of a finished batch, and its metrics.
+        """Let the environment correct the rewards of a finished batch and compute metrics.
 
         Returns:
-            A batch with the `rewards` it returned, and its metrics; the same batch and no metrics, with a warning,
-            if it raised or took too long.
+            A batch with the `rewards` that the environment returned, and its metrics. If it raised or took too long,
+            the same batch and no metrics, with a warning.
 
         Raises:
-            WorkerDiedError: The environment cannot be kept alive.
+            WorkerDiedError: The environment cannot be kept running.
         """
         name = "global_post_process_and_metrics"
         if name not in self._traits.hooks:
@@ -196,7 +196,7 @@ class EnvironmentClient:
             try:
                 outcome = await self._call(name, batch)
             except RayActorError:
-                continue  # `_call` has replaced the actor, or ends the run
+                continue  # `_call` has replaced the actor, or raises
             except TimeoutError:
                 reason = f"no answer in {self._step_timeout_s:g} s (cluster.timeouts.environment_s)"
             except RayTaskError as error:
@@ -209,10 +209,10 @@ class EnvironmentClient:
             return batch, {}
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
-        """End the actor and whatever it started; later steps raise. Idempotent.
+        """Stop the actor and what it started; later steps raise. A second call does nothing.
 
         Args:
-            timeout_s: How long the environment's own `shutdown` may take before it is killed.
+            timeout_s: Limit for the environment's own `shutdown`, after which the actor is killed.
         """
         incarnation, self._incarnation = self._incarnation, None
         self._failure = WorkerDiedError(f"environment {self.name!r} was shut down")
@@ -225,7 +225,7 @@ class EnvironmentClient:
         ray.kill(incarnation.handle)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the caller; a new one begins with an empty queue."""
+        """Return the event loop of the caller; a new loop starts with an empty queue."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._queue, self._loop = [], loop
@@ -233,14 +233,14 @@ class EnvironmentClient:
         return loop
 
     def _flush(self) -> None:
-        """Send what has gathered in this tick, in a task of its own."""
+        """Send the samples of this tick, in a new task."""
         batch, self._queue = self._queue, []
         task = asyncio.get_running_loop().create_task(self._run(batch))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, batch: list[_Waiting]) -> None:
-        """Deliver to each waiting coroutine its result, or the exception that stops the run."""
+        """Give each waiting coroutine its result, or the exception that stops the run."""
         try:
             results = await self._together("step", [waiting.call for waiting in batch])
         except Exception as error:  # relay: each waiting coroutine raises it
@@ -254,7 +254,7 @@ class EnvironmentClient:
                 waiting.future.set_result(result)
 
     async def _together(self, method: str, batch: Sequence[_Call], num_deaths: int = 0) -> list[Any]:
-        """Make calls in one Ray call, again after each death of the actor, apart when they took too long together."""
+        """Make calls in one Ray call; repeat it after a death of the actor, and split it after a timeout."""
         while True:
             try:
                 columns = [list(column) for column in zip(*(call.arguments for call in batch), strict=True)]
@@ -274,7 +274,7 @@ class EnvironmentClient:
                 return [batch[0].failed(f"environment {self.name!r} died {num_deaths} times over this sample")]
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor; None when the actor was ended for the sake of another call.
+        """Call a method of the actor; return None if the actor was killed because another call timed out.
 
         Raises:
             TimeoutError: No answer in time; the actor is replaced.
@@ -303,7 +303,7 @@ class EnvironmentClient:
 
         Raises:
             WorkerDiedError: Its constructor raised, or took longer than `start_timeout_s`.
-            RayActorError: The process died on the way.
+            RayActorError: The process died while it started.
         """
         try:
             await _answer(incarnation.ready, self._start_timeout_s)
@@ -320,7 +320,7 @@ class EnvironmentClient:
         return _Incarnation(handle, handle.ready.remote())
 
     def _living(self) -> _Incarnation:
-        """The actor to call now; starts one if the last is gone."""
+        """Return the running actor; start one if there is none."""
         if self._failure is not None:
             raise self._failure
         if self._incarnation is None:
@@ -328,12 +328,12 @@ class EnvironmentClient:
         return self._incarnation
 
     def _end_hung(self, incarnation: _Incarnation) -> None:
-        """Kill an actor that missed a deadline; its other batches are issued again."""
+        """Kill an actor that missed a deadline; its other batches are sent again."""
         incarnation.ended_by_us = True
         self._replace(incarnation, f"no answer in {self._step_timeout_s:g} s")
 
     def _replace(self, incarnation: _Incarnation, reason: str) -> None:
-        """Take an actor out of service, once, and count it against the limit."""
+        """Kill an actor, once, and count it against the limit of restarts."""
         if self._incarnation is not incarnation:
             return
         ray.kill(incarnation.handle)
@@ -347,7 +347,7 @@ class EnvironmentClient:
             )
             return
         logger.warning(
-            "The actor of environment %r is gone (%s); starting it again (%d of at most %d in a row)",
+            "The actor of environment %r ended (%s); starting it again (%d of at most %d in a row)",
             self.name,
             reason,
             self._restarts_in_a_row,
@@ -355,7 +355,7 @@ class EnvironmentClient:
         )
 
     def _fail(self, reason: str) -> WorkerDiedError:
-        """Put the client out of service for good."""
+        """Stop the client permanently."""
         if self._failure is None:
             self._failure = WorkerDiedError(f"environment {self.name!r} {reason}")
         if self._incarnation is not None:
@@ -381,6 +381,6 @@ async def _answer(call: "ray.ObjectRef[Any]", timeout_s: float) -> Any:
 
 
 def _death_in_short(error: RayActorError) -> str:
-    """The lines of Ray's report that say what died: the first, and the process and node."""
+    """Return the lines of Ray's report that name what died: the first, and the process and node."""
     lines = [line.strip() for line in str(error).splitlines()]
     return ", ".join(lines[:1] + [line for line in lines if line.startswith(("pid:", "ip:"))])

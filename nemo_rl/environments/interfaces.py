@@ -1,8 +1,8 @@
-"""What an environment is, what it returns, and what one sample of it looks like to a rollout.
+"""The interface of environments, and what they return.
 
 A user implements `EnvironmentInterface`; `actor` hosts it and turns its `EnvironmentReturn` into one `StepResult` for
-each sample, which `client` hands to the rollouts. Invariant: a sample whose reward could not be computed carries the
-reason in `errors`; a number is always a real reward.
+each sample, which rollouts get from `client`. Invariant: a sample whose reward could not be computed has the reason in
+`errors`; a number is always a real reward.
 """
 
 import abc
@@ -19,19 +19,20 @@ MetadataT = TypeVar("MetadataT")
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (MetadataT is public)
-    """What `step` returns for a batch of B samples.
+    """Result of `step` for a batch of B samples.
 
     Attributes:
-        observations: B messages with `role` and `content`, a text or a list of text parts. What follows goes on
-            through the chat template: the role "environment" is rendered as "user", others as they are ("tool").
-        metadata: B items, passed to the next `step` of the same sample; None ends its memory.
-        next_stop_strings: B lists of stop strings for the next turn alone, in place of the prompt's own and
-            beside `policy.generation.stop_strings`; None keeps the prompt's own.
+        observations: B messages with `role` and `content`, a text or a list of text parts. The conversation
+            continues through the chat template, where the role "environment" is rendered as "user" and other roles
+            ("tool") are unchanged.
+        metadata: B items, passed to the next `step` of the same sample; None drops them.
+        next_stop_strings: B lists of stop strings for the next turn only, which replace those of the prompt and are
+            added to `policy.generation.stop_strings`; None keeps those of the prompt.
         rewards: [B] float, or one such tensor for each named reward component.
         terminateds: [B] bool, True where the episode is over.
-        answers: B extracted answers (None where none was found), or None altogether.
+        answers: B extracted answers (None where none was found), or None for all.
         errors: None, or B items: the reason why the sample's reward could not be computed, None
-            where it could. The reward of a sample with a reason is ignored, and the sample does
+            if it was computed. The reward of a sample with a reason is ignored, and the sample does
             not train the model.
     """
 
@@ -46,12 +47,12 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
 
 @dataclass(frozen=True)
 class EpisodeStart(Generic[MetadataT]):  # noqa: UP046
-    """What `open_episode` returns.
+    """Result of `open_episode`.
 
     Attributes:
-        metadata: For the first `step`, in place of the prompt's `extra_env_info`.
-        observation: One more message of the prompt, with `role` and `content`; None for none.
-        error: Why the episode could not be opened; such a sample is not played and does not train.
+        metadata: Metadata for the first `step`, which replaces the prompt's `extra_env_info`.
+        observation: One more message of the prompt, with `role` and `content`; None adds no message.
+        error: Reason why the episode could not be opened; such a sample is not played and does not train.
     """
 
     metadata: MetadataT
@@ -60,23 +61,26 @@ class EpisodeStart(Generic[MetadataT]):  # noqa: UP046
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
-    """Answers turns of a model and rewards them.
+    """Base of environments, which answer turns of a model and reward them.
 
-    A plain class, constructed with its section of the configuration (a dict) inside a Ray actor. Only `step` is
-    required; the other methods are called where a class has its own. All but `shutdown` may also be coroutine
-    functions. `step` need not be safe to repeat, but it should keep the state of an episode in `metadata`: when it
-    raises for a batch, is too slow or ends its process, it is called again for each sample alone, with untouched
-    copies, to find the one that fails.
+    A subclass is a plain class, constructed inside a Ray actor with its section of the configuration (a dict). Only
+    `step` is required; the other methods are called only if the class overrides them. All but `shutdown` may be
+    coroutine functions. `step` should keep the state of an episode in `metadata`: when it raises for a batch, is too
+    slow or crashes its process, it is called again for each sample alone, with copies of the original arguments, to
+    find the sample that fails.
 
     Attributes:
         max_concurrent_steps: How many calls of `step` may run at the same time. With 1 they run
             on the main thread of their process, one after another; with more `step` must be
             thread-safe (or a coroutine function).
         gives_answers: Whether `step` takes the keyword `return_extracted_answer`.
+        config_class: Dataclass or pydantic model that the environment's section has to fit, checked before Ray
+            starts; None checks nothing. The environment still gets the dict.
     """
 
     max_concurrent_steps: ClassVar[int] = 1
     gives_answers: ClassVar[bool] = False
+    config_class: ClassVar[type | None] = None
 
     @abc.abstractmethod
     def step(
@@ -93,7 +97,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         """
 
     def open_episode(self, metadata: MetadataT) -> EpisodeStart[MetadataT]:
-        """Begin one sample, before its first response; called once, again only if its process died meanwhile.
+        """Start one sample, before its first response; called once, and again only if the process died.
 
         Args:
             metadata: `extra_env_info` of the prompt, with its `tools` if there are any.
@@ -101,16 +105,16 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         return EpisodeStart(metadata)
 
     def close_episode(self, metadata: MetadataT) -> None:  # noqa: B027  (optional hook)
-        """End one sample, however it ended: finished, truncated, failed, cancelled, or not opened for an error.
+        """Release one sample after its end: finished, truncated, failed, cancelled, or not opened because of an error.
 
         Args:
-            metadata: The last one of the sample that was not None.
+            metadata: The sample's last metadata that was not None.
         """
 
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Correct the rewards of a collection's samples if need be, and compute metrics over them.
+        """Correct the rewards of a collection's samples where necessary, and compute metrics over them.
 
         Called once for each collection (of a training step, a batch of a validation or an evaluation) with the
         samples of this environment that have a reward, also those that were cut off.
@@ -123,26 +127,26 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
                 `idx` (rows of the data set).
 
         Returns:
-            The batch, of which `rewards` is read again, and numbers to be logged as `<environment>/<name>`.
+            The batch, whose `rewards` are read again, and numbers to log as `<environment>/<name>`.
         """
         return batch, {}
 
     def shutdown(self) -> None:  # noqa: B027  (optional hook)
-        """Release what this object holds; called once before its actor ends."""
+        """Release the resources of this object; called once before its actor stops."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The environment's answer to one turn of one sample.
+    """Result of one turn of one sample.
 
     Attributes:
         observation: Message with `role` and `content`.
-        metadata: For the next `step` of this sample.
-        reward: A number, one for each named component, or None: it could not be computed.
+        metadata: Metadata for the next `step` of this sample.
+        reward: A number, or a number for each named component; None if it could not be computed.
         terminated: Whether the episode is over; always True with an error.
-        next_stop_strings: Stop strings for the next turn alone, in place of the prompt's own; None keeps those.
-        answer: The answer the environment extracted, if it does so.
-        error: Why `reward` is None: the environment raised, hung or died; else None.
+        next_stop_strings: Stop strings for the next turn only, which replace those of the prompt; None keeps those.
+        answer: The extracted answer, if the environment extracts answers.
+        error: Reason why `reward` is None: the environment raised, hung or died; otherwise None.
     """
 
     observation: dict[str, Any]
@@ -155,6 +159,6 @@ class StepResult:
 
     @classmethod
     def failed(cls, error: str, metadata: Any = None) -> "StepResult":
-        """The result of a sample whose reward could not be computed."""
+        """Make the result of a sample whose reward could not be computed."""
         observation = {"role": "environment", "content": "Environment: not graded"}
         return cls(observation, metadata, reward=None, terminated=True, error=error)

@@ -1,8 +1,8 @@
 r"""Mathematics and multiple choice with a known answer: one turn, graded against the ground truth.
 
 Implements `EnvironmentInterface` over `grading/`: plain numbers are compared here, everything else goes to the killable
-processes of a `GradingPool`. Invariant: a reward is 1 or 0 because a verifier said so; an answer no verifier could
-judge is an error of that sample.
+processes of a `GradingPool`. Invariant: a reward of 1 or 0 always comes from a verifier; an answer that no
+verifier could judge is an error of its sample.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 MathEnvConfig = MathEnvironmentConfig
-"""The section's name in NeMo RL."""
+"""Name of the section in NeMo RL."""
 
 
 class MathEnvironmentMetadata(TypedDict):
@@ -32,7 +32,7 @@ class MathEnvironmentMetadata(TypedDict):
 
     Attributes:
         ground_truth: The correct answer, without box or dollar signs; a letter for multiple choice.
-        extracted_answer: What the verifier took as the model's answer, after grading.
+        extracted_answer: The text that the verifier took as the model's answer; set by grading.
     """
 
     ground_truth: str
@@ -40,7 +40,7 @@ class MathEnvironmentMetadata(TypedDict):
 
 
 class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
-    """Grades the assistant's text against `ground_truth`; reward 1.0 or 0.0; ends the episode.
+    """An environment that grades the assistant's text against `ground_truth` with 1.0 or 0.0, and ends the episode.
 
     Args:
         cfg: The `env.math` section (or its dict): `num_workers`, `timeout_s`,
@@ -58,7 +58,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         self._pool.warm_up()
 
     def verifier_name(self) -> str:
-        """Name of the verifier the configuration asks for."""
+        """Return the name of the configured verifier."""
         if self.cfg.verifier_type in (None, "math"):
             return self.cfg.math_verify_impl or "hf_math_verify"
         return self.cfg.verifier_type
@@ -99,9 +99,9 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Metrics over B rollouts; rewards stay as they are.
+        """Compute metrics over B rollouts; rewards are not changed.
 
-        What an answer that was cut off is worth is said by `grpo.reward_shaping.stop_properly_penalty_coef`.
+        `grpo.reward_shaping.stop_properly_penalty_coef` sets the reward of answers that were cut off.
 
         Args:
             batch: see `EnvironmentInterface.global_post_process_and_metrics`; `text` may also be [B, S] token ids.
@@ -124,7 +124,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         self._pool.close()
 
     def _grade(self, responses: list[str], truths: list[str]) -> list[Grade]:
-        """Grade plain numbers here and send the rest to the pool."""
+        """Grade plain numbers in this process and send the rest to the pool."""
         answers = list(zip(responses, truths, strict=True))
         grades = [self._grade_here(response, truth) for response, truth in answers]
         remaining = [row for row, grade in enumerate(grades) if grade is None]
@@ -139,14 +139,14 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         return Grade(verdict=verdict) if verdict else None
 
     def _rewards(self, verdicts: list[Verdict | None]) -> Tensor | dict[str, Tensor]:
-        """Stack rewards; a row without a verdict holds a 0 that its error overrules."""
+        """Stack rewards; a row without a verdict gets 0, which its error overrides."""
         if self.reward_names is None:
             return torch.tensor([_component(verdict, None) for verdict in verdicts])
         return {name: torch.tensor([_component(verdict, name) for verdict in verdicts]) for name in self.reward_names}
 
 
 class MathMultiRewardEnvironment(MathEnvironment):
-    """Rewards correctness, an integer answer and the think/answer format as separate components."""
+    """A math environment with separate rewards for correctness, an integer answer and the think/answer format."""
 
     reward_names: ClassVar[Sequence[str] | None] = (
         "reward/correctness",
@@ -155,7 +155,7 @@ class MathMultiRewardEnvironment(MathEnvironment):
     )
 
     def verifier_name(self) -> str:
-        """Always the verifier with three components."""
+        """Return the name of the verifier with three components."""
         return "math_multi_reward"
 
 
@@ -182,5 +182,5 @@ def _is_correct(reward: Reward) -> bool:
 
 
 def _mean(values: Tensor) -> float:
-    """Mean as a Python float; 0.0 of nothing."""
+    """Return the mean as a Python float; 0.0 of no values."""
     return values.mean().item() if len(values) else 0.0

@@ -1,7 +1,4 @@
-"""Metrics over finished rollouts that several environments share.
-
-No state: tensors in, numbers out.
-"""
+"""Metrics over finished rollouts that several environments share: pure functions of tensors."""
 
 from collections.abc import Sequence
 

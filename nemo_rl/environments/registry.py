@@ -1,17 +1,18 @@
-"""Environment names: from a name in the configuration to a running environment.
+"""Find and start the environment of a name.
 
-Public as `environments.utils`. Invariant: a name leads to exactly one class, and a wrong name is refused before
-anything is started.
+Users import this from `environments.utils`. Invariant: a name leads to exactly one class, and a wrong name is refused
+before anything starts.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
 from pydantic import BaseModel
 
 from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
 from nemo_rl.environments.client import EnvironmentClient
-from nemo_rl.utils.did_you_mean import did_you_mean
+from nemo_rl.environments.loading import ENVIRONMENTS
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -37,10 +38,10 @@ ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
 
 
 def register_env(env_name: str, actor_class_fqn: str) -> None:
-    """Make an environment class known under a name.
+    """Register an environment class under a name.
 
     Args:
-        env_name: The name for `env.<name>` and `data.*.env_name`.
+        env_name: Name in `env.<name>` and `data.*.env_name`.
         actor_class_fqn: Dotted path of the class; imported when the environment is created.
 
     Raises:
@@ -61,16 +62,8 @@ def env_class_path(env_name: str) -> str:
     Raises:
         ConfigError: The name is neither registered nor dotted; names the nearest.
     """
-    if env_name in ENV_REGISTRY:
-        return ENV_REGISTRY[env_name]["actor_class_fqn"]
-    if "." in env_name:
-        return env_name
-    hint = did_you_mean(env_name, ENV_REGISTRY)
-    raise ConfigError(
-        f"unknown environment {env_name!r}.{hint} Known: {', '.join(sorted(ENV_REGISTRY))}; or give "
-        "the dotted path of your own class, or register it with "
-        "nemo_rl.environments.utils.register_env(name, path)."
-    )
+    known = {name: entry["actor_class_fqn"] for name, entry in ENV_REGISTRY.items()}
+    return replace(ENVIRONMENTS, built_in=known).path_of(env_name)
 
 
 def create_env(
@@ -80,19 +73,19 @@ def create_env(
     step_timeout_s: float = 600.0,
     max_restarts: int = 10,
 ) -> EnvironmentClient:
-    """Start the environment of a name in its own actor, in the background.
+    """Start the environment of a name in its own actor; do not wait until it is ready.
 
     Args:
         env_name: A registered name or the dotted path of a class.
         env_config: Its section of the configuration; the class is constructed with it as a dict.
         step_timeout_s: Deadline of one step (`cluster.timeouts.environment_s`).
-        max_restarts: How often its actor may be replaced (`cluster.max_actor_restarts`).
+        max_restarts: How often its actor may be restarted (`cluster.max_actor_restarts`).
 
     Returns:
-        The client rollouts use. Ray must be initialised.
+        The client for rollouts. Ray must be initialised.
 
     Raises:
-        ConfigError: Unknown name, or its class cannot be imported or is no environment.
+        ConfigError: The name is unknown, or its class cannot be imported or is not an environment.
     """
     path = env_class_path(env_name)
     cfg = env_config.model_dump() if isinstance(env_config, BaseModel) else dict(env_config)

@@ -1,6 +1,6 @@
-"""Environments that a program hands to a run: classes, objects, actors of its own, clients.
+"""Environments that a program passes to a run: classes, objects, actors or clients.
 
-Invariant: what the program started it ends itself (`shutdown_environments`); what a run starts ends with the run.
+Invariant: the program stops what it started (`shutdown_environments`); what a run starts is stopped with the run.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,10 +27,10 @@ type Start = Callable[[dict[str, Any], ClusterConfig], EnvironmentClient]
 
 
 class ActorEnvironment(EnvironmentInterface[Any]):
-    """An environment that runs in an actor of the program's own, which is asked for everything and never ended.
+    """An environment that runs in an actor of the program; every call is passed to the actor, which is never stopped.
 
     Args:
-        handle: of the actor; its class has `step`, and may have the other methods of an environment.
+        handle: handle of the actor; its class has `step`, and may have the other methods of an environment.
     """
 
     def __init__(self, handle: ActorHandle) -> None:
@@ -64,15 +64,16 @@ class ActorEnvironment(EnvironmentInterface[Any]):
 
 
 def environment_of(name: str, given: Any) -> EnvironmentClient | Start:
-    """An environment that runs already, or how to start it.
+    """Return the client of a running environment, or a function that starts one.
 
     Args:
-        name: of the task.
-        given: a class with `EnvironmentInterface` (`@ray.remote` or not) or its dotted path, which is constructed with
-            its section of `env`; an object of one; the handle of an actor that runs one; or a client (`create_env`).
+        name: name of the task.
+        given: a class derived from `EnvironmentInterface` (with `@ray.remote` or without) or its dotted path, which is
+            constructed with its section of `env`; an object of such a class; the handle of an actor that hosts one; or
+            a client (`create_env`).
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: `given` is none of these.
     """
     if isinstance(given, EnvironmentClient):
         return given
@@ -105,7 +106,7 @@ def start_environment(
     cluster: ClusterConfig,
     resources: ExitStack,
 ) -> EnvironmentClient:
-    """A running environment; one that is started here, with its section of `env`, ends with `resources`."""
+    """Return a running environment; one that is started here gets its section of `env` and stops with `resources`."""
     if isinstance(environment, EnvironmentClient):
         return environment
     cfg = section.model_dump() if isinstance(section, BaseModel) else dict(section)
@@ -117,13 +118,13 @@ def start_environment(
 def shutdown_environments(
     task_to_env: Mapping[str, Any] | None, val_task_to_env: Mapping[str, Any] | None = None
 ) -> None:
-    """End environments that a program started, each once: clients (`create_env`) and actors of its own.
+    """Stop environments that a program started, each once: clients (`create_env`) and actors.
 
-    Sections and classes, of which nothing runs yet, are passed over.
+    Sections and classes are skipped, since nothing of them runs.
 
     Args:
         task_to_env: environments by task name.
-        val_task_to_env: those of validation, which may be the same.
+        val_task_to_env: environments of validation, which may be the same.
     """
     environments = [*(task_to_env or {}).values(), *(val_task_to_env or {}).values()]
     ended: list[Any] = []

@@ -1,4 +1,4 @@
-"""Environment names and their creation. Re-exports only."""
+"""Re-exports of the names of environments and of what starts them."""
 
 from nemo_rl.environments.registry import (
     ENV_REGISTRY,

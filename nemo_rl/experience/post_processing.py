@@ -87,4 +87,7 @@ def _rollout_batch(own: list[Trajectory]) -> tuple[_Batch, list[str]]:
 def _correct(trajectory: Trajectory, components: list[str], reward: Tensor) -> None:
     if components:
         trajectory.reward_components = dict(zip(components, reward.tolist(), strict=True))
-    trajectory.reward = float(reward.sum())
+    corrected = float(reward.sum())
+    if trajectory.turn_rewards and trajectory.reward is not None:
+        trajectory.turn_rewards[-1] += corrected - trajectory.reward  # the correction is about the whole sample
+    trajectory.reward = corrected

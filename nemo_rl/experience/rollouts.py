@@ -363,7 +363,8 @@ class RolloutRunner:
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         started = time.perf_counter()
-        result = await self._generation.generate(GenerationRequest(prefix, sampling, seed))
+        result = await self._generation.generate(GenerationRequest(prefix, sampling, seed, sample.served_by))
+        sample.served_by = result.served_by
         sample.generation_s += time.perf_counter() - started
         text = sampled_text(self._tokenizer, result.token_ids) if result.text is None else result.text
         sample.message_log.append(
@@ -432,6 +433,7 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
         sample.reward_components[name] = sample.reward_components.get(name, 0.0) + value
     earned = sum(components.values()) if components else float(step.reward)  # type: ignore[arg-type]
     sample.reward = (sample.reward or 0.0) + earned
+    sample.turn_rewards.append(earned)
     return True
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_rl.data.interfaces import Chat, Message
 from nemo_rl.data.messages.content import content_text
-from nemo_rl.models.generation.interfaces import VersionSpan
+from nemo_rl.models.generation.interfaces import ServedBy, VersionSpan
 
 
 class Outcome(StrEnum):
@@ -41,12 +41,14 @@ class Trajectory:
         prompt_length: tokens before the first response.
         loss_multiplier: weight from the data set, 0 masks the sample.
         reward: total over turns; None when it could not be computed.
+        turn_rewards: reward of each response turn, whose sum is `reward`; empty where no turn was rewarded.
         reward_components: named parts of the reward, for multi-reward environments.
         outcome: how it ended.
         error: text of what failed.
         answer: answer the grader extracted.
         weight_versions: which weights wrote the response turns; spans start at positions of the whole sequence.
         num_turns: response turns.
+        served_by: where the last response turn was written.
         extra_env_info: the environment's metadata after the last turn.
         episode: its last metadata that was not None, with which the episode is closed.
         chat: what the prompt was rendered from; None where the data does not say.
@@ -63,12 +65,14 @@ class Trajectory:
     prompt_length: int
     loss_multiplier: float = 1.0
     reward: float | None = None
+    turn_rewards: list[float] = field(default_factory=list)
     reward_components: dict[str, float] = field(default_factory=dict)
     outcome: Outcome = Outcome.FINISHED
     error: str | None = None
     answer: str | None = None
     weight_versions: list[VersionSpan] = field(default_factory=list)
     num_turns: int = 0
+    served_by: ServedBy | None = None
     extra_env_info: Any = None
     episode: Any = None
     chat: Chat | None = None
@@ -85,6 +89,17 @@ class Trajectory:
     def response_length(self) -> int:
         """Tokens written by the policy."""
         return sum(m["token_ids"].numel() for m in self.message_log if "generation_logprobs" in m)
+
+    @property
+    def turn_spans(self) -> list[tuple[int, int]]:
+        """First token and end of each response turn, as positions in the whole sequence."""
+        spans, start = [], 0
+        for message in self.message_log:
+            end = start + message["token_ids"].numel()
+            if "generation_logprobs" in message:
+                spans.append((start, end))
+            start = end
+        return spans
 
     @property
     def has_reward(self) -> bool:

@@ -59,6 +59,7 @@ def _describe(trajectory: Trajectory) -> dict[str, Any]:
         "task_name": trajectory.task_name,
         "content": with_texts(trajectory.turns),
         "rewards": trajectory.reward,
+        "turn_rewards": trajectory.turn_rewards,
         "reward_components": trajectory.reward_components,
         "outcome": str(trajectory.outcome),
         "error": trajectory.error,

@@ -1,13 +1,13 @@
-"""Distillation: the divergence between a teacher's and a student's next-token distributions.
+"""The loss of distillation: the divergence between a teacher's and a student's next-token distributions.
 
 `models.policy.workers.loss_inputs` prepares the student's side; the teacher's top-k logits are part of the batch.
-Invariant: both sides are at the temperature that the student samples with, without top-k and top-p; everything is in
+Invariant: both sides have the temperature that the student samples with, without top-k and top-p; all values are in
 nats, per token of the student's own answer, and divided by the tokens of the global batch.
 
 With `S` the teacher's k most likely tokens after a prefix, `q` the softmax of the teacher's logits over `S`, and `p`
 the student's softmax over the whole vocabulary:
 
-    zero_outside_topk=false   both sides know S only, p_S = p / p(S)
+    zero_outside_topk=false   both sides are restricted to S, p_S = p / p(S)
         forward = sum_S q (log q - log p_S)
         reverse = sum_S p_S (log p_S - log q)
     zero_outside_topk=true    the teacher has no mass outside S, the student may have some
@@ -15,8 +15,8 @@ the student's softmax over the whole vocabulary:
         reverse = sum_S p (log p - log q) + sum_outside p (log p - LOG_TEACHER_OUTSIDE)
 
 `mixed` is `w forward + (1 - w) reverse` with `w = mixed_kl_weight`. For k = V all of them are the exact divergences.
-The true reverse divergence to a teacher without mass outside `S` is infinite; the finite `LOG_TEACHER_OUTSIDE` makes
-it a strong pull of the student's mass into `S`.
+The true reverse divergence to a teacher without mass outside `S` is infinite; the finite `LOG_TEACHER_OUTSIDE` pulls
+the student's mass strongly into `S`.
 
 Sources: forward KL, Hinton et al. 2015 (arXiv 1503.02531); reverse KL on the student's own samples, MiniLLM
 (Gu et al. 2023, arXiv 2306.08543); on-policy with either direction, GKD (Agarwal et al. 2023, arXiv 2306.13649).
@@ -35,7 +35,7 @@ from nemo_rl.losses.loss_function import LossData, LossInputType, LossMetrics, L
 from nemo_rl.losses.reductions import masked_mean
 
 LOG_TEACHER_OUTSIDE = -100.0
-"""Log-probability in nats that a teacher cut to its top-k is given for every other token."""
+"""Log-probability in nats that the teacher is taken to give each token outside of its top-k."""
 
 
 class DistillationLossFn:
@@ -61,7 +61,7 @@ class DistillationLossFn:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, LossMetrics]:
-        """`sum(mask * divergence) / global_valid_toks`.
+        """Compute `sum(mask * divergence) / global_valid_toks`.
 
         Args:
             student_topk_logprobs: `[B, T, k]`, the student's log-probabilities of the teacher's top-k tokens,
@@ -76,7 +76,7 @@ class DistillationLossFn:
 
         Returns:
             Scalar loss, and `loss`, `forward_kl`, `reverse_kl`, `student_topk_mass`, `student_entropy` (the last
-            three as far as the inputs allow), `num_unmasked_tokens`, and `num_valid_samples`: all samples with an
+            three where the inputs allow), `num_unmasked_tokens`, and `num_valid_samples`: all samples with an
             answer, also those with `sample_mask` 0, as in NeMo RL.
 
         Raises:
@@ -112,7 +112,7 @@ class DistillationLossFn:
     def _divergences(
         self, student_BTk: Tensor, teacher_BTk: Tensor, H_all_BT: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Forward and reverse divergence at each position; no reverse one where `H_all` for it is missing."""
+        """Return forward and reverse divergence at each position; None for a reverse one that lacks `H_all`."""
         log_q_BTk = torch.log_softmax(teacher_BTk.to(student_BTk.dtype), dim=-1)
         log_p_BTk = student_BTk if self.cfg.zero_outside_topk else torch.log_softmax(student_BTk, dim=-1)
         p_BTk = log_p_BTk.exp()
@@ -121,6 +121,6 @@ class DistillationLossFn:
             return forward_BT, (p_BTk * (log_p_BTk - log_q_BTk)).sum(-1)
         if H_all_BT is None:
             return forward_BT, None
-        # H_all covers all of V, so what lies outside S needs no terms of its own.
+        # H_all covers all of V, so tokens outside S need no separate terms.
         cross_BT = (p_BTk * log_q_BTk).sum(-1) + (1 - p_BTk.sum(-1)) * LOG_TEACHER_OUTSIDE
         return forward_BT, H_all_BT - cross_BT

@@ -1,7 +1,7 @@
-"""Loss on single answers that were found good or bad: Kahneman-Tversky optimisation.
+"""The loss of Kahneman-Tversky optimisation, on single answers labelled desirable or undesirable.
 
-`algorithms.kto` prepares its batches. Invariant: what all rows of the global batch share (the baseline, the number of
-desirable rows) comes with the batch as constant columns, so the loss does not depend on how the batch was cut.
+`algorithms.kto` prepares its batches. Invariant: values that all rows of the global batch share (the baseline, the
+number of desirable rows) are constant columns of the batch, so the loss does not depend on how the batch was cut.
 
 Legend: `B` rows, `T` predicted positions.
 """
@@ -31,7 +31,7 @@ class KTOLossConfig:
 
 
 class KTOLossFn:
-    """Kahneman-Tversky optimisation, arXiv 2402.01306, section 4.1, less its constant E[lambda].
+    """Kahneman-Tversky optimisation, arXiv 2402.01306, section 4.1, without its constant E[lambda].
 
     With r = sum_t (log p - log p_reference) of a row and the baseline z0, an estimate of KL(policy || reference):
 
@@ -57,7 +57,7 @@ class KTOLossFn:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float | None = None,
     ) -> tuple[Tensor, LossMetrics]:
-        """Mean loss of the rows that count in the global batch.
+        """Compute the mean loss of the rows that count in the global batch.
 
         Args:
             next_token_logprobs: `[B, T-1]`, log-probabilities of tokens 1..T-1.

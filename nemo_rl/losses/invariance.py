@@ -1,6 +1,6 @@
-"""Property tests for losses, the shipped ones and a user's own.
+"""Check properties of losses, built-in ones and users' own, in a test suite.
 
-Meant for test suites. Invariant: the loss of a global batch and its gradient must not depend on how the batch was cut
+Invariant: the loss of a global batch and its gradient must not depend on how the batch was cut
 into microbatches and ranks, on the order of its rows, or on padding.
 
 Example:
@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_rl.losses.loss_function import LossData, LossFunction, extreme_of
 
 EXTRA_PADDING = 3
-"""Columns of garbage that the padding check appends."""
+"""Columns of random values that the padding check appends."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def check_invariance(
 
     Everything is computed in float64. Checked: each way to cut the rows into consecutive
     microbatches of equal size, one uneven cut, contiguous and round-robin shards with two
-    microbatches each, shuffled rows, and right padding filled with garbage. Metrics are summed, or
+    microbatches each, shuffled rows, and right padding filled with random values. Metrics are summed, or
     reduced as `interfaces.extreme_of` says.
 
     Args:
@@ -66,7 +66,7 @@ def check_invariance(
         data: Tensors with first axis `B`; those shaped `[B, T, ...]` are per token.
         rows_per_unit: Rows that must stay together (2 for chosen/rejected pairs).
         tolerance: Relative and absolute tolerance.
-        seed: Seed of the shuffles and of the garbage.
+        seed: Seed of the shuffles and of the random values.
 
     Raises:
         AssertionError: Names the regrouping, the quantity and both values.
@@ -130,7 +130,7 @@ def _flatten(units: Sequence[list[int]]) -> list[int]:
 
 
 def _evaluate(loss_fn: LossFunction, batch: _Batch, groups: list[list[int]]) -> _Result:
-    """Loss and gradient accumulated over the groups, as a worker would over microbatches."""
+    """Accumulate loss and gradient over the groups, as a worker does over microbatches."""
     model_output = batch.model_output.clone().requires_grad_(True)
     total = torch.zeros((), dtype=torch.float64)
     metrics: dict[str, Tensor] = {}
@@ -174,7 +174,7 @@ def _is_per_token(batch: _Batch) -> bool:
 
 
 def _pad(batch: _Batch, generator: torch.Generator) -> _Batch:
-    """Append columns whose tokens do not count: mask 0, garbage everywhere else."""
+    """Append columns whose tokens do not count: mask 0, random values everywhere else."""
     num_tokens = batch.model_output.shape[1] + 1
 
     def widen(name: str, value: object) -> object:

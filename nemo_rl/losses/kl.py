@@ -1,6 +1,6 @@
 """Per-token estimators of the KL divergence between two policies.
 
-Element-wise only; masks and reductions are the caller's.
+All functions are element-wise; the caller applies masks and reductions.
 
 The gradient of a divergence `E_p[k]` has two parts, because the policy also decides which tokens are sampled:
 
@@ -26,8 +26,8 @@ def k1(log_ratio: Tensor) -> Tensor:
 def k2(log_ratio: Tensor) -> Tensor:
     """`(log r)^2 / 2`: biased, low variance.
 
-    Its own gradient is that of the true KL already; with the weight it is that of `E_p[(log r)^2] / 2`, which is
-    another quantity (about twice as large, one to three times on random categoricals of nine tokens).
+    Without the weight its gradient is that of the true KL. With the weight it is that of `E_p[(log r)^2] / 2`, a
+    different quantity (about twice as large; one to three times on random categoricals of nine tokens).
     """
     return 0.5 * log_ratio.square()
 

@@ -1,6 +1,6 @@
-"""Negative log-likelihood: supervised fine-tuning.
+"""The negative log-likelihood, the loss of supervised fine-tuning.
 
-Invariant: a probability of 0 on a token that counts is an infinite loss; nothing is hidden.
+Invariant: a token that counts and has probability 0 makes the loss infinite; no value is clamped.
 """
 
 from torch import Tensor
@@ -24,7 +24,7 @@ class NLLLossFn:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, LossMetrics]:
-        """`-sum(mask * log p) / global_valid_toks`.
+        """Compute `-sum(mask * log p) / global_valid_toks`.
 
         Args:
             next_token_logprobs: `[B, T-1]`, log-probabilities of tokens 1..T-1.

@@ -1,7 +1,6 @@
-"""What a policy worker may expect of every loss.
+"""The interface of losses, and their names.
 
-Invariant: everything a worker must know about a loss before calling it is an attribute declared here, never something
-to probe for.
+Invariant: all that a worker needs to know about a loss before calling it is an attribute declared here.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,22 +9,24 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from nemo_rl.utils.named_parts import Registry
+
 type LossMetrics = dict[str, Tensor | float]
 type LossData = Mapping[str, Any]
 
 
 class LossType(Enum):
-    """Which global denominator the loss divides by."""
+    """The global denominator of a loss."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class LossInputType(Enum):
-    """What the worker prepares from the model output before it calls the loss."""
+    """The input that a worker prepares for a loss from the model's output."""
 
     LOGIT = "logit"
-    """The model's output as it is: `[B, T, V]` logits or `[B]` scores."""
+    """The model's unchanged output: `[B, T, V]` logits or `[B]` scores."""
     LOGPROB = "logprob"
     """`[B, T-1]` log-probabilities of the tokens at positions 1..T-1."""
     DISTILLATION = "distillation"
@@ -35,7 +36,7 @@ class LossInputType(Enum):
 
 
 def extreme_of(name: str) -> Callable[[Iterable[float]], float] | None:
-    """`min` for metrics named `min_...` or `..._min`, `max` in the same way, None for all others."""
+    """Return `min` for metrics named `min_...` or `..._min`, `max` likewise, and None for all others."""
     for word, extreme in (("min", min), ("max", max)):
         if name.startswith(f"{word}_") or name.endswith(f"_{word}"):
             return extreme
@@ -51,8 +52,8 @@ class LossFunction(Protocol):
         needs_reference: Whether `data` must hold `reference_policy_logprobs [B, T]`.
         rows_per_unit: Consecutive rows that must stay in one microbatch: 2 for pairs, else 1.
 
-    A loss some of whose metrics are means over tokens and some over sequences names the latter in an attribute
-    `sequence_means`; without it all of them are of the kind of `loss_type`.
+    If some metrics are means over tokens and others are means over sequences, the attribute `sequence_means` names
+    the latter; without it all are means of the kind of `loss_type`.
     """
 
     loss_type: LossType
@@ -85,7 +86,7 @@ class LossFunction(Protocol):
 
 
 class TopkLossFunction(Protocol):
-    """A loss that compares a student with a teacher's top-k tokens; otherwise as `LossFunction`."""
+    """A loss that compares a student with a teacher's top-k tokens; the attributes are those of `LossFunction`."""
 
     loss_type: LossType
     input_type: LossInputType
@@ -121,4 +122,17 @@ class TopkLossFunction(Protocol):
 
 
 type AnyLossFunction = LossFunction | TopkLossFunction
-"""What a policy can train on."""
+"""Any loss that a policy can train on."""
+
+LOSSES: Registry[Any] = Registry(
+    "loss",
+    LossFunction,
+    {
+        "clipped_pg": "nemo_rl.losses.policy_gradient.ClippedPGLossFn",
+        "distillation": "nemo_rl.losses.distillation.DistillationLossFn",
+        "dpo": "nemo_rl.losses.preference.DPOLossFn",
+        "nll": "nemo_rl.losses.likelihood.NLLLossFn",
+        "preference": "nemo_rl.losses.preference.PreferenceLossFn",
+    },
+)
+"""Losses that `loss_fn.name` may name; each algorithm has one of the built-in ones."""

@@ -1,7 +1,7 @@
-"""How far the trained policy and the generation engine disagree on the sampled tokens.
+"""Measure how much the trained policy and the generation engine disagree on the sampled tokens.
 
 `policy_gradient` always reports these. Invariant: nothing here is differentiable; sums are divided by counts of the
-global batch, so parts of a batch add up; and no value is cut: a disagreement beyond the number format is infinite.
+global batch, so parts of a batch add up; and no value is clamped: beyond the range of the number format it is infinite.
 
 Legend: `B` samples, `T` predicted positions.
 """
@@ -21,7 +21,7 @@ from nemo_rl.losses.reductions import masked_max, masked_mean, masked_min, maske
 
 @torch.no_grad()
 def mismatch_metrics(batch: PolicyBatch, global_valid_toks: Tensor | float, kl_type: str) -> dict[str, Tensor]:
-    """Metrics of train/generation mismatch, with p the policy at the update's start, g the engine.
+    """Compute metrics of train/generation mismatch; p is the policy at the start of the update, g the engine.
 
     Args:
         batch: One microbatch.
@@ -59,18 +59,18 @@ def _unbounded_kl(logprobs_BT: Tensor, logprobs_reference_BT: Tensor, kl_type: s
 
 
 def sequence_errors(policy_BT: Tensor, engine_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean of `exp(|log p - log g|)` over the tokens of each sample that count, `[B]`; 0 without such a token."""
+    """Return the mean of `exp(|log p - log g|)` over the tokens of each sample that count, `[B]`; 0 without any."""
     difference_BT = torch.where(mask_BT != 0, policy_BT - engine_BT, 0.0)
     return masked_mean(difference_BT.abs().exp(), (mask_BT != 0).to(difference_BT.dtype), dim=-1)
 
 
 def sequence_error_metrics(errors_B: Tensor, counts_B: Tensor, num_samples: Tensor | float) -> LossMetrics:
-    """Largest, smallest and mean error of the samples that have a token that counts.
+    """Return the largest, smallest and mean error of the samples that have a token that counts.
 
     Args:
         errors_B: `sequence_errors`.
         counts_B: Non-zero for samples with a token that counts.
-        num_samples: How many of them there are in the global batch.
+        num_samples: Number of such samples in the global batch.
     """
     counts_B = (counts_B != 0).to(errors_B.dtype)
     return {
@@ -81,5 +81,5 @@ def sequence_error_metrics(errors_B: Tensor, counts_B: Tensor, num_samples: Tens
 
 
 def after_mask[ValueT](metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
-    """The same metrics under the names that they have after the samples beyond the threshold were masked."""
+    """Rename metrics to the names that they have once samples beyond the threshold are masked."""
     return {f"{name}_after_mask": value for name, value in metrics.items()}

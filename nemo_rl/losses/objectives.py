@@ -1,7 +1,7 @@
 """The surrogate objectives of policy gradients, per token, as losses to minimise.
 
-`policy_gradient` picks one at construction. Element-wise functions of (log-probability, ratio, advantage); masks,
-weights and reductions are the caller's.
+`policy_gradient` picks one at construction. They are element-wise functions of (log-probability, ratio, advantage);
+the caller applies masks, weights and reductions.
 
 Legend: `B` samples, `T` predicted positions.
 """

@@ -1,8 +1,8 @@
-"""Losses of one pair of answers, from the rewards of the two.
+"""Losses of one pair of answers, computed from their rewards.
 
 `losses.preference` reduces them over a batch. A variant of DPO is a row of `VARIANTS`: a function of two rewards, and
 whether rewards are averages over tokens and relative to a reference. Invariant: each function is the formula of its
-paper, with m = reward_chosen - reward_rejected and rewards that hold beta already.
+paper, with m = reward_chosen - reward_rejected; rewards are already multiplied by beta.
 
 Legend: `P` pairs.
 """
@@ -65,7 +65,7 @@ def odds_ratio_pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, beta: float) -
 
 
 def _log_odds(logprob_P: Tensor) -> Tensor:
-    # A probability of 1 has infinite odds; rows without tokens come with one and must stay finite.
+    # A probability of 1 has infinite odds. Rows without tokens have this probability and must stay finite.
     logprob_P = logprob_P.clamp(max=-1e-7)
     return logprob_P - torch.log(-torch.expm1(logprob_P))
 
@@ -81,7 +81,7 @@ class CentredMargin:
     coefficient: float
 
     def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-        """See the class."""
+        """Return the loss of each pair."""
         loss_P = margin_pair_loss(chosen_P, rejected_P, margin=self.margin)
         return loss_P + self.coefficient * (chosen_P + rejected_P) ** 2
 
@@ -122,10 +122,10 @@ VARIANTS: dict[str, VariantFactory] = {
 
 
 def make_variant(name: str, beta: float, label_smoothing: float, target_margin: float) -> Variant:
-    """The preference loss of this name.
+    """Build the preference loss of a name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no loss has this name.
     """
     if name not in VARIANTS:
         raise ConfigError(f"dpo.preference_loss={name!r} is unknown; choose one of {', '.join(VARIANTS)}.")

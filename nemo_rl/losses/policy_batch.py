@@ -1,7 +1,7 @@
 """Align, mask and clean the tensors of one policy-gradient microbatch.
 
-Invariant: after `make_policy_batch` every log-probability is finite or belongs to a real error (NaN), and entries that
-do not count are exactly 0, so no later formula has to think about padding.
+Invariant: after `make_policy_batch` every log-probability is finite, or NaN because of a real error, and entries that
+do not count are exactly 0, so no later formula has to handle padding.
 
 Legend: `B` samples, `T` here the T-1 predicted positions of sequences of T tokens.
 """
@@ -28,7 +28,7 @@ class PolicyBatch:
         num_tokens_B: `sum(token_mask)` per sample, filtered tokens included.
         sample_mask_B: Weight of each sample.
         num_filtered_tokens: Scalar, tokens dropped because some log-probability was -inf.
-        positive_BT: 1 on the tokens of answers with a positive reward; without rewards, of a positive advantage.
+        positive_BT: 1 on tokens of answers with a positive reward; without rewards, where the advantage is positive.
     """
 
     logprobs_BT: Tensor
@@ -46,7 +46,7 @@ class PolicyBatch:
 def make_policy_batch(
     next_token_logprobs_BT: Tensor, data: LossData, *, on_policy: bool, use_reference: bool
 ) -> PolicyBatch:
-    """Shift the batch by one token and take out tokens that top-k/top-p filtering made impossible.
+    """Shift the batch by one token and mask tokens that top-k/top-p filtering made impossible.
 
     A token that one of the policies gives probability 0 (log-probability -inf) carries no usable
     ratio: it is dropped from the mask and counted. It stays in the denominators, which must not

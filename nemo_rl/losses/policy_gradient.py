@@ -1,13 +1,13 @@
 """The policy-gradient loss: GRPO, PPO clip, DAPO, GSPO, CISPO, REINFORCE and their corrections.
 
-Composed of `ratios`, `objectives`, `kl`, `policy_batch` and `mismatch`. Invariant: every option is decided once, at
-construction, by choosing a function; `__call__` runs the same lines for all of them.
+It is composed of `ratios`, `objectives`, `kl`, `policy_batch` and `mismatch`. Invariant: every option chooses a
+function once, at construction; `__call__` runs the same lines for all options.
 
     loss = reduce(w * objective(log p, ratio, A)) + beta * reduce(KL to the reference)
            + mu * reduce(-log p on answers with a positive reward)
 
 `reduce` sums over tokens and divides by the global token count, or by a constant for each sample (Dr.GRPO), or by each
-sample's own length; the last two divide by the global sample count besides. The KL term has the full gradient of the
+sample's own length; the last two also divide by the global sample count. The KL term has the full gradient of the
 divergence, score-function part included, see `kl`.
 
 Legend: `B` samples, `T` predicted positions.
@@ -73,7 +73,7 @@ class ClippedPGLossFn:
         self.loss_type = LossType.TOKEN_LEVEL if counts_tokens else LossType.SEQUENCE_LEVEL
         self.needs_reference = cfg.reference_policy_kl_penalty != 0 and not cfg.use_kl_in_reward
         is_sequence_level = cfg.sequence_level_importance_ratios
-        # A ratio that is 1 anyway has the policy gradient only token by token, where advantages differ in a sequence.
+        # With a ratio of 1, only a ratio per token gives the policy gradient if advantages differ within a sequence.
         has_sequence_ratio = is_sequence_level and not cfg.force_on_policy_ratio
         self._ratio: RatioFn = sequence_mean_ratio if has_sequence_ratio else token_ratio
         self._raw_weight: RatioFn = sequence_product_weight if is_sequence_level else token_weight
@@ -99,7 +99,7 @@ class ClippedPGLossFn:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, LossMetrics]:
-        """Loss and metrics of one microbatch.
+        """Compute loss and metrics of one microbatch.
 
         Args:
             next_token_logprobs: `[B, T-1]`, log-probabilities of tokens 1..T-1 under the policy.
@@ -147,7 +147,7 @@ class ClippedPGLossFn:
         return loss, metrics
 
     def _importance_weights(self, batch: PolicyBatch) -> ImportanceWeights:
-        """Weights `p_prev / p_engine`, truncated as configured."""
+        """Return the weights `p_prev / p_engine`, truncated as configured."""
         log_weight_BT = batch.prev_logprobs_BT - batch.generation_logprobs_BT
         raw_BT = self._raw_weight(log_weight_BT, batch.mask_BT)
         return self._truncation(raw_BT, log_weight_BT, batch.mask_BT)
@@ -175,9 +175,9 @@ class ClippedPGLossFn:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> LossMetrics:
-        """The weights after truncation and the share of them that it touched.
+        """Return the mean weight after truncation, and the share of weights that it changed.
 
-        A weight of each sequence is averaged over sequences; the share is over tokens, with seq-mask-tis over
+        Weights of sequences are averaged over sequences. The share is over tokens; with seq-mask-tis it is over
         sequences.
         """
 
@@ -195,7 +195,7 @@ class ClippedPGLossFn:
 
 
 def _sequence_means(cfg: ClippedPGLossConfig, loss_type: LossType, penalties: Iterable[str]) -> frozenset[str]:
-    """The metrics that are means over sequences; the others are means over tokens."""
+    """Return the names of the metrics that are means over sequences; the others are means over tokens."""
     names = {"mean_seq_mult_prob_error", "mean_seq_mult_prob_error_after_mask"}
     if loss_type is LossType.SEQUENCE_LEVEL:
         names |= {"loss", "kl_penalty", *penalties}
@@ -209,7 +209,7 @@ def _sequence_means(cfg: ClippedPGLossConfig, loss_type: LossType, penalties: It
 def _sequence_metrics(
     batch: PolicyBatch, num_counted_B: Tensor | None, global_valid_seqs: Tensor | float
 ) -> LossMetrics:
-    """Mismatch by sequence, for updates whose `prev_logprobs` are known only here; no sample is masked then."""
+    """Return the mismatch of sequences, for updates without `prev_logprobs` in the batch, where no sample is masked."""
     current_BT = batch.prev_logprobs_BT
     errors_B = sequence_errors(current_BT, batch.generation_logprobs_BT, batch.mask_BT)
     num_samples = global_valid_seqs if num_counted_B is None else num_counted_B.max()
@@ -220,13 +220,13 @@ def _sequence_metrics(
 def sequence_mean(
     loss_BT: Tensor, batch: PolicyBatch, global_valid_seqs: Tensor | float, sample_length: float | None = None
 ) -> Tensor:
-    """`sum_b sample_mask_b * (sum over the sample's tokens / its length) / global_valid_seqs`.
+    """Return `sum_b sample_mask_b * (sum over the sample's tokens / its length) / global_valid_seqs`.
 
     Args:
         loss_BT: A value per token.
         batch: Masks and lengths.
         global_valid_seqs: `sum(sample_mask)` over the global batch.
-        sample_length: Tokens that each sample counts as; None for its own number.
+        sample_length: Length that each sample is divided by; None: its own number of tokens.
     """
     length_B = batch.num_tokens_B if sample_length is None else sample_length
     per_sample_B = safe_divide(masked_sum(loss_BT, batch.mask_BT, dim=-1), length_B)
@@ -234,7 +234,7 @@ def sequence_mean(
 
 
 def _make_penalties(cfg: ClippedPGLossConfig, needs_reference: bool) -> dict[str, tuple[float, TermFn]]:
-    """The terms beside the surrogate: metric name -> (coefficient, per-token term)."""
+    """Choose the terms added to the surrogate: metric name -> (coefficient, per-token term)."""
     penalties: dict[str, tuple[float, TermFn]] = {}
     if needs_reference:
         penalties["kl_penalty"] = (cfg.reference_policy_kl_penalty, partial(kl_to_reference, cfg=cfg))
@@ -246,7 +246,7 @@ def _make_penalties(cfg: ClippedPGLossConfig, needs_reference: bool) -> dict[str
 def positive_nll(batch: PolicyBatch) -> Tensor:
     """`-log p` on answers with a positive reward, 0 on others: imitation of right answers, VAPO, arXiv 2504.05118.
 
-    There the sum is divided by the tokens of right answers; here by what the whole loss is divided by.
+    The paper divides the sum by the tokens of right answers; here it is divided as the whole loss is.
     """
     return -batch.logprobs_BT * batch.positive_BT
 

@@ -61,7 +61,7 @@ class PreferenceLossFn:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float | None = None,
     ) -> tuple[Tensor, LossMetrics]:
-        """Mean pair loss over the valid pairs of the global batch.
+        """Compute the mean pair loss over the valid pairs of the global batch.
 
         Args:
             logits: Scores `[2P]` or `[2P, 1]`, chosen and rejected interleaved.
@@ -86,14 +86,14 @@ class PreferenceLossFn:
         self, rewards_B: Tensor, mask_P: Tensor, margin_B: Tensor | None, global_valid_seqs: Tensor | float
     ) -> Tensor:
         chosen_P, rejected_P = split_pairs(rewards_B)
-        # Half of it on either side leaves the sum of the two rewards, which a pair loss may look at, as it is.
+        # Half of the margin on either side keeps the sum of the two rewards, which a pair loss may use.
         handicap_P = 0.0 if margin_B is None else margin_B[0::2].to(rewards_B.dtype) / 2
         loss_P = self._pair_loss(chosen_P - handicap_P, rejected_P + handicap_P)
         return mean_over_pairs(loss_P, mask_P, global_valid_seqs)
 
 
 def reward_metrics(rewards_B: Tensor, mask_P: Tensor, global_valid_seqs: Tensor | float) -> LossMetrics:
-    """How the chosen answers compare with the rejected ones: means over the valid pairs of the global batch."""
+    """Compare chosen with rejected answers: means over the valid pairs of the global batch."""
     chosen_P, rejected_P = split_pairs(rewards_B.detach())
 
     def mean(values_P: Tensor) -> Tensor:
@@ -195,13 +195,13 @@ def split_pairs(rows_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pair_mask(sample_mask_B: Tensor) -> Tensor:
-    """Mask `[P]` of the pairs both of whose rows count."""
+    """Return the mask `[P]` of pairs; a pair counts if both of its rows count."""
     chosen_P, rejected_P = split_pairs(sample_mask_B)
     return torch.minimum(chosen_P, rejected_P)
 
 
 def mean_over_pairs(values_P: Tensor, mask_P: Tensor, global_valid_seqs: Tensor | float) -> Tensor:
-    """`sum(values * mask) / (global_valid_seqs / 2)`."""
+    """Return `sum(values * mask) / (global_valid_seqs / 2)`."""
     return safe_divide(masked_sum(values_P, mask_P), global_valid_seqs / 2)
 
 

@@ -1,4 +1,4 @@
-"""Policy ratios and importance weights: how far two policies are apart on the sampled tokens.
+"""Policy ratios and importance weights on the sampled tokens.
 
 `policy_gradient` picks one ratio and one weight function at construction. Invariant: a ratio function is
 differentiable in the current log-probabilities and bounded; an importance weight is neither, and 0 where it overflows.
@@ -60,24 +60,24 @@ def sequence_mean_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def token_weight(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`p(token) / q(token)` for each token, of any size; infinite where the number format ends."""
+    """`p(token) / q(token)` for each token, without a limit; infinite beyond the range of the number format."""
     return log_ratio_BT.exp()
 
 
 def sequence_product_weight(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`p(y|x) / q(y|x)` of the whole sequence, on each of its tokens: the unbiased weight, of any size."""
+    """`p(y|x) / q(y|x)` of the whole sequence, on each of its tokens: the unbiased weight, without a limit."""
     kept_BT = (mask_BT != 0).to(log_ratio_BT.dtype)
     total_B1 = masked_sum(log_ratio_BT, kept_BT, dim=-1)[:, None]
     return total_B1.exp().expand_as(log_ratio_BT)
 
 
 def without_overflow(weights: Tensor) -> Tensor:
-    """The weights, and 0 where they are infinite: a token that far off teaches nothing."""
+    """Replace infinite weights by 0: a token with such a weight carries no usable signal."""
     return torch.where(weights.isinf(), 0.0, weights)
 
 
 def untruncated(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor) -> ImportanceWeights:
-    """The raw weights as they are, but 0 where they overflow."""
+    """Keep the raw weights, with 0 where they overflow."""
     return ImportanceWeights(without_overflow(raw_BT), torch.zeros_like(raw_BT))
 
 
@@ -95,7 +95,7 @@ def drop_tokens(raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: f
 def drop_sequences(
     raw_BT: Tensor, log_ratio_BT: Tensor, mask_BT: Tensor, *, low: float, high: float
 ) -> ImportanceWeights:
-    """The raw weights, but 0 on a sequence whose geometric mean token ratio lies outside."""
+    """Keep the raw weights, with 0 on sequences whose geometric mean token ratio lies outside of `[low, high]`."""
     outside_BT = _is_outside(sequence_mean_ratio(log_ratio_BT, mask_BT), low, high)
     return ImportanceWeights(_kept(raw_BT, outside_BT), outside_BT)
 

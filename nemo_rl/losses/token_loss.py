@@ -1,6 +1,6 @@
-"""A loss from a function of single tokens, for people who want to try one.
+"""Make a loss from a function of single tokens.
 
-`likelihood` and `policy_gradient` are losses written out as classes. Invariant: mask and denominator are applied here,
+See `likelihood` and `policy_gradient` for losses written as classes. Invariant: mask and denominator are applied here,
 so whatever the function computes, the result does not depend on microbatches, ranks, packing or padding.
 """
 
@@ -35,7 +35,7 @@ class TokenLoss:
     def __init__(self, per_token: PerToken, needs_reference: bool = False) -> None:
         self.per_token = per_token
         self.needs_reference = needs_reference
-        # Name, text and module of the function: the module decides how the loss travels to the workers.
+        # Takes name, docstring and module from the function; the module decides how workers get the loss.
         functools.update_wrapper(self, per_token)
 
     def __call__(
@@ -65,7 +65,7 @@ class TokenLoss:
 
 
 def token_loss(per_token: PerToken) -> TokenLoss:
-    """Make a loss of a function of single tokens; see `TokenLoss`.
+    """Make a loss from a function of single tokens; see `TokenLoss`.
 
     Example:
         >>> @token_loss
@@ -77,7 +77,7 @@ def token_loss(per_token: PerToken) -> TokenLoss:
 
 
 def _aligned(data: LossData, num_tokens: int) -> dict[str, object]:
-    """Per-token tensors `[B, T, ...]` without their first column, everything else as it is."""
+    """Drop the first column of per-token tensors `[B, T, ...]`; keep everything else."""
     return {
         name: value[:, 1:] if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num_tokens else value
         for name, value in data.items()

@@ -1,9 +1,9 @@
-"""Advantages: what each sampled token is worth, from the rewards of its group.
+"""Compute the advantage of each sampled token from the rewards of its group.
 
 Invariant: a sample whose `valid_mask` is 0 (it has no reward) enters no baseline, no deviation and no whitening; and an
 advantage is 0 wherever the loss does not count. Samples that only the loss leaves out stay in baseline and deviation.
 
-Legend: `B` samples, `T` tokens, `K` reward components.
+Legend: `B` samples, `T` tokens, `K` reward components, `N` response turns of the sample with most.
 """
 
 import logging
@@ -29,25 +29,28 @@ from nemo_rl.config import (
 )
 from nemo_rl.losses.kl import calculate_kl
 from nemo_rl.utils.errors import ConfigError, DataError
+from nemo_rl.utils.named_parts import Registry
 
 logger = logging.getLogger(__name__)
 
 
 class AdvantageExtras(TypedDict, total=False):
-    """What an estimator may use beside prompts, rewards and mask."""
+    """Further inputs of an estimator, besides prompts, rewards and mask."""
 
     group_ids: Tensor  # [B] int64; rows with equal ids are answers to one prompt
     valid_mask: Tensor  # [B]; 0 keeps a sample out of all statistics, since it has no reward
     reward_components: Mapping[str, Tensor]  # name -> [B]
+    turn_rewards: Tensor  # [B, N] float32, reward of each response turn as the environment gave it; 0 after the last
+    turn_spans: Tensor  # [B, N, 2] int64, first token and end of each response turn in the row; 0, 0 after the last
     logprobs_policy: Tensor  # [B, T]
     logprobs_reference: Tensor  # [B, T]
 
 
 class AdvantageEstimator(Protocol):
-    """Turns rewards into advantages per token.
+    """A formula that turns rewards into advantages of tokens.
 
     Attributes:
-        needs_logprobs: Whether `logprobs_policy` and `logprobs_reference` must be given.
+        needs_logprobs: Whether the estimator reads `logprobs_policy` and `logprobs_reference`.
     """
 
     needs_logprobs: bool
@@ -59,27 +62,27 @@ class AdvantageEstimator(Protocol):
         mask: Tensor,
         **extras: Unpack[AdvantageExtras],
     ) -> Tensor:
-        """Advantages of a whole step's samples.
+        """Compute the advantages of all samples of a step.
 
         Args:
-            prompt_ids: `[B, T_prompt]` padded prompts; rows with equal prompts form a group. May be
-                None when `group_ids` is given, which decides then.
+            prompt_ids: `[B, T_prompt]` padded prompts; rows with equal prompts form a group. With
+                `group_ids` they are not read, and may be None.
             rewards: `[B]` float.
-            mask: `[B, T]`, non-zero where the loss counts: 0 on whole samples that it leaves out.
+            mask: `[B, T]`, non-zero on tokens that count in the loss; 0 everywhere in samples that it leaves out.
             **extras: See `AdvantageExtras`.
 
         Returns:
-            `[B, T]` in the type of `rewards`, 0 wherever `mask` or `valid_mask` is 0.
+            `[B, T]` in the dtype of `rewards`, 0 wherever `mask` or `valid_mask` is 0.
         """
         ...
 
 
 class GRPOAdvantageEstimator:
-    """Group-relative advantages: GRPO, and RLOO and Dr.GRPO by their settings.
+    """Group-relative advantages: GRPO, and with other settings RLOO and Dr.GRPO.
 
     GRPO (arXiv 2402.03300): `(r - mean) / std`, the deviation with n - 1, of the group or of the batch. RLOO (arXiv
-    2402.14740): leave-one-out baseline, not normalised. Dr.GRPO (arXiv 2503.20783): mean baseline, not normalised; it
-    belongs with `loss_fn.constant_sample_length`, which divides no answer by its own length.
+    2402.14740): leave-one-out baseline, not normalised. Dr.GRPO (arXiv 2503.20783): mean baseline, not normalised; use
+    it with `loss_fn.constant_sample_length`, which divides all answers by the same length.
     """
 
     needs_logprobs = False
@@ -127,11 +130,11 @@ class DrGRPOAdvantageEstimator(GRPOAdvantageEstimator):
 
 
 class GDPOAdvantageEstimator:
-    """Each reward component is normalised within its group, then they are added with weights.
+    """Advantages from reward components, each normalised within its group, then added with weights.
 
-    A component with a wide range cannot drown one with a narrow range. The weighted sum is whitened over the
-    batch's samples that have a reward (sample deviation), which keeps its size the same for any number and range
-    of components; without `normalize_rewards` that is the only normalisation.
+    A component with a wide range does not outweigh one with a narrow range. The weighted sum is whitened over the
+    samples of the batch that have a reward (sample deviation), so that its size does not depend on the number and
+    range of components. Without `normalize_rewards` that is the only normalisation.
     """
 
     needs_logprobs = False
@@ -219,7 +222,7 @@ class ReinforcePlusPlusAdvantageEstimator:
         return whiten(advantages_BT, mask_BT, std_with_floor).to(rewards.dtype)
 
     def _scores(self, prompt_ids: Tensor | None, rewards: Tensor, extras: AdvantageExtras) -> tuple[Tensor, Tensor]:
-        """Reward of each sample, minus its group's mean if asked, and the valid mask."""
+        """Return the reward of each sample, less its group's mean with `minus_baseline`, and the valid mask."""
         if not self.minus_baseline:
             valid_B = extras.get("valid_mask", torch.ones_like(rewards))
             return torch.where(valid_B != 0, rewards.double(), 0.0), valid_B
@@ -228,7 +231,7 @@ class ReinforcePlusPlusAdvantageEstimator:
         return score_B, valid_B
 
     def _kl_penalty(self, mask_BT: Tensor, extras: AdvantageExtras) -> Tensor:
-        """What the KL estimates take from each token's reward, `[B, T]`."""
+        """Return the KL penalty of each token, which is subtracted from its reward, `[B, T]`."""
         if "logprobs_policy" not in extras or "logprobs_reference" not in extras:
             raise DataError(
                 "loss_fn.use_kl_in_reward=true needs logprobs_policy and logprobs_reference when "
@@ -247,7 +250,7 @@ class ReinforcePlusPlusAdvantageEstimator:
 
 
 class ClippedAdvantageEstimator:
-    """Limits another estimator's advantages to `[low, high]`; None leaves that side open."""
+    """Another estimator's advantages, limited to `[low, high]`; None sets no limit on that side."""
 
     def __init__(self, inner: AdvantageEstimator, low: float | None, high: float | None) -> None:
         self.inner = inner
@@ -267,41 +270,52 @@ class ClippedAdvantageEstimator:
         return advantages_BT.clamp(self.low, self.high)
 
 
-type EstimatorFactory = Callable[[AdvantageEstimatorConfig, ClippedPGLossConfig], AdvantageEstimator]
-
-ESTIMATORS: dict[str, EstimatorFactory] = {
-    "grpo": GRPOAdvantageEstimator,
-    "dr_grpo": DrGRPOAdvantageEstimator,
-    "rloo": RLOOAdvantageEstimator,
-    "gdpo": GDPOAdvantageEstimator,
-    "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
-}
+ESTIMATORS: Registry[AdvantageEstimator] = Registry(
+    "advantage estimator",
+    AdvantageEstimator,
+    {
+        "grpo": f"{__name__}.GRPOAdvantageEstimator",
+        "dr_grpo": f"{__name__}.DrGRPOAdvantageEstimator",
+        "rloo": f"{__name__}.RLOOAdvantageEstimator",
+        "gdpo": f"{__name__}.GDPOAdvantageEstimator",
+        "reinforce_plus_plus": f"{__name__}.ReinforcePlusPlusAdvantageEstimator",
+    },
+    attributes=("needs_logprobs",),
+)
+"""Estimators that `grpo.adv_estimator.name` may name. Built-in ones are constructed with the sections of the estimator
+and of the loss, a user's own with its `kwargs`."""
 
 
 def make_advantage_estimator(grpo_config: GRPOConfig, loss_config: ClippedPGLossConfig) -> AdvantageEstimator:
-    """Build the estimator that `grpo.adv_estimator.name` asks for, with clipping if configured.
+    """Build the estimator that `grpo.adv_estimator.name` names, with clipping if configured.
 
     Raises:
-        ConfigError: Unknown name, or an option that the chosen estimator does not have.
+        ConfigError: The name or its arguments cannot be used, or the estimator lacks an option that is set.
     """
     config = grpo_config.adv_estimator
-    if config.name not in ESTIMATORS:
-        raise ConfigError(f"grpo.adv_estimator.name={config.name!r} is unknown; choose one of {', '.join(ESTIMATORS)}.")
     report_findings(check_advantages(grpo_config, loss_config))
     if config.name == "gdpo" and grpo_config.reward_shaping.enabled:
         logger.warning(
-            "grpo.reward_shaping changes the total reward (filtered_reward); the advantages of "
-            "grpo.adv_estimator.name=gdpo are made of reward components, which it leaves as they are."
+            "grpo.reward_shaping changes the total reward (filtered_reward) only; grpo.adv_estimator.name=gdpo "
+            "computes advantages from reward components, which it leaves as they are."
         )
-    estimator = ESTIMATORS[config.name](config, loss_config)
+    estimator = _named_estimator(config, loss_config)
     low, high = grpo_config.advantage_clip_low, grpo_config.advantage_clip_high
     if low is None and high is None:
         return estimator
     return ClippedAdvantageEstimator(estimator, low, high)
 
 
+def _named_estimator(config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> AdvantageEstimator:
+    key = "grpo.adv_estimator"
+    if ESTIMATORS.is_own(config.name):
+        return ESTIMATORS.make(config.name, key, config.kwargs)
+    built_in: Callable[..., AdvantageEstimator] = ESTIMATORS.class_of(config.name, f"{key}.name={config.name!r}")
+    return built_in(config, loss_config)
+
+
 def _groups(prompt_ids: Tensor | None, rewards: Tensor, extras: AdvantageExtras) -> tuple[Tensor, Tensor]:
-    """Group ids `[B]` and valid mask `[B]`, from the extras or their fallbacks."""
+    """Return group ids `[B]` and valid mask `[B]`, from the extras or their defaults."""
     valid_B = extras.get("valid_mask", torch.ones_like(rewards))
     if "group_ids" in extras:
         return extras["group_ids"], valid_B
@@ -311,5 +325,5 @@ def _groups(prompt_ids: Tensor | None, rewards: Tensor, extras: AdvantageExtras)
 
 
 def _per_token(advantage_B: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sample's advantage on each of its tokens that count, `[B, T]`."""
+    """Give each token that counts the advantage of its sample, `[B, T]`."""
     return torch.where(mask != 0, advantage_B[:, None], 0.0).to(dtype)

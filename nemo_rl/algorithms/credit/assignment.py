@@ -1,7 +1,7 @@
-"""From rewards to the advantage of every token: scaling, shaping, group statistics, whitening.
+"""Turn rewards into the advantage of every token: scaling, shaping, group statistics, whitening.
 
-Invariant: samples without a reward take part in no statistic; samples with one do, also where the loss leaves them out;
-and the environment's own reward stays on the trajectory for metrics.
+Invariant: samples without a reward enter no statistic; samples with one do, even if the loss leaves them out; and the
+reward on the trajectory stays as the environment gave it, for metrics.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from nemo_rl.losses.reductions import masked_mean
 
 
 class CreditAssignment:
-    """Fills in `advantages`."""
+    """The stage that writes advantages into a batch."""
 
     def __init__(self, estimator: AdvantageEstimator, config: GRPOConfig):
         self._estimator = estimator
@@ -35,14 +35,14 @@ class CreditAssignment:
     roles: tuple[str, ...] = ()
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
-        """As a stage of a run (`runtime.run.Stage`)."""
+        """Call `assign` as a stage of a run (`runtime.run.Stage`)."""
         return self.assign(batch.tensors, batch.trajectories)
 
     def assign(self, batch: BatchedDataDict[Any], trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Write `advantages [B, T]` and `positive_examples [B]` into the batch.
 
-        A sample that the loss leaves out (`sample_mask` 0) stays in baselines and deviations, because its reward says
-        how hard the prompt is; whitening over tokens is over those that count. Its own advantage is 0.
+        A sample that the loss leaves out (`sample_mask` 0) still enters baselines and deviations, because its reward
+        shows how hard the prompt is; its own advantage is 0. Whitening over tokens uses the tokens that count.
 
         Args:
             batch: a training batch whose rows are the trajectories, in order.
@@ -58,6 +58,8 @@ class CreditAssignment:
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
             "reward_components": self._components(trajectories),
+            "turn_rewards": _padded([t.turn_rewards for t in trajectories], torch.float32),
+            "turn_spans": _turn_spans(trajectories),
         }
         if self.needs_logprobs:
             extras["logprobs_policy"] = batch["prev_logprobs"]
@@ -78,10 +80,23 @@ class CreditAssignment:
         return shape_rewards(rewards_B, lengths_B, truncated_B, self._config.reward_shaping)
 
     def _components(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-        """Scaled reward components by name, each `[B]`; shaping is about the total reward only."""
+        """Return the scaled reward components by name, each `[B]`; shaping applies to the total reward only."""
         names = sorted({name for t in trajectories for name in t.reward_components})
         rewards = {name: torch.tensor([t.reward_components.get(name, 0.0) for t in trajectories]) for name in names}
         return {name: scale_rewards(values_B, self._config.reward_scaling) for name, values_B in rewards.items()}
+
+
+def _turn_spans(trajectories: Sequence[Trajectory]) -> Tensor:
+    """Return the first token and the end of each response turn, `[B, N, 2]` int64."""
+    spans = [t.turn_spans for t in trajectories]
+    ends = [_padded([[span[side] for span in row] for row in spans], torch.int64) for side in (0, 1)]
+    return torch.stack(ends, dim=-1)
+
+
+def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """Stack rows of different lengths as `[B, N]`, with zeros after their ends."""
+    width = max(map(len, rows), default=0)
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype).reshape(len(rows), width)
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""Baselines, spreads and whitening: how a sample did compared with its peers.
+"""Compute baselines, standard deviations and whitening over groups of samples.
 
-Invariant: all statistics are computed in float64, and the spread of a group of equal rewards is exactly 0, never
-rounding noise that a division would blow up.
+Invariant: all statistics are computed in float64, and the standard deviation of equal rewards is exactly 0, not
+rounding noise that a division would enlarge.
 
 Legend: `B` samples, `T` tokens.
 """
@@ -18,10 +18,10 @@ STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 
 VARIANCE_FLOOR = 1e-8
-"""Smallest variance that REINFORCE++ divides by the root of."""
+"""Smallest variance in REINFORCE++, which divides by its square root."""
 
 RELATIVE_SPREAD_FLOOR = 1e-14
-"""Variances below this share of the group's own scale are rounding noise, hence 0."""
+"""Variances below this share of the group's own scale are taken as rounding noise and become 0."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ def group_ids_from_prompts(prompts: Tensor) -> Tensor:
 def group_statistics(
     rewards_B: Tensor, group_ids_B: Tensor, valid_mask_B: Tensor, leave_one_out: bool
 ) -> GroupStatistics:
-    """Mean and sample standard deviation of the rewards each sample is compared with.
+    """Return mean and sample standard deviation of the rewards that each sample is compared with.
 
-    That set is the m valid samples of its group, without the sample itself if `leave_one_out`; the deviation
+    These are the rewards of the m valid samples of its group, without its own if `leave_one_out`; the deviation
     divides by m - 1. With deviations d from the mean of n samples and S = sum(d^2), leaving i out gives
     mean_i = mean - d_i / (n - 1) and var_i = (S - d_i^2 n / (n - 1)) / (n - 2).
 
@@ -88,17 +88,17 @@ def calculate_baseline_and_std_per_prompt(
     leave_one_out_baseline: bool = True,
     std_rewards: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Baseline and standard deviation `[B]` of each row's group of equal prompts.
+    """Return baseline and standard deviation `[B]` of each row's group of equal prompts.
 
     Args:
         prompts: `[B, T_prompt]` int64, padded.
         rewards: `[B]` float.
         valid_mask: `[B]`, 0 for rows that enter no statistic.
         leave_one_out_baseline: Leave the row itself out of mean and sample deviation.
-        std_rewards: Rewards `[B]` to take the deviation of, when they are others.
+        std_rewards: Rewards `[B]` for the deviation; None: `rewards`.
 
     Returns:
-        Baseline and standard deviation, in the type of `rewards`. See `group_statistics`.
+        Baseline and standard deviation, in the dtype of `rewards`. See `group_statistics`.
     """
     group_ids = group_ids_from_prompts(prompts)
     statistics = group_statistics(rewards, group_ids, valid_mask, leave_one_out_baseline)
@@ -117,9 +117,9 @@ def group_advantage(
     normalize: bool,
     std_over_batch: bool = False,
 ) -> Tensor:
-    """`r - baseline`, divided by `std + 1e-6` where std > 0 if `normalize`; `[B]` float64.
+    """Return `r - baseline`, divided by `std + 1e-6` where std > 0 if `normalize`; `[B]` float64.
 
-    With `std_over_batch` the deviation is that of all valid rewards; else that of the rewards of the baseline.
+    With `std_over_batch` the deviation is over all valid rewards, otherwise over the rewards of the baseline.
     """
     statistics = group_statistics(rewards_B, group_ids_B, valid_mask_B, leave_one_out)
     advantage_B = rewards_B.double() - statistics.baseline_B
@@ -132,16 +132,16 @@ def group_advantage(
 
 
 type Divisor = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(values, 0/1 mask, mean) -> what whitening divides by."""
+"""(values, 0/1 mask, mean) -> divisor of whitening."""
 
 
 def sample_std_plus_epsilon(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
-    """The sample deviation (n - 1) plus `STD_EPSILON`."""
+    """Return the sample deviation (n - 1) plus `STD_EPSILON`."""
     return masked_var(values, mask, mean=mean, unbiased=True).sqrt() + STD_EPSILON
 
 
 def std_with_floor(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
-    """The population's deviation (n), at least the root of `VARIANCE_FLOOR`."""
+    """Return the population deviation (n), at least the square root of `VARIANCE_FLOOR`."""
     return masked_var(values, mask, mean=mean, unbiased=False).clamp(min=VARIANCE_FLOOR).sqrt()
 
 

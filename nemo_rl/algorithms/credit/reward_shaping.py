@@ -1,7 +1,7 @@
-"""Reward scaling and length penalties: pure functions of rewards, lengths and truncation.
+"""Scale rewards and apply length penalties: pure functions of rewards, lengths and truncation.
 
-Applied before advantages: first scaling, then shaping. Invariant: rewards come in and new rewards go out; nothing is
-changed in place, and the untouched rewards stay available to metrics.
+Both come before advantages, scaling first. Invariant: nothing is changed in place, so the original rewards stay
+available to metrics.
 
 Legend: `B` samples.
 """
@@ -23,7 +23,7 @@ from nemo_rl.config import (
 
 
 def linear_map(rewards_B: Tensor, source: tuple[float, float], target: tuple[float, float]) -> Tensor:
-    """Map the range `source` linearly onto `target`; rewards outside it are cut to its ends.
+    """Map the range `source` linearly onto `target`; rewards outside of it are clamped first.
 
     Example:
         >>> linear_map(torch.tensor([0.0, 1.0]), (0.0, 1.0), (-1.0, 1.0))
@@ -43,16 +43,17 @@ def overlong_penalty(
 ) -> Tensor:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), at most 0.
 
-    0 up to `max - buffer` tokens, then falling linearly to `-penalty` at `max`, and on at the same rate, or no further
-    if `limited`, as in the paper. Without a buffer answers longer than `max` have the penalty once.
+    The penalty is 0 up to `max - buffer` tokens and falls linearly to `-penalty` at `max`. After that it falls on at
+    the same rate, or stays there if `limited`, as in the paper. Without a buffer, answers longer than `max` get
+    `-penalty`.
 
     Args:
         response_lengths_B: Generated tokens per sample.
         max_response_length: Tokens at which the penalty is full.
-        overlong_buffer_length: Tokens over which it ramps; more than `max_response_length` tokens begin with a part of
-            the penalty.
+        overlong_buffer_length: Tokens over which the penalty grows; with more than `max_response_length` tokens even
+            the shortest answer gets a part of it.
         overlong_buffer_penalty: Size of the full penalty, not negative.
-        limited: Never take more than the full penalty.
+        limited: Never subtract more than the full penalty.
     """
     excess_B = response_lengths_B - (max_response_length - overlong_buffer_length)
     if overlong_buffer_length == 0:
@@ -62,12 +63,12 @@ def overlong_penalty(
 
 
 def stop_properly_penalty(rewards_B: Tensor, truncated_B: Tensor, coefficient: float) -> Tensor:
-    """Multiply the rewards of truncated answers by `coefficient`: 0 takes all of them, 1 leaves them."""
+    """Multiply the rewards of truncated answers by `coefficient`: 0 removes them, 1 keeps them."""
     return torch.where(truncated_B.bool(), rewards_B * coefficient, rewards_B)
 
 
 def scale_rewards(rewards_B: Tensor, config: RewardScalingConfig) -> Tensor:
-    """Apply `grpo.reward_scaling`; returns the rewards as they are when it is off.
+    """Apply `grpo.reward_scaling`; return the same rewards when it is off.
 
     Raises:
         ConfigError: The source range is empty.
@@ -85,16 +86,16 @@ def shape_rewards(
     truncated_B: Tensor,
     config: RewardShapingConfig,
 ) -> Tensor:
-    """Apply `grpo.reward_shaping`; returns the rewards as they are when it is off.
+    """Apply `grpo.reward_shaping`; return the same rewards when it is off.
 
-    With `stop_properly_penalty_coef` truncated answers lose that share of their reward; without it
+    With `stop_properly_penalty_coef` truncated answers keep that share of their reward; without it
     DAPO's overlong penalty is added.
 
     Args:
         rewards_B: `[B]` float.
         response_lengths_B: `[B]`, generated tokens.
         truncated_B: `[B]`, true where generation hit its limit.
-        config: The section.
+        config: The section `grpo.reward_shaping`.
 
     Raises:
         ConfigError: A value that the chosen penalty needs is missing.

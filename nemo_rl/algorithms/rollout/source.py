@@ -14,12 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nemo_rl.config import RolloutSourceConfig
 from nemo_rl.data.prompt_stream import DataExhausted, PromptStream
 from nemo_rl.experience.metrics import mean_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import NothingToLearnError
+from nemo_rl.utils.named_parts import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,35 @@ class RolloutSource(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a stored state; only before the first step."""
+
+
+SOURCES: Registry[RolloutSource] = Registry(
+    "rollout source",
+    RolloutSource,
+    {"fresh": f"{__name__}.FreshRollouts", "dynamic_sampling": f"{__name__}.DynamicSampling"},
+    attributes=("epoch", "metrics"),
+)
+"""Sources that `rollout_source.name` may name; a user's own is constructed with the source that it wraps."""
+
+
+def source_wrapper(config: RolloutSourceConfig, key: str) -> Callable[[RolloutSource], RolloutSource]:
+    """Check the user's own source, and return a function that wraps a source in it; without one it changes nothing.
+
+    Args:
+        config: the section.
+        key: dotted path of the section.
+
+    Raises:
+        ConfigError: the class cannot be used, or its arguments do not fit.
+    """
+    is_own = SOURCES.is_own(config.name)
+    if is_own:
+        SOURCES.check_arguments(config.name, key, config.kwargs, num_given=1)
+
+    def wrap(inner: RolloutSource) -> RolloutSource:
+        return SOURCES.make(config.name, key, config.kwargs, inner) if is_own else inner
+
+    return wrap
 
 
 @dataclass

@@ -21,6 +21,7 @@ from nemo_rl.distributed.cluster.address import require_cluster
 from nemo_rl.distributed.cluster.start_checks import require_startable_ray
 from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.logger import make_log_dir
+from nemo_rl.utils.named_parts import check_own_keys
 
 SECTIONS = ("policy", "teacher")
 """Sections of the models of a run, in the order of `MasterConfig.models`."""
@@ -98,4 +99,6 @@ def check_environments(config: RolloutMasterConfig | EvalMasterConfig) -> None:
     else:
         names = {str(entry.env_name) for entry in (*config.data.train_entries, *config.data.validation_entries)}
     for name in sorted(names):
-        load_env_class(env_class_path(name))
+        env_class, _ = load_env_class(env_class_path(name))
+        if isinstance(config, RolloutMasterConfig):
+            check_own_keys(env_class, f"env.{name}", config.env.get(name) or {})

@@ -12,12 +12,13 @@ from omegaconf import DictConfig
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config import MasterConfig, PolicyConfig, config_of
+from nemo_rl.config import MasterConfig, NamedPartConfig, PolicyConfig, config_of
 from nemo_rl.config.loading.load import make_paths_absolute
 from nemo_rl.config.runs.rollouts import RolloutMasterConfig
 from nemo_rl.data.datasets.given import given_data
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.tokenizer import ensure_pad_token, get_tokenizer
+from nemo_rl.losses.loss_function import LOSSES
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -96,13 +97,25 @@ class HandedIn:
             return configured
         return given_data(configured.train, self.val_dataset, config.data, sampled=sampled)
 
-    def loss[Loss](self, configured: Loss, rows_per_sample: int = 1) -> Loss:
-        """The loss of the run; one of the program's own keeps a sample's rows together unless it says otherwise."""
-        if self.loss_fn is None:
+    def loss[Loss](self, configured: Loss, section: NamedPartConfig, rows_per_sample: int = 1) -> Loss:
+        """The loss of the run: that of the program, or else the class that `loss_fn.name` names, or the built-in one.
+
+        Args:
+            configured: the built-in loss of the algorithm.
+            section: `loss_fn`.
+            rows_per_sample: consecutive rows that a user's loss needs in one microbatch, unless it says otherwise.
+
+        Raises:
+            ConfigError: `loss_fn.name` or `loss_fn.kwargs` cannot be used.
+        """
+        own = self.loss_fn
+        if own is None and LOSSES.is_own(section.name):
+            own = LOSSES.make(section.name, "loss_fn", section.kwargs)
+        if own is None:
             return configured
-        if not hasattr(self.loss_fn, "rows_per_unit"):
-            self.loss_fn.rows_per_unit = rows_per_sample
-        return self.loss_fn
+        if not hasattr(own, "rows_per_unit"):
+            own.rows_per_unit = rows_per_sample
+        return own
 
 
 NOTHING = HandedIn()

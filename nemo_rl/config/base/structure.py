@@ -19,6 +19,7 @@ from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from nemo_rl.config.base.availability import Later, Only
+from nemo_rl.config.base.part_names import PartName
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,9 @@ def type_text(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     only = next((m for m in metadata if isinstance(m, Only)), None)
     if only is not None:
         return " or ".join(_value_text(v) for v in only.allowed)
+    part_name = next((m for m in metadata if isinstance(m, PartName)), None)
+    if part_name is not None:
+        return part_name.allowed
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_text(args[0], args[1:])

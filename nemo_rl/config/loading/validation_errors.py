@@ -14,7 +14,7 @@ from nemo_rl.config.base.structure import find_slot, type_text, value_at
 from nemo_rl.config.loading.sources import Sources, dotted_path
 
 _BRANCH_ERRORS = {"list_type", "model_type", "model_attributes_type", "dict_type", "none_required"}
-_OWN_SENTENCES = {"generation_backend", "metric_name", "moved", "scheduler"}
+_OWN_SENTENCES = {"metric_name", "moved", "scheduler"}
 
 
 def problem_lines(schema: type[BaseModel], details: Sequence[ErrorDetails], tree: Any, sources: Sources) -> list[str]:

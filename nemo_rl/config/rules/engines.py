@@ -4,6 +4,7 @@ What a model's sizes allow is checked by `models.generation.vllm.check`, which r
 never spans machines.
 """
 
+from nemo_rl.config.base.part_names import is_own_class
 from nemo_rl.config.rules.broken_rules import Findings, nearest_multiples
 from nemo_rl.config.schema.model.generation import EngineConfig, GenerationConfig
 
@@ -41,6 +42,11 @@ def check_engines(section: str, generation: GenerationConfig, ranks: int, key: s
         own = _OWN_KEYS[argument]
         advice = f"Write {section}.{own}." if own else "Take it out."
         yield f"{section}.vllm_kwargs.{argument} decides which processes an engine has, which Ray must know. {advice}"
+    if generation.engine_kwargs and not is_own_class(generation.backend):
+        yield (
+            f"{section}.engine_kwargs={generation.engine_kwargs} are arguments of an engine of your own, and "
+            f"{section}.backend={generation.backend} is built in. Take them away; for vllm see {section}.vllm_kwargs."
+        )
     if generation.backend in ("hf", "megatron") and max(tensor, stages, experts) > 1:
         yield (
             f"{section}.backend={generation.backend} computes on one device, but {section}.engine asks for "

@@ -4,7 +4,7 @@
 once; single keys are checked by types.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings, report_findings
 from nemo_rl.config.rules.data import check_data, check_data_files, check_model_files
 from nemo_rl.config.rules.loss import check_loss
+from nemo_rl.config.rules.named_parts import check_named_parts
 from nemo_rl.config.rules.training import (
     check_advantages,
     check_batches,
@@ -33,6 +34,7 @@ from nemo_rl.config.schema.data import DataConfig
 from nemo_rl.config.schema.env import EnvironmentMap
 from nemo_rl.config.schema.logger import LoggerConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
+from nemo_rl.config.schema.named_part import NamedPartConfig
 
 
 class MasterConfig(Section):
@@ -62,6 +64,11 @@ class MasterConfig(Section):
     def models(self) -> Sequence[PolicyConfig]:
         """The sections that name a model."""
         return (self.policy,)
+
+    @property
+    def named_parts(self) -> Mapping[str, NamedPartConfig]:
+        """Sections of parts that are chosen by name and constructed in the controller, by their dotted keys."""
+        return {}
 
     @property
     def worker_kinds(self) -> list[str]:
@@ -135,9 +142,20 @@ class GRPOMasterConfig(RolloutMasterConfig):
         """Whether the loss or the reward has a penalty for leaving the initial policy."""
         return self.loss_fn.reference_policy_kl_penalty != 0
 
+    @property
+    def named_parts(self) -> Mapping[str, NamedPartConfig]:
+        """See `MasterConfig.named_parts`."""
+        grpo = self.grpo
+        return {
+            "loss_fn": self.loss_fn,
+            "grpo.adv_estimator": grpo.adv_estimator,
+            "grpo.rollout_source": grpo.rollout_source,
+        }
+
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
         return chain(
+            check_named_parts(self.named_parts),
             check_batches("grpo", self.grpo, self.policy, self.cluster),
             check_lengths(self.policy, self.data),
             check_grpo(self.grpo),

@@ -1,5 +1,6 @@
 """The whole configuration of an SFT, DPO or reward-model run."""
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import ClassVar
 
@@ -7,6 +8,7 @@ from pydantic import Field
 
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
 from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.rules.named_parts import check_named_parts
 from nemo_rl.config.rules.supervised import (
     check_best_metric,
     check_datasets,
@@ -28,6 +30,7 @@ from nemo_rl.config.schema.algorithms.supervised import (
     SupervisedPolicyConfig,
 )
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig, MetricName
+from nemo_rl.config.schema.named_part import DPOLossConfig, NamedPartConfig, RMLossConfig, SFTLossConfig
 
 
 class SFTCheckpointingConfig(CheckpointingConfig):
@@ -80,9 +83,15 @@ class SupervisedMasterConfig(MasterConfig):
         found: SupervisedConfig = getattr(self, self.section)
         return found
 
+    @property
+    def named_parts(self) -> Mapping[str, NamedPartConfig]:
+        """See `MasterConfig.named_parts`."""
+        return {"loss_fn": self["loss_fn"]}
+
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
         return chain(
+            check_named_parts(self.named_parts),
             check_supervised(self.section, self.algorithm, self.policy, self.data, self.cluster),
             check_best_metric(self.checkpointing, self.data),
         )
@@ -95,6 +104,7 @@ class SFTMasterConfig(SupervisedMasterConfig):
     cpu_config: ClassVar[str] = "examples/configs/sft_cpu.yaml"
 
     sft: SFTConfig = Field(default_factory=SFTConfig, description="The algorithm.")
+    loss_fn: SFTLossConfig = Field(default_factory=SFTLossConfig, description="The loss.")
     checkpointing: SFTCheckpointingConfig = Field(
         default_factory=SFTCheckpointingConfig, description="Saving and resuming."
     )
@@ -115,6 +125,7 @@ class DPOMasterConfig(SupervisedMasterConfig):
     cpu_config: ClassVar[str] = "examples/configs/dpo_cpu.yaml"
 
     dpo: DPOConfig = Field(default_factory=DPOConfig, description="The algorithm.")
+    loss_fn: DPOLossConfig = Field(default_factory=DPOLossConfig, description="The loss.")
     policy: PairPolicyConfig = Field(description="The model that is trained.")
     checkpointing: DPOCheckpointingConfig = Field(
         default_factory=DPOCheckpointingConfig, description="Saving and resuming."
@@ -144,6 +155,7 @@ class RMMasterConfig(SupervisedMasterConfig):
     cpu_config: ClassVar[str] = "examples/configs/rm_cpu.yaml"
 
     rm: RMConfig = Field(default_factory=RMConfig, description="The algorithm.")
+    loss_fn: RMLossConfig = Field(default_factory=RMLossConfig, description="The loss.")
     policy: RMPolicyConfig = Field(description="The model that is trained.")
     checkpointing: RMCheckpointingConfig = Field(
         default_factory=RMCheckpointingConfig, description="Saving and resuming."

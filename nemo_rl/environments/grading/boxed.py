@@ -1,7 +1,7 @@
 r"""Find `\boxed{...}` in a model's answer, and grade plain numbers without a computer algebra system.
 
-`math_environment` grades in its own process whatever `grade_plain_number` can decide. Invariant: where it decides,
-math-verify decides the same.
+`math_environment` grades an answer in its own process if `grade_plain_number` can. Invariant: where it returns a
+verdict, math-verify returns the same.
 """
 
 import re

@@ -1,6 +1,6 @@
-r"""Equality of final answers as normalised text, the rule DAPO was trained with.
+r"""Compare final answers as normalised text, the rule that DAPO was trained with.
 
-The final answer is what stands in the last `\boxed{...}` or after the last `Answer:`, whichever comes later (DAPO,
+The final answer is the text in the last `\boxed{...}` or after the last `Answer:`, whichever comes later (DAPO,
 arXiv 2503.14476, section 4). Cheap and deterministic, no algebra; two spellings of one number are equal only if
 normalisation makes them so.
 """

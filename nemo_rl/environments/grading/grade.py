@@ -1,6 +1,6 @@
-"""What a verifier says about one answer, and which verifiers exist.
+"""The result of a verifier for one answer, and the names of verifiers.
 
-Used on both sides of the pipe between `pool` (environment actor) and `worker_main` (grading process). Invariant: an
+Both sides of the pipe between `pool` (environment actor) and `worker_main` (grading process) use it. Invariant: an
 answer that could not be graded has no reward, only the reason.
 """
 
@@ -33,7 +33,7 @@ class Grade:
 
     Attributes:
         verdict: The judgement, if there is one.
-        error: Why there is none: the verifier raised, ran past its deadline or died.
+        error: Reason why there is none: the verifier raised, exceeded its deadline or died.
     """
 
     verdict: Verdict | None = None
@@ -56,7 +56,7 @@ VERIFIERS: dict[str, str] = {
 
 
 def load_verifier(name: str) -> Verifier:
-    """Import a verifier by its registered name or by a dotted path of the caller's own.
+    """Import a verifier by its registered name or by a dotted path.
 
     Args:
         name: A key of `VERIFIERS` or `package.module.function`.

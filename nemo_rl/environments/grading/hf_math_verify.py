@@ -1,7 +1,8 @@
-r"""Mathematical equality by the math-verify library, `\boxed` first.
+r"""Compare answers mathematically with the math-verify library, `\boxed` first.
 
-Runs in a grading process only: it imports sympy, and a comparison may take for ever, so math-verify's own
-`signal.alarm` deadlines are off and the pool's are used. Invariant: what cannot be compared raises; it is never a 0.
+This runs in a grading process only, because it imports sympy and a comparison may never end. The pool's deadlines
+replace math-verify's own `signal.alarm` ones. Invariant: an answer that cannot be compared raises; its reward is never
+0.
 """
 
 import logging
@@ -36,7 +37,7 @@ def verify_math(response: str, ground_truth: str) -> Verdict:
 
     Raises:
         ValueError: The ground truth itself cannot be read.
-        Exception: Whatever sympy raised, if no reading of the answer was equal.
+        Exception: The error of sympy, if no reading of the answer was equal.
     """
     truths = parse(f"\\boxed{{{ground_truth}}}", _TRUTH_TARGETS, parsing_timeout=None, raise_on_error=True)
     if not truths:
@@ -47,7 +48,7 @@ def verify_math(response: str, ground_truth: str) -> Verdict:
 
 
 def _any_equal(truths: list, answers: list) -> bool:
-    """Compare each reading of the truth with each of the answer; raise only if none is equal."""
+    """Compare each reading of the truth with each reading of the answer; raise only if none is equal."""
     failure: Exception | None = None
     for truth, answer in product(truths, answers):
         try:
@@ -61,9 +62,9 @@ def _any_equal(truths: list, answers: list) -> bool:
 
 
 def verify_math_components(response: str, ground_truth: str) -> Verdict:
-    """Judge correctness, integer-ness and format as separate reward components.
+    """Judge correctness, an integer answer and the format as separate reward components.
 
-    The final answer is looked for in the last `<answer>...</answer>` block, or in the whole
+    The final answer is searched in the last `<answer>...</answer>` block, or in the whole
     response if there is none.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Multiple choice: the letter after the last "Answer:", in English or in any of 15 languages.
+"""Grade multiple choice by the letter after the last "Answer:", in English or in any of 15 languages.
 
 Letters may be Latin (also full-width), Arabic or Bengali; all are compared as Latin. An answer without a letter after
 an answer word is wrong, not an error.

@@ -1,15 +1,15 @@
-"""A pool of killable grading processes with a deadline on each answer.
+"""Grade answers in a pool of processes that can be killed, with a deadline for each answer.
 
-Runs in the environment actor. Invariant: `grade` returns one `Grade` for each answer, in order; an answer whose
-grading raised, hung or kept killing its process carries the reason, never a 0.
+The pool runs in the environment's actor. Invariant: `grade` returns one `Grade` for each answer, in order; an answer
+whose grading raised, hung or crashed its process repeatedly has the reason as its error, never a reward of 0.
 
     grade() ──jobs──► queue ──► thread 1 ─pipe─► grading process 1
        ▲                   └──► thread n ─pipe─► grading process n      n <= num_workers
        └──futures──────────────────┘
 
-A thread owns its process, waits for each reply with the deadline, and on a miss kills the process
-and starts another. An answer whose process died goes back to the end of the queue, until three have died over
-it: the answer may be what kills, or the kernel may have been short of memory. `grade` waits on futures and adds
+A thread owns its process and waits for each reply until the deadline; after that it kills the process and
+starts another. An answer whose process died goes back to the end of the queue until three processes have died
+during it: either the answer crashes them, or the machine was short of memory. `grade` waits on futures and adds
 one thread at a time while jobs are queued. Every wait is bounded: by the answer deadline, the start deadline, or
 (idle threads) by `close`.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _DEATHS_BEFORE_BLAME = 3
 _BACKLOG_INTERVAL_S = 0.05
-"""How long `grade` waits for an answer before it considers another worker."""
+"""Seconds that `grade` waits for an answer before it may start another process."""
 
 
 @dataclass
@@ -42,11 +42,11 @@ class _Job:
 
 
 class GradingPool:
-    """Grades answers in at most `num_workers` processes. Thread-safe.
+    """A pool that grades answers in at most `num_workers` processes. Thread-safe.
 
     Args:
         verifier: Name or dotted path, see `load_verifier`.
-        num_workers: Upper bound of processes; they are started one by one, as answers queue up.
+        num_workers: Most processes; they are started one by one while answers are queued.
         timeout_s: Deadline of one answer, from the moment a process takes it.
         start_timeout_s: Deadline of a process start.
         memory_limit_mb: Address space of one process; beyond it the verifier gets a MemoryError.
@@ -74,12 +74,12 @@ class GradingPool:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the grading processes alive now."""
+        """Process ids of the running grading processes."""
         with self._lock:
             return sorted(self._processes)
 
     def warm_up(self) -> None:
-        """Start the first grading process in the background; returns at once."""
+        """Start the first grading process in the background; return immediately."""
         with self._lock:
             if not self._threads and not self._closed:
                 self._add_thread()
@@ -98,7 +98,7 @@ class GradingPool:
         return [self._wait(job) for job in jobs]
 
     def close(self) -> None:
-        """Kill all grading processes; answers still in work get an error. Idempotent."""
+        """Kill all grading processes; answers that are still being graded get an error. A second call does nothing."""
         with self._lock:
             self._closed = True
             threads = list(self._threads)
@@ -119,7 +119,7 @@ class GradingPool:
                     return Grade(error="the grading pool was closed")
 
     def _grow(self) -> None:
-        """Add one worker if answers are queued and none is on its way."""
+        """Add one process if answers are queued and no process is starting."""
         with self._lock:
             wanted = not self._jobs.empty() and self._num_starting == 0
             if wanted and len(self._threads) < self.num_workers and not self._closed:
@@ -133,7 +133,7 @@ class GradingPool:
         thread.start()
 
     def _serve(self) -> None:
-        """Body of a thread: one process after another, one answer after another."""
+        """Run a thread: grade answers one after another, and replace the process when necessary."""
         process, problem = self._start_process()
         with self._lock:
             self._num_starting -= 1
@@ -155,7 +155,7 @@ class GradingPool:
             self._end_process(process)
 
     def _grade_one(self, process: GradingProcess, job: _Job) -> tuple[Grade | None, bool]:
-        """Return the outcome, None to try again, and whether the process may be asked again."""
+        """Return the outcome (None: try again), and whether the process can be used again."""
         try:
             reply = process.ask(job.response, job.ground_truth, self.timeout_s)
         except (DeadlineExceededError, WorkerDiedError) as error:
@@ -170,7 +170,7 @@ class GradingPool:
         return _as_grade(reply, self.verifier), True
 
     def _start_process(self) -> tuple[GradingProcess | None, str]:
-        """Start a process and wait until it is ready; else None and the reason."""
+        """Start a process and wait until it is ready; return None and the reason if it does not start."""
         process: GradingProcess | None = None
         if self._closed:
             return None, "the grading pool was closed"

@@ -1,7 +1,7 @@
-"""One grading process: start it, ask it with a deadline, kill it.
+"""Start one grading process, send it answers with a deadline, and kill it.
 
-`pool` owns many of them; `worker_main` runs inside. Invariant: every wait has a deadline, and a process that missed one
-is killed with all its children.
+`pool` owns several of these; `worker_main` runs in the process. Invariant: every wait has a deadline, and a process
+that missed one is killed with all its children.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class GradingProcess:
     """A running `worker_main` with its pipes. Not thread-safe: one owner, one request at a time.
 
     The kernel kills the process when the thread that constructed this object ends, so that thread
-    must live as long as the process is wanted.
+    must run as long as the process is needed.
     """
 
     def __init__(self, verifier: str, memory_limit_mb: int) -> None:
@@ -64,7 +64,7 @@ class GradingProcess:
 
         Raises:
             DeadlineExceededError: No reply within `timeout_s`; kill this process.
-            WorkerDiedError: The process died or garbled the pipe; kill this process.
+            WorkerDiedError: The process died or wrote an unreadable reply; kill this process.
         """
         request = json.dumps({"response": response, "ground_truth": ground_truth}) + "\n"
         assert self._process.stdin is not None
@@ -81,7 +81,7 @@ class GradingProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """End the process and everything it started; returns when it is gone. Owner only."""
+        """Kill the process and everything it started; return when it has ended. Only the owner may call this."""
         self.interrupt()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

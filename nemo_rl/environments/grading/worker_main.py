@@ -1,8 +1,8 @@
-"""The grading process: reads answers as JSON lines, judges them, writes verdicts as JSON lines.
+"""Run a grading process, which reads answers as JSON lines and writes verdicts as JSON lines.
 
-Started by `process.GradingProcess` as `python -m nemo_rl.environments.grading.worker_main`. It has no deadline of its
-own: the process that waits for it kills it. Invariant: it ends with its parent, however the parent ends, and every
-request gets one line back, a verdict or an error.
+`process.GradingProcess` starts it as `python -m nemo_rl.environments.grading.worker_main`. It has no deadline; the
+process that waits for it kills it. Invariant: it ends when its parent ends, for whatever reason, and every request gets
+one line back, a verdict or an error.
 
     request   {"response": str, "ground_truth": str}
     reply     {"reward": float | {name: float}, "extracted_answer": str | null} | {"error": str}
@@ -24,7 +24,7 @@ _MAX_ERROR_CHARS = 1000
 
 
 def main(verifier_name: str, parent_pid: int, memory_limit_mb: int) -> int:
-    """Serve until the request pipe closes; returns the exit status."""
+    """Serve requests until their pipe closes; return the exit status."""
     _die_with_parent(parent_pid)
     _limit_memory(memory_limit_mb)
     requests, replies = _take_over_pipes()
@@ -40,7 +40,7 @@ def main(verifier_name: str, parent_pid: int, memory_limit_mb: int) -> int:
 
 
 def _judge(verifier: Verifier, request: dict[str, str]) -> str:
-    """Run the verifier and write its verdict as JSON; whatever it raises becomes the reply."""
+    """Run the verifier and return its verdict as JSON, or the error that it raised."""
     try:
         verdict = verifier(request["response"], request["ground_truth"])
         return json.dumps({"reward": verdict.reward, "extracted_answer": verdict.extracted_answer})
@@ -58,7 +58,7 @@ def _send(replies: TextIO, message: str) -> None:
 
 
 def _take_over_pipes() -> tuple[TextIO, TextIO]:
-    """Keep stdin and stdout for the protocol; a verifier's own prints go to stderr."""
+    """Keep stdin and stdout for the protocol; redirect prints of a verifier to stderr."""
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)
@@ -69,7 +69,7 @@ def _take_over_pipes() -> tuple[TextIO, TextIO]:
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends; leave at once if it already has."""
+    """Ask the kernel for SIGKILL when the parent ends; exit immediately if it has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:

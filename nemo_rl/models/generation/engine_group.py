@@ -2,7 +2,7 @@
 
 Map (everything below runs on the rollout event loop, see `experience.event_loop`):
 
-    generate() ─► least busy engine's outbox ─► _flush (next tick, one call per engine) ─► worker.submit
+    generate() ─► _choose an engine ─► its outbox ─► _flush (next tick, one call per engine) ─► worker.submit
     generate() cancelled (deadline, another sample failed) ─► _flush ─► worker.abort
     _watch task per call ─► a call that fails ends the engine's requests
     _collect task per engine ─► collect of its workers (long poll) ─► resolves the futures of generate()
@@ -23,7 +23,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
     GenerationResult,
+    ServedBy,
     engine_of,
 )
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, ResourceInsufficientError, WorkerDiedError
@@ -46,6 +47,8 @@ _REVIVAL_END_S = 10.0
 
 
 _STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger", "S": "asleep", "R": "running", "D": "in the kernel"}
+_MORE_FOR_PREFIX = 8
+"""How many more open requests than the least busy engine one may have that is chosen for a prefix in its cache."""
 _BUSY_FACTOR = 4
 """How many times longer an engine may be silent while its process computes."""
 _BUSY_SHARE = 0.1
@@ -165,7 +168,7 @@ class EngineGroup(GenerationInterface):
         self._enter_loop()
         self._refuse_at_the_end()
         pending = _Pending(request, asyncio.get_running_loop().create_future())
-        member = min(self._members, key=lambda m: (m.is_down, len(m.unfinished), m.index))
+        member = self._choose(request.prefix_at)
         request_id = str(next(self._ids))
         member.unfinished[request_id] = pending
         member.outbox.append((request_id, request))
@@ -177,7 +180,23 @@ class EngineGroup(GenerationInterface):
             raise
         if result.error is not None:
             raise GenerationError(result.error)
-        return result
+        written_by = result.weight_versions[-1].version if result.weight_versions else self.weight_version
+        return replace(result, served_by=ServedBy(member.index, member.num_starts, written_by))
+
+    def _choose(self, prefix_at: ServedBy | None) -> _Member:
+        """The engine for a request: the one that holds its prefix, or else the one with the fewest open requests.
+
+        The engine that wrote the previous turn is taken while it runs, was not replaced, has the weights that it wrote
+        with (new weights void its cache), and has at most `_MORE_FOR_PREFIX` open requests more than the least busy
+        engine: reading a prefix again costs less than a long wait, and no engine is left idle.
+        """
+        least_busy = min(self._members, key=lambda m: (m.is_down, len(m.unfinished), m.index))
+        if prefix_at is None or prefix_at.weight_version != self.weight_version:
+            return least_busy
+        holder = self._members[prefix_at.engine]
+        is_same = not holder.is_down and holder.num_starts == prefix_at.num_starts
+        is_free = len(holder.unfinished) <= len(least_busy.unfinished) + _MORE_FOR_PREFIX
+        return holder if is_same and is_free else least_busy
 
     def _enter_loop(self) -> None:
         """Serve the loop of the caller; what another one has left unfinished is given up."""

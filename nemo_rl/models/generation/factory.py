@@ -18,6 +18,7 @@ from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.stop_tokens import stop_token_ids
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
+from nemo_rl.utils.named_parts import check_own_keys
 
 _WORKER = "nemo_rl.models.generation.worker.GenerationWorker"
 _CPU_KV_CACHE_BYTES = 256 << 20
@@ -87,7 +88,7 @@ def _engine_kwargs(policy: PolicyConfig, generation: GenerationConfig) -> dict[s
     if generation.backend == "megatron":
         return {"megatron_cfg": policy.megatron_cfg}
     if generation.backend != "vllm":
-        return dict(generation.vllm_kwargs)
+        return generation.vllm_kwargs | generation.engine_kwargs
     vllm = generation.vllm_cfg
     own = {"logprobs_mode": vllm.logprobs_mode, "enable_prefix_caching": vllm.enable_prefix_caching}
     return {key: value for key, value in own.items() if value is not None} | generation.vllm_kwargs
@@ -110,7 +111,8 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     if policy.generation is None:
         return
     if policy.generation.backend not in ENGINES:
-        engine_class(policy.generation.backend)
+        own = engine_class(policy.generation.backend)
+        check_own_keys(own, "policy.generation.engine_kwargs", policy.generation.engine_kwargs)
     check = engine_kind(policy.generation.backend).check
     if check is not None:
         refuse = import_dotted(check, ConfigError, f"{check} of policy.generation.backend", "It is part of nemo_rl.")

@@ -47,6 +47,20 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
 
 
+class ServedBy(NamedTuple):
+    """The engine that wrote a response.
+
+    Attributes:
+        engine: its index.
+        num_starts: engines that had run at this index by then; another number means that it was replaced.
+        weight_version: of the weights that it had at the end of the response.
+    """
+
+    engine: int
+    num_starts: int
+    weight_version: int
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One prompt to continue once.
@@ -56,11 +70,14 @@ class GenerationRequest:
         sampling: how to sample.
         seed: non-negative 63-bit seed; the same request with the same weights and seed gives the same
             response whatever else runs beside it.
+        prefix_at: the `served_by` of the response that the prompt ends with, in a conversation of several turns;
+            that engine may still hold the keys and values of the prompt. None for a first turn.
     """
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
     seed: int
+    prefix_at: ServedBy | None = None
 
 
 class VersionSpan(NamedTuple):
@@ -91,6 +108,7 @@ class GenerationResult:
             one where weights were updated while it was written; each token's log-probability is that of its span's
             weights for all tokens before it.
         error: why the engine refused the request; then there are no tokens and no spans.
+        served_by: the engine that wrote it; set by the group of engines.
         text: of the tokens, as `texts.sampled_text` makes it, so that engines share this work and not the controller
             does all of it; None leaves it to the reader.
     """
@@ -101,6 +119,7 @@ class GenerationResult:
     weight_versions: list[VersionSpan]
     error: str | None = None
     text: str | None = None
+    served_by: ServedBy | None = None
 
     @classmethod
     def refused(cls, error: str) -> Self:

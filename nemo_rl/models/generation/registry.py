@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from nemo_rl.models.generation.interfaces import Engine, EngineSettings
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES, engine_environment
-from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.imports import import_dotted
+from nemo_rl.utils.named_parts import Registry
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,8 @@ ENGINES = {
 }
 """Engines that `policy.generation.backend` may name; any other value is the path of a user's class."""
 
+ENGINE_CLASSES: Registry[Engine] = Registry("engine", Engine, {name: kind.path for name, kind in ENGINES.items()})
+
 
 def engine_kind(backend: str) -> EngineKind:
     """The engine that `policy.generation.backend` names."""
@@ -63,17 +64,16 @@ def make_engine(settings: EngineSettings, place: int = 0) -> Engine:
 def engine_class(backend: str, place: int = 0) -> type:
     """Import the class of an engine's worker.
 
+    Args:
+        backend: `policy.generation.backend`.
+        place: place of the worker in its engine; at 0 it takes the requests.
+
     Raises:
-        ConfigError: the path leads to no class that can be imported.
+        ConfigError: the path leads to no class of an engine that can be imported.
     """
     what = f"policy.generation.backend={backend!r}"
-    advice = (
-        f"Use one of {', '.join(ENGINES)}, or the dotted path of a class that Python can import from where the run was "
-        "started."
-    )
-    kind = engine_kind(backend)
-    path = kind.rank_path if place and kind.rank_path else kind.path
-    found = import_dotted(path, ConfigError, what, advice)
-    if not isinstance(found, type):
-        raise ConfigError(f"{what} is no class. {advice}")
-    return found
+    rank_path = engine_kind(backend).rank_path
+    if place and rank_path:
+        of_ranks: type = ENGINE_CLASSES.load(rank_path, what)
+        return of_ranks
+    return ENGINE_CLASSES.class_of(backend, what)

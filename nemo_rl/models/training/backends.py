@@ -17,7 +17,7 @@ from nemo_rl.config import CheckpointingConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import MemoryPlan, Work, keys_per_token, microbatch_tokens
 from nemo_rl.utils.errors import CheckpointError, ConfigError
-from nemo_rl.utils.imports import import_dotted
+from nemo_rl.utils.named_parts import Registry, check_own_keys
 
 if TYPE_CHECKING:  # they take seconds to import, and a wrong configuration is answered before
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +37,9 @@ class TrainingBackend(ABC):
 
     rank_class: ClassVar[str]
     """Dotted name of its `PolicyBackend`, imported in the ranks."""
+
+    config_class: ClassVar[type | None] = None
+    """Dataclass or pydantic model that `training_backend.kwargs` have to fit; None checks nothing."""
 
     @abstractmethod
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
@@ -132,6 +135,9 @@ class TrainingBackend(ABC):
         """Compare what an exported model answers with what the checkpoint answers."""
 
 
+BACKEND_CLASSES: Registry[TrainingBackend] = Registry("training backend", TrainingBackend, BACKENDS)
+
+
 def training_backend(policy: PolicyConfig) -> TrainingBackend:
     """The backend that a policy section asks for.
 
@@ -139,7 +145,10 @@ def training_backend(policy: PolicyConfig) -> TrainingBackend:
         ConfigError: none is enabled, or `training_backend.name` is no class of one.
     """
     own = policy.training_backend
-    return _make(own.name if own else None, [name for name in BACKENDS if getattr(policy, name).enabled])
+    backend = _make(own.name if own else None, [name for name in BACKENDS if getattr(policy, name).enabled])
+    if own is not None:
+        check_own_keys(type(backend), "policy.training_backend.kwargs", own.kwargs)
+    return backend
 
 
 def backend_of_checkpoint(path: Path, config_file: Path | None = None) -> TrainingBackend:
@@ -173,19 +182,8 @@ def _make(own: str | None, enabled: Sequence[str]) -> TrainingBackend:
     if own is None and not enabled:
         keys = " or ".join(f"policy.{name}.enabled=true" for name in BACKENDS)
         raise ConfigError(f"no training backend is enabled: set {keys}.")
-    dotted_name = own or BACKENDS[enabled[0]]
-    found = import_dotted(
-        dotted_name,
-        ConfigError,
-        f"policy.training_backend.name={dotted_name!r}",
-        "Give the dotted path of a class that Python can import from where the run was started.",
-    )
-    if not (isinstance(found, type) and issubclass(found, TrainingBackend)):
-        raise ConfigError(
-            f"policy.training_backend.name={dotted_name!r} is no training backend: derive it from "
-            "nemo_rl.models.training.backends.TrainingBackend."
-        )
-    return found()
+    name = own or enabled[0]
+    return BACKEND_CLASSES.make(name, "policy.training_backend", {})
 
 
 def convert_dcp_to_hf(

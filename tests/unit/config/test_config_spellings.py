@@ -85,7 +85,7 @@ def test_a_misspelled_key_is_refused_with_the_right_one(tmp_path):
     ("backend", "message"),
     [
         ("sglang", "not built yet: the generation backend sglang"),
-        ("vlm", "vllm, hf, megatron or the dotted path of a class"),
+        ("vlm", "vllm or hf or megatron or the dotted path of a class"),
         ("my_package.MyEngine", None),
     ],
 )

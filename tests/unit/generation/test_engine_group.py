@@ -7,6 +7,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,13 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.distributed.workers.calls import MultiWorkerFuture
 from nemo_rl.models.generation.engine_group import EngineGroup
-from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
+from nemo_rl.models.generation.interfaces import (
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    ServedBy,
+    VersionSpan,
+)
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, ResourceInsufficientError, WorkerDiedError
 
 pytestmark = pytest.mark.asyncio
@@ -597,3 +604,82 @@ async def test_a_shutdown_ends_a_revival_and_tells_at_once_who_waits():
     fake.restart_gate.set()
     await asyncio.wait_for(ending, 2)
     assert fake.restarted == []
+
+
+def later_turn(token: int, previous: GenerationResult) -> GenerationRequest:
+    return GenerationRequest([token], SamplingParams(), seed=token, prefix_at=previous.served_by)
+
+
+async def test_a_later_turn_goes_to_the_engine_that_wrote_the_previous_one() -> None:
+    group, fake = make_group(2)
+    tasks = start(group, [1, 2, 3])  # engines 0, 1, 0
+    await settle()
+    fake.workers[1].answer(*fake.workers[1].held)
+    fake.workers[0].answer(next(iter(fake.workers[0].held)))
+    first, second = await tasks[0], await tasks[1]
+    assert (first.served_by, second.served_by) == (ServedBy(0, 1, 0), ServedBy(1, 1, 0))
+    again = asyncio.create_task(group.generate(later_turn(4, first)))
+    await settle()
+    assert [request.prompt_token_ids for request in fake.workers[0].held.values()] == [[3], [4]]
+    assert not fake.workers[1].held, "engine 1 is idle, and would have been taken for a first turn"
+    fake.workers[0].answer(*fake.workers[0].held)
+    assert (await again).served_by == first.served_by
+
+
+async def test_a_later_turn_takes_the_least_busy_engine_where_that_of_its_prefix_is_much_busier() -> None:
+    group, fake = make_group(2)
+    many = start(group, list(range(1, 19)))  # nine at each engine
+    await settle()
+    fake.workers[1].answer(*fake.workers[1].held)
+    (_, other, *_) = await asyncio.gather(*many[1::2])
+    assert [len(worker.held) for worker in fake.workers] == [9, 0]
+    tasks = [asyncio.create_task(group.generate(later_turn(50, replace(other, served_by=ServedBy(0, 1, 0)))))]
+    await settle()
+    assert [len(worker.held) for worker in fake.workers] == [9, 1], "nine more than the least busy one are too many"
+    tasks += [asyncio.create_task(group.generate(later_turn(51, replace(other, served_by=ServedBy(0, 1, 0)))))]
+    await settle()
+    assert [len(worker.held) for worker in fake.workers] == [10, 1], "eight more are not"
+    for worker in fake.workers:
+        worker.answer(*worker.held)
+    await asyncio.gather(*tasks, *many[::2])
+
+
+@pytest.mark.parametrize("lost", ["weights", "engine"])
+async def test_a_prefix_that_is_lost_binds_no_later_turn(lost: str) -> None:
+    """New weights void the cache, and a new engine has an empty one."""
+    group, fake = make_group(2)
+    tasks = start(group, [1, 2])
+    await settle()
+    if lost == "engine":
+        fake.workers[1].die()
+        await asyncio.wait_for(tasks[1], 5)
+        previous = ServedBy(1, 1, 0)
+    else:
+        fake.workers[1].answer(*fake.workers[1].held)
+        previous = (await tasks[1]).served_by
+        group.weight_version = 1
+    fake.workers[0].answer(*fake.workers[0].held)
+    await tasks[0]
+    fake.workers[1].answers_at_once = True
+    fake.workers[0].answers_at_once = True
+    again = await group.generate(GenerationRequest([3], SamplingParams(), seed=3, prefix_at=previous))
+    assert again.served_by == ServedBy(0, 1, group.weight_version)
+
+
+async def test_an_engine_that_was_replaced_is_named_with_its_new_number() -> None:
+    group, fake = make_group(1)
+    (task,) = start(group, [1])
+    await settle()
+    fake.workers[0].die()
+    assert (await asyncio.wait_for(task, 5)).served_by == ServedBy(0, 2, 0)
+
+
+async def test_the_version_of_a_response_is_that_of_its_last_tokens() -> None:
+    group, fake = make_group(1)
+    (task,) = start(group, [1])
+    await settle()
+    (request_id,) = fake.workers[0].held
+    spans = [VersionSpan(0, 3), VersionSpan(2, 4)]
+    fake.workers[0]._finished.append((request_id, GenerationResult([7, 7, 7], [], "stop", spans)))
+    fake.workers[0]._changed.set()
+    assert (await task).served_by == ServedBy(0, 1, 4)

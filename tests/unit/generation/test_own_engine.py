@@ -78,5 +78,7 @@ def test_every_registered_engine_can_be_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["my_project.nothing.Engine", "json.dumps", "json.Nothing"])
 def test_a_path_that_leads_nowhere_is_refused_before_anything_starts(tmp_path: Path, path: str) -> None:
-    with pytest.raises(ConfigError, match=rf"backend='{path}' (cannot be imported|is no class).*Use one of vllm, hf"):
+    with pytest.raises(
+        ConfigError, match=rf"backend='{path}' (cannot be imported|is not a class).*Use one of vllm, hf"
+    ):
         check_engine_model(policy_with(path, tmp_path), CLUSTER)

@@ -8,11 +8,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
+from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.parallel import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig, SchedulerList
+from nemo_rl.config.schema.named_part import NamedPartConfig
 
 CROSS_TOKENIZER = "distillation across tokenizers"
 
@@ -44,7 +46,7 @@ class DistillationConfig(RolloutTrainingConfig):
     )
 
 
-class DistillationLossConfig(Section):
+class DistillationLossConfig(NamedPartConfig):
     """The divergence between teacher and student at each token, both at `policy.generation.temperature`."""
 
     later: ClassVar[dict[str, str]] = dict.fromkeys(
@@ -61,6 +63,10 @@ class DistillationLossConfig(Section):
         "kd_loss_mode": ("sum",),
     }
 
+    name: Annotated[str, PartName(("distillation",))] = Field(
+        default="distillation",
+        description="distillation, the divergence that the keys below describe; or the dotted path of a class.",
+    )
     kl_type: Literal["forward", "reverse", "mixed"] = Field(
         default="mixed",
         description="forward: KL(teacher || student), covers all that the teacher says; reverse: KL(student || "

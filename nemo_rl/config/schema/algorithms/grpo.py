@@ -4,28 +4,33 @@ Lengths and batch sizes of the model live in `policy`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
+from nemo_rl.config.schema.named_part import NamedPartConfig
 
 _BUILT = ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus")
 _PPO = "PPO with a value model (grpo and rloo need none)"
 
 AdvantageEstimatorName = Annotated[
-    Literal["grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus", "opd", "gae", "raw", "raw_reward"],
-    Only(_BUILT, {"opd": "Multi-teacher on-policy distillation", **dict.fromkeys(("gae", "raw", "raw_reward"), _PPO)}),
+    str,
+    PartName(
+        _BUILT, {"opd": "Multi-teacher on-policy distillation", **dict.fromkeys(("gae", "raw", "raw_reward"), _PPO)}
+    ),
 ]
 
 
-class AdvantageEstimatorConfig(Section):
-    """How a group's rewards become advantages."""
+class AdvantageEstimatorConfig(NamedPartConfig):
+    """How a group's rewards become advantages; the keys from normalize_rewards on are those of the built-in names."""
 
     name: AdvantageEstimatorName = Field(
-        default="grpo", description="Advantage formula; dr_grpo and rloo set the two switches below themselves."
+        default="grpo",
+        description="Advantage formula; dr_grpo and rloo set the two switches below themselves; or the dotted path of "
+        "a class.",
     )
     normalize_rewards: bool = derived(
         "${..normalize_rewards}",
@@ -170,3 +175,9 @@ class GRPOConfig(RolloutTrainingConfig):
         description="Assert that the reference policy never runs: true is refused unless "
         "loss_fn.reference_policy_kl_penalty=0, where it never does.",
     )
+
+    @model_validator(mode="after")
+    def _take_named_source(self) -> Self:
+        if self.rollout_source.name == "dynamic_sampling":
+            self.use_dynamic_sampling = True
+        return self

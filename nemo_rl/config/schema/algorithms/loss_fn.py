@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from nemo_rl.config.base.section import Section
+from nemo_rl.config.base.part_names import PartName
+from nemo_rl.config.schema.named_part import NamedPartConfig
 
 
-class ClippedPGLossConfig(Section):
+class ClippedPGLossConfig(NamedPartConfig):
     """How the clipped policy-gradient loss is formed."""
 
     @classmethod
@@ -20,6 +21,11 @@ class ClippedPGLossConfig(Section):
         told = {"ratio_clip_c": "disable_ppo_ratio takes the ratio away"} if values.get("disable_ppo_ratio") else {}
         return {**super().without_effect(values), **(told if values.get("ratio_clip_c") is not None else {})}
 
+    name: Annotated[str, PartName(("clipped_pg",))] = Field(
+        default="clipped_pg",
+        description="clipped_pg, the loss that the keys below describe; or the dotted path of a class, for which they "
+        "only say what its batches hold: reference_policy_logprobs with reference_policy_kl_penalty other than 0.",
+    )
     reference_policy_kl_penalty: float = Field(
         default=0.01,
         description="Weight of the KL term against the reference policy; 0 switches it off, a negative one drives the "

@@ -6,6 +6,7 @@ Steps, prompts and validation only; how a batch becomes a loss is in the algorit
 from pydantic import Field, PositiveInt
 
 from nemo_rl.config.base.section import Section, Seed
+from nemo_rl.config.schema.named_part import RolloutSourceConfig
 
 
 class RolloutTrainingConfig(Section):
@@ -57,4 +58,7 @@ class RolloutTrainingConfig(Section):
     )
     stop_at_validation_threshold: float | None = Field(
         default=None, description="Value of stop_at_validation_metric at which the run ends."
+    )
+    rollout_source: RolloutSourceConfig = Field(
+        default_factory=RolloutSourceConfig, description="Where the groups of answers of a step come from."
     )

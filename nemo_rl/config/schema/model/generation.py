@@ -6,10 +6,10 @@ Invariant: lengths and precision follow the policy unless they are set here.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from nemo_rl.config.base.availability import NOT_BUILT, Only
+from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import EnvVars
 
@@ -21,19 +21,8 @@ EnginePrecision = Annotated[
 ]
 
 
-def _check_engine_name(name: str) -> str:
-    if name in ("sglang", "trtllm", "dynamo"):
-        raise PydanticCustomError(
-            "generation_backend",
-            f"{NOT_BUILT}: the generation backend {name}. Values that pass: vllm, hf, megatron, the dotted path of a "
-            "class",
-        )
-    if name not in ("vllm", "hf", "megatron") and "." not in name:
-        raise PydanticCustomError("engine", "Input should be vllm, hf, megatron or the dotted path of a class")
-    return name
-
-
-EngineName = Annotated[str, AfterValidator(_check_engine_name)]
+_NO_ENGINES = {name: f"the generation backend {name}" for name in ("sglang", "trtllm", "dynamo")}
+EngineName = Annotated[str, PartName(("vllm", "hf", "megatron"), _NO_ENGINES)]
 
 
 class ColocatedResourcesConfig(Section):
@@ -286,6 +275,10 @@ class GenerationConfig(Section):
     vllm_cfg: VllmConfig = Field(default_factory=VllmConfig, description="What only vLLM reads.")
     vllm_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="More arguments for vLLM's engine, passed on unchecked."
+    )
+    engine_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of an engine named by its dotted path; it gets them as EngineSettings.engine_kwargs.",
     )
     mcore_generation_config: McoreGenerationConfig = Field(
         default_factory=McoreGenerationConfig, description="What only the engine of Megatron Core reads, in NeMo RL."

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import EnvVars
 
@@ -214,7 +215,9 @@ class TrainingBackendConfig(BackendSection):
 
     size_keys: ClassVar[Mapping[str, str]] = _SIZE_KEYS
 
-    name: str = Field(description="Dotted class, derived from nemo_rl.models.training.backends.TrainingBackend.")
+    name: Annotated[str, PartName(())] = Field(
+        description="Dotted path of a class, derived from nemo_rl.models.training.backends.TrainingBackend."
+    )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="What the backend wants to know.")
     pipeline_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
     dp_replicate_size: PositiveInt = Field(default=1, description="Copies of the sharded model.")
