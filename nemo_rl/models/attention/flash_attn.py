@@ -1,4 +1,4 @@
-"""The `flash-attn` package, where it is installed."""
+"""Import of the optional `flash-attn` package."""
 
 import importlib.util
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 
 @cache
 def flash_attn_varlen() -> Callable[..., Any] | None:
-    """Its function `flash_attn_varlen_func`; None where the package is not installed."""
+    """Return `flash_attn_varlen_func`; None if the package is not installed."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     from flash_attn import flash_attn_varlen_func

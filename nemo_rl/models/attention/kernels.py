@@ -1,8 +1,9 @@
-"""Attention over the pieces of a plan, by the fastest kernel that computes exactly what the layer asks for.
+"""Compute attention over the pieces of a plan with the fastest kernel that supports the layer's scoring.
 
-In this order: torch's varlen flash attention, the `flash-attn` package where it is installed (`varlen`), and piece by
-piece torch's scaled-dot-product attention, or plain matrix products where scores are capped or a layer has sinks.
-Invariant: the choice changes speed and rounding only; what a kernel does not offer goes to the next one.
+Kernels are tried in this order: torch's varlen flash attention, the `flash-attn` package if it is installed
+(`varlen`), and then, piece by piece, torch's scaled-dot-product attention, or plain matrix products if scores are
+capped or the layer has sinks.
+Invariant: the choice changes speed and rounding only; a case that a kernel does not support goes to the next kernel.
 """
 
 from collections.abc import Sequence
@@ -16,14 +17,14 @@ from nemo_rl.models.attention.varlen import Kernel, find_kernel
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
-    """Attention of all pieces.
+    """Compute the attention of all pieces.
 
     Args:
         query: `[b, H, T, D]`.
         key: `[b, H_kv, T_k, D]`.
         value: `[b, H_kv, T_k, D_v]`.
-        plan: which keys each query sees, the same for all rows.
-        scoring: what else the layer asks for.
+        plan: the keys that each query sees, the same for all rows.
+        scoring: the layer's scale, window, soft cap, sinks and dropout.
 
     Returns:
         `[b, H, T, D_v]`.
@@ -43,7 +44,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scori
 
 
 def _run_by_run(runs: Sequence[Run], query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> list[Tensor]:
-    """Pieces of one size in one call: the same bits as one by one, in three quarters of the time."""
+    """Compute adjacent pieces of one size in one call: same bits as one by one, in three quarters of the time."""
     queries = query.split([run.queries * run.pieces for run in runs], dim=2)
     keys, values = (tensor.split([run.keys * run.pieces for run in runs], dim=2) for tensor in (key, value))
     return [
@@ -55,7 +56,10 @@ def _run_by_run(runs: Sequence[Run], query: Tensor, key: Tensor, value: Tensor, 
 def _in_one_call(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scoring: Scoring
 ) -> Tensor:
-    """All rows and pieces laid end to end; values shorter than keys (MLA) are filled with zeros for the call."""
+    """Call a varlen kernel with all rows and pieces end to end.
+
+    Values narrower than keys (MLA) are padded with zeros for the call.
+    """
     rows, width = len(query), value.shape[-1]
     value = F.pad(value, (0, key.shape[-1] - width)) if width < key.shape[-1] else value
     laid_out = (query, plan.keys_in_a_row(key), plan.keys_in_a_row(value))
@@ -65,7 +69,7 @@ def _in_one_call(
 
 
 def _attend_piece(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """`[b, H, t, D_v]` attention of queries whose last one sees the last key."""
+    """Return the `[b, H, t, D_v]` attention of one piece; its last query sees its last key."""
     if not scoring.is_plain:
         return _explicit(query, key, value, scoring)
     mask = _mask(query, key, scoring.window)
@@ -82,7 +86,7 @@ def _attend_piece(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -
 
 
 def _mask(query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
-    """`[t, t_k]` bool: what each query sees; None for all keys up to its own of as many keys as queries."""
+    """Return a `[t, t_k]` bool mask of the keys that each query sees; None: plain causal attention."""
     queries, keys = query.shape[2], key.shape[2]
     if queries == keys and (window is None or window >= keys):
         return None
@@ -93,10 +97,10 @@ def _mask(query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
 
 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Attention by its definition, with capped scores and sinks; holds all scores of the piece.
+    """Compute attention by its definition, with capped scores and sinks; holds all scores of the piece in memory.
 
-    `weight_j = exp(s_j) / (sum_k exp(s_k) + exp(sink))`: the sink is one more column of the softmax, left out after.
-    Key heads are shared as in grouped-query attention: consecutive query heads see the same one.
+    `weight_j = exp(s_j) / (sum_k exp(s_k) + exp(sink))`: the sink is one more column of the softmax, dropped after it.
+    Key heads are shared as in grouped-query attention: consecutive query heads see the same key head.
     """
     shared = (key.shape[1], query.shape[1] // key.shape[1])
     grouped = query.unflatten(1, shared)

@@ -1,9 +1,9 @@
-"""What is asked of attention: which keys each query of a row sees, as a list of causal pieces, and how they score.
+"""Describe an attention call: the keys that each query of a row sees, as a list of causal pieces, and the scoring.
 
-A piece is a run of queries and the run of keys it sees, under a causal mask aligned at the bottom right: the last
-query sees the last key, the one before it all but the last. So one description serves a padded row (one piece), packed
-segments (a piece each) and the part of a row that a context-parallel rank has (chunk x segment). Invariant: the
-pieces' queries cover the row in order and without gaps; their keys may overlap.
+A piece is a range of queries and the range of keys they see, under a causal mask aligned at the bottom right: the last
+query sees all keys, the one before it all keys but the last. The same description covers a padded row (one piece),
+packed segments (one piece each) and the part of a row that a context-parallel rank holds (one piece per chunk and
+segment). Invariant: the pieces' queries cover the row in order and without gaps; their keys may overlap.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer turns queries and keys into weights.
+    """Settings with which a layer turns queries and keys into weights.
 
     Attributes:
         scaling: factor on the scores; None means `D ** -0.5`.
-        window: a query sees this many keys, itself included; None means all.
-        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
-        sinks: `[H]` score of one more key of each head, which takes weight and has no value.
+        window: number of keys that a query sees, its own included; None means all.
+        softcap: scores become `softcap * tanh(score / softcap)`; None leaves scores unchanged.
+        sinks: `[H]` score of one extra key per head, which takes weight and has no value.
         dropout: probability that a weight is dropped.
     """
 
@@ -36,7 +36,7 @@ class Scoring:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is softmax attention over a mask, and nothing else."""
+        """True for plain softmax attention over a mask, without soft cap and sinks."""
         return self.softcap is None and self.sinks is None
 
 
@@ -60,17 +60,17 @@ class Piece(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of pairs of a query and a key that it sees."""
         return self.queries * self.keys - self.queries * (self.queries - 1) // 2
 
 
 class Run(NamedTuple):
-    """Pieces of one size, end to end.
+    """Adjacent pieces of one size.
 
     Attributes:
-        queries: of each.
-        keys: of each.
-        pieces: how many.
+        queries: queries per piece.
+        keys: keys per piece.
+        pieces: number of pieces.
     """
 
     queries: int
@@ -78,26 +78,26 @@ class Run(NamedTuple):
     pieces: int
 
     def stacked(self, tensor: Tensor) -> Tensor:
-        """Pieces `[b, H, pieces * length, D]` as rows `[b * pieces, H, length, D]`."""
+        """Turn pieces `[b, H, pieces * length, D]` into rows `[b * pieces, H, length, D]`."""
         if self.pieces == 1:
             return tensor
         return tensor.unflatten(2, (self.pieces, -1)).transpose(1, 2).flatten(0, 1)
 
     def end_to_end(self, tensor: Tensor) -> Tensor:
-        """The way back."""
+        """Turn rows `[b * pieces, H, length, D]` back into `[b, H, pieces * length, D]`."""
         if self.pieces == 1:
             return tensor
         return tensor.unflatten(0, (-1, self.pieces)).transpose(1, 2).flatten(2, 3)
 
 
 class Bounds(NamedTuple):
-    """A plan as varlen kernels take it.
+    """A plan in the form that varlen kernels take.
 
     Attributes:
-        queries: `[P + 1]` int32, where each piece begins among the queries.
-        keys: `[P + 1]` int32, where each piece begins among the keys that are laid out piece after piece.
-        longest_queries: queries of the longest piece, or more.
-        longest_keys: keys of the longest piece, or more.
+        queries: `[P + 1]` int32, start of each piece among the queries.
+        keys: `[P + 1]` int32, start of each piece among the keys, which are laid out piece after piece.
+        longest_queries: upper bound on the queries of a piece.
+        longest_keys: upper bound on the keys of a piece.
     """
 
     queries: Tensor
@@ -109,7 +109,7 @@ class Bounds(NamedTuple):
 class AttentionPlan:
     """The pieces of one row, the same for all rows of a microbatch and all layers.
 
-    No dataclass: FSDP2 rebuilds those that a model's arguments hold, and what is computed once would be lost.
+    Not a dataclass: FSDP2 rebuilds dataclasses in a model's arguments, and cached values would be lost.
 
     Args:
         pieces: see the module docstring.
@@ -122,11 +122,11 @@ class AttentionPlan:
 
     @property
     def is_one_triangle(self) -> bool:
-        """Whether plain causal attention over the row is all there is to do; False where that is not known."""
+        """True if the plan is plain causal attention over the row; False if not, or if that is not known."""
         return len(self.pieces) == 1 and self.pieces[0].queries == self.pieces[0].keys
 
     def within(self, window: int | None) -> "AttentionPlan":
-        """The plan without the keys that no query of a piece sees through a sliding window."""
+        """Return the plan without the keys that no query of a piece sees through a sliding window."""
         if window is None or all(piece.keys == piece.queries for piece in self.pieces):
             return self
         if window not in self._narrowed:
@@ -136,12 +136,12 @@ class AttentionPlan:
         return self._narrowed[window]
 
     def cut(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The tensors `[b, H, T, D]` of each piece."""
+        """Split the tensors `[b, H, T, D]` into those of each piece."""
         queries = query.split([piece.queries for piece in self.pieces], dim=2)
         return zip(queries, self._by_piece(key), self._by_piece(value), strict=True)
 
     def runs(self, keys: int) -> list[Run] | None:
-        """Which pieces one call of a kernel can take; None where they do not divide so many keys between them."""
+        """Group the pieces that one kernel call can take; None unless the pieces tile the `keys` keys in order."""
         return self._runs if self._adjoining_keys == keys else None
 
     @cached_property
@@ -151,20 +151,20 @@ class AttentionPlan:
 
     @cached_property
     def _adjoining_keys(self) -> int | None:
-        """Keys that the pieces divide between them, one piece after the other; None where they do not."""
+        """Number of keys if the pieces tile them in order, without gaps or overlap; None if they do not."""
         edges = [0, *(edge for piece in self.pieces for edge in (piece.key_start, piece.key_stop))]
         adjoin = all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=False))
         return edges[-1] if adjoin else None
 
     def keys_in_a_row(self, tensor: Tensor) -> Tensor:
-        """Keys or values `[b, H, T, D]` laid out piece after piece."""
+        """Lay out keys or values `[b, H, T, D]` piece after piece."""
         if self._adjoining_keys == tensor.shape[2]:
             return tensor
         parts = self._by_piece(tensor)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def bounds(self, rows: int, device: torch.device) -> Bounds:
-        """The pieces of as many rows, one row after the other."""
+        """Return the bounds of the pieces of `rows` rows, one row after the other."""
         if (rows, device) not in self._bounds:
             queries, keys = [piece.queries for piece in self.pieces], [piece.keys for piece in self.pieces]
             starts = [
@@ -175,9 +175,9 @@ class AttentionPlan:
         return self._bounds[rows, device]
 
     def _by_piece(self, tensor: Tensor) -> list[Tensor]:
-        """A tensor's keys for each piece.
+        """Return a tensor's keys for each piece.
 
-        Split, not sliced: the gradient of a slice is as long as the row, that of all parts of a split together.
+        The tensor is split, not sliced: each slice would have a gradient as long as the row; a split has one in all.
         """
         ends = {end for piece in self.pieces for end in (piece.key_start, piece.key_stop)}
         edges = sorted({0, tensor.shape[2]} | ends)
@@ -189,16 +189,16 @@ class AttentionPlan:
 
 @lru_cache(maxsize=16)
 def plan_of_row(length: int) -> AttentionPlan:
-    """A row that is one sequence, or one and its padding; kept, so that layers do not send its bounds again."""
+    """Return the plan of a row that is one sequence; cached, so that its bounds are sent to the device only once."""
     return AttentionPlan([Piece(0, length, 0, length)])
 
 
 class PackedRow(AttentionPlan):
-    """Segments end to end; on a GPU their bounds are used as they are, and nothing waits for their values.
+    """Segments end to end; on a GPU their bounds stay on the device, and the host does not wait for them.
 
     Args:
-        bounds: `[S + 1]` int32, where each segment begins.
-        longest: length of the longest segment; None asks the bounds.
+        bounds: `[S + 1]` int32, start of each segment, and the end of the last.
+        longest: length of the longest segment; None reads it from the bounds.
     """
 
     def __init__(self, bounds: Tensor, longest: int | None) -> None:
@@ -207,22 +207,22 @@ class PackedRow(AttentionPlan):
 
     @cached_property
     def pieces(self) -> list[Piece]:  # type: ignore[override]
-        """Asks the device."""
+        """The pieces of the row; reading them waits for the device."""
         return [Piece(start, stop, start, stop) for start, stop in pairwise(self._row.queries.tolist())]
 
     @property
     def is_one_triangle(self) -> bool:
-        """Not asked."""
+        """False: the number of segments is not known without waiting for the device."""
         return False
 
     def within(self, window: int | None) -> AttentionPlan:
-        """Segments have as many keys as queries: nothing to leave out."""
+        """Return the plan itself: a segment has as many keys as queries, so that a window leaves out none."""
         return self
 
     def keys_in_a_row(self, tensor: Tensor) -> Tensor:
-        """They are."""
+        """Return the tensor itself: packed segments are already laid out piece after piece."""
         return tensor
 
     def bounds(self, rows: int, device: torch.device) -> Bounds:
-        """As given; a packed microbatch is one row."""
+        """Return the given bounds; a packed microbatch is one row."""
         return self._row

@@ -1,8 +1,8 @@
-"""Flash attention over many pieces in one call: torch's own kernel, or that of the `flash-attn` package.
+"""Flash attention over many pieces in one call, by torch's kernel or by that of the `flash-attn` package.
 
-Flash attention aligns its causal mask at the bottom right where a piece has more keys than queries, as plans do
-(flash-attn since 2.1; torch's varlen kernel is built from it). Source of the rescaling by sinks: the softmax over one
-more column, written with the log-sum-exp of the others.
+Flash attention aligns its causal mask at the bottom right if a piece has more keys than queries, as plans do
+(flash-attn since 2.1; torch's varlen kernel is built from it). The rescaling by sinks is the softmax over one extra
+column, written with the log-sum-exp of the other columns.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from nemo_rl.models.attention.flash_attn import flash_attn_varlen
 from nemo_rl.models.attention.plan import Bounds, Scoring
 
 type Kernel = Callable[[Tensor, Tensor, Tensor, Bounds, Scoring], Tensor]
-"""Query `[T, H, D]`, key and value `[T_k, H_kv, D]` of all pieces to `[T, H, D]`."""
+"""Maps query `[T, H, D]` and key and value `[T_k, H_kv, D]` of all pieces to `[T, H, D]`."""
 
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
@@ -25,7 +25,7 @@ _CAPABILITY = (8, 0)
 
 
 def find_kernel(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Kernel | None:
-    """The first kernel that takes these tensors `[b, H, T, D]` and computes what the layer asks for; None: neither."""
+    """Return the first kernel that takes these tensors `[b, H, T, D]` and supports the scoring; None: neither does."""
     if not _can_run(query, key, value):
         return None
     if scoring.softcap is None and scoring.dropout == 0.0:
@@ -50,7 +50,7 @@ def _can_run(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def torch_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
-    """Torch's kernel; see `Kernel`."""
+    """Run torch's varlen kernel; see `Kernel`."""
     if scoring.sinks is not None:
         return _WithSinks.apply(query, key, value, scoring.sinks, bounds, scoring)
     out = _forward(query, key, value, bounds, scoring)
@@ -59,10 +59,10 @@ def torch_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scor
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring, **kwargs: Any) -> Any:
-    # Imported with the first call: it brings torch's compiler along, two seconds that a CPU run does without.
+    # Imported at the first call: it imports torch's compiler, which takes two seconds that a CPU run does not need.
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 shares key heads and knows no such argument.
+    # torch 2.11 shares key heads without this argument.
     if "enable_gqa" in _parameters(varlen_attn):
         kwargs["enable_gqa"] = query.shape[1] != key.shape[1]
     window_size = _window_size(bounds, scoring)
@@ -70,12 +70,12 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring:
 
 
 class _WithSinks(torch.autograd.Function):
-    """Attention with one more key per head that has score `sink` and no value.
+    """Attention with one extra key per head, which has the score `sink` and no value.
 
     With `L = logsumexp(scores)` and `L' = logaddexp(L, sink)` the output is `out * exp(L - L')`. Torch's kernel has no
-    gradient of `L` (its backward drops it), so the rescaling is not left to autograd: the backward kernel recomputes
-    the weights `exp(score - L')` and the row sums `D = grad . out'` from the output and log-sum-exp it is given, which
-    are here those with sinks. The sink's own gradient is `-sum_t exp(sink - L'_t) D_t`.
+    gradient of `L` (its backward drops it), so autograd cannot differentiate the rescaling. The backward kernel
+    recomputes the weights `exp(score - L')` and the row sums `D = grad . out'` from the output and log-sum-exp it is
+    given; here it is given those with sinks. The gradient of the sink is `-sum_t exp(sink - L'_t) D_t`.
     """
 
     @staticmethod
@@ -124,7 +124,7 @@ def _by_package(
 
 
 def _window_size(bounds: Bounds, scoring: Scoring) -> tuple[int, int]:
-    """Keys to the left and right of a query's own; -1 on the left: all, which kernels compute fastest."""
+    """Return the number of keys left and right of a query's own; -1 on the left means all, the fastest case."""
     window = scoring.window
     return (-1 if window is None or window >= bounds.longest_keys else window - 1, 0)
 

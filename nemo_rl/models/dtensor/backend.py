@@ -1,11 +1,11 @@
-"""The PyTorch-native training backend of one rank: FSDP2 over a Hugging Face model.
+"""The PyTorch-native training backend on one rank: FSDP2 over a Hugging Face model.
 
-A `models.training.interfaces.PolicyBackend`; `policy.workers.rank` builds it inside a Ray actor, tests build it in
-plain processes. The process group is up before it is made.
+Implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray actor, tests build it in
+plain processes; the process group must exist before.
 
-Invariant: float32 master weights, sharded over the data-parallel mesh; code that changes them leaves no gathered copy
-behind. With LoRA the loaded weights are the reference and stay as they are; what goes out (engines, checkpoints) is
-merged (`lora`).
+Invariant: master weights are float32 and sharded over the data-parallel mesh; code that changes them keeps no stale
+gathered copy. With LoRA the loaded weights are the reference and do not change; weights for engines and checkpoints
+are merged (`lora`).
 
 On CPUs the same data gives the same bits: the thread count is fixed by the caller, microbatches run in
 plan order, ranks reduce in gloo's fixed ring order, and no kernel used here has a random summation order.
@@ -81,11 +81,11 @@ class DTensorBackend(PolicyBackend):
 
     Args:
         config: the policy section.
-        device: this rank's device; its type names the mesh's device type.
-        layout: what each rank is there for; None takes what the configuration asks of the process group.
+        device: this rank's device; its type is the mesh's device type.
+        layout: sizes of the mesh axes; None derives them from the configuration and the number of ranks.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
-        init_reference_model: keep a CPU copy of the initial weights; with LoRA the frozen base serves.
-        seed: run seed, for the adapters' first values.
+        init_reference_model: keep a CPU copy of the initial weights; with LoRA the frozen base is used instead.
+        seed: run seed, for the adapters' initial values.
         build: makes the model; collective.
     """
 
@@ -114,9 +114,9 @@ class DTensorBackend(PolicyBackend):
         if layout.pp > 1:
             keep_stage(self.model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
         self._balance = watch_experts(self.model.hf, config, device, meshes) if init_optimizer else None
-        # The balance counts tokens, of a prompt as many as there are rows.
+        # The balance counts the tokens of a prompt once per row, so prompts cannot be shared.
         self.shares_prompts = built.shares_prompts and self._balance is None
-        if not (init_optimizer or init_reference_model) and _memory_is_dear(device):
+        if not (init_optimizer or init_reference_model) and _stores_compute_precision(device):
             hold_in(self.model, torch_dtype(config.precision))
         shard(self.model, meshes, ShardingSpec.of(config, device))
         materialize(self.model, self.model.hf, built.unread, device, cpu_offload=config.dtensor_cfg.cpu_offload)
@@ -164,7 +164,7 @@ class DTensorBackend(PolicyBackend):
             reshard(self.model)
 
     def _scores(self, inputs: ModelInputs, balance: ExpertBalance | None = None) -> tuple[Tensor, Tensor]:
-        """The model's scores of one microbatch, and their entropy; a training pass is watched."""
+        """Return the model's scores of one microbatch and their entropy; record the routing if `balance` is given."""
         density = self._density.unfiltered() if inputs.unfiltered else self._density
         with nullcontext() if balance is None else balance.watching(inputs.real_tokens):
             scores: tuple[Tensor, Tensor] = self.model(
@@ -174,7 +174,7 @@ class DTensorBackend(PolicyBackend):
 
     @torch.no_grad()
     def _survey(self, microbatches: Sequence[ModelInputs], balance: ExpertBalance) -> None:
-        """Find out how an update's tokens are routed, without its scores."""
+        """Record how the tokens of an update are routed, without computing its scores."""
         self.model.eval()
         for inputs in microbatches:
             unscored = replace(inputs, positions_K=inputs.positions_K[:0], targets_K=inputs.targets_K[:0])
@@ -183,11 +183,11 @@ class DTensorBackend(PolicyBackend):
         balance.end_survey()
 
     def update_metrics(self) -> dict[str, float]:
-        """See `PolicyBackend.update_metrics`: the balance of experts, for a model that has some."""
+        """See `PolicyBackend.update_metrics`; returns the balance of experts, if the model has experts."""
         return {} if self._balance is None else self._balance.end_update()
 
     def clip_and_step(self) -> tuple[float, bool]:
-        """See `PolicyBackend.clip_and_step`; a gradient that is not finite drops the update."""
+        """See `PolicyBackend.clip_and_step`; the update is dropped if the gradient is not finite."""
         assert self.optimizer is not None, "this policy was made without an optimizer"
         sum_shared_gradients(self.model.hf)
         norm = clip_gradients(
@@ -261,7 +261,7 @@ class DTensorBackend(PolicyBackend):
             dtype: cast floating-point tensors to it; None keeps float32.
 
         Raises:
-            WeightSyncError: adapters were trained, but every weight that leaves is the base model's.
+            WeightSyncError: adapters were trained, but every exported weight is still the base model's.
         """
         proves = self._lora.enabled and not self._adapters_unproven
         base = adapted_weights(self.model.hf) if proves else {}
@@ -281,7 +281,7 @@ class DTensorBackend(PolicyBackend):
             require_on_some_rank(arrives, self.device, SECTION)
 
     def _outgoing(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """A weight on this rank's device in the receiver's dtype."""
+        """Return a weight on this rank's device in the receiver's dtype."""
         if tensor.device != self.device:
             tensor = tensor.to(self.device)
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -306,7 +306,7 @@ class DTensorBackend(PolicyBackend):
             write(None)
 
     def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
-        """See `PolicyBackend.stage_save`; the copies lie in host memory that the next save uses again."""
+        """See `PolicyBackend.stage_save`; the copies are in host memory that the next save reuses."""
         if self._writers is None:
             self._writers = dist.new_group(backend="gloo")
         writes, group = list(self._prepared(paths, self._staged.store)), self._writers
@@ -319,7 +319,7 @@ class DTensorBackend(PolicyBackend):
         return write_all
 
     def _prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
-        """The parts of a checkpoint, each prepared when it is asked for."""
+        """Yield the writes of a checkpoint's parts; each part is prepared when the iterator reaches it."""
         if self._lora.enabled:
             merged = merged_by_name(self.model.hf, self.device)
             yield checkpoint_io.prepare_weights(self.model.hf, paths.weights, merged, keep)
@@ -348,14 +348,14 @@ class DTensorBackend(PolicyBackend):
             )
 
 
-def _memory_is_dear(device: torch.device) -> bool:
-    """Whether a frozen model is held in the precision it computes in: on GPUs; on CPUs it stays as it was loaded."""
+def _stores_compute_precision(device: torch.device) -> bool:
+    """Return whether to hold a frozen model in its compute precision: on GPUs; on CPUs it stays as it was loaded."""
     return device.type != "cpu"
 
 
 @torch.no_grad()
 def _local_copies(model: CausalLMWithLogprobs | RewardModel, memory: HostMemory) -> dict[str, Tensor]:
-    """Copies in host memory of this rank's part of every weight."""
+    """Copy this rank's part of every weight to host memory."""
     reshard(model)
     weights = checkpoint_io.weights_by_name(model.hf)
     return {name: memory.store(name, held_here(tensor)) for name, tensor in weights.items()}

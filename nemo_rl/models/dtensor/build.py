@@ -1,7 +1,7 @@
-"""Make the model of a policy section: its class and configuration, checked and adapted, its weights left in the files.
+"""Build the model of a policy section, check and adapt it, and leave its weights in the files.
 
-Before `parallelize.shard` spreads it over the ranks and `materialize` reads each rank's part. Invariant: what cannot
-be honoured is found on a small twin by one rank, and refused by all.
+Afterwards `parallelize.shard` divides it among the ranks and `materialize` reads each rank's part. Invariant: one rank
+finds unsupported settings on a small probe model, and all ranks refuse them.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 
 @dataclass(frozen=True)
 class Found:
-    """What an architecture can do, found out on a small twin.
+    """Features that an architecture supports, tested on a small probe model.
 
     Attributes:
-        attention: name of the attention function that it takes.
-        shares_prompts: whether packed rows may have one copy of a prompt.
-        transform: what follows its head; None for a scoring head, and where that cannot be described.
+        attention: name of the attention function to use.
+        shares_prompts: whether packed rows may hold one copy of a prompt.
+        transform: operations after the output head; None for a scoring head, and if they cannot be described.
     """
 
     attention: str
@@ -42,11 +42,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Built:
-    """A model of a policy section before it is spread over the ranks.
+    """The model of a policy section, before it is divided among the ranks.
 
     Attributes:
-        model: the wrapped model, its parameters on the meta device where files have them.
-        unread: these files.
+        model: the wrapped model; parameters that are in the files are on the meta device.
+        unread: the files with the weights.
         shares_prompts: see `Found`.
     """
 
@@ -56,14 +56,14 @@ class Built:
 
 
 def build_model(config: PolicyConfig, seed: int) -> Built:
-    """Make, check and adapt the model, in float32; collective.
+    """Build, check and adapt the model, in float32; collective.
 
     Args:
         config: the policy section.
-        seed: run seed, for the adapters' first values.
+        seed: run seed, for the adapters' initial values.
 
     Raises:
-        ConfigError: the architecture cannot do what is asked.
+        ConfigError: the architecture does not support the settings.
     """
     load = load_scoring_model if config.reward_model_cfg.enabled else load_causal_lm
     with weights_left_in_files() as unread:
@@ -74,28 +74,28 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
         )
     context = longest_sequence(config)
     fix_rotary_frequencies(hf, context)
-    found = found_by_one_rank(partial(_try_twin, hf, context, config))
+    found = found_by_one_rank(partial(_try_probe_model, hf, context, config))
     return Built(adapted(hf, config, found, seed), unread, found.shares_prompts)
 
 
 def longest_sequence(config: PolicyConfig) -> int:
-    """Tokens of the longest sequence that a model and its engines may see."""
+    """Return the number of tokens of the longest sequence that a model and its engines may see."""
     scores = config.reward_model_cfg.enabled
     engine = config.generation.engine if config.generation is not None and not scores else None
     return engine.max_model_len if engine is not None else config.max_total_sequence_length
 
 
 def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) -> CausalLMWithLogprobs | RewardModel:
-    """Wrap a model and give it its attention and adapters, in place.
+    """Wrap a model and add its attention function and adapters, in place.
 
     Args:
         hf: the unsharded model, with weights or without.
         config: the policy section.
-        found: what its architecture can do.
-        seed: run seed, for the adapters' first values.
+        found: the features that its architecture supports.
+        seed: run seed, for the adapters' initial values.
 
     Raises:
-        ConfigError: its head cannot be divided, or there are no such layers to adapt.
+        ConfigError: its head cannot be divided, or it lacks the layers to adapt.
     """
     hf.set_attn_implementation(found.attention)
     if config.reward_model_cfg.enabled:
@@ -107,27 +107,27 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
     return model
 
 
-def _try_twin(hf: PreTrainedModel, context: int, config: PolicyConfig) -> Found:
+def _try_probe_model(hf: PreTrainedModel, context: int, config: PolicyConfig) -> Found:
     return try_out(small_twin(hf), context, config)
 
 
-def try_out(twin: PreTrainedModel, context: int, config: PolicyConfig) -> Found:
-    """Find out on a small twin what the architecture can do.
+def try_out(probe_model: PreTrainedModel, context: int, config: PolicyConfig) -> Found:
+    """Test on a small probe model which features the architecture supports.
 
-    Whether it divides into stages, which attention it takes, whether prompts may be shared, and what follows its head.
-
-    Of a reward model first whether it scores as one; what follows its head is not asked.
+    Tests whether it divides into stages, which attention it can use, whether prompts may be shared, and which
+    operations follow its head. A reward model is first checked for a scoring head, and the operations after its head
+    are not looked for.
 
     Raises:
-        ConfigError: it cannot do what is asked.
+        ConfigError: the architecture does not support the settings.
     """
     if config.reward_model_cfg.enabled:
-        require_scoring_head(twin)
-    fix_rotary_frequencies(twin, context)
+        require_scoring_head(probe_model)
+    fix_rotary_frequencies(probe_model, context)
     if config.dtensor_cfg.pipeline_parallel_size > 1:
-        try_division(twin)
+        try_division(probe_model)
     if config.reward_model_cfg.enabled:
-        return Found(
-            choose_attention(twin, config, hidden_states), can_share_prompts(twin, config, hidden_states), None
-        )
-    return Found(choose_attention(twin, config), can_share_prompts(twin, config), find_transform(twin))
+        attention = choose_attention(probe_model, config, hidden_states)
+        return Found(attention, can_share_prompts(probe_model, config, hidden_states), None)
+    attention = choose_attention(probe_model, config)
+    return Found(attention, can_share_prompts(probe_model, config), find_transform(probe_model))

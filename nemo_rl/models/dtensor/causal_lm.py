@@ -1,12 +1,12 @@
 """A Hugging Face causal language model whose forward returns token log-probabilities.
 
-The decoder body runs to hidden states; the output head then sees only the positions that matter, in
+The decoder body computes hidden states; the output head then runs only on the positions that are scored, in
 chunks (`distributed.parallel_logprobs`). Both happen inside one module's forward, because FSDP2
-gathers the root's parameters (embedding, final norm, head) around exactly that call.
+gathers the root's parameters (embedding, final norm, head) around that call.
 
 Invariant: parameters keep their Hugging Face names under `hf`, and the log-probabilities are those of the model's own
-logits: `find_transform` compares the two. Heads that `huggingface.head` cannot describe fall back to the
-model's own forward, on ranks that hold the whole head.
+logits: `find_transform` compares the two. A model with a head that `huggingface.head` cannot describe uses its own
+forward, on ranks that hold the whole head.
 """
 
 import logging
@@ -40,8 +40,8 @@ class CausalLMWithLogprobs(ShardableModel):
 
     Attributes:
         hf: the wrapped model; its `named_parameters` are the names to export.
-        transform: what follows the linear head; None: the model's own forward gives the logits.
-        chunk_size: tokens per chunk of logits; None takes what suits the device.
+        transform: operations after the linear head; None: the model's own forward gives the logits.
+        chunk_size: tokens per chunk of logits; None takes a default for the device.
     """
 
     def __init__(self, hf: PreTrainedModel, *, transform: LogitTransform | None, chunk_size: int | None = None) -> None:
@@ -58,14 +58,14 @@ class CausalLMWithLogprobs(ShardableModel):
         density: SamplingDensity | None = None,
         top_k: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Score target tokens, or find the most likely ones.
+        """Score target tokens, or find the most likely tokens.
 
         Args:
             model_inputs: the model's keyword arguments; `input_ids` is `[b, T]`, or `[1, N]` packed.
-            positions_K: `[K]` indices into the flattened `[b * T]` tokens whose successor is scored.
+            positions_K: `[K]` indices into the flattened `[b * T]` tokens; the successor of each is scored.
             targets_K: `[K]` token ids of the successors, or `[K, k]`.
             density: the sampler's temperature and filters; None means the plain softmax.
-            top_k: ignore the targets and give the largest logits at each position.
+            top_k: ignore the targets and return the largest logits at each position.
 
         Returns:
             `(logprobs, entropy_K)`, float32, `logprobs` shaped like the targets; with `top_k`
@@ -83,9 +83,9 @@ class CausalLMWithLogprobs(ShardableModel):
         density: SamplingDensity | None,
         top_k: TopK | None,
     ) -> tuple[Tensor, Tensor]:
-        """`forward` from the body's `[b, T, D]` on; with sequence parallelism `[b, T / tp, D]`.
+        """Score the body's hidden states `[b, T, D]`, or `[b, T / tp, D]` with sequence parallelism.
 
-        A rank's head gives a part of the gradient of its hidden states, which the way back to the body sums.
+        Each rank's head gives one part of the gradient of the hidden states; the backward pass sums the parts.
         """
         assert self.transform is not None
         hidden_KD = self.whole_rows(hidden, partial_gradient=True).flatten(0, 1).index_select(0, positions_K)
@@ -125,12 +125,12 @@ def build_causal_lm(
 
     Args:
         hf: the model.
-        transform: what `find_transform` says of the architecture; "find" asks it about `hf`, which has weights then.
-        chunk_size: tokens per chunk of logits; None takes what suits the device.
+        transform: result of `find_transform` for the architecture; "find" calls it with `hf`, which then needs weights.
+        chunk_size: tokens per chunk of logits; None takes a default for the device.
         divides_head: whether tensor-parallel ranks will divide the head's rows.
 
     Raises:
-        ConfigError: the head is to be divided, and how it makes logits is not described.
+        ConfigError: the head is to be divided, and `find_transform` cannot describe how it computes logits.
     """
     if transform == "find":
         transform = find_transform(hf)
@@ -150,7 +150,7 @@ def build_causal_lm(
 
 
 def _rows_here(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's rows of a parameter of the head, all of them without a group."""
+    """Return this rank's rows of a parameter of the head; all rows if there is no group."""
     if group is None:
         return parameter
     assert isinstance(parameter, DTensor), "tensor-parallel ranks divide the head"

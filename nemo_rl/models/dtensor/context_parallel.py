@@ -1,16 +1,16 @@
 """Context parallelism: the ranks of a group divide the tokens of each row.
 
-Everything but attention treats tokens one by one, so each rank runs the model on its own; attention sees the whole
-row, by one of two methods:
+Everything except attention treats tokens separately, so each rank runs the model on its own tokens. Attention sees the
+whole row, by one of two methods:
 
-* `all_gather`: keys and values of all ranks are gathered; a rank computes its own queries. Any number of heads.
+* `all_gather`: keys and values of all ranks are gathered; a rank computes its own queries. Allows any number of heads.
 * `ulysses`: tokens are exchanged for heads (Jacobs et al. 2023, arXiv:2309.14509); a rank computes all queries of its
   share of the heads.
 
-A row is cut into `2 * cp` chunks of which each rank takes two, those with the most work together with those with the
-least: of one long sequence chunks r and `2 * cp - 1 - r`, as Llama 3 does (arXiv:2407.21783, section 3.3.2). Invariant:
-ranks that divide a row hold the gradient of their own tokens, so gradients are summed over them as over data-parallel
-ranks; scores leave as those of whole rows.
+A row is cut into `2 * cp` chunks, and each rank takes two: the chunk with the most work is paired with the chunk with
+the least. For one long sequence these are chunks r and `2 * cp - 1 - r`, as in Llama 3 (arXiv:2407.21783, section
+3.3.2). Invariant: ranks that divide a row hold the gradient of their own tokens, so gradients are summed over them as
+over data-parallel ranks; the scores that leave this module are those of whole rows.
 """
 
 from collections.abc import Sequence
@@ -34,12 +34,12 @@ _OF_WHOLE_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_
 
 @dataclass(frozen=True)
 class Chunks:
-    """How a row is cut: which two chunks each rank has.
+    """Division of a row into chunks, two for each rank.
 
     Attributes:
         rank: this rank.
-        by_rank: all chunks, two of each rank, in the order of the ranks.
-        edges: where the row's segments begin, and its end.
+        by_rank: all chunks, two for each rank, in the order of the ranks.
+        edges: starts of the row's segments, and the end of the row.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Chunks:
 
     @classmethod
     def balanced(cls, edges: Sequence[int], ranks: int, rank: int) -> "Chunks":
-        """The most work with the least, so that no two ranks differ by more than the work of one chunk."""
+        """Pair the chunk of most work with that of least, so that two ranks differ by at most one chunk's work."""
         work = [sum(p.work for p in _pieces(edges, 2 * ranks, chunk, 0)) for chunk in range(2 * ranks)]
         lightest_first = sorted(range(2 * ranks), key=lambda chunk: work[chunk])
         pairs = (sorted((lightest_first[i], lightest_first[-1 - i])) for i in range(ranks))
@@ -56,7 +56,7 @@ class Chunks:
 
     @property
     def count(self) -> int:
-        """Chunks of a row, two for each rank."""
+        """Number of chunks of a row, two for each rank."""
         return len(self.by_rank)
 
     @property
@@ -66,18 +66,25 @@ class Chunks:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What this rank's queries see of the whole row's keys."""
+        """Pieces of attention of this rank's queries over the keys of the whole row."""
         length = self.edges[-1] // self.count
         early, late = self.mine
         return [*_pieces(self.edges, self.count, early, 0), *_pieces(self.edges, self.count, late, length)]
 
     def take(self, rows: Tensor) -> Tensor:
-        """This rank's tokens `[b, t]` of `[b, T]`."""
+        """Return this rank's tokens `[b, t]` of `[b, T]`."""
         parts = rows.chunk(self.count, dim=1)
         return torch.cat([parts[chunk] for chunk in self.mine], dim=1)
 
     def own(self, positions_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Places of tokens of flattened `[b, T]` rows in this rank's `[b, t]`, and which of them it has."""
+        """Map positions in flattened `[b, T]` rows to this rank's flattened `[b, t]`.
+
+        Args:
+            positions_K: `[K]` positions in the whole rows.
+
+        Returns:
+            `[K]` positions in this rank's rows, and a `[K]` bool mask of the positions that this rank holds.
+        """
         length = self.edges[-1] // self.count
         row_K, place_K = positions_K // self.edges[-1], positions_K % self.edges[-1]
         chunk_K, offset_K = place_K // length, place_K % length
@@ -86,18 +93,18 @@ class Chunks:
         return own_K, (chunk_K == early) | (chunk_K == late)
 
     def to_row(self, x: Tensor, dim: int) -> Tensor:
-        """From the order of the ranks to that of the row."""
+        """Reorder chunks from the order of the ranks to that of the row."""
         parts = x.chunk(self.count, dim)
         return torch.cat([parts[self.by_rank.index(chunk)] for chunk in range(self.count)], dim)
 
     def to_ranks(self, x: Tensor, dim: int) -> Tensor:
-        """From the order of the row to that of the ranks."""
+        """Reorder chunks from the order of the row to that of the ranks."""
         parts = x.chunk(self.count, dim)
         return torch.cat([parts[chunk] for chunk in self.by_rank], dim)
 
 
 def _pieces(edges: Sequence[int], count: int, chunk: int, place: int) -> list[Piece]:
-    """One of `count` chunks against the segments that it meets; its queries lie at `place`."""
+    """Return the pieces of one of `count` chunks with the segments that it overlaps; its queries begin at `place`."""
     length = edges[-1] // count
     begin, end = chunk * length, (chunk + 1) * length
     met = [
@@ -108,11 +115,11 @@ def _pieces(edges: Sequence[int], count: int, chunk: int, place: int) -> list[Pi
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """What a rank's forward needs of a microbatch.
+    """One rank's part of a microbatch.
 
     Attributes:
-        inputs: its tokens, and what of them is scored.
-        places: which of the microbatch's K scores are its own.
+        inputs: the rank's tokens, positions and targets.
+        places: indices of the rank's scores among the microbatch's K scores.
         num_scores: K.
     """
 
@@ -122,10 +129,10 @@ class OwnTokens:
 
 
 class ContextParallel:
-    """One rank's part of the rows.
+    """Divides rows among the ranks of a group and collects their scores, on one rank.
 
     Args:
-        mesh: one axis, the ranks that divide the same rows.
+        mesh: mesh with one axis: the ranks that divide the same rows.
         method: `all_gather` or `ulysses`.
     """
 
@@ -135,13 +142,13 @@ class ContextParallel:
         self._chunks: Chunks | None = None
 
     def divide(self, inputs: ModelInputs) -> OwnTokens:
-        """Keep this rank's tokens.
+        """Return this rank's tokens of a microbatch.
 
         Args:
-            inputs: the microbatch, equal on all ranks; its rows are a multiple of `2 * cp` tokens long.
+            inputs: the microbatch, equal on all ranks; the length of its rows is a multiple of `2 * cp` tokens.
 
         Raises:
-            ConfigError: the rows are not.
+            ConfigError: the length of the rows is not such a multiple.
         """
         tokens = inputs.model_inputs["input_ids"]
         num_rows, length = tokens.shape
@@ -172,7 +179,7 @@ class ContextParallel:
     def divided(
         self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep
     ) -> tuple[list[ModelInputs], ForwardStep]:
-        """This rank's tokens of all microbatches, and a step that takes its scores and gets those of whole rows."""
+        """Return this rank's tokens of all microbatches, and a step that passes on the scores of whole rows."""
         owned = [self.divide(inputs) for inputs in microbatches]
 
         def step(index: int, first: Tensor, second: Tensor) -> Tensor | None:
@@ -181,18 +188,18 @@ class ContextParallel:
         return [own.inputs for own in owned], step
 
     def collect(self, own: OwnTokens, values: Tensor) -> Tensor:
-        """All ranks' values `[K, ...]` of a microbatch, on every rank; the gradient is that of the rank's own."""
+        """Collect all ranks' values `[K, ...]` of a microbatch; the gradient reaches the rank's own values only."""
         whole = values.new_zeros((own.num_scores, *values.shape[1:])).index_copy(0, own.places, values)
         return all_reduce(whole, self._group)
 
     def join(self, hidden_tD: Tensor) -> Tensor:
-        """`[T, D]` of the row divided last, from every rank's own tokens; not differentiable."""
+        """Gather `[T, D]` of the row that was divided last, from every rank's tokens; not differentiable."""
         assert self._chunks is not None, "nothing has been divided"
         return self._chunks.to_row(all_gather(hidden_tD, 0, self._group, partial_gradient=False), 0)
 
 
 class _GatheredRow:
-    """Own queries, everybody's keys and values."""
+    """This rank's queries with the keys and values of all ranks."""
 
     def __init__(self, chunks: Chunks, group: dist.ProcessGroup) -> None:
         self.plan = AttentionPlan(chunks.pieces)
@@ -214,7 +221,10 @@ class _GatheredRow:
 
 
 class _ExchangedRow:
-    """All tokens, this rank's heads. Fewer key heads than ranks are repeated, as grouped queries share them anyway."""
+    """All tokens of this rank's heads.
+
+    If there are fewer key heads than ranks, key heads are repeated; grouped queries share them anyway.
+    """
 
     def __init__(self, chunks: Chunks, group: dist.ProcessGroup) -> None:
         self.plan = AttentionPlan([Piece(start, stop, start, stop) for start, stop in pairwise(chunks.edges)])
@@ -249,7 +259,7 @@ class _ExchangedRow:
         return per_head.chunk(self._ranks)[self._chunks.rank]
 
     def _to_heads(self, x: Tensor) -> Tensor:
-        """`[b, H, t, D]` of own tokens to `[b, H / cp, T, D]` of own heads."""
+        """Exchange `[b, H, t, D]` of this rank's tokens for `[b, H / cp, T, D]` of this rank's heads."""
         got = self._exchanged(x.transpose(0, 1)).unflatten(0, (self._ranks, -1))
         return self._chunks.to_row(got.permute(2, 1, 0, 3, 4).flatten(2, 3), 2)
 

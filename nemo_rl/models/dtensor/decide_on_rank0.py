@@ -1,4 +1,4 @@
-"""One rank finds out, all ranks know."""
+"""Compute a result on rank 0 and share it with all ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,10 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def found_by_one_rank[AnswerT](find_out: Callable[[], AnswerT]) -> AnswerT:
-    """Let the first rank find something out and tell the others; collective.
+    """Call a function on rank 0 and broadcast its result; collective.
 
     Raises:
-        ConfigError: on all ranks, where the first one raised it.
+        ConfigError: raised on all ranks if the function raised it on rank 0.
     """
     shared: list[Any] = [None, "rank 0 could not find out how the model computes; its log says why."]
     try:

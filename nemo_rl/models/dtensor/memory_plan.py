@@ -1,11 +1,12 @@
-"""Predicted memory of each rank: what stays, what each moment of a step adds to it, and where the peak is.
+"""Predict the memory of each rank: what it holds all the time, what each moment of a step adds, and the peak.
 
-`memory_trace` counts what the model holds on one rank; here the axes of the mesh divide it. A moment is a point of the
-step at which memory can be largest; what is held then is added up by kind, so that the table says what to change.
+`memory_trace` counts what the model holds on one rank; this module divides it by the axes of the mesh. A moment is a
+point of the step at which memory can be largest. Memory at a moment is summed by kind, so that the table shows which
+setting to change.
 
-Invariant: bytes are those that torch's allocator hands out on one rank, the largest of a pipeline's stages; what other
-libraries and fragmentation take comes on top. Sources: Korthikanti et al. 2022 (arXiv:2205.05198) for what sequence
-parallelism divides.
+Invariant: bytes are those that torch's allocator hands out on one rank, for the largest stage of a pipeline; memory of
+other libraries and fragmentation is not included. Source: Korthikanti et al. 2022 (arXiv:2205.05198) for the tensors
+that sequence parallelism divides.
 """
 
 from nemo_rl.models.capacity.memory import WIDE, MemoryPlan, Moment, microbatches_in_flight
@@ -15,8 +16,8 @@ from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
 
 _MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "adadelta": 2, "lion": 1}
 _LAYERS_GATHERED = 3
-"""Layers whose parameters lie gathered: the one at work, its flat copy, and the next one's. A pipeline stage gathers
-all of its layers once for all microbatches."""
+"""Layers' worth of gathered parameters: the current layer, its flat copy, and the next layer. A pipeline stage instead
+gathers all of its layers once for all microbatches."""
 
 
 class DTensorRank(RankMemory):
@@ -26,7 +27,7 @@ class DTensorRank(RankMemory):
 
     @property
     def _layers(self) -> range:
-        """Layers of the stage: the first stages have one more where they do not divide."""
+        """Layers of the stage; the first stages have one more if the layers do not divide evenly."""
         total, stages = len(self.trace.layers), self.layout.pp
         size, more = divmod(total, stages)
         first = self.stage * size + min(self.stage, more)
@@ -42,19 +43,19 @@ class DTensorRank(RankMemory):
         return self.layout.dp_shard * self.layout.cp
 
     def _gathered(self, parameters: Parameters) -> float:
-        """Elements of a rank with FSDP's parts gathered."""
+        """Return the number of elements on a rank after FSDP has gathered its shards."""
         layout = self.layout
         experts = parameters.experts / (layout.ep if layout.ep > 1 else layout.tp)
         return parameters.matrices / layout.tp + parameters.vectors + experts
 
     def _held(self, parameters: Parameters) -> float:
-        """Elements that a rank stores."""
+        """Return the number of elements that a rank stores."""
         layout = self.layout
         experts = parameters.experts / (self._shards * layout.tp)
         return (parameters.matrices / layout.tp + parameters.vectors) / self._shards + experts
 
     def plan(self) -> MemoryPlan:
-        """All moments of a step."""
+        """Predict the memory of all moments of a step."""
         own = [self.trace.layers[index] for index in self._layers] + self.outside
         stored = sum(self._held(parameters) for parameters in own)
         lora = self.policy.dtensor_cfg.lora_cfg
@@ -74,12 +75,12 @@ class DTensorRank(RankMemory):
 
     @property
     def _weight_size(self) -> int:
-        """A frozen model on a GPU is held in the precision it computes in."""
+        """Bytes per stored weight; a frozen model on a GPU is stored in its compute precision."""
         frozen = not self.work.trains and not self.work.keeps_reference and not self.work.on_cpu
         return self.itemsize if frozen else WIDE
 
     def _moments_per_weight(self) -> int:
-        """Float32 numbers that the optimizer keeps of each weight."""
+        """Return how many float32 numbers the optimizer keeps for each weight."""
         assert self.policy.optimizer is not None, "a model that is trained has an optimizer"
         name = self.policy.optimizer.name.rpartition(".")[2].lower()
         if name == "sgd":
@@ -87,7 +88,7 @@ class DTensorRank(RankMemory):
         return _MOMENTS.get(name, 2)
 
     def _host(self, stored: float) -> dict[str, float]:
-        """What is copied to host memory: initial weights, and the weights that they take turns with."""
+        """Return the bytes in host memory: the initial weights, and the space for the weights they are swapped with."""
         if not self.work.keeps_reference or self.policy.dtensor_cfg.lora_cfg.enabled:
             return {}
         return {"reference weights and their place": 2 * stored * WIDE}
@@ -109,13 +110,16 @@ class DTensorRank(RankMemory):
         }
 
     def _pass(self) -> dict[str, float]:
-        """A forward pass without a backward one: what a layer and the head need at a time."""
+        """Return the memory of a forward pass without backward: one layer and the head at a time."""
         root = sum(self._gathered(parameters) for parameters in self.outside)
         one = max((self._kept(each) for each in self.trace.activations), default=0.0)
         return {"gathered weights": self._gathered_at_once(root), "activations": one, "logits": self.logits(2)}
 
     def _gathered_at_once(self, root: float) -> float:
-        """Bytes of gathered weights: `root` elements outside of the layers, and some layers; all of a stage's."""
+        """Return the bytes of weights that are gathered at the same time.
+
+        These are the `root` elements outside of the layers and a few layers, or all layers of a pipeline stage.
+        """
         if not self._uses_fsdp:
             return 0.0
         sizes = [self._gathered(self.trace.layers[index]) for index in self._layers]
@@ -123,7 +127,7 @@ class DTensorRank(RankMemory):
         return (root + layers) * self.itemsize
 
     def _activations(self) -> tuple[float, float]:
-        """What the backward pass needs of all microbatches under way on the stage, and what it computes again."""
+        """Return the bytes of activations kept for all microbatches in flight, and the bytes that are recomputed."""
         activations = [self.trace.activations[index] for index in self._layers] if self.trace.activations else []
         how = self.policy.dtensor_cfg.activation_checkpointing
         sharing = self.layout.tp if self.policy.dtensor_cfg.sequence_parallel else 1
@@ -139,12 +143,13 @@ class DTensorRank(RankMemory):
         return whole * in_flight + self.trace.others / sharing + hidden, again
 
     def _kept(self, each: Activations) -> float:
-        """Bytes of one microbatch in a layer, of which `tokens` are this rank's."""
+        """Return the bytes that a layer keeps for one microbatch, with `tokens` tokens on this rank."""
         layout = self.layout
         sharing = layout.tp if self.policy.dtensor_cfg.sequence_parallel else 1
         gathers = layout.cp > 1 and self.policy.dtensor_cfg.context_parallel_method == "all_gather"
-        # Whole rows; without a kernel for pieces also the keys of each piece, about as many. Shared prompts, which
-        # context parallelism does not know, are laid out before each of their rows.
+        # With all_gather: keys of whole rows; CPUs, which have no kernel for pieces, also copy the keys of each piece,
+        # about as many again. Otherwise: shared prompts, which context parallelism does not support, are repeated
+        # before each of their rows.
         rows = layout.cp * (1 + self.work.on_cpu) if gathers else self.work.keys_per_token
         inside = (each.inside + each.keys_values * rows) / layout.tp
         return each.outside / sharing + each.into_blocks + inside

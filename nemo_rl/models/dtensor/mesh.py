@@ -1,8 +1,8 @@
-"""The device meshes of one rank: who shards a parameter with whom, who reduces a gradient with whom.
+"""Device meshes of one rank: the groups of ranks that shard a parameter or reduce a gradient together.
 
-Made once from the `ParallelLayout`; `tensor_parallel`, `context_parallel`, `expert_parallel`, `pipeline` and
-`parallelize` each take their axis from it. Invariant: all meshes are views of one world, and ranks that share an axis
-of size 1 with nobody still have that axis, so that code has no case without it.
+They are made once from the `ParallelLayout`; `tensor_parallel`, `context_parallel`, `expert_parallel`, `pipeline` and
+`parallelize` each use one axis. Invariant: all meshes are views of one world, and axes of size 1 exist too, so that
+code needs no special case for them.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Meshes:
     Attributes:
         layout: sizes of the axes.
         world: all ranks, with the axes of `parallel_layout.AXES`.
-        experts: the same ranks as `(pp, dp_replicate, expert_shard, ep)`: `ep` ranks share the experts of a layer,
+        experts: the same ranks as `(pp, dp_replicate, expert_shard, ep)`: `ep` ranks divide the experts of a layer,
             `expert_shard` ranks shard the same experts; None without expert parallelism.
     """
 
@@ -35,14 +35,14 @@ class Meshes:
         """Make the meshes; collective.
 
         Raises:
-            ConfigError: the process group has another number of ranks than the layout.
+            ConfigError: the process group and the layout have different numbers of ranks.
         """
         world = device_mesh(layout, device_type)
         return cls(layout, world, _expert_mesh(layout, device_type) if layout.ep > 1 else None)
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """Ranks that shard a parameter and sum its gradient: they work on different tokens of one copy.
+        """Ranks that shard a parameter and sum its gradient; they hold one copy of the model and different tokens.
 
         One axis, or `(dp_replicate, ...)` with hybrid sharding. Context-parallel ranks are among them.
         """
@@ -55,7 +55,7 @@ class Meshes:
 
     @cached_property
     def expert_fsdp(self) -> DeviceMesh:
-        """`fsdp` for the parameters of experts, which expert-parallel ranks share already."""
+        """Like `fsdp`, for the parameters of experts, which are already divided among expert-parallel ranks."""
         assert self.experts is not None, "there are no expert-parallel ranks"
         if self.layout.dp_replicate == 1:
             return self.experts["expert_shard"]
@@ -78,13 +78,13 @@ class Meshes:
 
     @property
     def ep(self) -> DeviceMesh:
-        """Ranks that share the experts of a layer."""
+        """Ranks that divide the experts of a layer."""
         assert self.experts is not None, "there are no expert-parallel ranks"
         return self.experts["ep"]
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """Group of `tp`; None where it has one rank."""
+        """Process group of `tp`; None if it has one rank."""
         return self.tp.get_group() if self.layout.tp > 1 else None
 
 

@@ -1,6 +1,6 @@
-"""What is wrong about a mesh of the PyTorch-native backend: found before Ray starts and before a weight is read.
+"""Check a mesh of the PyTorch-native backend before Ray starts and before a weight is read.
 
-Invariant: all findings come at once, and only what cannot work is one.
+Invariant: all findings are reported together, and only settings that cannot work are findings.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from nemo_rl.models.training.mesh_rules import (
 from nemo_rl.utils.errors import ConfigError
 
 type PlanFor = Callable[[PretrainedConfig], object]
-"""The tensor-parallel plan of a model; raises `ConfigError` where there is none."""
+"""Returns the tensor-parallel plan of a model; raises `ConfigError` if it has none."""
 
 
 def check_mesh(
@@ -32,14 +32,14 @@ def check_mesh(
     section: str = "policy",
     plan_for: PlanFor | None = None,
 ) -> Findings:
-    """What keeps a model from being trained, or from answering, on a mesh.
+    """Find the reasons why a model cannot be trained, or run for inference, on a mesh.
 
     Args:
         policy: section of the model.
-        layout: sizes that the section and the number of ranks give.
+        layout: axis sizes, from the section and the number of ranks.
         model: the model's configuration.
         section: name of the section, for messages.
-        plan_for: finds the plan that divides the model's layers; None does not ask for one.
+        plan_for: finds the plan that divides the model's layers; None skips this check.
     """
     mesh = Mesh(f"{section}.{policy.backend_key}", policy, layout, model.get_text_config())
     yield from _check_tensor(mesh)
@@ -56,16 +56,16 @@ def check_mesh(
 
 
 def needs_proof(layout: ParallelLayout, model: PretrainedConfig) -> bool:
-    """Whether nothing but a small model can tell that a mesh is right: a rank has a part of the model or of a row.
+    """Return whether a mesh must be proven on a small model: a rank holds only a part of the model or of a row.
 
-    Or whether rotary frequencies may depend on the longest row of a batch.
+    Also true if rotary frequencies may depend on the longest row of a batch.
     """
     divided = layout.num_ranks > layout.data_parallel_size or layout.ep > 1
     return divided or "dynamic" in str(getattr(model.get_text_config(), "rope_parameters", None))
 
 
 def _check_tensor(mesh: Mesh) -> Findings:
-    """Everything that tensor-parallel ranks divide is a multiple of their number."""
+    """Check that every size that tensor-parallel ranks divide is a multiple of their number."""
     if mesh.layout.tp > 1:
         yield from mesh.indivisible("tp", _divided_by_tensor(mesh))
 
@@ -79,7 +79,7 @@ def _divided_by_tensor(mesh: Mesh) -> Iterator[Divided]:
 
 
 def _check_ulysses(mesh: Mesh) -> Findings:
-    """The heads that tensor parallelism leaves on a rank divide among context-parallel ranks."""
+    """Check that the heads on each tensor-parallel rank divide among the context-parallel ranks."""
     size, tp, total = mesh.layout.cp, mesh.layout.tp, mesh.count("num_attention_heads")
     if total is None or total % tp or (total // tp) % size == 0:
         return
@@ -94,7 +94,7 @@ def _check_ulysses(mesh: Mesh) -> Findings:
 
 
 def _check_pipeline(mesh: Mesh) -> Findings:
-    """Every chunk of every stage has a layer."""
+    """Check that every chunk of every stage has a layer."""
     pp, layers = mesh.layout.pp, mesh.layers
     virtual = mesh.policy.dtensor_cfg.virtual_pipeline_size if pp > 1 else 1
     if pp == 1 or pp * virtual <= layers:

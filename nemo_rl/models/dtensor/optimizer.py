@@ -1,6 +1,6 @@
 """Optimizer, learning-rate schedule and gradient clipping.
 
-Invariant: the gradient norm is the norm of the whole model's gradient, whichever meshes its parameters live on.
+Invariant: the gradient norm is the norm of the whole model's gradient, whatever meshes its parameters are on.
 """
 
 import inspect
@@ -21,26 +21,25 @@ from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
 type SumOverStages = Callable[[Tensor], Tensor]
-"""Adds up a number over the stages of a pipeline."""
+"""Sums a number over the stages of a pipeline."""
 type OptimizerSettings = dict[str, Any]
 """`policy.optimizer` and `policy.scheduler` as plain values."""
 
 _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base_momentum", "max_momentum")
-"""What schedules of torch keep in an optimizer's parameter groups."""
-
+"""Keys that torch's schedules write into an optimizer's parameter groups."""
 
 _IMPLEMENTATION = ("foreach", "fused")
-"""Arguments that choose how an optimizer of torch computes, not what."""
+"""Arguments that change only the speed of a torch optimizer, not its result."""
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    """The optimizer named by `policy.optimizer`, with one parameter group for each mesh that parameters live on.
+    """Build the optimizer named by `policy.optimizer`, with one parameter group for each mesh that parameters are on.
 
-    All groups have the same settings: an implementation that computes with many tensors at once (foreach, fused) takes
-    them from one mesh only.
+    All groups have the same settings; they are separate because implementations that compute many tensors in one call
+    (foreach, fused) accept tensors of one mesh only.
 
-    On GPUs it is the fused one where the class has one and the kwargs choose none: torch itself takes foreach for
-    sharded parameters, which needs temporaries as large as the parameters.
+    On GPUs the fused implementation is used if the class has one and the kwargs choose none: torch's default for
+    sharded parameters is foreach, which needs temporaries as large as the parameters.
 
     Raises:
         ConfigError: the class cannot be imported or refuses its kwargs.
@@ -64,9 +63,9 @@ def _groups_by_mesh(parameters: list[nn.Parameter]) -> list[nn.Parameter] | list
 
 
 def build_scheduler(optimizer: Optimizer, config: SchedulerList | SchedulerConfig | None) -> LRScheduler:
-    """The learning-rate schedule of `policy.scheduler`; it advances once per training step.
+    """Build the learning-rate schedule of `policy.scheduler`; it advances once per training step.
 
-    Null is a constant rate; of a list the schedules run one after another, each up to its milestone.
+    Null gives a constant rate. The schedules of a list run one after another, each up to its milestone.
 
     Raises:
         ConfigError: a class cannot be imported or refuses its kwargs, or milestones do not fit the schedules.
@@ -84,7 +83,7 @@ def build_scheduler(optimizer: Optimizer, config: SchedulerList | SchedulerConfi
 
 
 def check_classes(policy: PolicyConfig) -> None:
-    """Refuse an optimizer or schedule that cannot be imported, without making one (the first takes seconds).
+    """Refuse an optimizer or schedule that cannot be imported, without building it (the first one takes seconds).
 
     Raises:
         ConfigError: a dotted path names no class.
@@ -114,7 +113,7 @@ def _named_class(entry: OptimizerConfig | SchedulerConfig, key: str) -> Any:
 
 
 def optimizer_settings(config: PolicyConfig) -> OptimizerSettings:
-    """What optimizer and schedule of a policy are made from."""
+    """Return the settings from which a policy's optimizer and schedule are built."""
     return config.model_dump(mode="json", include={"optimizer", "scheduler"})
 
 
@@ -123,12 +122,12 @@ def _on_gpu(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def groups_now(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups of a saved state as those of this optimizer, which may live on other meshes and another device.
+    """Convert the parameter groups of a saved state to this optimizer, which may use other meshes and another device.
 
     Args:
         optimizer: has one group for each mesh, all with the same settings.
-        names: of the parameters of each of its groups.
-        saved: any group of the state, as all have the same settings.
+        names: parameter names of each of its groups.
+        saved: any group of the saved state; all have the same settings.
     """
     return [
         {**saved, "params": list(own), **{name: group[name] for name in _IMPLEMENTATION if name in group}}
@@ -139,23 +138,23 @@ def groups_now(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Mapp
 def hyperparameters_now(
     optimizer: Optimizer, scheduler: LRScheduler, settings: OptimizerSettings, saved: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Hyperparameters of each parameter group as if these settings had been those of the whole run.
+    """Return the hyperparameters that each parameter group would have if the whole run had used these settings.
 
-    Moves a fresh schedule to the step of a saved one; it depends on nothing but the number of steps. What an optimizer
-    keeps in its groups beside its arguments is not touched.
+    Advances a fresh schedule to the step of the saved one; a schedule depends only on the number of steps. Values in
+    the groups that are not arguments of the optimizer are not changed.
 
     Args:
-        optimizer: as it was made from the settings, before it loads anything.
-        scheduler: of that optimizer.
-        settings: of this run.
-        saved: `scheduler` state and `settings` of the run that goes on; None where there were none.
+        optimizer: the optimizer built from the settings, before it loads a state.
+        scheduler: schedule of that optimizer.
+        settings: settings of this run.
+        saved: `scheduler` state and `settings` of the run to resume; each may be None.
 
     Returns:
-        For each group the arguments that have changed, and what the schedule drives.
+        For each group, the arguments that have changed and the values that the schedule sets.
     """
     schedule, before = saved["scheduler"] or {}, saved.get("settings") or {"optimizer": {"kwargs": {}}}
     with warnings.catch_warnings():
-        # No update comes between these steps, and SequentialLR calls its stages in a way it warns of itself.
+        # torch warns about steps without an update in between, and SequentialLR triggers a warning of its stages.
         warnings.simplefilter("ignore")
         for _ in range(schedule.get("last_epoch", 0) - scheduler.last_epoch):
             scheduler.step()
@@ -180,10 +179,10 @@ def clip_gradients(
     All ranks must call this together.
 
     Args:
-        parameters: the model's parameters; those without a gradient are skipped.
-        max_norm: None or 0 only measures.
-        copies: those among them that another pipeline stage has too, and counts.
-        sum_over_stages: for a stage of a pipeline; the others have the rest of the model.
+        parameters: the model's parameters; parameters without a gradient are skipped.
+        max_norm: largest norm; None or 0 only measures the norm.
+        copies: parameters that another pipeline stage also holds and counts.
+        sum_over_stages: sums over the pipeline stages, which hold the rest of the model; None without a pipeline.
 
     Returns:
         The norm before clipping.
@@ -204,10 +203,10 @@ def clip_gradients(
 
 
 def total_norm(gradients: Sequence[Tensor], sum_over_stages: SumOverStages | None = None) -> Tensor:
-    """The joint 2-norm of gradients on any mix of meshes, as a plain float32 scalar.
+    """Return the joint 2-norm of gradients on any mix of meshes, as a plain float32 scalar.
 
     Each rank squares its own shards; the sums are reduced over the mesh axes that shard them. So
-    gradients may be plain tensors or DTensors, on any meshes, in host or device memory.
+    gradients may be plain tensors or DTensors, on any mesh, in host or device memory.
     """
     from torch.distributed.tensor import DTensor  # slow to import, and callers that check a class have no gradient
 
@@ -221,7 +220,7 @@ def total_norm(gradients: Sequence[Tensor], sum_over_stages: SumOverStages | Non
 
 
 def _square_sum(group: list[Tensor]) -> Tensor:
-    """Sum of squares over all ranks, of gradients that share mesh and placements."""
+    """Sum the squares over all ranks, for gradients that share mesh and placements."""
     from torch.distributed.tensor import DTensor
 
     first = group[0]
@@ -231,6 +230,6 @@ def _square_sum(group: list[Tensor]) -> Tensor:
     if isinstance(first, DTensor):
         total = total.to(first.device_mesh.device_type)
         for axis, placement in enumerate(first.placements):
-            if not placement.is_replicate():  # shards of shards are of another class than shards
+            if not placement.is_replicate():  # not is_shard(): shards of shards have another class
                 dist.all_reduce(total, group=first.device_mesh.get_group(axis))
     return total

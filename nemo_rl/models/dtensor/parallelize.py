@@ -1,7 +1,7 @@
-"""Spread a model over the ranks: division of layers, FSDP2, precision, activation checkpointing, offload.
+"""Divide a model among the ranks: division of layers, FSDP2, precision, activation checkpointing, offload.
 
-Invariant: after backward each gradient is the SUM over ranks that work on different tokens, because losses are divided
-by global token counts already; and nothing here renames a parameter.
+Invariant: after backward each gradient is the SUM over ranks with different tokens, because losses are already divided
+by global token counts; and no parameter is renamed.
 """
 
 import logging
@@ -53,17 +53,17 @@ KEPT_OPERATORS = frozenset(
         *("torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
     )
 )
-"""Operators whose outputs selective checkpointing keeps: every matrix product but those of eager attention, whose
+"""Operators whose outputs selective checkpointing keeps: every matrix product except those of eager attention, whose
 outputs grow with the square of the length, and every attention kernel that `dtensor.attention` may call."""
 
 
 class ShardableModel(nn.Module):
-    """What `shard` needs of a wrapper, as a type: `causal_lm` and `reward_model` have it.
+    """Base class of the model wrappers in `causal_lm` and `reward_model`, as `shard` expects them.
 
     Attributes:
         hf: the wrapped Hugging Face model.
-        tp_group: the ranks that divide each layer; None: there is one.
-        sequence_parallel: whether they divide the hidden states of a row between layers, too.
+        tp_group: the ranks that divide each layer; None if there is one rank.
+        sequence_parallel: whether these ranks also divide the hidden states of a row between layers.
     """
 
     hf: PreTrainedModel
@@ -71,18 +71,19 @@ class ShardableModel(nn.Module):
     sequence_parallel: bool = False
 
     def whole_rows(self, hidden: Tensor, *, partial_gradient: bool) -> Tensor:
-        """`[b, T, D]` from what the body gives this rank: `[b, T / tp, D]` with sequence parallelism.
+        """Return `[b, T, D]` hidden states; with sequence parallelism, gather them from `[b, T / tp, D]`.
 
         Args:
             hidden: the body's output.
-            partial_gradient: whether what follows gives each rank a part of the gradient, or each the whole.
+            partial_gradient: whether the code that uses the result gives each rank a part of the gradient; False: the
+                whole gradient.
         """
         if not self.sequence_parallel:
             return hidden
         return all_gather(hidden, 1, self.tp_group, partial_gradient=partial_gradient)
 
     def body(self, model_inputs: dict[str, Any]) -> Tensor:
-        """`[b, T, D]` hidden states behind this rank's layers: what a pipeline stage hands on."""
+        """Return the `[b, T, D]` hidden states after this rank's layers, which a pipeline stage sends on."""
         return hidden_states(self.hf, model_inputs)
 
 
@@ -93,11 +94,11 @@ class ShardingSpec:
     Attributes:
         compute_dtype: dtype of the forward and backward pass; parameters stay float32.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
-        device: where the rank computes.
-        sequence_parallel: divide norms and the residual stream along the sequence between tensor-parallel ranks.
+        device: device on which the rank computes.
+        sequence_parallel: divide norms and the residual stream along the sequence among tensor-parallel ranks.
         custom_plan: dotted path of a tensor-parallel plan; None takes the model's own.
         keep_experts: whether the experts of a layer stay gathered between forward and backward pass.
-        keep_gathered: gather parameters once for a whole run of microbatches, until `reshard` (pipeline stages).
+        keep_gathered: gather parameters once for all microbatches, until `reshard` (pipeline stages).
         recompute: recompute activations in the backward pass: all of them, or those that are cheap to compute.
     """
 
@@ -112,7 +113,7 @@ class ShardingSpec:
 
     @classmethod
     def of(cls, config: PolicyConfig, device: torch.device) -> "ShardingSpec":
-        """What a policy section asks for."""
+        """Build the options from a policy section."""
         asked = config.dtensor_cfg
         return cls(
             torch_dtype(config.precision),
@@ -131,8 +132,8 @@ def enable_activation_checkpointing(hf: PreTrainedModel, *, selective: bool = Fa
 
     Args:
         hf: the model.
-        selective: keep what is dear to recompute, the outputs of matrix products and attention; a layer then keeps
-            about as many bytes as its linear layers put out, and its recomputation runs no matrix product.
+        selective: keep the outputs that are expensive to recompute, those of matrix products and attention. A layer
+            then keeps about as many bytes as its linear layers output, and its recomputation runs no matrix product.
 
     Raises:
         ConfigError: the architecture does not support it.
@@ -142,20 +143,22 @@ def enable_activation_checkpointing(hf: PreTrainedModel, *, selective: bool = Fa
             f"{type(hf).__name__} does not support activation checkpointing. "
             "Set policy.dtensor_cfg.activation_checkpointing=false."
         )
-    kept: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_if_dear)}
+    kept: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_if_expensive)}
     hf.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": False} | (kept if selective else {})
     )
 
 
-def _keep_if_dear(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    dear = operator.name() in KEPT_OPERATORS
-    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep_if_expensive(
+    context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    expensive = operator.name() in KEPT_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @torch.no_grad()
 def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round all parameters once to the dtype that FSDP2 would round them to in every pass; buffers stay."""
+    """Round all parameters once to the dtype that FSDP2 would round them to in every pass; keep buffers."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -163,15 +166,15 @@ def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
 def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingSpec) -> ModelT:
     """Divide layers, then shard decoder layers and root with FSDP2, in place.
 
-    `materialize` puts what has no memory yet on its device.
+    `materialize` later allocates the parameters that are on the meta device.
 
-    One float32 rank of a stage is left as it is: there is nothing to shard or to cast, and on one CPU core FSDP2's
-    hooks cost a step of a 2-million-parameter model 18 % at 512 tokens (2048 tokens: nothing; a
+    A model in float32 with one rank per stage is not changed: there is nothing to shard or to cast, and on one CPU
+    core FSDP2's hooks cost a step of a 2-million-parameter model 18 % at 512 tokens (2048 tokens: nothing; a
     0.26-million-parameter model at 256 tokens: 54 %).
 
     Args:
         model: the wrapped model, parameters in float32 on the CPU or the meta device.
-        meshes: who divides what with whom.
+        meshes: the groups of ranks for each kind of division.
         spec: precision, offload and device.
     """
     if spec.recompute:
@@ -200,7 +203,7 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
 
 
 def _divide_layers(model: ShardableModel, meshes: Meshes, spec: ShardingSpec) -> None:
-    """Tensor parallelism; experts are divided one by one, unless expert-parallel ranks share them."""
+    """Apply tensor parallelism; whole experts are divided among the ranks, unless expert parallelism divides them."""
     experts = find_experts(model.hf)
     dispatched = meshes.layout.ep > 1
     if experts and not dispatched:
@@ -213,7 +216,7 @@ def _divide_layers(model: ShardableModel, meshes: Meshes, spec: ShardingSpec) ->
 
 
 def _share_experts(hf: PreTrainedModel, meshes: Meshes, spec: ShardingSpec) -> None:
-    """Expert parallelism; the experts of a layer are sharded apart from the rest of it."""
+    """Apply expert parallelism; the experts of a layer are sharded separately from the rest of it."""
     for experts in require_experts(hf, meshes.layout.ep).values():
         dispatch_over_expert_ranks(experts, meshes.ep)
         shard_experts(
@@ -226,10 +229,10 @@ def _share_experts(hf: PreTrainedModel, meshes: Meshes, spec: ShardingSpec) -> N
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters after a pass without backward, or after a run of microbatches through a pipeline.
+    """Free gathered parameters after a pass without backward, or after a pipeline's run of microbatches.
 
-    FSDP2 keeps the root gathered after such a pass, and everything with `keep_gathered`; a later change of the shards
-    (optimizer step, reference weights) would then go unnoticed by the next forward.
+    FSDP2 keeps the root gathered after such a pass, and all parameters with `keep_gathered`. After a change of the
+    shards (optimizer step, reference weights) the next forward would still use the old values.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -237,7 +240,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def _precision(spec: ShardingSpec, *, root: bool) -> MixedPrecisionPolicy:
-    """bfloat16 or float16 compute with float32 gradient reduction; outputs widened at the root only."""
+    """Compute in bfloat16 or float16 and reduce gradients in float32; cast outputs to float32 at the root only."""
     if spec.compute_dtype == torch.float32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -254,7 +257,7 @@ def _offload_policy(spec: ShardingSpec) -> OffloadPolicy:
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Bring buffers (rotary frequencies) to the device; with offload FSDP leaves them on the CPU."""
+    """Move buffers (rotary frequencies) to the device; with offload FSDP leaves them on the CPU."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device and not buffer.is_meta:

@@ -1,10 +1,10 @@
-"""A Hugging Face sequence classifier with one label, whose forward returns a score for each asked position.
+"""A Hugging Face sequence classifier with one label, whose forward returns a score for each given position.
 
-The counterpart of `causal_lm` for reward models: the same call, so that `backend` runs either. The body runs
-to hidden states, the scalar head sees only the last token of each sequence, packed or padded.
+It has the same signature as the wrapper in `causal_lm`, so that `backend` can run either. The body computes hidden
+states; the scalar head sees only the last token of each sequence, packed or padded.
 
-Invariant: parameters keep their Hugging Face names under `hf`, and the score of a sequence is what
-`AutoModelForSequenceClassification` gives for it; `require_scoring_head` compares the two on a small twin.
+Invariant: parameters keep their Hugging Face names under `hf`, and the score of a sequence equals that of
+`AutoModelForSequenceClassification`; `require_scoring_head` compares the two on a small probe model.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ class RewardModel(ShardableModel):
         Args:
             model_inputs: the model's keyword arguments; `input_ids` is `[b, T]`, or `[1, N]` packed.
             positions_K: `[K]` indices into the flattened `[b * T]` tokens: the last token of each sequence.
-            targets_K: not used; part of the call that language models share.
+            targets_K: not used; part of the common signature with language models.
             density: not used.
             top_k: not used.
 
@@ -51,29 +51,29 @@ class RewardModel(ShardableModel):
             `(scores_K, zeros_K)`, float32.
         """
         hidden = hidden_states(self.hf, model_inputs)
-        rows = self.whole_rows(hidden, partial_gradient=False)  # every rank has the head, and the whole gradient
+        rows = self.whole_rows(hidden, partial_gradient=False)  # every rank has the whole head and the whole gradient
         hidden_KD = rows.flatten(0, 1).index_select(0, positions_K)
         head: Any = self.hf.score
         scores_K = head(hidden_KD).squeeze(-1).float()
         return scores_K, torch.zeros_like(scores_K)
 
 
-def require_scoring_head(twin: PreTrainedModel) -> None:
+def require_scoring_head(probe_model: PreTrainedModel) -> None:
     """Check on a small model with weights that its architecture scores a sequence as `RewardModel` does.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the architecture scores a sequence in another way.
     """
-    if not _scores_the_last_token(twin):
+    if not _scores_the_last_token(probe_model):
         raise ConfigError(
-            f"{type(twin).__name__} does not score a sequence by a linear head `score` on its last token, "
+            f"{type(probe_model).__name__} does not score a sequence by a linear head `score` on its last token, "
             "so it cannot be trained as a reward model here."
         )
 
 
 @torch.no_grad()
 def _scores_the_last_token(hf: PreTrainedModel) -> bool:
-    """Whether the head on the last hidden state equals the model's own output on a few tokens."""
+    """Return whether the head on the last hidden state gives the model's own output, on a few tokens."""
     head = getattr(hf, "score", None)
     if not isinstance(head, nn.Linear) or hf.base_model is hf:
         return False

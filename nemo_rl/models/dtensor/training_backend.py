@@ -1,8 +1,8 @@
-"""The PyTorch-native backend as runs and tools see it: what it can train, and its checkpoints without a model.
+"""The PyTorch-native backend for runs and tools: checks of a configuration, and checkpoints without loading a model.
 
-Checkpoints hold safetensors under Hugging Face names already (`checkpoints.model_files`), so an export copies them
-(`huggingface.folders`), adds the tokenizer and, if asked, changes the number format. Works for any head. Adapters whose
-base is elsewhere: `adapter_export`. Invariant: `verify_export` compares the folder as `transformers` reads it with the
+Checkpoints already hold safetensors under Hugging Face names (`models.dtensor.checkpoints.model_files`), so an export copies them
+(`huggingface.folders`), adds the tokenizer and optionally changes the dtype. Works for any head. See `adapter_export`
+for adapters without merged weights. Invariant: `verify_export` compares the folder as `transformers` reads it with the
 checkpoint as training reads it.
 """
 
@@ -43,9 +43,7 @@ class DTensorTraining(TrainingBackend):
     rank_class = "nemo_rl.models.dtensor.backend.DTensorBackend"
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Make optimizer and schedule for one number, hold the mesh against the model's configuration, and prove it on
-        a small model; see `TrainingBackend.check`.
-        """
+        """Check optimizer, schedule and mesh, and prove the mesh on a small model; see `TrainingBackend.check`."""
         try:
             layout = ParallelLayout.of(policy, num_ranks)
         except ConfigError as error:
@@ -78,7 +76,7 @@ class DTensorTraining(TrainingBackend):
             build_scheduler(optimizer, policy.scheduler)
 
     def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
-        """Put the tokenizer into `model/`, and the model to hand on into `model/consolidated/`."""
+        """Write the tokenizer into `model/`, and optionally a copy in `precision` into `model/consolidated/`."""
         from nemo_rl.models.huggingface.load import torch_dtype
 
         model = weights / MODEL_FOLDER
@@ -87,9 +85,7 @@ class DTensorTraining(TrainingBackend):
             copy_model_folder(model, model / CONSOLIDATED_FOLDER, torch_dtype(precision))
 
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
-        """What is certain: weights in float32 (twice while ranks' parts are joined), an Adam's two moments, a model
-        to hand on.
-        """
+        """Return a lower bound: float32 weights (twice while parts are joined), Adam's moments, consolidated model."""
         parameters = count_parameters(policy.model_name)
         if parameters is None:
             return None
@@ -101,7 +97,10 @@ class DTensorTraining(TrainingBackend):
         return max(2 * weights, weights + moments + (to_hand_on if checkpointing.save_consolidated else 0))
 
     def find_weights(self, path: Path) -> Path:
-        """The folder that holds `model/`, from a step folder, its `policy`, `policy/weights` or `policy/weights/model`.
+        """Return the folder that holds `model/`.
+
+        Args:
+            path: a step folder, its `policy`, `policy/weights` or `policy/weights/model`.
 
         Raises:
             CheckpointError: none of these holds weights.
@@ -121,7 +120,7 @@ class DTensorTraining(TrainingBackend):
         """See `TrainingBackend.export`.
 
         Raises:
-            CheckpointError: the target holds files already, there is no tokenizer, or a file of the weights is damaged.
+            CheckpointError: the target already holds files, there is no tokenizer, or a file of the weights is damaged.
             ConfigError: the dtype is unknown.
         """
         from transformers import AutoTokenizer
@@ -144,10 +143,10 @@ class DTensorTraining(TrainingBackend):
         logger.info("Exported %s to %s.", source, target)
 
     def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
-        """See `TrainingBackend.verify_export`; in float32 on the CPU.
+        """See `TrainingBackend.verify_export`; compares in float32 on the CPU.
 
-        The checkpoint goes through the reader of training into a model with random weights, the exported folder
-        through `from_pretrained`: two readers that share no more than the rules for names and shapes.
+        The reader of training loads the checkpoint into a model with random weights, and `from_pretrained` loads the
+        exported folder. The two readers share only the rules for names and shapes.
 
         Raises:
             CheckpointError: the weights do not fit the model.
@@ -167,7 +166,7 @@ class DTensorTraining(TrainingBackend):
 
 
 def _require_plan(policy: PolicyConfig, model: "PretrainedConfig") -> None:
-    """Raise a ConfigError where nothing says how tensor-parallel ranks divide the model's layers."""
+    """Raise a ConfigError if there is no plan of how tensor-parallel ranks divide the model's layers."""
     from nemo_rl.models.dtensor.tensor_parallel.plans import plan_for_configuration
 
     plan_for_configuration(model, policy.dtensor_cfg.custom_parallel_plan, scores=policy.reward_model_cfg.enabled)

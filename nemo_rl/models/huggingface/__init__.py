@@ -1,1 +1,1 @@
-"""Hugging Face models: loading them, and making tiny ones."""
+"""Load Hugging Face models, read and write their files, and make small models of their architectures."""

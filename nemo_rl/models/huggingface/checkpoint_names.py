@@ -1,8 +1,8 @@
-"""Weights under the names and shapes of checkpoints on the Hugging Face hub.
+"""Convert weights between the model's names and shapes and those of checkpoints on the Hugging Face hub.
 
 transformers renames and fuses some weights as it loads them (the experts of a mixture become one tensor) and undoes
-that in `save_pretrained`. Checkpoints and engines want the weights undone as well, but one group of tensors at a
-time, which `save_pretrained` cannot do; the rules are its own (`transformers.conversion_mapping`).
+that in `save_pretrained`. Checkpoints and engines need the original names and shapes too, but one group of tensors at
+a time, which `save_pretrained` cannot do. The rules are those of transformers (`transformers.conversion_mapping`).
 
 Invariant: `in_memory` undoes `in_checkpoint` bit for bit; names and shapes are those that `save_pretrained` writes.
 """
@@ -32,9 +32,9 @@ class Group:
     """Tensors that are converted together.
 
     Attributes:
-        target: the name of the result, the first of several.
-        sources: `{name: pattern of the converter that it matches}`, in the order in which the converter wants them.
-        converter: None where the one tensor only gets another name, or keeps its own.
+        target: name of the result; of the first result if there are several.
+        sources: `{name: pattern of the converter that it matches}`, in the order that the converter requires.
+        converter: None if the single tensor only gets another name, or keeps its name.
     """
 
     target: str
@@ -42,7 +42,7 @@ class Group:
     converter: WeightConverter | None
 
     def convert(self, hf: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Named results, made from the tensors of all sources."""
+        """Convert the tensors of all sources to named results."""
         if self.converter is None:
             (tensor,) = tensors.values()
             return {self.target: tensor}
@@ -54,14 +54,14 @@ class Group:
 
 
 def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Give each weight its name, and its shape, in checkpoints.
+    """Yield each weight with its name and shape in checkpoints.
 
-    Tensors that only change their name pass as they are, sharded or not; those that change their shape are gathered
-    first if they are sharded, which is collective. At most the tensors of unfinished groups are held.
+    Tensors that only change their name are yielded unchanged, sharded or not. Tensors that change their shape are
+    gathered first if they are sharded, which is collective. Only tensors of incomplete groups are held in memory.
 
     Args:
         hf: the model.
-        weights: every weight once, by its name in `hf`, tied ones under one name; the same order on all ranks.
+        weights: every weight once, by its name in `hf`, tied ones under one name, in the same order on all ranks.
     """
     names = [name for name, _ in (*hf.named_parameters(), *hf.named_buffers())]
     undo = [transform.reverse_transform() for transform in reversed(_transforms(hf))]
@@ -79,12 +79,12 @@ def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) ->
 
 
 def in_memory(hf: PreTrainedModel, names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Give the tensors of a checkpoint their names and shapes in the model.
+    """Yield the tensors of a checkpoint with their names and shapes in the model.
 
     Args:
         hf: the model.
         names: all names of the checkpoint.
-        read: the tensor of a name; called once for each.
+        read: reads the tensor of a name; called once for each.
     """
     for group in groups_in_memory(hf, names):
         yield from group.convert(hf, {name: read(name) for name in group.sources}).items()
@@ -93,25 +93,25 @@ def in_memory(hf: PreTrainedModel, names: Iterable[str], read: Callable[[str], T
 def groups_in_memory(
     hf: PreTrainedModel, names: Iterable[str], rules: list[WeightTransform] | None = None
 ) -> list[Group]:
-    """The tensors of a checkpoint, together where they become one weight of the model.
+    """Group the tensors of a checkpoint that become one weight of the model.
 
     Args:
         hf: the model, on any device.
         names: all names of the checkpoint.
-        rules: how a load renames and converts; None takes those that the model was loaded by.
+        rules: rules by which a load renames and converts; None takes those with which the model was loaded.
     """
     return _groups(names, _transforms(hf) if rules is None else deepcopy(rules), reverse=False, hf=hf)
 
 
 def converts(hf: PreTrainedModel) -> bool:
-    """Whether any weight may have another name or shape in checkpoints than in memory."""
+    """Return whether any weight may have another name or shape in checkpoints than in memory."""
     return bool(_transforms(hf))
 
 
 def _transforms(hf: PreTrainedModel) -> list[WeightTransform]:
-    """The rules that the model was loaded by; those of its architecture if it was not, or by none.
+    """Return the rules with which the model was loaded, or else those of its architecture.
 
-    Whether a prefix was dropped shows only in a load, so without one no prefix is added.
+    Only a load shows whether a prefix was dropped, so rules of the architecture add no prefix.
     """
     used: list[WeightTransform] | None = getattr(hf, "_weight_conversions", None)
     rules = used or [
@@ -123,13 +123,13 @@ def _transforms(hf: PreTrainedModel) -> list[WeightTransform]:
 def _groups(
     names: Iterable[str], transforms: list[WeightTransform], *, reverse: bool, hf: PreTrainedModel | None = None
 ) -> list[Group]:
-    """Sort names into groups by the result they belong to.
+    """Group names by the result they belong to.
 
     Args:
-        names: what is converted.
+        names: names of the tensors to convert.
         transforms: the rules, in order.
-        reverse: whether they undo a load, which applies converters before renamings.
-        hf: the model of a load: names of its body alone get its prefix, and rules leave names alone that it has.
+        reverse: whether the rules undo a load; then converters are applied before renamings.
+        hf: the model, for a load: names of a body without a head get its prefix, and names that the model has stay.
     """
     renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]

@@ -1,7 +1,7 @@
-"""How far an exported model is from the one that was trained: both answer the same texts.
+"""Compare an exported model with the trained model: both score the same texts.
 
-Invariant: two models are compared on the CPU in the format they are loaded in; scores for sequence classifiers,
-log-probabilities for all others.
+Invariant: the models are compared on the CPU in the dtype in which they are loaded, by scores if they are sequence
+classifiers and by log-probabilities otherwise.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ VERIFY_TEXTS = (
     "def square(number):\n    return",
 )
 SCORING_SUFFIX = "ForSequenceClassification"
-"""Ending of the names of model classes that score."""
+"""Suffix of the names of model classes that score sequences."""
 VERIFY_TOLERANCE = 1e-5
-"""Largest difference of a log-probability between an export in float32 and what was trained."""
+"""Largest difference of a log-probability between an export in float32 and the trained model."""
 
 
 @dataclass(frozen=True)
 class ExportCheck:
-    """How far the exported model is from the checkpoint.
+    """Difference between the exported model and the checkpoint.
 
     Attributes:
         max_difference: largest absolute difference of a log-probability (a score, in reward models).
-        num_values: log-probabilities or scores compared.
+        num_values: number of log-probabilities or scores compared.
         tolerance: largest difference that rounding in float32 explains.
     """
 
@@ -40,14 +40,14 @@ class ExportCheck:
         return f"Largest difference of {self.num_values} log-probabilities: {self.max_difference:.3g}"
 
     def holds_for(self, dtype: str | None) -> bool:
-        """Whether the export is the trained model; weights rounded to fewer bits may differ by any amount."""
+        """Return whether the difference is within the tolerance; True for 16-bit dtypes, which round the weights."""
         return dtype in ("bfloat16", "float16") or self.max_difference <= self.tolerance
 
 
 def compare_models(
     trained: PreTrainedModel, exported: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> ExportCheck:
-    """Compare log-probabilities of the tokens of `VERIFY_TEXTS`; scores of the texts, for sequence classifiers."""
+    """Compare log-probabilities of the tokens of `VERIFY_TEXTS`, or scores of the texts for sequence classifiers."""
     answer = _score if type(trained).__name__.endswith(SCORING_SUFFIX) else _token_logprobs
     ids = [torch.tensor([tokenizer(text)["input_ids"]]) for text in VERIFY_TEXTS]
     differences = torch.cat([(answer(trained, row) - answer(exported, row)).abs() for row in ids])
@@ -56,12 +56,12 @@ def compare_models(
 
 @torch.no_grad()
 def _token_logprobs(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """`[T - 1]` log-probabilities of `ids` `[1, T]` from the second token on."""
+    """Return `[T - 1]` log-probabilities of `ids` `[1, T]`, from the second token on."""
     logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
     return logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1)
 
 
 @torch.no_grad()
 def _score(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """`[1]` score of `ids` `[1, T]`."""
+    """Return the `[1]` score of `ids` `[1, T]`."""
     return model(input_ids=ids).logits[0].float()

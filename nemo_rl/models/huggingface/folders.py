@@ -1,7 +1,7 @@
-"""Copies of model folders: safetensors, configuration and tokenizer, in another number format if asked.
+"""Copy model folders (safetensors, configuration and tokenizer), optionally in another dtype.
 
-Needs no model code. Invariant: the copy loads wherever the source does; config.json and the index say what the files
-hold.
+No model code is needed. Invariant: the copy loads wherever the source does; config.json and the index describe the
+files correctly.
 """
 
 import json
@@ -22,14 +22,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def copy_model_folder(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy the files of a model folder, not the folders in it.
+    """Copy the files of a model folder, without its subfolders.
 
     One file is in memory at a time.
 
     Args:
         source: a folder that `from_pretrained` loads.
-        target: made if it does not exist; may be inside `source`.
-        dtype: number format of floating-point weights; None copies bit for bit.
+        target: created if it does not exist; may be inside `source`.
+        dtype: dtype of floating-point weights; None copies bit for bit.
     """
     files = sorted(file for file in source.iterdir() if file.is_file())
     target.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def copy_model_folder(source: Path, target: Path, dtype: torch.dtype | None = No
 
 
 def require_empty(target: Path) -> None:
-    """Check that an export overwrites nothing.
+    """Check that the target of an export is empty or does not exist.
 
     Raises:
         CheckpointError: the folder holds files.
@@ -60,7 +60,7 @@ def _convert(source: Path, target: Path, dtype: torch.dtype) -> None:
 
 
 def _note_dtype(target: Path, dtype: torch.dtype) -> None:
-    """Keep config.json and the index in step with converted weights."""
+    """Update config.json and the index for converted weights."""
     path = target / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)

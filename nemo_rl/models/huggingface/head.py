@@ -1,8 +1,8 @@
-"""How a Hugging Face causal language model gets from its body's hidden states to logits.
+"""Find the operations with which a Hugging Face causal language model turns hidden states into logits.
 
-Architectures say it under different names, and some not at all; so what the configuration suggests is compared with
-the model's own logits. Invariant: a transform that is returned reproduces them, also far outside of the range that the
-loaded weights happen to give, where soft-capping bends them.
+Configurations describe these operations under different names, or not at all. So each operation that the configuration
+suggests is compared with the model's own logits. Invariant: a returned transform reproduces the logits, including
+large logits outside of the usual range of the loaded weights, where soft-capping has an effect.
 """
 
 import itertools
@@ -21,12 +21,12 @@ _DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 _PROBED_LOGIT = 100.0
-"""Largest logit of the comparison: caps in use are 15 to 50; one of 1000 still changes such a logit by 0.3 %."""
+"""Largest logit of the comparison: usual caps are 15 to 50; a cap of 1000 still changes such a logit by 0.3 %."""
 
 
 @torch.no_grad()
 def find_transform(hf: PreTrainedModel) -> LogitTransform | None:
-    """What follows the linear head, or None where no described transform gives the model's own logits.
+    """Return the operations after the linear head, or None if no known transform gives the model's own logits.
 
     Args:
         hf: the unsharded model with real weights, trained or random.
@@ -50,7 +50,7 @@ def find_transform(hf: PreTrainedModel) -> LogitTransform | None:
 
 
 def _suggested(hf: PreTrainedModel) -> Iterator[LogitTransform]:
-    """Every combination of the scales and caps that the configuration names, the most it says first."""
+    """Yield every combination of the scales and caps that the configuration names, those with most values first."""
     config = hf.config.get_text_config()
 
     def values(names: tuple[str, ...]) -> list[float]:
@@ -63,6 +63,6 @@ def _suggested(hf: PreTrainedModel) -> Iterator[LogitTransform]:
 
 
 def _equal(ours: Tensor, own: Tensor) -> bool:
-    """Whether two sets of logits differ by rounding only."""
+    """Return whether two sets of logits differ by rounding only."""
     tolerance = 1e-5 * own.abs().max().clamp(min=1e-6).item()
     return own.shape == ours.shape and bool((own - ours).abs().max() <= tolerance)

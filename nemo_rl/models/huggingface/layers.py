@@ -1,4 +1,4 @@
-"""The body and the decoder layers of a model, and what they give out in a forward pass."""
+"""Find the body and the decoder layers of a model, and record their outputs in a forward pass."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,26 +9,26 @@ from torch import Tensor, nn
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    # The controller imports this file, and needs no model.
+    # The controller imports this file but needs no model.
     from transformers import PreTrainedModel
 
 
 def body(hf: "PreTrainedModel") -> nn.Module:
-    """All of a model but its head, or the model itself where it has no such part.
+    """Return the model without its head, or the model itself if it has no such part.
 
-    Llama 4's text models keep it under a name that is not their `base_model_prefix`.
+    Llama 4's text models keep the body under a name that is not their `base_model_prefix`.
     """
     return hf.base_model if hf.base_model is not hf else getattr(hf, "model", hf)
 
 
 def hidden_states(hf: "PreTrainedModel", model_inputs: dict[str, Any]) -> Tensor:
-    """`[b, T, D]` outputs of the body for a model's keyword arguments."""
+    """Return the `[b, T, D]` outputs of the body for a model's keyword arguments."""
     hidden: Tensor = body(hf)(**model_inputs, use_cache=False).last_hidden_state
     return hidden
 
 
 def decoder_layers(hf: "PreTrainedModel") -> list[nn.Module]:
-    """The repeated blocks of the decoder, in order: the units of sharding.
+    """Return the repeated blocks of the decoder, in order; they are the units of sharding.
 
     Raises:
         ConfigError: the architecture has no list of layers.
@@ -44,7 +44,7 @@ def decoder_layers(hf: "PreTrainedModel") -> list[nn.Module]:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The hidden states in what a decoder layer of `transformers` returns."""
+    """Return the hidden states from the output of a `transformers` decoder layer."""
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     return hidden
 
@@ -53,11 +53,11 @@ def first_tensor(output: Any) -> Tensor:
 def recorded_outputs(
     layers: Sequence[nn.Module], hidden_of: Callable[[Any], Tensor] = first_tensor
 ) -> Iterator[list[Tensor]]:
-    """Collect the hidden states behind each layer while the block runs.
+    """Collect the hidden states after each layer while the block runs.
 
     Args:
         layers: modules called in this order by a forward pass.
-        hidden_of: picks `[..., T, D]` out of what a layer returns.
+        hidden_of: selects `[..., T, D]` from the output of a layer.
 
     Yields:
         A list that grows with every call of a layer: `[T, D]` float32 on the CPU, all rows end to end.

@@ -1,11 +1,11 @@
-"""Models as `from_pretrained` makes them, with their weights left in the files.
+"""Make models as `from_pretrained` does, but leave their weights in the files.
 
-transformers decides everything: the class, which name of a file is which weight, what is missing and how that is drawn,
-what is tied, what the buffers hold that no file has. Only the bytes are not read: each weight that a file holds is a
-parameter on the meta device, everything else is real and on the CPU.
-`models.dtensor.checkpoints.materialize` fills in the rest.
+transformers decides everything: the class, the mapping from names in files to weights, missing weights and their
+initialization, tied weights, and buffers that are in no file. Only the bytes are not read: each weight that is in a
+file becomes a parameter on the meta device, all other tensors have values on the CPU. `models.dtensor.checkpoints.materialize`
+reads the weights later.
 
-Invariant: read, the model equals the one of `from_pretrained` bit for bit.
+Invariant: after the weights are read, the model equals that of `from_pretrained` bit for bit.
 """
 
 import logging
@@ -25,15 +25,15 @@ from nemo_rl.utils.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _METHOD = "_load_pretrained_model"
-"""Where transformers reads the weights of a model that it has made on the meta device."""
+"""Method with which transformers reads the weights of a model that it has made on the meta device."""
 
 
 @dataclass
 class Unread:
-    """What was not read.
+    """Files whose weights were not read.
 
     Attributes:
-        files: the safetensors files of the model; none where its weights were read after all.
+        files: the safetensors files of the model; empty if its weights were read after all.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -41,9 +41,9 @@ class Unread:
 
 @contextmanager
 def weights_left_in_files() -> Iterator[Unread]:
-    """Let `from_pretrained` of the block make one model without reading its safetensors files.
+    """Run a block in which `from_pretrained` makes one model without reading its safetensors files.
 
-    Models in other formats (`pytorch_model.bin`, quantised ones) are read as ever, and a log line says so.
+    Models in other formats (`pytorch_model.bin`, quantised ones) are read as usual, and a warning is logged.
 
     Raises:
         CheckpointError: a file is damaged, or holds a tensor whose shape is not the model's.
@@ -73,7 +73,7 @@ def weights_left_in_files() -> Iterator[Unread]:
 
 
 def _match(model: PreTrainedModel, tensors: TensorFiles, load_config: Any) -> Any:
-    """What transformers finds out in a load, from shapes alone."""
+    """Return the information that transformers collects in a load, from shapes only."""
     found = {name: tensors.like(name) for name in tensors}
     for extra in _tied_twice(model, tensors, load_config.weight_mapping or []):
         del found[extra]
@@ -90,9 +90,10 @@ def _match(model: PreTrainedModel, tensors: TensorFiles, load_config: Any) -> An
 
 
 def _tied_twice(model: PreTrainedModel, tensors: TensorFiles, rules: list[Any]) -> list[str]:
-    """Tensors of the files that repeat, bit for bit, another one that the model ties them to.
+    """Return tensors of the files that are bit-for-bit copies of the tensor to which the model ties them.
 
-    transformers ties two weights that the files both hold where they are equal, which it cannot see without bytes.
+    If the files hold both of two tied weights, transformers ties them only if they are equal, which it cannot check
+    without reading them.
     """
     groups = groups_in_memory(model, tensors, rules)
     source_of = {group.target: next(iter(group.sources)) for group in groups if group.converter is None}
@@ -106,7 +107,7 @@ def _tied_twice(model: PreTrainedModel, tensors: TensorFiles, rules: list[Any]) 
         else:
             logger.warning(
                 "The configuration of %s ties %s to %s, but its files hold different values for them: they stay two "
-                "weights. tie_word_embeddings=false in its config.json says so.",
+                "weights. Set tie_word_embeddings=false in its config.json to silence this warning.",
                 type(model).__name__,
                 target,
                 source,

@@ -1,6 +1,6 @@
 """Load a Hugging Face causal language model for training.
 
-Invariant: weights arrive in float32 with nothing quantised, offloaded or spread over devices.
+Invariant: weights are in float32, and none is quantised, offloaded or on another device.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    # Imported where a model is loaded: the controller reads configurations only.
+    # Imported only where a model is loaded: the controller reads configurations only.
     from transformers.modeling_utils import PreTrainedModel
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -28,7 +28,7 @@ WITHOUT_PACKING = (
 
 
 def torch_dtype(precision: str) -> torch.dtype:
-    """The torch dtype of a `policy.precision` value.
+    """Return the torch dtype of a `policy.precision` value.
 
     Raises:
         ConfigError: the name is not one of bfloat16, float16, float32.
@@ -44,7 +44,7 @@ def load_causal_lm(
     config_overrides: dict[str, Any] | None = None,
     attn_implementation: str | None = None,
 ) -> "PreTrainedModel":
-    """Load configuration and weights onto the CPU, in float32: master weights.
+    """Load configuration and weights onto the CPU, as float32 master weights.
 
     Args:
         model_name: Hugging Face id or local folder.
@@ -56,8 +56,8 @@ def load_causal_lm(
         The model in eval mode.
 
     Raises:
-        ConfigError: the model cannot be found, takes no attention function, or an override names no field of its
-            configuration.
+        ConfigError: the model cannot be found, does not accept an attention function, or an override names no field
+            of its configuration.
     """
     from transformers import AutoModelForCausalLM
 
@@ -75,7 +75,7 @@ def load_scoring_model(
 ) -> "PreTrainedModel":
     """Load a language model, or a reward model, as a sequence classifier with one label, in float32.
 
-    A head that the weights do not have is drawn at random, the same on every rank and in every run.
+    If the weights have no such head, it is initialized at random, equally on every rank and in every run.
 
     Args:
         model_name: Hugging Face id or local folder.
@@ -83,8 +83,8 @@ def load_scoring_model(
         attn_implementation: as in `load_causal_lm`.
 
     Raises:
-        ConfigError: the model cannot be found, has no such form, takes no attention function, or an override names
-            no field.
+        ConfigError: the model cannot be found, has no sequence classifier, does not accept an attention function, or
+            an override names no field.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -105,10 +105,10 @@ def load_scoring_model(
 def attention_choice(
     config: PretrainedConfig, attn_implementation: str | None, kind: "type[_BaseAutoModelClass]"
 ) -> dict[str, str]:
-    """The argument `attn_implementation` of a load, if it needs one.
+    """Return the argument `attn_implementation` for loading a model, if it needs one.
 
     Raises:
-        ConfigError: the architecture takes no attention function.
+        ConfigError: the architecture does not accept an attention function.
     """
     if attn_implementation is None:
         return {"attn_implementation": "eager"} if _softcaps_attention(config) else {}
@@ -116,7 +116,7 @@ def attention_choice(
     model_class = classes.get(type(config), None)
     if model_class is not None and not model_class._can_set_attn_implementation():
         raise ConfigError(
-            f"{model_class.__name__} computes its attention in code of its own, which knows neither packed rows nor "
+            f"{model_class.__name__} computes its attention in its own code, which knows neither packed rows nor "
             f"rows that ranks divide. {WITHOUT_PACKING} Leave policy.dtensor_cfg.context_parallel_size=1."
         )
     return {"attn_implementation": attn_implementation}
@@ -125,7 +125,7 @@ def attention_choice(
 def load_model_config(
     model_name: str, overrides: dict[str, Any] | None = None, section: str = "policy"
 ) -> PretrainedConfig:
-    """The model's configuration with overrides applied.
+    """Load the model's configuration and apply overrides.
 
     Args:
         model_name: Hugging Face id or local folder.

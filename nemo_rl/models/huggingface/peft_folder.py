@@ -1,4 +1,4 @@
-"""A folder that `PeftModel.from_pretrained(base, folder)` loads: adapter_config.json and adapter_model.safetensors."""
+"""Read and write the adapter_config.json and adapter_model.safetensors that `PeftModel.from_pretrained` loads."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,28 +14,28 @@ from nemo_rl.distributed.ranks.shared_failure import failing_together
 from nemo_rl.utils.errors import CheckpointError
 
 ADAPTER_FOLDER = "adapter"
-"""Subfolder of a weights folder that is such a one."""
+"""Subfolder of a weights folder that holds the adapter."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 _EXPERT_LAYERS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def peft_key(name: str) -> str:
-    """Where PEFT looks for a parameter, from its name in the Hugging Face model: `<layer>.lora_A`, `<layer>.lora_B`."""
+    """Return PEFT's key for `<layer>.lora_A` or `<layer>.lora_B`, a parameter's name in the Hugging Face model."""
     return f"{PEFT_PREFIX}{name}.weight"
 
 
 def peft_config(config: AdapterConfig, base_name: str, names: Sequence[str], *, fused_experts: bool) -> dict[str, Any]:
-    """What PEFT reads of an adapter.
+    """Build the adapter_config.json of an adapter.
 
-    In a model with fused experts PEFT takes the names of an expert's layers for the experts, wherever they are: the
-    adapters of dense and shared layers would be lost. Named by their weights they are found; without dropout, which
-    PEFT allows for none of those and which is off when an adapter is used.
+    In a model with fused experts, PEFT treats every layer with the name of an expert's layer as an expert, so it would
+    lose the adapters of dense and shared layers with these names. So such layers are given by their weights
+    (`target_parameters`). PEFT then requires dropout 0, which has no effect because inference uses no dropout.
 
     Args:
         config: the adapter's shape and dropout.
         base_name: `policy.model_name`.
-        names: of the adapted layers, in the Hugging Face model.
+        names: names of the adapted layers in the Hugging Face model.
         fused_experts: whether that model keeps the experts of a layer in one tensor.
     """
     taken = [name for name in names if name.rpartition(".")[2] in _EXPERT_LAYERS] if fused_experts else []
@@ -58,10 +58,10 @@ def peft_config(config: AdapterConfig, base_name: str, names: Sequence[str], *, 
 
 
 def adapter_scaling(folder: Path) -> float:
-    """What B A is multiplied by when it is added to a weight.
+    """Return the factor of B A when it is added to a weight.
 
     Raises:
-        CheckpointError: the folder has no description of its adapter.
+        CheckpointError: the folder has no adapter_config.json.
     """
     file = folder / CONFIG_FILE
     if not file.exists():
@@ -73,13 +73,13 @@ def adapter_scaling(folder: Path) -> float:
 def write_adapter(
     folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write a folder; called by all ranks, rank 0 writes.
+    """Write an adapter's folder; all ranks call this, rank 0 writes.
 
     Args:
-        folder: made if it does not exist.
-        tensors: by `peft_key`.
-        described: from `peft_config`.
-        group: of all ranks; None is the default one.
+        folder: created if it does not exist.
+        tensors: tensors by `peft_key`.
+        described: result of `peft_config`.
+        group: process group of all ranks; None is the default one.
     """
     with failing_together(group):
         if dist.get_rank() == 0:

@@ -1,9 +1,9 @@
-"""A small model of the same architecture with random weights, to try out how the large one computes.
+"""Build a small probe model with random weights, to test how a large model of the same architecture computes.
 
-The large model may have no weights yet, or be spread over many ranks. The twin has its configuration and one layer of
-each kind, with smaller vocabulary, feed-forward layers and numbers of experts.
+The large model may have no weights yet, or be divided among many ranks. The probe model has the same configuration,
+but only one layer of each kind, a smaller vocabulary, smaller feed-forward layers and fewer experts.
 
-Invariant: what a forward pass does with its inputs, masks and positions is the large model's; only sizes differ.
+Invariant: a forward pass treats inputs, masks and positions as the large model does; only sizes differ.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _VOCAB, _INNER = 512, 64
 _GAIN = 2.4
-"""Standard deviation of what a projection makes of inputs of norm one: large enough for every effect to show."""
+"""Standard deviation of a projection's outputs for inputs of norm one; large enough to show every effect."""
 _NOISE = 0.1
 _INNER_SIZES = (
     "intermediate_size",
@@ -37,43 +37,45 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 CANNOT_BE_MADE = (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError)
-"""What a class of transformers raises for sizes that do not fit each other."""
+"""Exceptions that transformers classes raise for sizes that do not fit each other."""
 _NOT_A_KIND = ("layer_idx", "layer_index", "layer_id", "layer_number", "training")
-"""Attributes of modules that differ between layers that compute alike."""
+"""Attributes of modules that differ between layers of the same kind."""
 
 
 def small_twin(hf: PreTrainedModel) -> PreTrainedModel:
-    """Make the twin, in float32 on the CPU and in eval mode; the same one every time, and no random number is used up.
+    """Build the probe model, in float32 on the CPU and in eval mode.
+
+    The weights are the same in every call, and the state of the random generators is not changed.
 
     Args:
         hf: the model, on any device.
 
     Raises:
-        ConfigError: its layers are in no list: it is no decoder.
+        ConfigError: the model has no list of layers, so it is not a decoder.
     """
     try:
-        twin = of_few_layers(type(hf), smaller(deepcopy(hf.config)))
+        small = of_few_layers(type(hf), smaller(deepcopy(hf.config)))
     except ConfigError:
         raise
     except CANNOT_BE_MADE as error:
-        logger.info("%s has no smaller form (%r): it is tried out with layers of its size.", type(hf).__name__, error)
-        twin = of_few_layers(type(hf), deepcopy(hf.config))
-    return filled(twin)
+        logger.info("%s has no smaller form (%r): testing it with layers of full size.", type(hf).__name__, error)
+        small = of_few_layers(type(hf), deepcopy(hf.config))
+    return filled(small)
 
 
 def of_few_layers(kind: type[PreTrainedModel], config: PretrainedConfig, least: int = 1) -> PreTrainedModel:
-    """A model of a class on the meta device, with the first layer of each kind.
+    """Build a model of a class on the meta device, with the first layer of each kind.
 
-    Made with so few layers, where that makes the same layers: some bodies have modules as large as the number of
-    layers. Else made with all of them, and cut.
+    If possible the model is built again with only these layers, because some bodies have modules whose size depends on
+    the number of layers. If that gives other layers, the model with all layers is cut instead.
 
     Args:
         kind: the class.
-        config: with all its layers; changed in place.
-        least: how many layers it has at least, if the configuration has as many.
+        config: configuration with all layers; changed in place.
+        least: smallest number of layers, if the configuration has as many.
 
     Raises:
-        ConfigError: its layers are in no list: it is no decoder.
+        ConfigError: the model has no list of layers, so it is not a decoder.
     """
     cut = without_memory(kind, config)
     if not _keep_kinds(cut, least):
@@ -87,7 +89,7 @@ def of_few_layers(kind: type[PreTrainedModel], config: PretrainedConfig, least: 
 
 
 def without_memory(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model of a class on the meta device."""
+    """Build a model of a class on the meta device."""
     made: Any = kind
     with ContextManagers(made.get_init_context(torch.float32, False, False, None)):
         model: PreTrainedModel = made(config)
@@ -95,9 +97,9 @@ def without_memory(kind: type[PreTrainedModel], config: PretrainedConfig) -> Pre
 
 
 def filled(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model on the meta device random weights, always the same, in float32 on the CPU; in eval mode.
+    """Fill a model on the meta device with random weights, always the same, in float32 on the CPU and in eval mode.
 
-    Vectors get noise, so that biases and norms have an effect.
+    Vectors get additional noise, so that biases and norms have an effect.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -121,7 +123,7 @@ def _overwrite_memory(model: PreTrainedModel) -> None:
 
 
 def smaller(config: PretrainedConfig) -> PretrainedConfig:
-    """The same configuration with small sizes where no head, group or mask depends on them; changed in place."""
+    """Reduce the sizes of a configuration on which no head, group or mask depends; in place."""
     text: Any = config.get_text_config()
     hidden_size = getattr(text, "hidden_size", None)
     if isinstance(hidden_size, int) and hasattr(text, "initializer_range"):
@@ -145,7 +147,7 @@ def smaller(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _few_experts(text: Any) -> int:
-    """Twice as many experts as a token may choose, in as many groups as the router knows."""
+    """Return twice the number of experts that a token may choose, in the same number of groups as the router's."""
     chosen = next((count for name in _CHOSEN if isinstance(count := getattr(text, name, None), int) and count), 1)
     groups = getattr(text, "n_group", None) or 1
     eligible = getattr(text, "topk_group", None) or 1
@@ -153,7 +155,11 @@ def _few_experts(text: Any) -> int:
 
 
 def _keep_kinds(model: PreTrainedModel, least: int) -> bool:
-    """Leave the first layer of each kind, in order, and say so in the configuration; whether that changed something."""
+    """Keep only the first layer of each kind, in order, and update the configuration.
+
+    Returns:
+        Whether layers were removed.
+    """
     layers = decoder_layers(model)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     holder = next((module for module in lists if layers[0] in [*module]), None)
@@ -182,7 +188,7 @@ def _keep_kinds(model: PreTrainedModel, least: int) -> bool:
 
 
 def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
-    """Say in a configuration which of its layers are left."""
+    """Update a configuration to describe the layers that are kept."""
     values: Any = config
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == before:
@@ -197,7 +203,7 @@ def _describe(config: PretrainedConfig, kept: list[int], before: int) -> None:
 
 
 def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:
-    """What a layer computes: its modules, the shapes of their weights and their plain attributes."""
+    """Describe what a layer computes: its modules, the shapes of their weights and their plain attributes."""
     return [
         (
             name,

@@ -1,7 +1,7 @@
-"""Whether a model can be had from here, asked in seconds and before anything heavy is imported.
+"""Check within seconds, and before slow imports, that a model can be loaded.
 
-Runs before Ray starts. The loaders behind it retry for a minute and write a page of warnings on a machine without a
-network. Invariant: a folder or a file in the hub's cache is believed without a question to the hub.
+Runs before Ray starts. On a machine without a network the loaders would retry for a minute and write a page of
+warnings. Invariant: a folder, or a file in the hub's cache, is accepted without a request to the hub.
 """
 
 import os
@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from nemo_rl.utils.errors import ConfigError
 
 TIMEOUT_VARIABLE = "NRL_HUB_PROBE_S"
-"""Environment variable: seconds that the hub may take to answer."""
+"""Environment variable with the seconds that the hub may take to answer."""
 _TIMEOUT_S = 3.0
 
 MODEL_FILE = "config.json"
@@ -23,15 +23,15 @@ TOKENIZER_FILE = "tokenizer_config.json"
 
 
 def check_reachable(key: str, name: str, file: str = MODEL_FILE) -> None:
-    """Refuse a model that is neither a folder nor to be had from the hub.
+    """Refuse a model that is neither a folder nor available from the hub.
 
     Args:
-        key: of the configuration, for messages.
+        key: configuration key, for messages.
         name: folder or hub id.
-        file: a model has `MODEL_FILE`; a tokenizer may do without `TOKENIZER_FILE`.
+        file: file to look for: a model must have `MODEL_FILE`; a tokenizer may lack `TOKENIZER_FILE`.
 
     Raises:
-        ConfigError: nothing can be loaded under this name.
+        ConfigError: no model can be loaded under this name.
     """
     given = f"{key}={name!r}"
     folder = Path(name).expanduser()
@@ -51,7 +51,7 @@ def check_reachable(key: str, name: str, file: str = MODEL_FILE) -> None:
 
 
 def _ask_hub(name: str, file: str) -> str | None:
-    """What keeps a file of a repository away from here; None if nothing does."""
+    """Return why a file of a repository cannot be downloaded; None if it can."""
     seconds = float(os.environ.get(TIMEOUT_VARIABLE, _TIMEOUT_S))
     answer = [f"the hub at {constants.ENDPOINT} gave no answer in {seconds:g} s ({TIMEOUT_VARIABLE})"]
     found = threading.Event()
@@ -71,7 +71,7 @@ def _ask_hub(name: str, file: str) -> str | None:
             answer.clear()
         found.set()
 
-    # The timeout of a request does not cover the look-up of the host's name, which may hang for longer.
+    # The timeout of a request does not cover the DNS look-up, which may hang for longer.
     threading.Thread(target=ask, daemon=True).start()
     found.wait(seconds + 0.5)
     return answer[0] if answer else None

@@ -1,10 +1,10 @@
-"""Rotary frequencies that do not depend on the other rows of a batch.
+"""Fix rotary frequencies, so that they do not depend on the other rows of a batch.
 
 For long-rope and dynamic NTK scaling, transformers chooses the frequencies of a whole batch by its longest row: one
 row beyond the model's original context changes the log-probabilities of all others. vLLM chooses once, by its
-`max_model_len`; so does this, and trainer and engine agree.
+`max_model_len`. This module also chooses once, so that trainer and engine agree.
 
-Invariant: after `fix_rotary_frequencies` a row's frequencies are a function of the model and the run.
+Invariant: after `fix_rotary_frequencies` a row's frequencies depend only on the model and the run.
 """
 
 import logging
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 def fix_rotary_frequencies(hf: PreTrainedModel, context: int) -> None:
-    """Choose the frequencies of every sequence of the run, in place; most models have only one choice.
+    """Choose the frequencies for all sequences of the run, in place; most models have only one choice.
 
     Args:
         hf: the model.
-        context: most tokens that a sequence of the run may have.
+        context: largest number of tokens of a sequence in the run.
 
     Raises:
-        ConfigError: the context is longer than the original one, and frequencies then depend on each length.
+        ConfigError: the context is longer than the original one, and frequencies would depend on each length.
     """
     for module in hf.modules():
         kinds = getattr(module, "rope_type", None)
@@ -38,7 +38,7 @@ def fix_rotary_frequencies(hf: PreTrainedModel, context: int) -> None:
 
 
 def _fix(hf: PreTrainedModel, module: Any, layer_type: str | None, kind: str, context: int) -> None:
-    """`fix_rotary_frequencies` for one rotary embedding, or for its layers of one type."""
+    """Fix the frequencies of one rotary embedding, or of its layers of one type."""
     parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
     given = {} if layer_type is None else {"layer_type": layer_type}
     original = module.config.max_position_embeddings
@@ -57,7 +57,7 @@ def _fix(hf: PreTrainedModel, module: Any, layer_type: str | None, kind: str, co
             original,
         )
     if kind == "longrope" or context <= original:
-        if layer_type is None:  # transformers leaves the frequencies of this type alone
+        if layer_type is None:  # transformers never recomputes frequencies of the type "default"
             module.rope_type = "default"
         else:
             module.rope_type[layer_type] = "default"
@@ -71,9 +71,9 @@ def _fix(hf: PreTrainedModel, module: Any, layer_type: str | None, kind: str, co
 
 @torch.no_grad()
 def _ignores_other_rows(module: Any, context: int, given: dict[str, str]) -> bool:
-    """Whether a short row rotates alike alone and beside one as long as the context."""
+    """Return whether a short row gets the same rotation alone and in a batch with a row as long as the context."""
     short, long = torch.arange(2), torch.tensor([0, context - 1])
     x = torch.zeros(2, 2, 1)
     alone = module(x[:1], short[None], **given)
-    beside = module(x, torch.stack([short, long]), **given)
-    return all(torch.equal(one[0], other[0]) for one, other in zip(alone, beside, strict=True))
+    batched = module(x, torch.stack([short, long]), **given)
+    return all(torch.equal(one[0], other[0]) for one, other in zip(alone, batched, strict=True))

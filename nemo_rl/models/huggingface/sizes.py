@@ -1,4 +1,4 @@
-"""Sizes of a model: parameters, from the headers of its files or its configuration, and heads; no weight is read."""
+"""Sizes of a model, without reading weights: head size, and parameters from file headers or the configuration."""
 
 import json
 import struct
@@ -10,23 +10,23 @@ from huggingface_hub import try_to_load_from_cache
 
 from nemo_rl.models.huggingface.folders import TENSOR_FILES
 
-if TYPE_CHECKING:  # they take seconds to import, and a wrong configuration is answered before
+if TYPE_CHECKING:  # the import takes seconds; a wrong configuration is reported before it
     from transformers import PretrainedConfig
 
 _COUNTED: dict[str, int] = {}
-"""By configuration; making a large model takes a second, even without memory."""
+"""Numbers of parameters by configuration; making a large model takes a second, even on the meta device."""
 
 
 def head_size(text: Any) -> int:
-    """Numbers of an attention head, from the configuration of a text model that has attention."""
+    """Return the size of an attention head, from the configuration of a text model with attention."""
     size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return size
 
 
 def count_parameters(model_name: str) -> int | None:
-    """Elements of all tensors of a model folder, or of a hub model that is in the cache; None where unknown.
+    """Count the elements of all tensors of a model folder, or of a hub model in the cache; None if unknown.
 
-    A folder with a configuration and no weights has those of that model.
+    For a folder with a configuration but no weights, the parameters of the described model are counted.
     """
     folder = Path(model_name)
     if not folder.is_dir():
@@ -46,7 +46,7 @@ def count_parameters(model_name: str) -> int | None:
 
 
 def parameters_of(config: "PretrainedConfig") -> int:
-    """Parameters of the language model that a configuration describes, tied ones once."""
+    """Count the parameters of the language model that a configuration describes, tied ones once."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -55,13 +55,13 @@ def parameters_of(config: "PretrainedConfig") -> int:
     if key not in _COUNTED:
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config)
-        model.tie_weights()  # what is not initialised is not tied either
+        model.tie_weights()  # without initialisation, weights are not tied automatically
         _COUNTED[key] = sum(parameter.numel() for parameter in model.parameters())
     return _COUNTED[key]
 
 
 def _elements(path: Path) -> int:
-    """Elements of the tensors of a safetensors file: 8 bytes of length, then a JSON header."""
+    """Count the elements of a safetensors file, which begins with 8 bytes of length and a JSON header."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))

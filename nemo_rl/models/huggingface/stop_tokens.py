@@ -1,4 +1,4 @@
-"""Which tokens end an answer of a model."""
+"""Find the tokens that end a model's response."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,10 @@ def stop_token_ids(
     configured: Sequence[int] | None,
     config_overrides: dict[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """The tokens that the tokenizer, the model and the run's configuration name, each once.
+    """Return the stop tokens that the tokenizer, the model and the run's configuration name, each once.
 
     Chat models often end a turn with another token than their tokenizer's end of sequence (Gemma, Llama 3, Phi,
-    Qwen); their generation_config.json lists all of them. Models without that file have them in config.json.
+    Qwen); their generation_config.json lists all of them. Models without that file list them in config.json.
 
     Args:
         model_name: local folder or hub id.

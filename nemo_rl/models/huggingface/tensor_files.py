@@ -1,7 +1,7 @@
-"""Tensors of several safetensors files by name, read in parts, and such files written tensor by tensor.
+"""Read tensors of several safetensors files by name and in parts, and write such files tensor by tensor.
 
-Invariant: nothing is read before it is asked for, and of a tensor only the part that is asked for; what lies mapped is
-the page cache's, not the process's.
+Invariant: only requested parts of tensors are read, at the time of the request; mapped files count as page cache, not
+as memory of the process.
 """
 
 import json
@@ -32,22 +32,22 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of number formats in the headers of safetensors files."""
+"""Names of dtypes in the headers of safetensors files."""
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ALIGNMENT = 8
 
 MAX_FILE_BYTES = 5 * 1024**3
-"""Bytes of tensors that a file of a model folder holds, unless one tensor alone has more."""
+"""Largest size of the tensors in one file of a model folder, unless a single tensor is larger."""
 
 type Box = tuple[slice, ...]
 """A part of a tensor: one slice for each dimension."""
 
 
 class TensorFiles:
-    """The tensors of some files; see the module docstring.
+    """Tensors of several files; see the module docstring.
 
     Args:
-        files: safetensors files; of a name that several hold, the last one counts.
+        files: safetensors files; if several hold a name, the last one is used.
 
     Attributes:
         file_of: the file that holds each tensor.
@@ -72,10 +72,10 @@ class TensorFiles:
         return iter(self._slices)
 
     def like(self, name: str) -> Tensor:
-        """Shape and dtype of a tensor: one on the meta device.
+        """Return a tensor on the meta device with the shape and dtype of a stored one.
 
         Raises:
-            CheckpointError: torch has no such number format.
+            CheckpointError: the dtype is not one of `DTYPE_NAMES`.
         """
         found = self._slices[name]
         if found.get_dtype() not in _DTYPES:
@@ -85,13 +85,13 @@ class TensorFiles:
         return torch.empty(found.get_shape(), dtype=_DTYPES[found.get_dtype()], device="meta")
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor on the CPU, or a part of it that is not empty."""
+        """Read a tensor, or a non-empty part of it, to the CPU."""
         if not box:
             return self._slices[name][...]
         return self._slices[name][box]
 
     def equal(self, name: str, other: str, rows: int = 1024) -> bool:
-        """Whether two tensors hold the same bits; that many rows of each are in memory at a time."""
+        """Return whether two tensors have the same bits; `rows` rows of each are in memory at a time."""
         ours, theirs = self.like(name), self.like(other)
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return False
@@ -102,16 +102,16 @@ class TensorFiles:
 
 
 def model_folder(model_name: str) -> Path:
-    """Where a model's files are; a hub id is downloaded, or found in the cache."""
+    """Return the folder of a model's files; a hub id is downloaded, or found in the cache."""
     path = Path(model_name).expanduser()
     return path if path.is_dir() else Path(snapshot_download(model_name, allow_patterns=["*.safetensors*", "*.json"]))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder that `from_pretrained` would read.
+    """Return the safetensors files of a model folder that `from_pretrained` would read.
 
     Raises:
-        CheckpointError: there are none, or one that the index names does not exist.
+        CheckpointError: the folder has no such files, or a file that the index names does not exist.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = {SAFE_WEIGHTS_NAME}
@@ -127,7 +127,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def header_bytes(described: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
-    """What stands before the tensors in a file that holds these, in this order."""
+    """Return the header of a safetensors file that holds the described tensors in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in described.items():
@@ -139,18 +139,18 @@ def header_bytes(described: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> 
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def write_index(folder: Path, file_of: Mapping[str, str], num_bytes: int) -> None:
-    """Say which file of a folder holds which tensor, as `transformers` reads it."""
+    """Write the index that maps tensors to files of a folder, in the format of `transformers`."""
     content = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def file_names(num_bytes: Mapping[str, int], max_bytes: int = MAX_FILE_BYTES) -> dict[str, str]:
-    """The file of each tensor, by its bytes, filling files in order up to so many bytes each."""
+    """Assign each tensor to a file, in order, with at most `max_bytes` per file."""
     numbers, number, filled = {}, 1, 0
     for name, size in num_bytes.items():
         if filled and filled + size > max_bytes:
@@ -166,13 +166,13 @@ def write_model_files(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the weights of a model folder, files and index, from front to back, with one tensor in memory.
+    """Write the weight files and the index of a model folder, from front to back, with one tensor in memory.
 
     Args:
-        folder: exists.
+        folder: an existing folder.
         likes: shape and dtype of every tensor, in order.
         tensors: their values on the CPU, in the same order.
-        max_bytes: of tensors in a file.
+        max_bytes: largest size of the tensors in a file.
     """
     file_of = file_names({name: like.nbytes for name, like in likes.items()}, max_bytes)
     arriving = iter(tensors)

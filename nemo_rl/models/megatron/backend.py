@@ -1,11 +1,11 @@
-"""The Megatron Core training backend of one rank: assembles the parts of this package.
+"""The Megatron Core training backend on one rank; it combines the parts of this package.
 
-A `models.training.interfaces.PolicyBackend`; `policy.workers.rank` builds it inside a Ray actor, tests build it in
-plain processes. The process group is up before it is made, and there is one in a process.
+Implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray actor, tests build it in
+plain processes. The process group must exist before, and a process can hold one backend.
 
-Invariant: the weights are complete on this rank, for its share of the model, whenever anyone but a forward pass reads
-them. Below float32 the optimizer keeps float32 weights. With LoRA (`policy.megatron_cfg.peft`) the reference is the
-frozen base, and weights leave merged (`lora`).
+Invariant: this rank's part of the weights is complete (no gathering is outstanding) whenever code other than a forward
+pass reads it. For 16-bit weights the optimizer keeps float32 copies. With LoRA (`policy.megatron_cfg.peft`) the
+reference is the frozen base, and exported weights are merged (`lora`).
 """
 
 from collections import defaultdict
@@ -42,8 +42,8 @@ class MegatronBackend(PolicyBackend):
 
     Args:
         config: the policy section.
-        device: where this rank computes; the process group is up.
-        layout: what each rank is there for.
+        device: device on which this rank computes.
+        layout: sizes of the mesh axes.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
         init_reference_model: keep a copy of the initial weights in host memory.
         seed: run seed.
@@ -63,7 +63,7 @@ class MegatronBackend(PolicyBackend):
         self.device = device
         require_megatron_core()
         groups = start_model_parallel(layout, section, device, seed)
-        # Only now: on a machine without CUDA they need what has just been prepared.
+        # Imported only now: on a machine without CUDA these modules need `start_model_parallel` first.
         from nemo_rl.models.megatron import optimizer as optim
         from nemo_rl.models.megatron.expert_load import ExpertLoad
         from nemo_rl.models.megatron.lora import modules as lora
@@ -102,9 +102,9 @@ class MegatronBackend(PolicyBackend):
         self._schedule = Schedule(self.chunks, scoring, self._division, watch)
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """See `PolicyBackend.run`; a training pass is followed by an update, before the next one.
+        """See `PolicyBackend.run`; an update must follow each training pass before the next one.
 
-        Gradients are summed over ranks at the end of the pass, and must not be summed twice.
+        Gradients are summed over ranks at the end of the pass; a second pass would sum them twice.
         """
         assert not (backward and self._has_gradients), "an update (clip_and_step) comes between two training passes"
         self._has_gradients |= backward
@@ -112,11 +112,11 @@ class MegatronBackend(PolicyBackend):
         self._schedule.run(mine, forward_step, backward=backward)
 
     def update_metrics(self) -> dict[str, float]:
-        """See `PolicyBackend.update_metrics`: the load of experts, for a model that has some."""
+        """See `PolicyBackend.update_metrics`; returns the load of experts, if the model has experts."""
         return {} if self._load is None else self._load.end_update()
 
     def clip_and_step(self) -> tuple[float, bool]:
-        """See `PolicyBackend.clip_and_step`; a gradient that is not finite drops the update."""
+        """See `PolicyBackend.clip_and_step`; the update is dropped if the gradient is not finite."""
         assert self.optimizer is not None, "this policy was made without an optimizer"
         self._has_gradients = False
         if self._memory_level > 1:
@@ -131,7 +131,7 @@ class MegatronBackend(PolicyBackend):
         return norm, stepped
 
     def weights_here(self) -> dict[str, Tensor]:
-        """See `PolicyBackend.weights_here`; Megatron Core's names, from the first chunk on."""
+        """See `PolicyBackend.weights_here`; uses Megatron Core's names, chunks in order."""
         from nemo_rl.models.megatron.build import unwrap
 
         self._optim.complete_weights(self.chunks)
@@ -170,7 +170,7 @@ class MegatronBackend(PolicyBackend):
         """See `PolicyBackend.iterate_weights`.
 
         Raises:
-            WeightSyncError: adapters were trained, but every weight that leaves is the base model's.
+            WeightSyncError: adapters were trained, but every exported weight is still the base model's.
         """
         from nemo_rl.models.megatron.conversion.exporter import iterate_hf_weights
 
@@ -216,7 +216,7 @@ class MegatronBackend(PolicyBackend):
         return write_all
 
     def _adapter_writes(self, paths: CheckpointPaths, keep: Keep) -> list[Write]:
-        """What writes the adapters for other libraries, if there are any."""
+        """Return the writes of the adapters for other libraries; empty without adapters."""
         if not self._adapted:
             return []
         from nemo_rl.models.megatron.lora.files import save_adapter
@@ -243,7 +243,7 @@ class MegatronBackend(PolicyBackend):
         """See `PolicyBackend.decoder_layers`.
 
         Raises:
-            ConfigError: the stages are interleaved, where layers run for microbatches that nobody asked for.
+            ConfigError: the stages are interleaved, so that layers also run for filler microbatches.
         """
         if len(self.chunks) > 1:
             raise ConfigError(
@@ -266,7 +266,7 @@ class MegatronBackend(PolicyBackend):
         return row.cpu()
 
     def move_optimizer_state(self, to_host: bool) -> None:
-        """See `PolicyBackend.move_optimizer_state`; buffers for gradients are freed meanwhile."""
+        """See `PolicyBackend.move_optimizer_state`; gradient buffers are freed while the state is on the host."""
         if self._takes_turns and self.optimizer is not None and to_host != self._state_rests:
             for chunk in self.chunks:
                 if to_host:
@@ -287,7 +287,7 @@ class MegatronBackend(PolicyBackend):
         free_cache(self.device)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Every parameter and buffer of this rank, by chunk and name."""
+        """Return every parameter and buffer of this rank, by chunk and name."""
         from nemo_rl.models.megatron.build import unwrap
 
         return {
@@ -298,7 +298,7 @@ class MegatronBackend(PolicyBackend):
 
     @torch.no_grad()
     def _copies(self, memory: HostMemory) -> dict[str, Tensor]:
-        """Copies of the weights in host memory."""
+        """Copy the weights to host memory."""
         self._optim.complete_weights(self.chunks)
         return {name: memory.store(name, tensor) for name, tensor in self._weights().items()}
 
@@ -309,7 +309,7 @@ class MegatronBackend(PolicyBackend):
 
 
 def _model_config(config: PolicyConfig) -> PretrainedConfig:
-    """The model's configuration; that of a sequence classifier with one label for a reward model."""
+    """Load the model's configuration; for a reward model, that of a sequence classifier with one label."""
     hf_config = load_model_config(config.model_name, config.hf_config_overrides)
     if config.reward_model_cfg.enabled:
         classes: Any = AutoModelForSequenceClassification._model_mapping
@@ -321,7 +321,7 @@ def _model_config(config: PolicyConfig) -> PretrainedConfig:
 def _loaded_chunks(
     hf_config: PretrainedConfig, config: PolicyConfig, precision: torch.dtype, device: torch.device, seed: int
 ) -> list[Any]:
-    """This rank's virtual stages with the weights of the files; collective."""
+    """Build this rank's virtual stages and load their weights from the files; collective."""
     from nemo_rl.models.megatron.build import build_chunks
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
     from nemo_rl.models.megatron.schedule import prepare

@@ -1,8 +1,9 @@
-"""The GPTModels of one rank: one for each virtual pipeline stage, in Megatron Core's terms.
+"""Build the GPTModels of one rank, one for each virtual pipeline stage.
 
-`families` says what the architecture fixes, the section `policy.megatron_cfg` what the user chooses, and Megatron
-Core's parallel state which part of the model this rank has. Invariant: a fusion or kernel that is not installed is
-left out, so that one section serves machines with and without Transformer Engine; whatever changes the numbers is not.
+`families` gives the fields that the architecture fixes, the section `policy.megatron_cfg` gives the user's choices, and
+Megatron Core's parallel state gives this rank's part of the model. Invariant: a fusion or kernel that is not installed
+is left out, so that one section works with and without Transformer Engine; an option that changes the numbers is never
+left out.
 """
 
 import dataclasses
@@ -33,17 +34,17 @@ from nemo_rl.utils.errors import ConfigError
 def build_chunks(
     hf_config: PretrainedConfig, options: MegatronConfig, *, precision: torch.dtype, device: torch.device, seed: int = 0
 ) -> list[GPTModel]:
-    """Build this rank's part of the model; Megatron Core's parallel state is up.
+    """Build this rank's part of the model; Megatron Core's parallel state must be initialized.
 
     Args:
-        hf_config: of the model.
+        hf_config: Hugging Face configuration of the model.
         options: the section `policy.megatron_cfg`.
         precision: dtype of the weights.
-        device: where they lie; the current one, if a GPU.
-        seed: of weights that `model_overrides.perform_initialization` asks for; they have no values otherwise.
+        device: device of the weights; for a GPU, the current one.
+        seed: seed of the weights if `model_overrides.perform_initialization` is set; otherwise they have no values.
 
     Returns:
-        One model for each virtual stage, bare, in order.
+        One unwrapped model for each virtual stage, in order.
 
     Raises:
         ConfigError: Megatron Core cannot express the model, or refuses the combination of options.
@@ -64,7 +65,7 @@ def build_chunks(
 
 
 def unwrap(chunk: nn.Module) -> GPTModel:
-    """The model inside Megatron Core's wrappers, such as its DistributedDataParallel."""
+    """Return the model inside Megatron Core's wrappers, such as its DistributedDataParallel."""
     inner: Any = chunk
     while not isinstance(inner, GPTModel):
         inner = inner.module
@@ -74,7 +75,7 @@ def unwrap(chunk: nn.Module) -> GPTModel:
 def transformer_config(
     family: Family, hf_config: PretrainedConfig, options: MegatronConfig, precision: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Megatron Core's configuration of a model; see `build_chunks`."""
+    """Build Megatron Core's configuration of a model; see `build_chunks`."""
     fields = family.transformer_fields(hf_config)
     fields |= _sharding(options) | _precision(precision) | _recomputation(options)
     if "num_moe_experts" in fields:
@@ -90,7 +91,7 @@ def transformer_config(
 
 
 def _sharding(options: MegatronConfig) -> dict[str, Any]:
-    """Sizes as the parallel state has them."""
+    """Return the mesh sizes of the parallel state."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     pp = parallel_state.get_pipeline_model_parallel_world_size()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -104,11 +105,11 @@ def _sharding(options: MegatronConfig) -> dict[str, Any]:
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-        "variable_seq_lengths": pp > 1,  # with one stage nothing is sent, and gathering dispatchers refuse it
-        # Of models without experts too: the default dispatcher refuses variable lengths even there.
+        "variable_seq_lengths": pp > 1,  # with one stage nothing is sent, and allgather dispatchers refuse True
+        # Also for models without experts: the default dispatcher refuses variable lengths even for them.
         "moe_token_dispatcher_type": "alltoall",
-        # Batched messages match by order: of two interleaved stages, each of which is both neighbours of the other,
-        # hidden states and gradients would be taken for each other, and nothing says so.
+        # Batched messages are matched by order. With two interleaved stages, the previous and the next stage are the
+        # same rank, so hidden states and gradients would be silently confused.
         "batch_p2p_comm": False,
     }
 
@@ -120,7 +121,7 @@ def _precision(precision: torch.dtype) -> dict[str, Any]:
         "bf16": precision is torch.bfloat16,
         "fp16": precision is torch.float16,
         "attention_softmax_in_fp32": True,
-        "calculate_per_token_loss": True,  # losses come divided by the counts of the whole batch
+        "calculate_per_token_loss": True,  # losses are already divided by the counts of the whole batch
     }
 
 
@@ -135,7 +136,7 @@ def _recomputation(options: MegatronConfig) -> dict[str, Any]:
 def _kernels(
     options: MegatronConfig, device: torch.device, fields: dict[str, Any], rotary: Rotary | None
 ) -> dict[str, Any]:
-    """Fusions where they are installed and compute the same, and where parameters are made."""
+    """Choose the installed fused kernels that do not change the numbers, and the device of initialization."""
     on_gpu = device.type == "cuda"
     engine = on_gpu and HAVE_TE and options.transformer_impl != "local"
     if options.transformer_impl == "transformer_engine" and not engine:
@@ -143,7 +144,7 @@ def _kernels(
             "policy.megatron_cfg.transformer_impl=transformer_engine needs a GPU and the package transformer-engine. "
             "Install it (uv sync --extra transformer-engine), or leave the key out for the layers that need neither."
         )
-    # Transformer Engine's fused rotation knows no factor on sine and cosine, latent attention's none but YaRN.
+    # Transformer Engine's fused rotation supports no factor on sine and cosine; latent attention's supports only YaRN.
     fused_rotary = fields.get("rope_type") == "yarn" if rotary is None else rotary.scaling == 1.0
     kernels = {
         "transformer_impl": "transformer_engine" if engine else "local",
@@ -164,10 +165,10 @@ def _kernels(
 
 
 def _has_fused_gradients() -> bool:
-    """Whether APEX's extension is there, which Megatron Core's own layers import for it.
+    """Return True if APEX's extension is installed, which Megatron Core's own layers need for fused gradients.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the extension is not installed.
     """
     if find_spec(FUSED_GRADIENTS) is None:
         raise ConfigError(MISSING_FUSED_GRADIENTS.format(keys="policy.megatron_cfg"))
@@ -175,7 +176,7 @@ def _has_fused_gradients() -> bool:
 
 
 def _routing(hf_config: PretrainedConfig, options: MegatronConfig) -> dict[str, Any]:
-    """How tokens find their experts; None leaves what the family or Megatron Core says."""
+    """Return the routing fields; options that are None keep the value of the family or of Megatron Core."""
     coefficient = options.moe_aux_loss_coeff
     asked = {
         "moe_router_dtype": options.moe_router_dtype,
@@ -198,7 +199,7 @@ def _checked_overrides(overrides: dict[str, Any], kind: type[TransformerConfig])
 
 
 def _refuse_wrong_gradients(fields: dict[str, Any]) -> None:
-    """Refuse what Megatron Core would train wrongly without a word."""
+    """Refuse a combination of options that Megatron Core would silently train with wrong gradients."""
     tp, sequence_parallel = fields["tensor_model_parallel_size"], fields["sequence_parallel"]
     if fields.get("multi_latent_attention") and tp > 1 and not sequence_parallel:
         raise ConfigError(
@@ -215,7 +216,7 @@ def _build(
     *,
     separate_norms: bool,
 ) -> GPTModel:
-    """One stage's model."""
+    """Build the model of one stage."""
     model = GPTModel(
         config,
         choose_spec(config, family.traits, stage, separate_norms=separate_norms),
@@ -230,7 +231,7 @@ def _build(
         _set_rotary(model, rotary)
     _reduce_experts_once(model)
     if scale is not None and model.pre_process:
-        # Rounded as transformers does, which multiplies by a tensor of the weights' dtype.
+        # Rounded as in transformers, which multiplies by a tensor of the weights' dtype.
         rounded = torch.tensor(scale).to(config.params_dtype).item()
         model.embedding.register_forward_hook(partial(_scaled, rounded))
     return model
@@ -244,9 +245,9 @@ def _set_rotary(model: GPTModel, rotary: Rotary) -> None:
 
 
 def _reduce_experts_once(model: GPTModel) -> None:
-    """Keep gradients of experts out of the sum over tensor-parallel ranks that sequence parallelism needs.
+    """Exclude gradients of experts from the sum over tensor-parallel ranks that sequence parallelism needs.
 
-    Megatron Core marks the biases of experts for it, though they are already summed over the ranks that share them.
+    Megatron Core marks the biases of experts for this sum, but they are already summed over the ranks that share them.
     """
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:

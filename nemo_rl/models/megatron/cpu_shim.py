@@ -1,8 +1,8 @@
-"""Megatron Core on machines without CUDA: what of `torch.cuda` it takes for granted, answered for the CPU.
+"""Make Megatron Core run without CUDA by replacing the functions of `torch.cuda` that it calls unconditionally.
 
 Only for the process of a rank, which does nothing else. Megatron Core asks `torch.cuda` for the current device, for
-streams and for the state of the random generator, and names the device `cuda` in a few places. Invariant: the places
-are those of one version; any other is refused by name, because a place that was missed may give wrong numbers.
+streams and for the state of the random generator, and uses the device name `cuda` in a few places. Invariant: the
+replaced places are those of one version; other versions are refused, because a missed place may give wrong numbers.
 """
 
 import contextlib
@@ -21,22 +21,22 @@ from nemo_rl.models.megatron.release import require_megatron_core
 
 _CPU = torch.device("cpu")
 _NAMES_CUDA = ("pipeline_parallel.schedules", "models.common.embeddings.rope_utils")
-"""Modules on the way of every microbatch that make tensors on the device `cuda` or in page-locked memory."""
+"""Modules that every microbatch runs through and that make tensors on the device `cuda` or in page-locked memory."""
 _installed = False
 
 
 def install() -> None:
-    """Prepare this process; does nothing where there is CUDA, or the second time.
+    """Prepare this process; does nothing on a machine with CUDA, or when called again.
 
     Raises:
-        ConfigError: another release of megatron-core than the tested one is installed.
+        ConfigError: the installed release of megatron-core is not the tested one.
     """
     global _installed
     if _installed or torch.cuda.is_available():
         return
     require_megatron_core()
     _answer_for_cuda()
-    # Fused kernels are compiled by torch.compile, for seconds each; on CPUs they run as they are written.
+    # torch.compile would compile fused kernels, for seconds each; on CPUs they run uncompiled.
     torch.compiler.set_stance("force_eager")
     importlib.import_module("megatron.core.jit").disable_jit_fuser()
     _replace_random_state()
@@ -48,9 +48,10 @@ def install() -> None:
 
 
 def cuda_names() -> AbstractContextManager[None]:
-    """While an optimizer is made, steps or is loaded: tensors say that they are CUDA's, and are made on the CPU.
+    """Run a block in which tensors report CUDA types but are made on the CPU, for code of an optimizer.
 
-    Megatron Core compares `tensor.type()` with the names of CUDA's types there. Nothing happens without `install`.
+    When an optimizer is made, steps or is loaded, Megatron Core compares `tensor.type()` with the names of CUDA's
+    types. Has no effect without `install`.
     """
     return _cuda_names() if _installed else nullcontext()
 
@@ -69,14 +70,14 @@ class _CudaNames(TorchFunctionMode):
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a factory, without a GPU and without page-locked memory."""
+    """Return the arguments of a factory, changed to the CPU and to memory that is not page-locked."""
     if str(kwargs.get("device")).startswith("cuda"):
         kwargs = kwargs | {"device": _CPU}
     return kwargs | {"pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
 
 class _TorchOnCpu(ModuleType):
-    """`torch` as a module of Megatron Core sees it, whose factories make tensors on the CPU."""
+    """Replacement for `torch` in a module of Megatron Core, whose factories make tensors on the CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -85,7 +86,7 @@ class _TorchOnCpu(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
-        setattr(self, name, value)  # found without this function the next time
+        setattr(self, name, value)  # later look-ups do not call this function
         return value
 
 
@@ -98,7 +99,7 @@ def _made_on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _NoStream:
-    """A stream, or an event, of a device whose work is done when the call returns."""
+    """A stream or an event of a device that finishes all work before a call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -138,14 +139,14 @@ def _answer_for_cuda() -> None:
 
 
 def _replace_random_state() -> None:
-    """Recomputed layers draw the numbers that they drew before, from the CPU's generator."""
+    """Make recomputed layers draw the same random numbers again, from the CPU's generator."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
 def _replace_split_sizes() -> None:
-    """Sizes of an exchange between experts are lists of numbers; Megatron Core converts those on GPUs only."""
+    """Convert the sizes of an exchange between experts to numbers; Megatron Core converts them on GPUs only."""
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

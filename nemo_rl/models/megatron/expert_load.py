@@ -1,7 +1,7 @@
-"""How the tokens of an update spread over the experts of this model, and routers that do not train.
+"""Measure how the tokens of an update are spread over the experts.
 
-Counts are of all ranks and of real tokens, so they do not depend on how rows are cut into microbatches or ranks. The
-auxiliary losses themselves are Megatron Core's.
+Counts include all ranks and no padding, so they do not depend on how rows are divided into microbatches or among
+ranks. The auxiliary losses are Megatron Core's own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,18 +19,18 @@ from nemo_rl.models.training.expert_load import load_metrics
 
 
 def routers(chunks: Sequence[Any]) -> list[TopKRouter]:
-    """The routers of this rank's layers."""
+    """Return the routers of this rank's layers."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
 
 
 class ExpertLoad:
-    """Watches the routing of one optimizer update.
+    """Records the routing of one optimizer update.
 
     Args:
-        chunks: of this rank; all ranks have the same number of layers and experts in their configuration.
-        division: which of a row's tokens this rank's routers see.
-        device: where the model computes.
-        each_layer: report each layer's load too.
+        chunks: chunks of this rank; all ranks have the same number of layers and experts in their configuration.
+        division: division of a row's tokens, which says which tokens this rank's routers see.
+        device: device on which the model computes.
+        each_layer: also report the load of each layer.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ExpertLoad:
 
     @contextmanager
     def watching(self, inputs: RankInputs) -> Iterator[None]:
-        """Take note of what routers decide while the block runs a microbatch; not when it is recomputed later."""
+        """Record the routers' decisions while the block runs a microbatch, but not in a later recomputation."""
         self._real_N = inputs.between_layers(self._division).t().flatten()
         try:
             yield
@@ -55,12 +55,12 @@ class ExpertLoad:
 
     @torch.no_grad()
     def _count(self, layer: int, router: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
-        """After a router: `output` are weights and choices, both `[N, E]`."""
+        """Count the choices of a router; `output` is weights and choices, both `[N, E]`."""
         if self._real_N is not None:
             self._counts[layer] += (output[1].bool() & self._real_N[:, None]).sum(0)
 
     def end_update(self) -> dict[str, float]:
-        """`expert_load.load_metrics` of the update, equal on all ranks; collective."""
+        """Return `expert_load.load_metrics` of the update, equal on all ranks; collective."""
         dist.all_reduce(self._counts)
         metrics = load_metrics(self._counts.cpu(), each_layer=self._each_layer)
         self._counts.zero_()

@@ -1,8 +1,8 @@
-"""One microbatch as Megatron Core's GPTModel takes it on this rank, and where its scored tokens went.
+"""Convert a microbatch to this rank's inputs of Megatron Core's GPTModel, and locate its scored tokens.
 
 Rows are padded, `[b, T]` under causal attention without a mask tensor, or packed end to end (`thd`). Context-parallel
-ranks cut every sequence into `2 cp` equal chunks, and rank r has chunk r and chunk `2 cp - 1 - r`; so every sequence is
-padded to a multiple of `2 cp` tokens, at its end, where no token of it looks.
+ranks cut every sequence into `2 cp` equal chunks, and rank r has chunk r and chunk `2 cp - 1 - r`. So every sequence is
+padded to a multiple of `2 cp` tokens, at its end, which no earlier token attends to.
 
 Invariant: all K scored tokens are on exactly one context-parallel rank, whatever the layout.
 Legend: `T` tokens of a row, `t` those of this rank, `N` tokens of a packed row, `k` scored tokens of this rank.
@@ -23,13 +23,13 @@ from nemo_rl.models.training.inputs import ModelInputs, round_up
 
 @dataclass(frozen=True)
 class Division:
-    """How the tokens of a row are divided.
+    """Division of a row's tokens among ranks.
 
     Attributes:
-        cp: context-parallel ranks.
-        cp_rank: this one.
-        sp: ranks that divide a context-parallel rank's tokens between layers (sequence parallelism).
-        sp_rank: this one.
+        cp: number of context-parallel ranks.
+        cp_rank: this rank among them.
+        sp: number of ranks that divide a context-parallel rank's tokens between layers (sequence parallelism).
+        sp_rank: this rank among them.
     """
 
     cp: int = 1
@@ -39,12 +39,12 @@ class Division:
 
     @property
     def of_sequence(self) -> int:
-        """Tokens that the length of a sequence is a multiple of."""
+        """The length of a sequence must be a multiple of this number of tokens."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def of_row(self) -> int:
-        """Tokens that the length of a row is a multiple of."""
+        """The length of a row must be a multiple of this number of tokens."""
         return math.lcm(self.of_sequence, self.cp * self.sp)
 
 
@@ -55,8 +55,8 @@ class RankInputs:
     Attributes:
         arguments: keyword arguments of GPTModel.
         positions_k: indices of the scored tokens in the flattened hidden states `[t, b]`.
-        targets_k: as `ModelInputs.targets_K`, of these tokens.
-        places_k: which of the microbatch's K scores they are.
+        targets_k: as `ModelInputs.targets_K`, for these tokens.
+        places_k: indices of these tokens among the microbatch's K scores.
         num_scores: K.
         real_tokens: `[b, t]` bool, False on padding.
         unfiltered: as in `ModelInputs`.
@@ -73,16 +73,16 @@ class RankInputs:
     top_k: TopK | None = None
 
     def between_layers(self, division: Division) -> Tensor:
-        """`real_tokens` `[b, t / sp]` of those that this rank has between layers."""
+        """Return `real_tokens` `[b, t / sp]` of the tokens that this rank has between layers."""
         return self.real_tokens.chunk(division.sp, dim=1)[division.sp_rank]
 
 
 def rank_inputs(inputs: ModelInputs, division: Division) -> RankInputs:
-    """This rank's part of a microbatch.
+    """Return this rank's part of a microbatch.
 
     Args:
         inputs: the microbatch, equal on all ranks that share it.
-        division: which part.
+        division: division of the tokens among ranks.
     """
     bounds = inputs.model_inputs.get("cu_seq_lens_q")
     tokens = inputs.model_inputs["input_ids"]
@@ -116,7 +116,7 @@ def rank_inputs(inputs: ModelInputs, division: Division) -> RankInputs:
 
 
 def without_scores(inputs: RankInputs) -> RankInputs:
-    """The same tokens, none of which is scored."""
+    """Return the same tokens without scored ones."""
     return RankInputs(
         arguments=inputs.arguments,
         positions_k=inputs.positions_k[:0],
@@ -128,7 +128,7 @@ def without_scores(inputs: RankInputs) -> RankInputs:
 
 
 def row_order(num_tokens: int, division: Division) -> Tensor:
-    """`[T]`: where each token of one row is among the parts of all context-parallel ranks, laid end to end."""
+    """Return `[T]`, the index of each token of a row in the end-to-end parts of all context-parallel ranks."""
     parts = [
         _own_tokens([0, num_tokens], Division(division.cp, rank), torch.device("cpu")) for rank in range(division.cp)
     ]
@@ -136,19 +136,19 @@ def row_order(num_tokens: int, division: Division) -> Tensor:
 
 
 def _padded_bounds(bounds: Sequence[int], division: Division) -> list[int]:
-    """Bounds of the sequences once each is padded, and a last one that fills the row up."""
+    """Return the bounds of the padded sequences, and of a last sequence that fills the row."""
     padded = [0]
     for start, stop in pairwise(bounds):
         padded.append(padded[-1] + round_up(stop - start, division.of_sequence))
     total = round_up(padded[-1], division.of_row)
     if total > padded[-1]:
-        # A row that is not packed is one sequence, and a packed one gets another.
+        # A row that is not packed is one longer sequence; a packed row gets another sequence.
         padded = [*padded, total] if len(bounds) > 2 else [0, total]
     return padded
 
 
 def _source_tokens(old: Sequence[int], new: Sequence[int], device: torch.device) -> Tensor:
-    """`[T]` int64: which token of the old row each token of the new one is; -1 for padding."""
+    """Return `[T]` int64, the index in the old row of each token of the new row; -1 for padding."""
     source = torch.full((new[-1],), -1, dtype=torch.int64)
     for (start, stop), begin in zip(pairwise(old), new, strict=False):
         source[begin : begin + stop - start] = torch.arange(start, stop)
@@ -156,7 +156,7 @@ def _source_tokens(old: Sequence[int], new: Sequence[int], device: torch.device)
 
 
 def _own_tokens(bounds: Sequence[int], division: Division, device: torch.device) -> Tensor:
-    """`[t]` int64: this rank's tokens of the row, in the order in which it has them."""
+    """Return `[t]` int64, the indices in the row of this rank's tokens, in the rank's order."""
     if division.cp == 1:
         return torch.arange(bounds[-1], device=device)
     mine = (division.cp_rank, 2 * division.cp - 1 - division.cp_rank)
@@ -168,18 +168,18 @@ def _own_tokens(bounds: Sequence[int], division: Division, device: torch.device)
 
 
 def _moved(rows: Tensor, source_T: Tensor) -> Tensor:
-    """Rows `[b, W]` on their new places `[b, T]`; 0 on padding."""
+    """Move rows `[b, W]` to their new positions `[b, T]`; padding is 0."""
     return rows[:, source_T.clamp(min=0)].where(source_T >= 0, rows.new_zeros(()))
 
 
 def _starts(bounds: Sequence[int], device: torch.device) -> Tensor:
-    """`[T]`: where the sequence of each token begins."""
+    """Return `[T]`, the start of each token's sequence."""
     lengths = torch.tensor([stop - start for start, stop in pairwise(bounds)])
     return torch.repeat_interleave(torch.tensor(bounds[:-1]), lengths).to(device)
 
 
 def _scored(positions_K: Tensor, width: int, rows: int, source_T: Tensor, own_t: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices into `[t, b]` of those scored tokens that this rank has, and which of the K they are."""
+    """Return indices into flattened `[t, b]` of this rank's scored tokens, and their indices among the K scores."""
     place_of = torch.full((width,), -1, dtype=torch.int64, device=own_t.device)
     source_t = source_T[own_t]
     held = source_t >= 0

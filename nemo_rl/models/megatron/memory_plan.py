@@ -1,9 +1,8 @@
-"""Predicted memory of each rank of Megatron Core; the counterpart of `dtensor.memory_plan`.
+"""Predict the memory of each rank of Megatron Core, as `dtensor.memory_plan` does for FSDP.
 
-Other than with FSDP, a rank has its part of the weights whole, buffers for all of their gradients, and of the
-optimizer's float32 state the share of its data-parallel rank (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054).
-Activations are those of plain PyTorch layers, divided as in Korthikanti et al. 2022 (arXiv:2205.05198); Transformer
-Engine's fused layers keep less. Imports nothing of megatron.
+Unlike with FSDP, data-parallel ranks do not shard weights and gradient buffers; they shard the optimizer's float32
+state (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054). Activations are those of plain PyTorch layers, divided as in
+Korthikanti et al. 2022 (arXiv:2205.05198); Transformer Engine's fused layers keep less. Does not import megatron.
 
 Invariant: as in `models.capacity.memory`.
 """
@@ -17,7 +16,7 @@ _SELECTIVE = "Selective recomputation saves some of the activations; they are co
 
 
 def stage_layers(total: int, stages: int, section: MegatronConfig) -> list[range]:
-    """Decoder layers of each pipeline stage, for sizes that `mesh_check` has accepted."""
+    """Return the decoder layers of each pipeline stage, for sizes that `mesh_check` has accepted."""
     first, last = section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage
     given = (first or 0) + (last or 0)
     size = (total - given) // max(stages - bool(first) - bool(last), 1)
@@ -36,10 +35,10 @@ class MegatronRank(RankMemory):
         return stage_layers(len(self.trace.layers), self.layout.pp, self.policy.megatron_cfg)[self.stage]
 
     def plan(self) -> MemoryPlan:
-        """All moments of a step."""
+        """Predict the memory of all moments of a step."""
         section, missing = self.policy.megatron_cfg, []
         weights = {"weights": (self._dense + self._experts + self._adapters) * self.itemsize}
-        # Adapters are switched off for the reference.
+        # With LoRA no copy is needed: the reference is the model with its adapters switched off.
         copies = self.work.keeps_reference and not section.peft.enabled
         host = {"reference weights and their place": 2 * weights["weights"]} if copies else {}
         stays = weights | (host if self.work.on_cpu else {})
@@ -59,12 +58,12 @@ class MegatronRank(RankMemory):
 
     @property
     def _dense(self) -> float:
-        """Elements outside of routed experts."""
+        """Number of elements outside of routed experts."""
         inside = sum(self._part(self.trace.layers[index]) for index in self.layers)
         return inside + sum(each.matrices / self.layout.tp + each.vectors for each in self.outside)
 
     def _part(self, layer: Parameters) -> float:
-        """Elements of a layer; routers, and what latent attention compresses with, are whole on every rank."""
+        """Count a rank's elements of a layer; routers and the down projections of latent attention are not divided."""
         latent, experts = getattr(self.model, "kv_lora_rank", None), self._count("n_routed_experts", "num_experts")
         width = latent + self.model.qk_rope_head_dim + (self.model.q_lora_rank or 0) if latent else 0
         whole = self.trace.hidden * (width + (experts if layer.experts else 0))
@@ -75,31 +74,31 @@ class MegatronRank(RankMemory):
 
     @property
     def _experts(self) -> float:
-        """Elements of routed experts."""
+        """Number of elements of routed experts."""
         parts = self.layout.ep * self.policy.megatron_cfg.expert_tensor_parallel_size
         return sum(self.trace.layers[index].experts for index in self.layers) / parts
 
     @property
     def _adapters(self) -> float:
-        """Elements of the stage's adapters, as if no axis divided them: at most so many; routed experts have none."""
+        """Upper bound on the elements of the stage's adapters, without division; routed experts have no adapters."""
         peft = self.policy.megatron_cfg.peft
         return self.trace.linears * peft.dim * len(self.layers) / len(self.trace.layers) if peft.enabled else 0.0
 
     @property
     def _copies(self) -> tuple[int, float]:
-        """Ranks that have the same dense weights, and those that have the same experts."""
+        """Numbers of ranks that hold the same dense weights, and that hold the same experts."""
         layout, parts = self.layout, self.layout.ep * self.policy.megatron_cfg.expert_tensor_parallel_size
         same = layout.data_parallel_size * layout.cp
         return same, same * layout.tp / parts
 
     @property
     def _trained(self) -> tuple[float, float]:
-        """Elements with a gradient: outside of routed experts, and in them; of adapters alone where there are some."""
+        """Numbers of elements with a gradient, outside of and in routed experts; with LoRA only those of adapters."""
         return (self._adapters, 0.0) if self.policy.megatron_cfg.peft.enabled else (self._dense, self._experts)
 
     @property
     def _updated(self) -> float:
-        """Elements that the rank's optimizer moves."""
+        """Number of elements that the rank's optimizer updates."""
         if not self.policy.megatron_cfg.optimizer.use_distributed_optimizer:
             return sum(self._trained)
         return sum(each / copies for each, copies in zip(self._trained, self._copies, strict=True))
@@ -110,18 +109,19 @@ class MegatronRank(RankMemory):
 
     @property
     def _gradients(self) -> float:
-        """Bytes of the buffers; they hold a gradient of every weight that is trained."""
+        """Bytes of the gradient buffers, which hold a gradient for every trained weight."""
         return sum(self._trained) * self._gradient_size
 
     def _state_per_weight(self) -> int:
-        """Float32 numbers that the optimizer keeps of each weight: moments, and the weight where layers have less."""
+        """Return how many float32 numbers the optimizer keeps per weight: moments, and a copy of 16-bit weights."""
         wanted = self.policy.megatron_cfg.optimizer
         moments = 2 if wanted.optimizer == "adam" else int(wanted.sgd_momentum > 0)
         return moments + (self.itemsize < WIDE)
 
     def _training(self) -> dict[str, Moment]:
         kept, again = self._activations()
-        # The head's float32 copy and gradient, and the hidden states of all tokens that it works on.
+        # The backward pass of the head also needs the hidden states of all tokens that it works on (`hidden`) and the
+        # head's float32 copy and gradient (`2 * self.head`).
         hidden = self.has_head * 2 * self.tokens * self.trace.hidden * self.itemsize
         wide = self._updated * WIDE if self._gradient_size < WIDE else 0.0
         moved = min(self.largest / self._copies[0], self._updated)
@@ -133,12 +133,12 @@ class MegatronRank(RankMemory):
         }
 
     def _pass(self) -> Moment:
-        """A forward pass without a backward one: what a layer and the head need at a time."""
+        """Return the memory of a forward pass without backward: one layer and the head at a time."""
         one = max(map(self._kept, range(len(self.trace.activations))), default=0.0)
         return {"activations": one, "logits": self.logits(2)}
 
     def _activations(self) -> tuple[float, float]:
-        """What the backward pass needs of all microbatches under way on the stage, and what it computes again."""
+        """Return the bytes of activations kept for all microbatches in flight, and the bytes that are recomputed."""
         section = self.policy.megatron_cfg
         layers = self.layers if self.trace.activations else range(0)
         sharing = self.layout.tp if section.sequence_parallel else 1
@@ -150,8 +150,9 @@ class MegatronRank(RankMemory):
         return whole * microbatches_in_flight(self.stage, self.layout.pp, chunks) + self.trace.others / sharing, again
 
     def _kept(self, index: int) -> float:
-        """Bytes of one microbatch in a layer; sequence parallelism divides inputs of the blocks too, which are
-        gathered again on the way back.
+        """Return the bytes that a layer keeps for one microbatch.
+
+        Sequence parallelism also divides the inputs of the blocks, which are gathered again in the backward pass.
         """
         layout, each = self.layout, self.trace.activations[index]
         sharing = layout.tp if self.policy.megatron_cfg.sequence_parallel else 1
@@ -160,11 +161,11 @@ class MegatronRank(RankMemory):
         return (each.outside + each.into_blocks) / sharing + inside
 
     def _other_code(self, index: int) -> float:
-        """Bytes by which Megatron Core's blocks keep more than those of transformers.
+        """Return the bytes that Megatron Core's blocks keep in addition to those of transformers.
 
-        Values are a part of the product that also has queries and keys, which stays whole, and on CPUs the output of
-        attention is copied. Of a feed-forward with a gate plain code keeps one more tensor of its width, `up + offset`
-        (`megatron.core.transformer.mlp`), and a fused kernel one less.
+        Values are a view of the product that also holds queries and keys, so the whole product is kept. On CPUs the
+        output of attention is copied. In a gated feed-forward layer plain code keeps one more tensor of its width,
+        `up + offset` (`megatron.core.transformer.mlp`), and a fused kernel keeps one less.
         """
         model, numbers = self.model, 0
         if not getattr(model, "kv_lora_rank", None):

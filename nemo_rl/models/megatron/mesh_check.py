@@ -1,6 +1,7 @@
-"""What Megatron Core cannot train on a mesh: found before Ray starts, from the model's configuration alone.
+"""Check before Ray starts, from the model's configuration only, that Megatron Core can train on a mesh.
 
-Imports nothing of megatron. Invariant: all findings come at once, with the arithmetic and the nearest valid choice.
+Does not import megatron. Invariant: all findings are reported together, with the arithmetic and the nearest valid
+choice.
 """
 
 from collections.abc import Iterator
@@ -20,11 +21,11 @@ _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeli
 def check_mesh(
     policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, section: str = "policy"
 ) -> Findings:
-    """What keeps a model from being trained, or from answering, with Megatron Core on a mesh.
+    """Find the reasons why Megatron Core cannot train a model, or run it for inference, on a mesh.
 
     Args:
         policy: section of the model.
-        layout: sizes that the section and the number of ranks give.
+        layout: axis sizes, from the section and the number of ranks.
         model: the model's configuration.
         section: name of the section, for messages; only `policy` is trained.
     """
@@ -48,7 +49,7 @@ def check_mesh(
 
 
 def _check_sequence_parallel(mesh: Mesh, asked: MegatronConfig, *, trains: bool) -> Findings:
-    """Sequences are divided among tensor-parallel ranks, and must be where those train experts."""
+    """Check that sequence parallelism has ranks to divide sequences, and is on if tensor parallelism needs it."""
     if asked.sequence_parallel and mesh.layout.tp == 1:
         yield (
             f"{mesh.keys}.sequence_parallel=true divides sequences among the ranks of {mesh.name('tp')}. Set it to "
@@ -69,7 +70,7 @@ def _check_sequence_parallel(mesh: Mesh, asked: MegatronConfig, *, trains: bool)
 
 
 def _check_expert_parts(mesh: Mesh) -> Findings:
-    """The ranks that share each expert have equal parts of it."""
+    """Check that the ranks that divide each expert have equal parts of it."""
     if mesh.asked.size("etp") == 1:
         return
     if mesh.experts is None:
@@ -81,7 +82,7 @@ def _check_expert_parts(mesh: Mesh) -> Findings:
 
 
 def _check_dispatcher(mesh: Mesh, asked: MegatronConfig) -> Findings:
-    """Tokens are gathered only from ranks that have equally many of them, and only where all microbatches have."""
+    """Check that the allgather dispatcher gathers equal numbers of tokens from all ranks and in all microbatches."""
     if mesh.experts is None or asked.moe_token_dispatcher_type != "allgather":
         return
     given, with_same_rows = f"{mesh.keys}.moe_token_dispatcher_type=allgather", mesh.layout.tp * mesh.layout.cp
@@ -96,7 +97,7 @@ def _check_dispatcher(mesh: Mesh, asked: MegatronConfig) -> Findings:
 
 
 def _check_pipeline(mesh: Mesh, asked: MegatronConfig) -> Findings:
-    """Every chunk of every stage has the same number of layers, but for those of the first and last stage."""
+    """Check that all chunks have the same number of layers, except for those of the first and last stage."""
     pp, chunks = mesh.layout.pp, mesh.asked.size("virtual")
     ends = {key: count for key in (_FIRST, _LAST) if (count := getattr(asked, key)) is not None}
     written = [f"{key}={count}" for key, count in ends.items()] + ([mesh.name("virtual")] if chunks > 1 else [])
@@ -121,7 +122,7 @@ def _check_pipeline(mesh: Mesh, asked: MegatronConfig) -> Findings:
 
 
 def _fits(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> bool:
-    """Whether equal chunks are left once the first and last stage have their layers."""
+    """Return whether the layers without those of the first and last stage divide into equal chunks."""
     if stages == 1:
         return not ends and chunks == 1
     rest, others = layers - sum(ends.values()), stages - len(ends)
@@ -144,7 +145,10 @@ def _arithmetic(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> 
 
 
 def _last_stages(layers: int, stages: int, chunks: int) -> Iterator[int]:
-    """Layers of a shorter last stage, which also has the vocabulary, that leave equal ones; the longest first."""
+    """Yield the layers of a shorter last stage that leave equal other stages, largest first.
+
+    The last stage also has the vocabulary.
+    """
     for last in range(layers // stages, 0, -1):
         if last % chunks == 0 and _fits(layers, stages, chunks, {_LAST: last}):
             yield last

@@ -1,7 +1,8 @@
-"""What Megatron Core cannot express of a model, or refuses of the options for it: found before Ray starts.
+"""Check before Ray starts that Megatron Core can express a model and accepts the options for it.
 
-Reads configurations and the source of Megatron Core's own, and imports nothing of megatron. Invariant: what a rank
-would refuse of a model or of `policy.megatron_cfg` on every machine is refused here, with the same words or better.
+Reads configurations and the source of Megatron Core's configuration classes; does not import megatron. Invariant: a
+model or option that a rank would refuse on every machine is refused by this module, with the same message or a better
+one.
 """
 
 import ast
@@ -20,7 +21,7 @@ from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.models.megatron.families import family_of
 
 _FIXED = ("calculate_per_token_loss", "variable_seq_lengths", "batch_p2p_comm")
-"""Fields on which `schedule` relies."""
+"""Fields whose values `schedule` depends on."""
 _OF_THE_WEIGHTS = (
     "num_layers",
     "hidden_size",
@@ -36,21 +37,21 @@ _OF_THE_WEIGHTS = (
     "gated_linear_unit",
     "multi_latent_attention",
 )
-"""Fields that say which tensors there are, and of what shape."""
+"""Fields that determine which tensors exist, and their shapes."""
 _SOURCES = ("model_parallel_config.py", "transformer/transformer_config.py")
 _KERNEL_CHOICES = {"flash": "100", "fused": "010", "unfused": "001", "local": "000", "auto": "111"}
-"""What Megatron Core wants in the variables below for each `attention_backend`."""
+"""Values of `_KERNEL_VARIABLES` that Megatron Core expects for each `attention_backend`."""
 _KERNEL_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def check_expressible(model: PretrainedConfig) -> dict[str, Any]:
-    """Read a model in Megatron Core's terms as ranks will.
+    """Translate a model's configuration for Megatron Core, as ranks will.
 
     Returns:
         The fields of `TransformerConfig` that the architecture fixes.
 
     Raises:
-        ConfigError: Megatron Core cannot express it; has the name of the field.
+        ConfigError: Megatron Core cannot express the model; the message names the field.
     """
     family = family_of(model)
     fields = family.transformer_fields(model)
@@ -61,12 +62,12 @@ def check_expressible(model: PretrainedConfig) -> dict[str, Any]:
 
 
 def check_options(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -> Findings:
-    """Options that a model does not have, or that contradict it.
+    """Find options that a model does not have, or that contradict it.
 
     Args:
-        keys: of the section, as `policy.megatron_cfg`.
+        keys: name of the section, such as `policy.megatron_cfg`.
         asked: the section.
-        fields: from `check_expressible`.
+        fields: result of `check_expressible`.
     """
     kind = "MLATransformerConfig" if fields.get("multi_latent_attention") else "TransformerConfig"
     yield from check_overrides(keys, asked.model_overrides, _fields_of(kind), kind)
@@ -82,12 +83,12 @@ def check_options(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -
 
 
 def check_overrides(keys: str, overrides: Collection[str], known: Collection[str], kind: str) -> Findings:
-    """Overrides are fields of Megatron Core's configuration that may change.
+    """Check that overrides are fields of Megatron Core's configuration, and that they may be changed.
 
     Args:
-        keys: of the section, as `policy.megatron_cfg`.
+        keys: name of the section, such as `policy.megatron_cfg`.
         overrides: names in `model_overrides`.
-        known: fields of the class; empty where they are unknown here.
+        known: fields of the class; empty if they are unknown.
         kind: name of the class.
     """
     for name in overrides:
@@ -105,7 +106,7 @@ def check_overrides(keys: str, overrides: Collection[str], known: Collection[str
 
 @cache
 def _fields_of(kind: str) -> Collection[str]:
-    """Fields of one of Megatron Core's dataclasses, by its source; none where it is not installed."""
+    """Read the fields of one of Megatron Core's dataclasses from its source; empty if it is not installed."""
     package = importlib.util.find_spec("megatron")
     folders = [] if package is None else list(package.submodule_search_locations or ())
     sources = [Path(folder) / "core" / name for folder in folders for name in _SOURCES]
@@ -149,7 +150,7 @@ def _check_recomputation(keys: str, asked: MegatronConfig, fields: Mapping[str, 
 
 
 def _check_routing(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -> Findings:
-    """How tokens find experts, as far as it contradicts itself or the model."""
+    """Check that the routing options contradict neither each other nor the model."""
     if asked.moe_router_enable_expert_bias and fields["moe_router_score_function"] == "softmax":
         yield (
             f"{keys}.moe_router_enable_expert_bias=true needs routing by sigmoids, and this model routes by a softmax. "
@@ -170,7 +171,7 @@ def _check_routing(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) 
 
 
 def _check_kernel_variables(keys: str, asked: MegatronConfig) -> Findings:
-    """Megatron Core sets Transformer Engine's variables by `attention_backend`, and accepts no other values."""
+    """Check that the environment agrees with the variables that Megatron Core sets by `attention_backend`."""
     choice = asked.attention_backend or "auto"
     present = {**os.environ, **(asked.env_vars or {})}
     wanted = dict(zip(_KERNEL_VARIABLES, _KERNEL_CHOICES[choice], strict=True))

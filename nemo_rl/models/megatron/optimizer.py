@@ -1,7 +1,7 @@
 """Megatron Core's data parallelism, optimizer and schedule, from `policy.megatron_cfg`.
 
-Invariant: an update whose gradient is not finite changes nothing but the gradients, which are zero after it.
-As Megatron Core does, biases and other vectors (norms) have no weight decay.
+Invariant: an update whose gradient is not finite changes only the gradients, which are zero after it.
+As in Megatron Core, biases and other vectors (norms) have no weight decay.
 """
 
 import logging
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 def with_gradients(chunks: Sequence[Any], section: MegatronConfig) -> list[DistributedDataParallel]:
-    """Give the chunks buffers for gradients that are summed over data-parallel and context-parallel ranks.
+    """Wrap the chunks with buffers for gradients that are summed over data-parallel and context-parallel ranks.
 
     Args:
-        chunks: GPTModels, prepared (`schedule.prepare`) and with weights.
+        chunks: GPTModels after `schedule.prepare`, with weights.
         section: `policy.megatron_cfg`.
     """
     wanted = section.distributed_data_parallel_config
@@ -61,12 +61,12 @@ def with_gradients(chunks: Sequence[Any], section: MegatronConfig) -> list[Distr
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], section: MegatronConfig, *, precision: torch.dtype
 ) -> MegatronOptimizer:
-    """The optimizer of `policy.megatron_cfg.optimizer`.
+    """Build the optimizer of `policy.megatron_cfg.optimizer`.
 
     Args:
-        chunks: from `with_gradients`.
+        chunks: result of `with_gradients`.
         section: `policy.megatron_cfg`.
-        precision: of the weights that layers compute with; below float32 the optimizer keeps float32 ones.
+        precision: dtype of the weights in the layers; for 16-bit weights the optimizer keeps float32 copies.
     """
     wanted = section.optimizer
     on_gpu, distributed = is_on_gpu(chunks), chunks[0].ddp_config.use_distributed_optimizer
@@ -97,16 +97,16 @@ def build_optimizer(
 
 
 def is_on_gpu(chunks: Sequence[Any]) -> bool:
-    """Whether a rank's weights are in the memory of a GPU."""
+    """Return whether a rank's weights are in the memory of a GPU."""
     return next(chunks[0].parameters()).is_cuda
 
 
 def _holds_its_state(section: MegatronConfig, precision: torch.dtype) -> bool:
-    """Whether Adam is Transformer Engine's and holds float32 weights itself; there are none next to float32 ones.
+    """Return whether to use Transformer Engine's Adam, which itself holds float32 copies of 16-bit weights.
 
-    It could hold of each float32 weight the 16 bits that its bfloat16 weight lacks (`store_param_remainders`), for 2
-    bytes less per weight, divided by the data-parallel ranks. Megatron Core 0.19 saves those bits as if they were the
-    weight (`DistributedOptimizer.get_parameter_state_dp_zero`), so whole weights are kept.
+    It could store only the 16 bits of each float32 weight that the bfloat16 weight lacks (`store_param_remainders`),
+    which saves 2 bytes per weight, divided by the data-parallel ranks. But Megatron Core 0.19 saves those bits as if
+    they were the weight (`DistributedOptimizer.get_parameter_state_dp_zero`), so whole weights are kept.
     """
     wanted = section.optimizer
     asked = wanted.use_precision_aware_optimizer and wanted.optimizer == "adam" and precision is not torch.float32
@@ -114,10 +114,10 @@ def _holds_its_state(section: MegatronConfig, precision: torch.dtype) -> bool:
 
 
 def build_scheduler(optimizer: MegatronOptimizer, section: MegatronConfig) -> OptimizerParamScheduler:
-    """The schedule of learning rate and weight decay, in training steps.
+    """Build the schedule of learning rate and weight decay, in training steps.
 
     Args:
-        optimizer: from `build_optimizer`.
+        optimizer: result of `build_optimizer`.
         section: `policy.megatron_cfg`.
 
     Raises:
@@ -149,9 +149,9 @@ def build_scheduler(optimizer: MegatronOptimizer, section: MegatronConfig) -> Op
 
 
 def _last_step(wanted: MegatronSchedulerConfig) -> int:
-    """The step at which rate and decay have their last values."""
+    """Return the step at which learning rate and weight decay reach their last values."""
     if wanted.lr_decay_style == wanted.weight_decay_incr_style == "constant":
-        return max(wanted.lr_decay_iters or 0, wanted.lr_warmup_iters + 1)  # nothing depends on it
+        return max(wanted.lr_decay_iters or 0, wanted.lr_warmup_iters + 1)  # the value has no effect
     if wanted.lr_decay_iters is None:
         raise ConfigError(
             f"policy.megatron_cfg.scheduler has lr_decay_style={wanted.lr_decay_style} and weight_decay_incr_style="
@@ -163,13 +163,13 @@ def _last_step(wanted: MegatronSchedulerConfig) -> int:
 def clip_and_step(
     optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]
 ) -> tuple[float, bool, list[str]]:
-    """Clip, update and set gradients to zero; collective.
+    """Clip gradients, update the weights and set gradients to zero; collective.
 
-    Megatron Core's own `step` updates with a norm that is not finite; these are its parts.
+    Calls the parts of Megatron Core's `step` separately, because `step` updates even if the norm is not finite.
 
     Returns:
-        The norm before clipping, equal on all ranks, whether the update was made, and else the names of this rank's
-        gradients that are not finite.
+        The norm before clipping, equal on all ranks; whether the update was made; and if it was not, the names of
+        this rank's gradients that are not finite.
     """
     with cpu_shim.cuda_names():
         overflow = optimizer.prepare_grads()
@@ -198,20 +198,20 @@ def _clip(optimizer: MegatronOptimizer, norm: float) -> None:
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
-    """One optimizer for experts and one for the rest, those that this rank has parameters for."""
+    """Return the optimizers of experts and of other parameters, as far as this rank has parameters for them."""
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
 @torch.no_grad()
 def move_part(part: Any, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
-    """Move what an optimizer keeps on a device, moments and float32 weights, into host memory or back.
+    """Move an optimizer's moments and float32 weights from the device to host memory, or back.
 
     Args:
-        part: from `parts_of`. What it updates on the host (`optimizer_cpu_offload`) stays there.
-        memory: of this part alone.
-        device: of the model.
-        to_host: the direction.
+        part: one of `parts_of`; parameters that it updates on the host (`optimizer_cpu_offload`) stay there.
+        memory: host memory for this part only.
+        device: device of the model.
+        to_host: move to the host; False moves back.
     """
     inner, kept = part.optimizer, _float32_weights(part)
     if isinstance(inner, HybridDeviceOptimizer):
@@ -228,25 +228,25 @@ def move_part(part: Any, memory: HostMemory, device: torch.device, *, to_host: b
 
 
 def _float32_weights(part: Any) -> list[torch.Tensor]:
-    """The float32 weights that Megatron Core's optimizer keeps beside 16-bit ones."""
+    """Return the float32 copies that Megatron Core's optimizer keeps of 16-bit weights."""
     groups = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(part, "fp32_from_float16_groups", [])
-    return [weight for group in groups for weight in group if weight is not None]  # None: the inner optimizer has it
+    return [weight for group in groups for weight in group if weight is not None]  # None: the inner optimizer holds it
 
 
 def zero_gradients(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> None:
-    """Start the next update from gradients of zero."""
+    """Set all gradients to zero for the next update."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:
-    """The rate of the parameters that have no rate of their own."""
+    """Return the learning rate of the parameters without a separate rate."""
     return float(get_canonical_lr_for_logging(optimizer.param_groups) or 0.0)
 
 
 def complete_weights(chunks: Sequence[Any]) -> None:
-    """Finish gathering the weights that an update left to the next forward pass, before anyone reads them."""
+    """Finish gathering the weights, which an update leaves to the next forward pass; call it before reading them."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:

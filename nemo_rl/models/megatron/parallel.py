@@ -1,7 +1,7 @@
-"""Megatron Core's process groups and random states of this rank, from the parallel layout.
+"""Start Megatron Core's process groups and random states on this rank, from the parallel layout.
 
 Invariant: ranks are numbered as in `parallel_layout` (pp outermost, tp innermost), which is Megatron Core's order
-`tp-cp-ep-dp-pp`; every group gives up after the time that the default group gives up after.
+`tp-cp-ep-dp-pp`; every group has the timeout of the default group.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from nemo_rl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups that this rank's tokens are divided over; None where it has all of them.
+    """Groups that divide this rank's layers and tokens; None for an axis with one rank.
 
     Attributes:
         tp: ranks that divide each layer and the vocabulary.
@@ -36,16 +36,16 @@ class Groups:
 def start_model_parallel(
     layout: ParallelLayout, section: MegatronConfig, device: torch.device, seed: int = 0
 ) -> Groups:
-    """Make the groups, once the default process group is up; collective.
+    """Make the groups; the default process group must exist. Collective.
 
     Args:
-        layout: what each rank is there for.
+        layout: sizes of the mesh axes.
         section: `policy.megatron_cfg`.
-        device: where this rank computes; without CUDA the process is prepared by `cpu_shim`.
-        seed: of the random states that Megatron Core keeps for dropout.
+        device: device on which this rank computes; on a CPU the process is prepared by `cpu_shim`.
+        seed: seed of the random states that Megatron Core keeps for dropout.
 
     Raises:
-        ConfigError: the process group has another number of ranks than the layout.
+        ConfigError: the process group and the layout have different numbers of ranks.
     """
     if layout.num_ranks != dist.get_world_size():
         raise ConfigError(f"the parallel layout has {layout.num_ranks} ranks, the group {dist.get_world_size()}.")
@@ -74,7 +74,7 @@ def start_model_parallel(
 
 
 def division_of(groups: Groups) -> Division:
-    """Which of a row's tokens this rank has."""
+    """Return the division of a row's tokens, with this rank's part."""
     cp, sp = groups.cp, groups.tp if groups.sequence_parallel else None
     return Division(
         cp=cp.size() if cp else 1,
@@ -85,7 +85,7 @@ def division_of(groups: Groups) -> Division:
 
 
 def stop_model_parallel() -> None:
-    """Forget the groups, so that others can be made."""
+    """Destroy the groups, so that new ones can be made."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

@@ -1,14 +1,14 @@
-"""Packages of the Megatron backend: the release that it was written for, and an extension; imports neither."""
+"""Check that the tested release of megatron-core, and an extension of APEX, are installed; imports neither."""
 
 import importlib.metadata
 
 from nemo_rl.utils.errors import ConfigError
 
 TESTED_VERSION = "0.19.2"
-"""`pyproject.toml` pins it; in any other a place that takes CUDA for granted, or a default, may have moved."""
+"""Release that `pyproject.toml` pins; in others, code that assumes CUDA, or a default, may have changed."""
 
 FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
-"""The extension of APEX that adds a weight's gradient to the sum in its product."""
+"""Extension of APEX that fuses the product of a weight's gradient with its addition to the sum."""
 MISSING_FUSED_GRADIENTS = (
     f"{{keys}}.gradient_accumulation_fusion=true needs the extension {FUSED_GRADIENTS} of NVIDIA's APEX, which is not "
     "installed. Build APEX with --cpp_ext and --cuda_ext (https://github.com/NVIDIA/apex), or set the key to false: "
@@ -17,7 +17,7 @@ MISSING_FUSED_GRADIENTS = (
 
 
 def missing_megatron_core() -> str | None:
-    """What this Python lacks: megatron-core, or the tested release of it; None if it is there."""
+    """Return a message if megatron-core, or its tested release, is not installed; None if it is."""
     try:
         found = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -29,15 +29,15 @@ def require_megatron_core(asked_by: str = "policy.megatron_cfg.enabled=true") ->
     """Refuse a Python without megatron-core, or with another release than the tested one.
 
     Args:
-        asked_by: the setting that needs it, for the message.
+        asked_by: the setting that needs megatron-core, for the message.
 
     Raises:
-        ConfigError: names what is installed, and the command that installs what is needed.
+        ConfigError: it is missing; the message names the installed release and the command that installs the right one.
     """
     missing = missing_megatron_core()
     if missing is None:
         return
     raise ConfigError(
-        f"{asked_by}: {missing}. Install it beside the "
+        f"{asked_by}: {missing}. Install it together with the "
         "extra that you use, for example: uv sync --extra vllm --extra mcore (on CPUs: --extra cpu --extra mcore)."
     )

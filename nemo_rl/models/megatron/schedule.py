@@ -1,10 +1,11 @@
-"""Carry microbatches through the stages with Megatron Core's schedules: one stage, 1F1B, interleaved.
+"""Run microbatches through the stages with Megatron Core's schedules: one stage, 1F1B, interleaved.
 
-Losses come divided by global counts, so gradients are sums over microbatches, data-parallel and context-parallel ranks:
-`calculate_per_token_loss` keeps Megatron Core from averaging, and gradients are finalized without a token count.
+Losses are already divided by global counts, so gradients are sums over microbatches and over data-parallel and
+context-parallel ranks. `calculate_per_token_loss` prevents Megatron Core from averaging, and gradients are finalized
+without a token count.
 
-Invariant: any number of microbatches of any lengths runs on any stages. The fields of the model's configuration that
-the schedules read are set where it is made (`build.transformer_config`).
+Invariant: any number of microbatches of any lengths runs on any stages. `build.transformer_config` sets the fields of
+the model's configuration that the schedules read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,25 +28,25 @@ from nemo_rl.models.megatron.scoring import Scoring
 from nemo_rl.models.training.interfaces import ForwardStep
 
 type Watch = Callable[[RankInputs], AbstractContextManager[None]]
-"""Context manager around the forward pass of a microbatch in a chunk of this stage."""
+"""Returns a context manager around the forward pass of a microbatch in a chunk of this stage."""
 
 
 def prepare(chunks: Sequence[Any]) -> None:
-    """Say to the GPTModels of this rank what becomes of their gradients at the end of a pass."""
+    """Set the function that finalizes the gradients of this rank's GPTModels at the end of a pass."""
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = _finalize
 
 
 def _finalize(chunks: list[Any], num_tokens: Tensor | None = None, **how: Any) -> None:
-    """Sum gradients over the ranks that have parts of them; nothing divides them."""
+    """Sum gradients over the ranks that have parts of them, without dividing them."""
     finalize_model_grads(chunks, None, **how)
 
 
 class StageLinks(P2PCommunicator):
-    """Messages between stages, whose shapes go the way of the messages themselves.
+    """Messages between stages; their shapes are sent in the same way as the messages.
 
-    Megatron Core sends shapes in a batch even where it sends messages one by one; of two interleaved stages the shapes
-    of hidden states and of gradients would be taken for each other.
+    Megatron Core sends shapes in a batch even if it sends messages one by one. With two interleaved stages the shapes
+    of hidden states and of gradients would then be confused.
     """
 
     def _communicate_shapes(
@@ -78,10 +79,10 @@ class Schedule:
     """Runs the microbatches of this rank.
 
     Args:
-        chunks: of this rank, prepared; with gradients they are wrapped for data parallelism.
-        scoring: what the last stage makes of hidden states.
-        division: which of a row's tokens this rank has.
-        watch: around every forward pass of a training microbatch.
+        chunks: chunks of this rank after `prepare`; for training they are wrapped for data parallelism.
+        scoring: turns the last stage's hidden states into scores.
+        division: division of a row's tokens among ranks.
+        watch: context manager around every forward pass of a training microbatch.
     """
 
     def __init__(self, chunks: list[Any], scoring: Scoring, division: Division, watch: Watch | None = None) -> None:
@@ -93,7 +94,7 @@ class Schedule:
         self._num_given = 0
 
     def run(self, microbatches: Sequence[RankInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """See `PolicyBackend.run`; every training pass starts from gradients of zero, and is followed by an update."""
+        """See `PolicyBackend.run`; a training pass needs gradients of zero before it and an update after it."""
         for chunk in self._chunks:
             chunk.train(backward)
         filled, self._num_given = self._filled(microbatches), len(microbatches)
@@ -114,10 +115,11 @@ class Schedule:
             )
 
     def _filled(self, microbatches: Sequence[RankInputs]) -> list[RankInputs]:
-        """The microbatches, and as many without scores as interleaved stages need.
+        """Return the microbatches, followed by the filler microbatches without scores that interleaved stages need.
 
-        They take them in groups of as many as there are stages; with one group alone, where every forward pass comes
-        before the first backward pass, neighbours wait for each other's shapes for ever.
+        Interleaved stages take microbatches in groups whose size is the number of stages, and need two groups: with
+        only one, every forward pass precedes the first backward pass, and neighbours wait forever for each other's
+        shapes.
         """
         stages, given = self._groups.pp.size(), len(microbatches)
         missing = max(-(-given // stages), 2) * stages - given if len(self._chunks) > 1 else 0
@@ -133,11 +135,11 @@ class Schedule:
         numbered: Iterator[tuple[int, RankInputs]],
         chunk: Any,
     ) -> tuple[Any, Callable[..., Any]]:
-        """Megatron Core's `forward_step_func`."""
+        """Run one forward pass; Megatron Core's `forward_step_func`."""
         index, inputs = next(numbered)
         arguments = {**inputs.arguments, "output_processor": self._scoring, "output_processor_context": inputs}
         if self._balances:
-            # Only the first stage divides the mask as it divides the tokens.
+            # Only the first stage divides the mask together with the tokens.
             first = get_attr_wrapped_model(chunk, "pre_process")
             arguments["padding_mask"] = ~(inputs.real_tokens if first else inputs.between_layers(self._division))
         watches = backward and self._watch is not None and index < self._num_given
@@ -145,11 +147,11 @@ class Schedule:
             return chunk(**arguments), partial(loss_of, index)
 
     def _weigh_auxiliary_losses(self, microbatches: Sequence[RankInputs]) -> None:
-        """Make Megatron Core's auxiliary losses means over the tokens of all microbatches and ranks.
+        """Scale Megatron Core's auxiliary losses to means over the tokens of all microbatches and ranks.
 
-        It multiplies each by tokens and ranks, and counts on the division by all tokens that comes later. The tokens
-        are meant to be those of the rank, but the sum over the ranks that share the microbatch is made in their place
-        (`moe_utils.get_tokens_per_expert_and_token_count`), so that the ranks count twice.
+        Megatron Core multiplies each loss by tokens and ranks, and expects a later division by all tokens. The tokens
+        should be those of the rank, but Megatron Core uses their sum over the ranks that share the microbatch
+        (`moe_utils.get_tokens_per_expert_and_token_count`), so that these ranks are counted twice.
         """
         tokens = sum(inputs.real_tokens.sum() for inputs in microbatches)
         assert isinstance(tokens, Tensor), "there is a microbatch"
@@ -161,12 +163,12 @@ class Schedule:
 def _loss_of(
     forward_step: ForwardStep, num_microbatches: int, *, backward: bool
 ) -> Callable[[int, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, dict[str, Any]]]:
-    """Megatron Core's loss function: `(loss, number of tokens, what to keep)`; nothing reads the last two."""
+    """Return Megatron Core's loss function: `(loss, number of tokens, results)`, of which only the loss is used."""
 
     def loss_of(index: int, scores: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         loss = forward_step(index, *scores) if index < num_microbatches else None
         if loss is None:
-            # The schedule wants a number; in a training pass one that reaches every parameter.
+            # The schedule needs a loss; in a training pass it must depend on every parameter.
             loss = 0.0 * scores[0].sum() if backward else torch.zeros((), device=scores[0].device)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 

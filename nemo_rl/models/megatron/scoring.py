@@ -1,8 +1,8 @@
-"""From the last stage's hidden states to scores: GPTModel's public hook `output_processor`.
+"""Turn the last stage's hidden states into scores, through GPTModel's public hook `output_processor`.
 
 The vocabulary stays divided over the tensor-parallel ranks, and logits exist for a chunk of tokens only
 (`distributed.parallel_logprobs`). Invariant: every rank of the last stage that shares a microbatch gets the scores of
-all K tokens; the gradient of each score flows into the tokens of the rank that has it, once.
+all K tokens; the gradient of each score flows once, into the rank that holds its token.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from nemo_rl.models.megatron.parallel import Groups
 
 
 class ScalarHead(nn.Module):
-    """The head of a reward model in the place of the output layer: one number for a hidden state.
+    """The head of a reward model, which replaces the output layer: one number per hidden state.
 
-    Every tensor-parallel rank has all of it and sees the same hidden states, so its gradient is whole on each.
+    Every tensor-parallel rank has the whole head and sees the same hidden states, so every rank has its whole gradient.
 
     Attributes:
-        weight: `[1, D]`, Hugging Face's `score.weight`.
+        weight: `[1, D]`, `score.weight` in Hugging Face models.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -32,16 +32,16 @@ class ScalarHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
 
     def forward(self, hidden_kD: Tensor) -> Tensor:
-        """`[k]` scores."""
+        """Return `[k]` scores."""
         return (hidden_kD @ self.weight.t()).squeeze(-1)
 
 
 def give_scalar_head(chunks: Sequence[Any], *, std: float) -> None:
-    """Replace the output layer of the last stage, where this rank has it.
+    """Replace the output layer of the last stage, if this rank has it.
 
     Args:
-        chunks: bare GPTModels that do not share the embedding's weight with the output layer.
-        std: of the values that it has until it is loaded, the same on every rank and in every run.
+        chunks: unwrapped GPTModels that do not share the embedding's weight with the output layer.
+        std: standard deviation of the initial values, which are the same on every rank and in every run.
     """
     for chunk in chunks:
         assert not chunk.share_embeddings_and_output_weights, "a scalar head shares no weight with the embedding"
@@ -54,19 +54,19 @@ def give_scalar_head(chunks: Sequence[Any], *, std: float) -> None:
 
 
 def logit_transform(hf_config: PretrainedConfig) -> LogitTransform:
-    """What the families that are built here do to the output of their linear head."""
+    """Return the operation that the supported families apply to the output of their linear head."""
     cap = getattr(hf_config.get_text_config(), "final_logit_softcapping", None)
     return LogitTransform(cap=cap)
 
 
 class Scoring:
-    """Called by GPTModel in the last stage, with the `RankInputs` as context.
+    """Scores hidden states; GPTModel calls it in the last stage with the `RankInputs` as context.
 
     Args:
         groups: the ranks that divide tokens and vocabulary.
-        density: what `policy.generation` samples from.
-        transform: what follows the linear head.
-        chunk_size: tokens per chunk of logits; None takes what suits the device.
+        density: density from which `policy.generation` samples.
+        transform: operations after the linear head.
+        chunk_size: tokens per chunk of logits; None takes a default for the device.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Scoring:
         Args:
             hidden_states: `[t, b, D]`; with sequence parallelism `[t / tp, b, D]`.
             output_layer: the head.
-            output_weight: the embedding's weight where the head shares it.
-            context: which tokens to score.
-            **ignored: what else GPTModel offers.
+            output_weight: the embedding's weight if the head shares it; else None.
+            context: the microbatch, with the tokens to score.
+            **ignored: further arguments of GPTModel.
 
         Returns:
             `(logprobs_K, entropy_K)`, or `(logits_Kk, ids_Kk)`, or `(scores_K, zeros_K)` of a scalar head; float32
@@ -121,7 +121,7 @@ class Scoring:
         return self._of_all(first, context), self._of_all(second, context)
 
     def _hidden(self, hidden_states: Tensor, context: RankInputs, *, partial_gradient: bool) -> Tensor:
-        """`[k, D]` of the scored tokens; a divided head's gradients are summed over its ranks on the way back."""
+        """Return `[k, D]` of the scored tokens; the backward pass sums a divided head's gradients over its ranks."""
         if self._groups.sequence_parallel:
             hidden_states = all_gather(hidden_states, 0, self._groups.tp, partial_gradient=partial_gradient)
         hidden_kD = hidden_states.flatten(0, 1).index_select(0, context.positions_k)
@@ -130,7 +130,7 @@ class Scoring:
         return hidden_kD
 
     def _of_all(self, values_k: Tensor, context: RankInputs) -> Tensor:
-        """The values `[K, ...]` of all context-parallel ranks."""
+        """Collect the values `[K, ...]` of all context-parallel ranks."""
         if self._groups.cp is None:
             return values_k
         whole = values_k.new_zeros((context.num_scores, *values_k.shape[1:]))

@@ -1,7 +1,7 @@
-"""Megatron Core as runs and tools see it: what it can train, and its checkpoints without a model.
+"""The Megatron Core backend for runs and tools: checks of a configuration, and checkpoints without loading a model.
 
-Imports nothing of megatron: that changes a process (streams, compiled kernels, on CPUs a stand-in for CUDA), and only
-ranks are there for it.
+Does not import megatron, because that changes a process (streams, compiled kernels, on CPUs a replacement for CUDA);
+only processes of ranks may be changed in this way.
 """
 
 import logging
@@ -27,15 +27,17 @@ if TYPE_CHECKING:  # see `models.training.backends`
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "NRL_MEGATRON_CHECKPOINT_DIR"
-"""Where NeMo RL keeps converted models."""
-
+"""Environment variable with the folder in which NeMo RL keeps converted models."""
 
 _MOST_ROUNDED_SUMS = 8
-"""Microbatches of an update whose gradients may be added in a 16-bit format without a warning."""
+"""Largest number of microbatches whose gradients are summed in a 16-bit dtype without a warning."""
 
 
 def _warn_of_rounded_sums(policy: PolicyConfig, layout: ParallelLayout) -> None:
-    """A 16-bit sum loses what is below 1/256 (bfloat16) of what it has, the more the more microbatches it has taken."""
+    """Warn if gradients of many microbatches are summed in 16 bits.
+
+    A bfloat16 sum loses terms below 1/256 of its value, and the loss grows with the number of microbatches.
+    """
     if policy.precision == "float32" or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32:
         return
     rows = policy.train_global_batch_size // layout.data_parallel_size
@@ -55,9 +57,7 @@ class MegatronTraining(TrainingBackend):
     rank_class = "nemo_rl.models.megatron.backend.MegatronBackend"
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Hold the mesh against the model's configuration, and read that in Megatron Core's terms; see
-        `TrainingBackend.check`.
-        """
+        """Check the mesh, the model's configuration and the options; see `TrainingBackend.check`."""
         try:
             layout = ParallelLayout.of(policy, num_ranks)
         except ConfigError as error:
@@ -83,8 +83,10 @@ class MegatronTraining(TrainingBackend):
         return MegatronRank
 
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
-        """One queue to each GPU where layers are divided: Megatron Core starts a transfer before the product that hides
-        it, and relies on the GPU to keep that order (`core/tensor_parallel/layers.py`).
+        """Limit each GPU to one hardware queue if layers are divided.
+
+        Megatron Core starts a transfer before the product that overlaps with it, and relies on the GPU to keep that
+        order (`core/tensor_parallel/layers.py`).
         """
         section = policy.megatron_cfg
         divided = section.tensor_model_parallel_size > 1 or section.context_parallel_size > 1

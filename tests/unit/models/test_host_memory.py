@@ -228,7 +228,7 @@ def test_a_frozen_model_held_in_its_precision_says_the_same(arch, tmp_path, monk
     with process_group():
         for on_gpu in (False, True):
             if on_gpu:
-                monkeypatch.setattr(backend_module, "_memory_is_dear", lambda device: True)
+                monkeypatch.setattr(backend_module, "_stores_compute_precision", lambda device: True)
             teacher, _ = _worker(name, takes_turns=False, frozen=True, precision="bfloat16")
             sizes = {parameter.dtype for parameter in teacher.backend.model.parameters()}
             assert sizes == {torch.bfloat16 if on_gpu else torch.float32}

@@ -102,7 +102,7 @@ def test_stages_that_repeat_what_comes_before_the_layers_are_refused(monkeypatch
     monkeypatch.setattr(stages._Through, "forward", given)
     with pytest.raises(ConfigError, match="GraniteForCausalLM cannot be divided into pipeline stages"):
         prove("granite", PP2, fields={"embedding_multiplier": 3.0})
-    monkeypatch.setattr("nemo_rl.models.dtensor.build.try_division", lambda twin: None)
+    monkeypatch.setattr("nemo_rl.models.dtensor.build.try_division", lambda probe_model: None)
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 is not right for granite: .* the loss differs"):
         prove("granite", PP2, fields={"embedding_multiplier": 3.0})
 

@@ -24,11 +24,11 @@ PACKS = (
     *("smollm3", "glm4", "granite", "gemma2", "gpt_oss"),
 )
 REFUSED_AT_LOAD = {
-    "falcon": "FalconForCausalLM computes its attention in code of its own",
-    "gptj": "GPTJForCausalLM computes its attention in code of its own",
-    "gpt_neo": "GPTNeoForCausalLM computes its attention in code of its own",
-    "mpt": "MptForCausalLM computes its attention in code of its own",
-    "bloom": "BloomForCausalLM computes its attention in code of its own",
+    "falcon": "FalconForCausalLM computes its attention in its own code",
+    "gptj": "GPTJForCausalLM computes its attention in its own code",
+    "gpt_neo": "GPTNeoForCausalLM computes its attention in its own code",
+    "mpt": "MptForCausalLM computes its attention in its own code",
+    "bloom": "BloomForCausalLM computes its attention in its own code",
 }
 REFUSED_BY_PROBE = {
     "llama4_text": "Llama4ForCausalLM uses chunked attention",

@@ -1,8 +1,8 @@
-"""Configurations of published models, for questions about their size where the hub is out of reach.
+"""Configurations of published models, for size estimates when the hub cannot be reached.
 
-`<owner>/<name>/config.json` here is what `AutoConfig` reads; values are the published ones, and a test compares the
-number of parameters they give with the published number. Invariant: nothing is loaded or trained by these files; a run
-reads the model's own.
+`AutoConfig` can read `<owner>/<name>/config.json` in this folder. The values are the published ones, and a test
+compares the resulting number of parameters with the published number. Invariant: these files are never used to load or
+train a model; a run reads the model's own configuration.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ FOLDER = Path(__file__).parent
 
 
 def known_models() -> list[str]:
-    """Hub ids of the models in this folder."""
+    """Return the hub ids of the models in this folder."""
     return sorted(file.parent.relative_to(FOLDER).as_posix() for file in FOLDER.glob("*/*/config.json"))
 
 
 def with_local_configs[ConfigT: MasterConfig | EvalMasterConfig](config: ConfigT) -> ConfigT:
-    """A copy whose models have a configuration that can be read without a network; for questions about sizes only.
+    """Copy a configuration and point its models to local configurations; for size estimates only.
 
     Raises:
-        ConfigError: a model is neither a folder, nor in the hub's cache, nor among these.
+        ConfigError: a model is neither a folder, nor in the hub's cache, nor in this folder.
     """
     local = deepcopy(config)
     for model in _models(local):

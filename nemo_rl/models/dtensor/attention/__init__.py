@@ -1,7 +1,7 @@
-"""The attention function of training: one for padded rows, packed rows, and rows divided over ranks.
+"""The attention function for training, which serves padded rows, packed rows and rows divided over ranks.
 
-`function` is what transformers calls (computed by `models.attention`), `probe` compares it with the model's own
-attention at load, and `choice` says what a policy section needs of it.
+`function` holds the function that transformers calls (computed by `models.attention`), `probe` compares it with the
+model's own attention at load, and `choice` decides which attention a policy section needs.
 """
 
 from nemo_rl.models.dtensor.attention.choice import attention_to_load, can_share_prompts, choose_attention

@@ -1,11 +1,11 @@
 """The attention function that transformers calls, registered under `VARLEN_ATTENTION`.
 
 Invariant: token i of a sequence attends to tokens j <= i of the same sequence, within the layer's sliding window, and
-to nothing else; what cannot be honoured is refused, not approximated. A layer's window is the one in its mask, as in
-the attention functions of transformers: not every architecture passes it beside the mask.
+to nothing else; unsupported arguments are refused, not approximated. A layer's window is read from its mask, as in the
+attention functions of transformers, because not every architecture passes it as a separate argument.
 
-The model's forward carries down what says which tokens belong together: `cu_seq_lens_q` of packed rows
-(`models.training.inputs`), or `divided_row` of rows that several ranks share.
+Keyword arguments of the model's forward say which tokens belong together: `cu_seq_lens_q` for packed rows
+(`models.training.inputs`), or `divided_row` for rows that several ranks share.
 """
 
 from dataclasses import replace
@@ -24,22 +24,22 @@ _REFUSED_ARGUMENTS = ("position_bias", "head_mask")
 
 
 class DividedRow(Protocol):
-    """A row whose tokens lie elsewhere, or in another order, than attention needs them.
+    """A row whose tokens are on other ranks, or in another order, than attention needs.
 
     Attributes:
-        plan: the pieces, in places of what `enter` returns.
+        plan: the pieces, in positions of the tensors that `enter` returns.
     """
 
     plan: AttentionPlan
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Bring `[b, H, t, D]` to where the plan counts."""
+        """Move `[b, H, t, D]` to the ranks and the order of the plan."""
 
     def leave(self, out: Tensor) -> Tensor:
-        """Bring the output `[b, H, T, D]` to where the queries came from."""
+        """Move the output `[b, H, T, D]` back to the ranks and the order of the queries."""
 
     def heads_of(self, per_head: Tensor) -> Tensor:
-        """The entries `[H]` of the heads that `enter` returns."""
+        """Select the entries of a per-head tensor `[H]` for the heads that `enter` returns."""
 
 
 def varlen_attention(
@@ -57,31 +57,31 @@ def varlen_attention(
     divided_row: DividedRow | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each segment of a packed row, or inside each row if not packed.
+    """Compute causal attention inside each segment of a packed row, or inside each row if not packed.
 
-    The signature is the one transformers calls attention functions with.
+    The signature is the one with which transformers calls attention functions.
 
     Args:
         module: the attention layer.
         query: `[b, H, T, D]`; b is 1 for packed rows.
         key: `[b, H_kv, T, D]`.
         value: `[b, H_kv, T, D_v]`.
-        attention_mask: what `_window_mask` made: the layer's window, 0-d int64, or None; boundaries come from
-            `cu_seq_lens_q` or `divided_row`.
+        attention_mask: result of `_window_mask`: the layer's window, 0-d int64, or None; segment boundaries come
+            from `cu_seq_lens_q` or `divided_row`.
         dropout: attention dropout probability.
         scaling: factor on the scores; None means `D ** -0.5`.
         softcap: bound of the scores; see `Scoring`.
         s_aux: `[H]` attention sinks; see `Scoring`.
         cu_seq_lens_q: `[S + 1]` int32 segment boundaries in the packed row; None for plain rows.
         max_length_q: length of the longest segment.
-        divided_row: how to find the tokens of a row that is divided; knows its segments.
-        **kwargs: other arguments of the model; those that change the scores are refused.
+        divided_row: moves the tokens of a row that ranks divide, and holds its segments.
+        **kwargs: other arguments of the model; arguments that change the scores are refused.
 
     Returns:
         `([b, T, H, D_v] output, None)`.
 
     Raises:
-        ConfigError: the layer asks for something this attention cannot honour.
+        ConfigError: the layer passes an argument that this attention does not support.
     """
     _refuse_unsupported(module, attention_mask, kwargs)
     window = None if attention_mask is None else int(attention_mask)
@@ -112,17 +112,17 @@ def _refuse_unsupported(module: nn.Module, attention_mask: Tensor | None, kwargs
 
 
 def _window_mask(*, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask function that goes with `varlen_attention`: of a layer's mask it keeps the window.
+    """Return the window of a layer's mask; the mask function registered with `varlen_attention`.
 
     Args:
         local_size: the window, in tokens; None for full attention.
-        **kwargs: sizes of the batch and the mask as a function, which transformers passes as well.
+        **kwargs: sizes of the batch and the mask as a function, which transformers also passes; ignored.
     """
     return None if local_size is None else torch.tensor(local_size)
 
 
 def register_varlen_attention() -> str:
-    """Make the implementation known to transformers; returns its name for `attn_implementation`."""
+    """Register the implementation with transformers; return its name for `attn_implementation`."""
     AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)
     AttentionMaskInterface.register(VARLEN_ATTENTION, _window_mask)
     return VARLEN_ATTENTION

@@ -1,10 +1,10 @@
-"""Whether an architecture computes the same with the registered attention as with its own, asked of the model itself.
+"""Check on the model itself that the registered attention gives the same outputs as the model's own attention.
 
-Two sequences are scored padded by the model's own attention and then as training would lay them out: packed, padded,
-or divided. Catches what an architecture's mask holds beyond causality and windows, and every way in which tokens meet
-outside attention: state-space or convolution layers, masks built inside the model, positions not taken from
-`position_ids`. Invariant: what is used in training has passed on the real weights; windows are shortened for the
-check, so that the few tokens reach beyond them.
+Two sequences are scored padded by the model's own attention and then in the layout of training: packed, padded, or
+divided. This finds masks that hold more than causality and windows, and interactions of tokens outside attention:
+state-space or convolution layers, masks built inside the model, positions not taken from `position_ids`.
+Invariant: the attention used in training has passed the check; windows are shortened for it, so that the few tokens
+of the check reach beyond them.
 """
 
 import logging
@@ -27,39 +27,39 @@ from nemo_rl.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[PreTrainedModel, dict[str, Any]], Tensor]
-"""A model and its inputs to the `[b, T, ...]` outputs that are compared."""
+"""Maps a model and its inputs to the `[b, T, ...]` outputs that are compared."""
 
 _LENGTHS = (11, 9)
 _ALIKE = 5
-"""Tokens that both sequences begin with."""
+"""Number of tokens at the start that both sequences share."""
 _STRIDE = 7
 _WINDOW = 4
 _WITHOUT_DIVISION = "Set policy.dtensor_cfg.context_parallel_size=1 for this model."
 
 
 def logits(model: PreTrainedModel, model_inputs: dict[str, Any]) -> Tensor:
-    """`[b, T, V]` logits of a language model."""
+    """Return the `[b, T, V]` logits of a language model."""
     return model(**model_inputs, use_cache=False).logits
 
 
 def use_registered_attention(
     model: PreTrainedModel, *, packed: bool, divided: bool, forward: Forward = logits
 ) -> PreTrainedModel:
-    """Give a model the registered attention; where nothing needs it and it would change the outputs, leave its own.
+    """Set the registered attention on a model; keep the model's own if outputs differ and nothing needs the other.
 
     Args:
         model: the unsharded model with its real weights.
         packed: sequences are packed into rows.
         divided: context-parallel ranks divide rows.
-        forward: what is compared; logits by default.
+        forward: returns the outputs to compare; logits by default.
 
     Raises:
-        ConfigError: packing or division needs it, and the architecture does not compute the same.
+        ConfigError: packing or division needs the registered attention, and the outputs differ with it.
     """
     own = model.config._attn_implementation
     try:
         if not model._can_set_attn_implementation():
-            raise ConfigError(f"{type(model).__name__} computes its attention in code of its own.")
+            raise ConfigError(f"{type(model).__name__} computes its attention in its own code.")
         model.set_attn_implementation(register_varlen_attention())
         if packed:
             verify_packing(model, forward)
@@ -78,11 +78,11 @@ def use_registered_attention(
 
 
 def verify_packing(model: PreTrainedModel, forward: Forward = logits) -> None:
-    """Check that packed sequences score as they do padded, in the model's own attention.
+    """Check that packed sequences score like padded sequences in the model's own attention.
 
     Args:
         model: the unsharded model, with `attn_implementation=VARLEN_ATTENTION`.
-        forward: what is compared; logits by default.
+        forward: returns the outputs to compare; logits by default.
 
     Raises:
         ConfigError: the packed outputs differ, or the model's forward does not accept the arguments.
@@ -91,13 +91,13 @@ def verify_packing(model: PreTrainedModel, forward: Forward = logits) -> None:
 
 
 def verify_division(model: PreTrainedModel, forward: Forward = logits) -> None:
-    """Check that tokens meet in attention only: their order in the row does not matter where positions are given.
+    """Check that tokens interact in attention only: given positions, their order in the row does not matter.
 
-    So it must be where each context-parallel rank has some of the tokens.
+    Context parallelism needs this, because each rank holds only some of the tokens.
 
     Args:
         model: the unsharded model, with `attn_implementation=VARLEN_ATTENTION`.
-        forward: what is compared; logits by default.
+        forward: returns the outputs to compare; logits by default.
 
     Raises:
         ConfigError: the outputs differ, or the model's forward does not accept the arguments.
@@ -106,11 +106,11 @@ def verify_division(model: PreTrainedModel, forward: Forward = logits) -> None:
 
 
 def verify_shared_prompts(model: PreTrainedModel, forward: Forward = logits) -> None:
-    """Check that packed sequences with one copy of their prompt score as they do padded.
+    """Check that packed sequences with one copy of their prompt score like padded sequences.
 
     Args:
         model: the unsharded model, with `attn_implementation=VARLEN_ATTENTION`.
-        forward: what is compared; logits by default.
+        forward: returns the outputs to compare; logits by default.
 
     Raises:
         ConfigError: the outputs differ, or the model's forward does not accept the arguments.
@@ -119,7 +119,7 @@ def verify_shared_prompts(model: PreTrainedModel, forward: Forward = logits) -> 
 
 
 type _LayOut = Callable[[list[Tensor]], tuple[dict[str, Any], Callable[[Tensor], Tensor]]]
-"""Segments to a model's arguments, and to what brings its outputs into the order of the segments' tokens."""
+"""Maps segments to a model's arguments and to a function that puts its outputs into the order of the tokens."""
 
 
 @torch.no_grad()
@@ -161,7 +161,7 @@ def _padded(segments: list[Tensor]) -> dict[str, Any]:
 
 
 def _rows_of(output: Tensor) -> Tensor:
-    """`[N, ...]` of padded rows, without the padding."""
+    """Concatenate padded rows without their padding to `[N, ...]`."""
     return torch.cat([row[:length] for row, length in zip(output, _LENGTHS, strict=True)])
 
 
@@ -174,7 +174,7 @@ def _packed(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], 
 
 
 def _shuffled(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
-    """One packed row in an order in which no two neighbours stay together."""
+    """Lay out one packed row in an order in which no two neighbouring tokens stay next to each other."""
     packed = packed_model_inputs(segments)
     order = torch.arange(sum(_LENGTHS), device=segments[0].device) * _STRIDE % sum(_LENGTHS)
     row = _Shuffled(order)
@@ -213,7 +213,7 @@ class _Shuffled:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Run a block with all sliding windows a few tokens long, in configurations and in layers."""
+    """Run a block with all sliding windows shortened to a few tokens, in configurations and in layers."""
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     owners: list[Any] = [*model.modules(), *{id(config): config for config in configs}.values()]
     windows = [(owner, owner.sliding_window) for owner in owners if getattr(owner, "sliding_window", None)]

@@ -1,9 +1,9 @@
-"""Give a model that was made without its weights (`huggingface.unread`) this rank's part of them.
+"""Load this rank's part of the weights into a model that was made without them (`huggingface.unread`).
 
-After sharding: what a rank holds is allocated where it will live, then read from the files, tensor by tensor. So no
+Runs after sharding: a rank's part is allocated on its final device, then read from the files, tensor by tensor. So no
 rank ever holds more of the model than its part and one tensor, or one group of tensors that are converted together.
 
-Invariant: afterwards every weight is that of the files, or was drawn by transformers because no file has it.
+Invariant: afterwards every weight has the value of the files, or was initialized by transformers if no file has it.
 """
 
 import torch
@@ -25,12 +25,12 @@ def materialize(
     Args:
         model: the wrapped model, sharded by any DTensor placements or not.
         hf: the Hugging Face model in it.
-        unread: the files it was made from.
-        device: where the rank computes.
-        cpu_offload: whether parameters live in host memory instead.
+        unread: the files with the model's weights.
+        device: device on which the rank computes.
+        cpu_offload: keep parameters in host memory instead.
 
     Raises:
-        CheckpointError: a weight of the model is neither real nor in the files.
+        CheckpointError: a weight of the model has no value and is not in the files.
     """
     empty = {name for name, tensor in (*hf.named_parameters(), *hf.named_buffers()) if tensor.is_meta}
     _allocate(model, device, torch.device("cpu") if cpu_offload else device)
@@ -41,12 +41,12 @@ def materialize(
 
 @torch.no_grad()
 def _allocate(model: nn.Module, device: torch.device, home: torch.device) -> None:
-    """Memory for everything that has none, and everything real where it belongs; tied weights stay one.
+    """Allocate memory for tensors on the meta device and move the others to their device; tied weights stay tied.
 
     Args:
-        model: sharded or not.
-        device: of buffers.
-        home: of parameters.
+        model: the model, sharded or not.
+        device: device of buffers.
+        home: device of parameters.
     """
     for parameter in [*model.parameters()]:
         if parameter.device != home:
@@ -56,7 +56,7 @@ def _allocate(model: nn.Module, device: torch.device, home: torch.device) -> Non
             if buffer.device != device:
                 setattr(module, name, _at(buffer, device))
     if isinstance(model, FSDPModule):
-        model._apply(lambda tensor: tensor.detach())  # FSDP2 looks at its shards again, and pads uneven ones
+        model._apply(lambda tensor: tensor.detach())  # makes FSDP2 read its shards again, and pad uneven ones
 
 
 def _at(tensor: Tensor, device: torch.device) -> Tensor:

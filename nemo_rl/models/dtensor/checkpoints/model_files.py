@@ -4,8 +4,8 @@ Layout (W = weights folder), written by all ranks together:
 
     W/model/model-*.safetensors, model.safetensors.index.json, config.json   names and shapes as on the hub
 
-Invariant: a load restores every bit that a save wrote, on any number of ranks. Where one rank cannot write, all ranks
-raise, so that training can go on. Folders are on storage that every rank sees; the caller makes writing atomic.
+Invariant: a load restores every bit that a save wrote, on any number of ranks. If one rank cannot write, all ranks
+raise, so that training can continue. Folders are on storage that every rank sees; the caller makes writing atomic.
 """
 
 import shutil
@@ -40,9 +40,9 @@ from nemo_rl.utils.errors import CheckpointError
 
 
 def weights_by_name(hf: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by the model's own names, tied ones once; no copies.
+    """Return parameters and persistent buffers by the model's own names, tied ones once; not copied.
 
-    Of a pipeline stage those that it holds, tied ones under the name that the whole model has for them.
+    A pipeline stage returns those that it holds, tied ones under the name that the whole model has for them.
     """
     persistent = hf.state_dict(keep_vars=True)
     named = {name: parameter.detach() for name, parameter in hf.named_parameters()}
@@ -59,16 +59,16 @@ def prepare_weights(
     weights: Iterable[tuple[str, Tensor]] | None = None,
     keep: Keep = as_it_is,
 ) -> Write:
-    """Prepare weights and configuration as a folder that `from_pretrained` and engines load.
+    """Prepare to write weights and configuration as a folder that `from_pretrained` and engines load.
 
     Args:
         hf: the model, sharded or not.
         weights_path: the W of the module docstring.
-        weights: what to write, by the model's names; None takes `weights_by_name`.
+        weights: tensors to write, by the model's names; None takes `weights_by_name`.
         keep: applied to every tensor that will be written.
 
     Returns:
-        Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
+        A function that writes the folder; raises a CheckpointError on all ranks if one of them cannot write its files.
     """
     held = weights_by_name(hf)
     leaving = without_copies(hf, held.items() if weights is None else weights)
@@ -105,10 +105,10 @@ def _write_weights(
 
 
 def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
-    """Read weights into the model in place, each rank its own part.
+    """Read weights into the model in place; each rank reads its own part.
 
     Raises:
-        CheckpointError: the folder has no weights, or they are not this model's.
+        CheckpointError: the folder has no weights, or they do not fit this model.
     """
     folder = weights_path / MODEL_FOLDER
     read, stage = read_weights(hf, saved_weights(folder), strict=True), stage_of(hf)
@@ -118,10 +118,10 @@ def load_weights(hf: PreTrainedModel, weights_path: Path) -> None:
 
 
 def saved_weights(folder: Path) -> TensorFiles:
-    """The tensors of a model folder.
+    """Open the tensors of a model folder.
 
     Raises:
-        CheckpointError: there are none, or a file is damaged.
+        CheckpointError: the folder has no tensors, or a file is damaged.
     """
     files = sorted(folder.glob(TENSOR_FILES))
     if not files:
@@ -131,15 +131,15 @@ def saved_weights(folder: Path) -> TensorFiles:
 
 @torch.no_grad()
 def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = False) -> set[str]:
-    """Read weights from files into the model in place, each rank its own part, as numbers of the model's format.
+    """Read weights from files into the model in place, in the model's dtype; each rank reads its own part.
 
-    Of a tensor that needs no conversion only the rank's part is read; those that are converted together are in memory
-    together, one group at a time.
+    Only the rank's part of a tensor is read if it needs no conversion. Tensors that are converted together are in
+    memory together, one group at a time.
 
     Args:
         hf: the model, sharded or not.
         tensors: names and shapes as on the hub.
-        strict: whether a tensor that belongs to no weight of the model is an error.
+        strict: raise an error for a tensor that belongs to no weight of the model.
 
     Returns:
         Names of the weights that the files hold, each under its first name.
@@ -172,7 +172,7 @@ def read_weights(hf: PreTrainedModel, tensors: TensorFiles, *, strict: bool = Fa
 
 
 def _read_group(hf: PreTrainedModel, group: Group, tensors: TensorFiles, wanted: dict[str, Tensor]) -> None:
-    """Read what becomes one weight, or several, of which this rank holds some."""
+    """Read a group of tensors into the weights made from it, as far as this rank holds them."""
     if group.converter is None:
         (source,) = group.sources
         for weight in wanted.values():
@@ -189,5 +189,5 @@ def fill(parameter: Tensor, value: Tensor) -> None:
 
 
 def local_part(value: Tensor, like: Tensor) -> Tensor:
-    """The part of a whole tensor that this rank holds of `like`; all of it where `like` is not sharded."""
+    """Return the part of a whole tensor that this rank holds of `like`; the whole tensor if `like` is not sharded."""
     return value[local_box(like)]

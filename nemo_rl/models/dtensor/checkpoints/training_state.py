@@ -1,4 +1,4 @@
-"""Write and read a rank's training state beside the weights: optimizer, schedule, random numbers.
+"""Write and read a rank's training state other than the weights: optimizer, schedule, random numbers.
 
 Layout (O = optimizer folder), written by all ranks together:
 
@@ -8,7 +8,7 @@ Layout (O = optimizer folder), written by all ranks together:
     O/rng/rank_<r>.pt              random-number generators of each rank
 
 Invariant: a load restores every bit that a save wrote, on any number of ranks (random-number state only on
-the same number), unless the settings of optimizer or schedule are others.
+the same number), unless the settings of optimizer or schedule have changed.
 """
 
 import copy
@@ -48,10 +48,10 @@ def prepare_training_state(
     path: Path,
     keep: Keep = as_it_is,
 ) -> Write:
-    """Prepare optimizer, schedule and each rank's random-number state; `path` is the O above.
+    """Prepare to write optimizer, schedule and each rank's random-number state; `path` is the O above.
 
     Returns:
-        Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
+        A function that writes them; raises a CheckpointError on all ranks if one of them cannot write its files.
     """
     found: Any = get_optimizer_state_dict(hf, optimizer) if optimizer.state else None
     trainer = {
@@ -83,7 +83,7 @@ def _write_training_state(
 
 
 def _kept(value: Any, name: str, keep: Keep) -> Any:
-    """The same dicts and lists anew, with what `keep` makes of each tensor."""
+    """Copy dicts and lists, and replace each tensor by the result of `keep`."""
     if isinstance(value, Tensor):
         return keep(name, value)
     if isinstance(value, dict):
@@ -96,20 +96,20 @@ def _kept(value: Any, name: str, keep: Keep) -> Any:
 def load_training_state(
     hf: PreTrainedModel, optimizer: Optimizer, scheduler: LRScheduler, settings: OptimizerSettings, path: Path
 ) -> None:
-    """Restore what `prepare_training_state` wrote.
+    """Restore the state that `prepare_training_state` wrote.
 
-    With other settings than those it was written with, the optimizer keeps its moments and gets the new
-    hyperparameters; the schedule stands where it would stand had it been the new one from the first step.
+    If the settings have changed since, the optimizer keeps its moments and gets the new hyperparameters, and the
+    schedule continues as if the new one had run from the first step.
 
     Raises:
-        CheckpointError: the folder is no optimizer checkpoint, or one of another optimizer.
+        CheckpointError: the folder is not an optimizer checkpoint, or belongs to another optimizer.
     """
     trainer_file = path / "trainer.pt"
     if not trainer_file.exists():
         raise CheckpointError(f"{path} holds no trainer.pt: not an optimizer checkpoint.")
     trainer = load_plain(trainer_file)
     saved = trainer.get("settings")
-    # A schedule's state has a list with a value for each parameter group, and these follow from the meshes.
+    # A schedule's state has a list with one value per parameter group, and the groups depend on the meshes.
     num_groups = len(optimizer.param_groups)
     unchanged = settings == saved and len(trainer["scheduler"].get("_last_lr", range(num_groups))) == num_groups
     new_values = None if unchanged else hyperparameters_now(optimizer, scheduler, settings, trainer)
@@ -132,15 +132,15 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
     """Read the state of each parameter by its name.
 
     Args:
-        hf: the model; it may hold other parameters than the ranks that wrote.
-        optimizer: of these parameters.
+        hf: the model; it may hold other parameters than the ranks that wrote the checkpoint.
+        optimizer: optimizer of these parameters.
         path: the distributed checkpoint.
-        groups: hyperparameters of the saved parameter groups, the same for all; None for checkpoints that have them
-            beside the states.
+        groups: hyperparameters of the saved parameter groups, the same for all; None for checkpoints that store them
+            together with the states.
     """
     now: dict[str, Any] = dict(get_optimizer_state_dict(hf, optimizer))
     names = [group["params"] for group in now["param_groups"]]
-    del now["param_groups"][1:]  # a checkpoint that has them may have others, but always a first one
+    del now["param_groups"][1:]  # a checkpoint may have another number of groups, but always a first one
     now["state"] = _known_states(hf, now["state"], with_copies=True)
     state: dict[str, Any] = {"optim": now if groups is None else {"state": now["state"]}}
     with failing_together():
@@ -160,12 +160,12 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
 
 
 def _known_states(hf: PreTrainedModel, states: Mapping[str, Any], *, with_copies: bool = False) -> dict[str, Any]:
-    """State of each parameter under the name that checkpoints have for it.
+    """Return the state of each parameter under its checkpoint name.
 
     Args:
         hf: the model, or a pipeline stage of it.
-        states: under the names that parameters have here.
-        with_copies: also that of parameters which an earlier stage holds too.
+        states: states by the names that parameters have in this stage.
+        with_copies: include parameters that an earlier stage also holds.
     """
     stage = stage_of(hf)
     if stage is None:
@@ -175,7 +175,7 @@ def _known_states(hf: PreTrainedModel, states: Mapping[str, Any], *, with_copies
 
 
 def _hyperparameters(group: Any) -> dict[str, Any]:
-    """What a parameter group of a saved state holds beside the names of this rank's parameters."""
+    """Return the entries of a parameter group except the names of this rank's parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 

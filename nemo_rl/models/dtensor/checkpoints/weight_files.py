@@ -1,8 +1,8 @@
-"""Weights of a sharded model into safetensors files, without any rank holding more than one whole tensor.
+"""Write the weights of a sharded model to safetensors files; no rank holds more than one whole tensor.
 
-Each rank appends what it holds to a file of its own, tensor by tensor as they come; then the ranks share out the
-safetensors files and put the pieces of each tensor together, one tensor at a time. Files are only ever written from
-front to back by one process, so any storage that all ranks see will do.
+Each rank first appends its parts to its own file, tensor by tensor. Then the ranks divide the safetensors files among
+themselves and join the pieces of each tensor, one tensor at a time. One process writes each file, from front to back,
+so any storage that all ranks see is sufficient.
 
 Invariant: every element of every tensor is written once, by a rank that holds it.
 """
@@ -23,12 +23,12 @@ from nemo_rl.models.huggingface.tensor_files import Box, header_bytes, raw_bytes
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank writes of a tensor.
+    """The part of a tensor that a rank writes.
 
     Attributes:
-        name: in the checkpoint.
-        shape: of the whole tensor.
-        box: where in it the part lies.
+        name: name of the tensor in the checkpoint.
+        shape: shape of the whole tensor.
+        box: position of the part in the whole tensor.
         values: the part, on any device.
     """
 
@@ -40,15 +40,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a part has been written.
+    """Location of a part that has been written.
 
     Attributes:
         name: as in `Part`.
         shape: as in `Part`.
-        dtype: number format.
+        dtype: dtype of the values.
         box: as in `Part`.
-        file: written by one rank.
-        start: first byte of the part in it.
+        file: file of the rank that wrote the part.
+        start: first byte of the part in the file.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Number of bytes of the whole tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def local_box(like: Tensor) -> Box:
-    """Where in the whole tensor this rank's part of it lies; empty where that is all of it."""
+    """Return the position of this rank's part in the whole tensor; empty if the part is the whole tensor."""
     if not isinstance(like, DTensor):
         return ()
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -73,13 +73,14 @@ def local_box(like: Tensor) -> Box:
 
 
 def parts_of_this_rank(weights: Iterable[tuple[str, Tensor]], names_here: Iterable[str]) -> Iterator[Part]:
-    """What this rank writes: shards that no other rank writes, and its turns of tensors that several hold whole.
+    """Yield the parts that this rank writes.
 
-    Collective; the first part comes after the ranks have met.
+    Each shard is written by one rank. Ranks that hold the same whole tensors write them in turns. Collective before
+    the first part.
 
     Args:
-        weights: every weight of this rank's layers, in the same order on all ranks that hold the same ones.
-        names_here: tells those ranks from others: the names of the model's weights on this rank.
+        weights: every weight of this rank's layers, in the same order on all ranks that hold the same layers.
+        names_here: names of the model's weights on this rank, which identify the ranks that hold the same layers.
     """
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, sha256("\n".join(names_here).encode()).hexdigest())
@@ -94,7 +95,7 @@ def parts_of_this_rank(weights: Iterable[tuple[str, Tensor]], names_here: Iterab
 
 
 def _writes(tensor: DTensor) -> bool:
-    """Whether this rank is the first of those that hold the same shard, and the shard is not empty."""
+    """Return whether this rank is the first one that holds its shard, and the shard is not empty."""
     coordinate = tensor.device_mesh.get_coordinate()
     placed = zip(coordinate, tensor.placements, strict=True) if coordinate is not None else ()
     first = all(index == 0 for index, placement in placed if placement.is_replicate())
@@ -102,12 +103,12 @@ def _writes(tensor: DTensor) -> bool:
 
 
 def write_parts(file: Path, parts: Iterable[Part]) -> list[Piece]:
-    """Append parts to a file as they come.
+    """Append parts to a file, in the order of the iterator.
 
-    All parts are asked for even where one cannot be written, since other ranks take part in computing them.
+    The iterator is exhausted even if a part cannot be written, because other ranks take part in computing them.
 
     Raises:
-        OSError: one could not be written.
+        OSError: a part could not be written.
     """
     pieces: list[Piece] = []
     end, trouble = 0, None
@@ -128,11 +129,11 @@ def write_parts(file: Path, parts: Iterable[Part]) -> list[Piece]:
 
 
 def join_pieces(target: Path, pieces_of: dict[str, list[Piece]]) -> None:
-    """Write a safetensors file from the pieces of its tensors, one whole tensor in memory at a time.
+    """Write a safetensors file from the pieces of its tensors, with one whole tensor in memory at a time.
 
     Raises:
         OSError: a piece cannot be read, or the file cannot be written.
-        RuntimeError: the pieces of a tensor are not all there.
+        RuntimeError: a piece of a tensor is missing.
     """
     with target.open("wb") as stream:
         stream.write(header_bytes({name: (pieces[0].dtype, pieces[0].shape) for name, pieces in pieces_of.items()}))

@@ -1,16 +1,17 @@
-"""How evenly routers spread tokens over experts: metrics, the auxiliary loss, routers that do not train.
+"""Measure how evenly routers spread tokens over experts, compute the auxiliary loss, and freeze routers.
 
-Both are sums over all tokens of an optimizer update, on all ranks, before any ratio; so they do not depend on how its
-rows are cut into microbatches or ranks. Padding does not count. Where ranks see the same tokens (tensor parallelism),
-all sums are multiples, and ratios the same.
+Metrics and loss sum over all tokens of an optimizer update on all ranks before they take ratios. So they do not depend
+on how the rows are divided into microbatches or among ranks. Padding does not count. If several ranks see the same
+tokens (tensor parallelism), all sums grow by the same factor and the ratios stay the same.
 
-The auxiliary loss is the one that transformers adds to a causal language model's loss (`load_balancing_loss_func`):
+The auxiliary loss is the one that transformers adds to the loss of a causal language model
+(`load_balancing_loss_func`):
 
     coefficient * E * sum_e f_e P_e    f_e: share of tokens that expert e is chosen by; P_e: its mean probability
 
 over the tokens of all layers together. The f_e of the whole update must be known before the first backward pass, so an
 update begins with a *survey*: a forward pass of all its microbatches without gradients. Each microbatch then adds its
-own part of the P_e, and these add up.
+own part of the P_e to the sum.
 
 Source: Switch Transformers (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).
 """
@@ -36,17 +37,17 @@ from nemo_rl.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _ROUTER_NAMES = ("gate", "router")
-"""Names that architectures of transformers give to the router beside the experts."""
+"""Names that transformers gives to the router module next to the experts."""
 
 
 def find_routers(hf: nn.Module) -> list[nn.Module]:
-    """The routers of the experts that `find_experts` finds, in the order of the layers."""
+    """Return the routers of the experts that `find_experts` finds, in the order of the layers."""
     blocks = [hf.get_submodule(name.rpartition(".")[0]) for name in find_experts(hf)]
     return [child for block in blocks for name, child in block.named_children() if name in _ROUTER_NAMES]
 
 
 def freeze_routers(hf: PreTrainedModel) -> None:
-    """Keep the routers as they are; tokens may still go elsewhere, because hidden states change."""
+    """Freeze the routers' weights; the routing may still change, because hidden states change."""
     routers = find_routers(hf)
     if not routers:
         logger.info("policy.dtensor_cfg.freeze_moe_router has no effect: %s has no routers.", type(hf).__name__)
@@ -55,15 +56,15 @@ def freeze_routers(hf: PreTrainedModel) -> None:
 
 
 def auxiliary_coefficient(hf: PreTrainedModel, asked: float | None) -> float:
-    """The factor of the auxiliary loss; 0 without one.
+    """Return the factor of the auxiliary loss; 0 if there is no such loss.
 
     Args:
         hf: the model.
-        asked: `policy.dtensor_cfg.moe_aux_loss_coeff`; None takes what the model's configuration says, as transformers
-            reads it: `router_aux_loss_coef` where `output_router_logits` is set.
+        asked: `policy.dtensor_cfg.moe_aux_loss_coeff`; None takes the model's configuration as transformers does:
+            `router_aux_loss_coef` if `output_router_logits` is set.
 
     Raises:
-        ConfigError: it is above 0, but the architecture has no such loss.
+        ConfigError: the factor is above 0, but the architecture has no such loss.
     """
     config = hf.config.get_text_config()
     own = getattr(config, "router_aux_loss_coef", None)
@@ -78,13 +79,13 @@ def auxiliary_coefficient(hf: PreTrainedModel, asked: float | None) -> float:
 
 
 class ExpertBalance:
-    """Watches the routing of one optimizer update; see the module docstring.
+    """Records the routing of one optimizer update; see the module docstring.
 
     Args:
-        hf: a model with experts, before they are shared between ranks.
-        coefficient: from `auxiliary_coefficient`.
-        device: where the model computes.
-        tensor: the tensor-parallel ranks, which may divide the tokens of a block between them.
+        hf: a model with experts, before they are divided among ranks.
+        coefficient: result of `auxiliary_coefficient`.
+        device: device on which the model computes.
+        tensor: mesh of the tensor-parallel ranks, which may divide the tokens of a block.
     """
 
     def __init__(
@@ -108,10 +109,10 @@ class ExpertBalance:
 
     @contextmanager
     def watching(self, real_tokens: Tensor | None) -> Iterator[None]:
-        """Take note of what routers decide while the block runs a microbatch; not when it is recomputed later.
+        """Record the routers' decisions while the block runs a microbatch, but not in a later recomputation.
 
         Args:
-            real_tokens: `[b, T]` bool, which of the model's tokens are no padding; None: all.
+            real_tokens: `[b, T]` bool, True for tokens that are not padding; None: no token is padding.
         """
         self._watching, self._real, self._logits = True, real_tokens, []
         try:
@@ -120,7 +121,7 @@ class ExpertBalance:
             self._watching = False
 
     def end_survey(self) -> None:
-        """Fix the `f_e / tokens` of the update, from the microbatches watched so far; collective."""
+        """Compute the `f_e / tokens` of the update from the recorded microbatches; collective."""
         counts = torch.stack(self._counts).sum(0)
         dist.all_reduce(counts)
         dist.all_reduce(self._rows)
@@ -128,7 +129,7 @@ class ExpertBalance:
         self._start_update()
 
     def loss(self) -> Tensor:
-        """The part of the auxiliary loss that the microbatch watched last adds; all parts of all ranks add up."""
+        """Return the last recorded microbatch's part of the auxiliary loss; the loss sums the parts of all ranks."""
         assert self._shares is not None, "the survey comes first"
         shares, logits, self._logits = self._shares, self._logits, []
         loss = sum((self._probabilities(layer) @ shares for layer in logits), torch.zeros((), device=self._device))
@@ -140,7 +141,7 @@ class ExpertBalance:
         """Metrics of the update, equal on all ranks; collective.
 
         Returns:
-            Those of `expert_load.load_metrics`, and `moe/aux_loss`: the auxiliary loss, where there is one.
+            The metrics of `expert_load.load_metrics`, and `moe/aux_loss` if there is an auxiliary loss.
         """
         counts = torch.cat(self._counts)
         dist.all_reduce(counts)
@@ -158,7 +159,7 @@ class ExpertBalance:
 
     @torch.no_grad()
     def _count(self, layer: int, experts: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before experts run: `args` are hidden states, the chosen experts `[N, k]`, weights."""
+        """Count tokens before experts run; `args` are hidden states, the chosen experts `[N, k]` and their weights."""
         if not self._watching:
             return
         index = args[1]
@@ -171,16 +172,16 @@ class ExpertBalance:
             self._logits.append(output[0])
 
     def _probabilities(self, logits_NE: Tensor) -> Tensor:
-        """`[E]`: sums of the probabilities of the real tokens."""
+        """Sum the probabilities of the real tokens to `[E]`."""
         real_N = self._real_of(len(logits_NE))
         return (logits_NE.softmax(-1).float() * real_N[:, None]).sum(0)
 
     def _real_of(self, rows: int) -> Tensor:
-        """`[N]` int64: 1 where a router's row is a real token."""
+        """Return `[N]` int64, 1 for each router row that is a real token."""
         if self._real is None:
             return torch.ones(rows, dtype=torch.int64, device=self._device)
         real = self._real
-        if real.numel() != rows:  # `expert_parallel.divide_tokens`
+        if real.numel() != rows:  # the tokens were divided by `expert_parallel.divide_tokens`
             real = nn.functional.pad(real, (0, -real.shape[1] % self._parts)).chunk(self._parts, 1)[self._part]
         return real.flatten().long()
 
@@ -188,12 +189,13 @@ class ExpertBalance:
 def watch_experts(
     hf: PreTrainedModel, config: PolicyConfig, device: torch.device, meshes: Meshes
 ) -> ExpertBalance | None:
-    """What watches the routers of a model that trains, before its experts are shared; freezes them where asked.
+    """Attach an `ExpertBalance` to a model under training before its experts are divided; freeze routers if configured.
 
-    None without experts, and in a pipeline, whose stages have other layers.
+    Returns:
+        None for a model without experts, and in a pipeline, whose stages have different layers.
 
     Raises:
-        ConfigError: an auxiliary loss is asked for in a pipeline.
+        ConfigError: an auxiliary loss is configured in a pipeline.
     """
     if config.dtensor_cfg.freeze_moe_router:
         freeze_routers(hf)

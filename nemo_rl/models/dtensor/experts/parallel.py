@@ -1,15 +1,15 @@
-"""Share the experts of mixtures between ranks, in place.
+"""Divide the experts of mixture-of-experts layers among ranks, in place.
 
-Experts are modules of transformers that hold all experts of a layer in fused parameters `[E, ...]` and are called as
-`experts(hidden [N, D], top_k_index [N, k], top_k_weights [N, k])`. Each rank keeps `E / ranks` of them, and computes
-with the model's own experts forward (its activation, limits, biases and grouped matrix products). Two forms:
+In transformers, one module holds all experts of a layer in fused parameters `[E, ...]` and is called as
+`experts(hidden [N, D], top_k_index [N, k], top_k_weights [N, k])`. Each rank keeps `E / ranks` experts, and computes
+with the model's own experts forward (its activation, limits, biases and grouped matrix products). There are two ways:
 
-    divide_over_tensor_ranks    every rank has all tokens; it adds up what its own experts make of them
-    dispatch_over_expert_ranks  every rank has other tokens; each goes to the ranks of its experts, and back
+    divide_over_tensor_ranks    every rank has all tokens; it sums the outputs of its own experts
+    dispatch_over_expert_ranks  every rank has different tokens; each token goes to the ranks of its experts, and back
 
-Invariant: every rank enters every collective in the same order, with tokens or without, also in a recomputed forward;
-and its experts get a gradient, zeros where no token came, because the reduction of FSDP2 leaves out parameters without
-one and would wait forever for ranks that have one.
+Invariant: every rank enters every collective in the same order, with tokens or without, also in a recomputed forward.
+Experts that got no token get a gradient of zeros, because FSDP2's reduction skips parameters without a gradient, and
+ranks that have one would wait for it forever.
 
 Source of the dispatch: GShard (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2), without capacities.
 """
@@ -36,7 +36,7 @@ _OWN_FORWARD = "_is_expert_parallel"
 
 
 def find_experts(hf: nn.Module) -> dict[str, nn.Module]:
-    """The modules of experts that can be shared, by their names; see the module docstring."""
+    """Return the modules of experts that can be divided, by name; see the module docstring."""
     return {name: module for name, module in hf.named_modules() if _is_fused(module)}
 
 
@@ -47,15 +47,15 @@ def _is_fused(module: nn.Module) -> bool:
 
 
 def require_experts(hf: PreTrainedModel, ranks: int, key: str = "expert_parallel_size") -> dict[str, nn.Module]:
-    """`find_experts` of a model whose experts are to be shared.
+    """Return `find_experts` of a model, or raise if its experts cannot be divided among the ranks.
 
     Args:
         hf: the model, with all its experts.
-        ranks: how many ranks share them.
-        key: key of `policy.dtensor_cfg` that asks for it.
+        ranks: number of ranks that divide the experts.
+        key: the key of `policy.dtensor_cfg` that sets `ranks`, for messages.
 
     Raises:
-        ConfigError: there are none, or their number is no multiple of the ranks.
+        ConfigError: the model has no such experts, or their number is not a multiple of `ranks`.
     """
     found = find_experts(hf)
     if not found:
@@ -77,24 +77,24 @@ def require_experts(hf: PreTrainedModel, ranks: int, key: str = "expert_parallel
 
 
 def num_experts(experts: nn.Module) -> int:
-    """Experts of a layer, on all ranks together."""
+    """Return the number of experts of a layer, on all ranks together."""
     return next(experts.parameters()).shape[0]
 
 
 def _num_own(experts: nn.Module) -> int:
-    """Experts of a layer on this rank: what the model's own forward knows of."""
+    """Return the number of experts of a layer on this rank, which the model's own forward uses."""
     number: Any = experts.num_experts
     return int(number)
 
 
 def divide_over_tensor_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's experts, and have it compute their part of the sum for all tokens.
+    """Keep this rank's experts, and make the rank compute their part of the sum for all tokens.
 
     For the MLP block of a decoder layer under tensor parallelism: input and routing are equal on all ranks, the output
     is this rank's part of a sum, and so are the gradients of hidden states and routing weights.
 
     Args:
-        experts: from `find_experts`; parameters may be on the meta device.
+        experts: a module from `find_experts`; parameters may be on the meta device.
         mesh: the ranks that have the same tokens; one axis.
     """
     _keep_own(experts, mesh)
@@ -105,13 +105,13 @@ def divide_over_tensor_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
 def dispatch_over_expert_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Keep this rank's experts, and send each token to the ranks of its experts.
 
-    Input, routing, output and their gradients are those of this rank's tokens. So whatever computes them (router,
-    shared experts) is whole on every rank, and its gradient is to be summed over all ranks with other tokens. Where
-    tensor-parallel ranks have the same tokens, `divide_tokens` comes around the block.
+    Input, routing, output and their gradients are those of this rank's tokens. So the modules that compute them
+    (router, shared experts) are whole on every rank, and their gradients must be summed over all ranks with different
+    tokens. If tensor-parallel ranks have the same tokens, wrap the block with `divide_tokens`.
 
     Args:
-        experts: from `find_experts`; parameters may be on the meta device.
-        mesh: the ranks that share the experts; one axis.
+        experts: a module from `find_experts`; parameters may be on the meta device.
+        mesh: the ranks that divide the experts; one axis.
     """
     _keep_own(experts, mesh)
     forward: Any = partial(_run_dispatched, experts.forward, experts, mesh.get_group())
@@ -119,14 +119,14 @@ def dispatch_over_expert_ranks(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def divide_tokens(block: nn.Module, group: dist.ProcessGroup) -> None:
-    """Have each tensor-parallel rank run a block, token by token, on its part of the sequence.
+    """Make each tensor-parallel rank run a block on its part of the sequence only.
 
-    Around a block whose experts are dispatched, in place of entering and leaving it as other blocks do: hidden states
-    `[b, T, D]` and their gradient are equal on all ranks outside, and nothing in the block is divided, so the
-    gradients of its router and shared experts are partial. With sequence parallelism the tokens are divided already.
+    Wraps a block whose experts are dispatched, instead of the `enter` and `leave` of other blocks. Outside, hidden
+    states `[b, T, D]` and their gradient are equal on all ranks; inside, no module is divided, so the gradients of its
+    router and shared experts are partial. With sequence parallelism the tokens are divided already.
 
     Args:
-        block: takes and gives hidden states, or a tuple that begins with them.
+        block: takes and returns hidden states, or a tuple that begins with them.
         group: the tensor-parallel ranks.
     """
     forward: Any = partial(_run_on_part, block.forward, group)
@@ -140,13 +140,13 @@ def shard_experts(
     offload: OffloadPolicy,
     reshard_after_forward: bool | None = None,
 ) -> None:
-    """Shard shared experts further with FSDP2, over the ranks that have the same ones.
+    """Shard dispatched experts further with FSDP2, over the ranks that hold the same experts.
 
     Args:
-        experts: after `dispatch_over_expert_ranks`.
+        experts: a module after `dispatch_over_expert_ranks`.
         mesh: `Meshes.expert_fsdp`.
-        precision: of the layer; routing weights keep their own dtype.
-        offload: of the layer.
+        precision: policy of the layer; routing weights keep their own dtype.
+        offload: policy of the layer.
         reshard_after_forward: as in `fully_shard`.
     """
     fully_shard(
@@ -160,14 +160,17 @@ def shard_experts(
 
 
 def _placement(shards: int, parameter: nn.Parameter) -> Shard:
-    """The first dim that divides evenly; FSDP2 pads the first one only, and then most ranks would hold nothing."""
+    """Choose the first dim that divides evenly.
+
+    FSDP2 can pad dim 0 only, and with padding most ranks would hold nothing.
+    """
     assert isinstance(parameter, DTensor), "experts are shared before they are sharded"
     sizes = parameter.to_local().shape
     return Shard(next((dim for dim, size in enumerate(sizes) if size % shards == 0), 0))
 
 
 def _keep_own(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Make DTensors of the parameters, of which this rank holds the rows of its experts; no communication."""
+    """Make DTensors of the parameters; this rank holds the rows of its experts. No communication."""
     for name, parameter in list(experts.named_parameters(recurse=False)):
         experts._parameters[name] = as_sharded(parameter, Shard(0), mesh)
     own_number: Any = num_experts(experts) // mesh.size()
@@ -176,11 +179,11 @@ def _keep_own(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The pairs of a token and one of its experts, ordered by expert, then by token.
+    """Pairs of a token and one of its experts, ordered by expert, then by token.
 
     Attributes:
-        places: `[N * k]` where each pair is in the flattened `[N, k]`.
-        counts: `[E]` pairs of each expert.
+        places: `[N * k]` index of each pair in the flattened `[N, k]`.
+        counts: `[E]` number of pairs of each expert.
     """
 
     places: Tensor
@@ -231,13 +234,13 @@ def _compute(forward: Callable[..., Tensor], experts: nn.Module, rows: Tensor, c
     """Run this rank's experts.
 
     Args:
-        forward: of the model's experts.
-        experts: their module.
+        forward: forward of the module of experts.
+        experts: the module of experts.
         rows: `[R, D]` hidden states, ordered by source rank, then by expert.
-        counts: `[ranks * E_own]` how many of each, in that order.
+        counts: `[ranks * E_own]` number of rows for each source rank and expert, in that order.
 
     Returns:
-        `[R, D]`, not weighted.
+        `[R, D]` outputs, not weighted.
     """
     own_rows = {name: held_here(parameter) for name, parameter in experts.named_parameters(recurse=False)}
     with computing_with(experts, own_rows):
@@ -250,9 +253,9 @@ def _compute(forward: Callable[..., Tensor], experts: nn.Module, rows: Tensor, c
 
 
 def _weighted_sum(results: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """`[N, D]`: each token's results times their weights; pairs without a result count as zero.
+    """Sum each token's results times their weights to `[N, D]`; pairs without a result count as zero.
 
-    The sum is over a dim, not into an index, so that its order is fixed on GPUs too.
+    The sum is over a dim, not an indexed addition, so that its order is also fixed on GPUs.
     """
     every = results.new_zeros((weights.numel(), results.shape[1])).index_copy(0, places, results)
     return (every.view(*weights.shape, -1) * weights[..., None]).sum(1).to(results.dtype)
@@ -270,7 +273,7 @@ def _run_on_part(
 
 
 class _NoTokens(torch.autograd.Function):
-    """What experts make of no rows, with zeros as the gradients of their parameters."""
+    """Output of experts for no rows; the gradients of their parameters are zeros."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""From a LoRA adapter and its base model to one folder for `transformers` and vLLM, and the proof that it is both.
+"""Merge a LoRA adapter and its base model into one folder for `transformers` and vLLM, and verify the result.
 
-For adapters that travel without merged weights (`training_backend` exports a checkpoint's own merged weights), saved by
-this library or by PEFT. Invariant: weights are merged in float32, `W + (alpha / r) B A`; `verify_merged` compares the
-folder with the base model and the adapter computed side by side, unmerged.
+For adapters without merged weights, saved by this library or by PEFT (`training_backend` exports the merged weights of
+a checkpoint). Invariant: weights are merged in float32, `W + (alpha / r) B A`; `verify_merged` compares the folder
+with the base model and the unmerged adapter.
 """
 
 import json
@@ -29,16 +29,16 @@ from nemo_rl.utils.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MERGE_TOLERANCE = 1e-4
-"""As `comparison.VERIFY_TOLERANCE`, for two computations that add up in another order."""
+"""Like `comparison.VERIFY_TOLERANCE`, for two computations that sum in different orders."""
 
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """An adapter, and what belongs to it.
+    """An adapter with its base model and its tokenizer.
 
     Attributes:
-        folder: holds adapter_config.json and adapter_model.safetensors.
-        base: Hugging Face id or folder of the model it was trained on.
+        folder: folder with adapter_config.json and adapter_model.safetensors.
+        base: Hugging Face id or folder of the model that the adapter was trained on.
         tokenizer: Hugging Face id or folder of the tokenizer.
     """
 
@@ -48,10 +48,10 @@ class AdapterSource:
 
 
 def find_adapter(path: str | Path) -> Path:
-    """The folder of an adapter, from it or from a folder above it.
+    """Return the folder of an adapter, given that folder or a folder above it.
 
     Args:
-        path: a step folder, its `policy` or `policy/weights`, or the adapter's own folder.
+        path: a step folder, its `policy` or `policy/weights`, or the adapter's folder.
 
     Raises:
         CheckpointError: none of these holds an adapter.
@@ -73,9 +73,9 @@ def adapter_source(adapter: str | Path, base: str | None = None, model_name: str
 
     Args:
         adapter: as for `find_adapter`.
-        base: model folder or id, or a checkpoint of full training; None takes `model_name`, or else the base that
-            the adapter names.
-        model_name: whose tokenizer is used; None takes that of the base.
+        base: model folder or id, or a checkpoint of full training; None takes `model_name`, or if that is None the
+            base that the adapter names.
+        model_name: model whose tokenizer is used; None takes the tokenizer of the base.
 
     Raises:
         CheckpointError: there is no adapter, or a checkpoint given as base holds no weights.
@@ -92,15 +92,15 @@ def adapter_source(adapter: str | Path, base: str | None = None, model_name: str
 
 
 def export_merged(source: AdapterSource, target: Path, dtype: str | None = None) -> None:
-    """Write base and adapter as one model.
+    """Write base and adapter as one merged model.
 
     Args:
-        source: what `adapter_source` returns.
+        source: result of `adapter_source`.
         target: a new or empty folder.
         dtype: number format of the weights, for example "bfloat16"; None writes float32.
 
     Raises:
-        CheckpointError: the target holds files already, or the adapter does not fit the base.
+        CheckpointError: the target already holds files, or the adapter does not fit the base.
         ConfigError: the base cannot be loaded, or the dtype is unknown.
     """
     require_empty(target)
@@ -113,14 +113,14 @@ def export_merged(source: AdapterSource, target: Path, dtype: str | None = None)
 
 
 def export_adapter(source: AdapterSource, target: Path) -> None:
-    """Copy the adapter alone, in PEFT's format, with the base's name in it.
+    """Copy the adapter only, in PEFT's format, with the name of the base in it.
 
     Args:
-        source: what `adapter_source` returns.
+        source: result of `adapter_source`.
         target: a new or empty folder.
 
     Raises:
-        CheckpointError: the target holds files already, or the source is no plain LoRA adapter.
+        CheckpointError: the target already holds files, or the source is not a plain LoRA adapter.
     """
     require_empty(target)
     described = read_adapter_config(source.folder) | {"base_model_name_or_path": source.base}
@@ -129,10 +129,10 @@ def export_adapter(source: AdapterSource, target: Path) -> None:
 
 
 def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
-    """Compare the exported model with base and adapter side by side, in float32 on the CPU.
+    """Compare the exported model with the base and the unmerged adapter, in float32 on the CPU.
 
     Args:
-        source: what `adapter_source` returns.
+        source: result of `adapter_source`.
         target: the exported folder.
     """
     exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()

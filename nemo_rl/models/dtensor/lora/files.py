@@ -2,11 +2,11 @@
 
 Layout (W = weights folder of a checkpoint):
 
-    W/model/     merged weights, written by `checkpoint_io`: what `from_pretrained` and engines load
+    W/model/     merged weights, written by `checkpoint_io`, loaded by `from_pretrained` and engines
     W/adapter/   adapter_config.json, adapter_model.safetensors: `PeftModel.from_pretrained(base, folder)`
 
-Invariant: a resumed run has the base of `policy.model_name` and the adapter of the checkpoint, bit for bit; a base that
-is not the one the checkpoint was trained on is refused.
+Invariant: a resumed run has the base of `policy.model_name` and the adapter of the checkpoint, bit for bit; a base
+other than the one that the checkpoint was trained on is refused.
 """
 
 import json
@@ -48,11 +48,11 @@ _MERGE_TOLERANCE = 1e-5
 def save_adapter(
     hf: PreTrainedModel, config: LoraConfig, base_name: str, weights_path: Path, keep: Keep = as_it_is
 ) -> Write:
-    """Prepare the adapter; all ranks take part, rank 0 writes.
+    """Prepare to write the adapter; all ranks take part, rank 0 writes.
 
     Args:
         hf: the adapted model, sharded or not.
-        config: the `lora_cfg` section it was made with.
+        config: the `lora_cfg` section of the adapters.
         base_name: `policy.model_name`.
         weights_path: the W of the module docstring.
         keep: applied to every tensor that will be written.
@@ -66,12 +66,12 @@ def save_adapter(
 
 
 def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) -> None:
-    """Read an adapter into the adapted model in place, each rank its own part.
+    """Read an adapter into the adapted model in place; each rank reads its own part.
 
     Args:
         hf: the adapted model, its base loaded from `policy.model_name`.
         weights_path: the W of the module docstring.
-        device: where merged weights are computed for the comparison with the saved ones.
+        device: device that computes merged weights, to compare them with the saved ones.
 
     Raises:
         CheckpointError: there is no adapter, it has other layers or shapes, or it belongs to another base.
@@ -88,15 +88,15 @@ def load_adapter(hf: PreTrainedModel, weights_path: Path, device: torch.device) 
 
 
 def attach_adapter(hf: PreTrainedModel, folder: Path) -> None:
-    """Put a saved adapter on an unsharded base model, beside its weights; this library's or PEFT's.
+    """Put a saved adapter, of this library or of PEFT, on an unsharded base model, without merging it.
 
     Args:
         hf: the base model.
-        folder: holds adapter_config.json and adapter_model.safetensors.
+        folder: folder with adapter_config.json and adapter_model.safetensors.
 
     Raises:
-        CheckpointError: the folder holds no such adapter, one with features that are not merged by
-            `W + (alpha / r) B A`, or one for other layers.
+        CheckpointError: the folder holds no adapter, one that `W + (alpha / r) B A` does not describe, or one for
+            other layers.
     """
     described = read_adapter_config(folder)
     tensors = TensorFiles([folder / WEIGHTS_FILE])
@@ -120,7 +120,7 @@ def attach_adapter(hf: PreTrainedModel, folder: Path) -> None:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The adapter_config.json of a plain LoRA adapter.
+    """Read the adapter_config.json of a plain LoRA adapter.
 
     Raises:
         CheckpointError: a file is missing, or the adapter is not `W + (alpha / r) B A`.
@@ -142,7 +142,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def _fill_adapters(hf: PreTrainedModel, folder: Path) -> None:
-    """Copy saved values into the adapters, each rank its own part."""
+    """Copy saved values into the adapters; each rank copies its own part."""
     saved = TensorFiles([folder / WEIGHTS_FILE])
     parameters = {peft_key(name): tensor for name, tensor in _adapter_parameters(hf).items()}
     shapes = joined(hf, {key: tuple(tensor.shape) for key, tensor in parameters.items()})
@@ -160,14 +160,14 @@ def refuse_adapter(weights_path: Path) -> None:
     """
     if (weights_path / ADAPTER_FOLDER).exists():
         raise CheckpointError(
-            f"{weights_path} was written with LoRA. Set policy.dtensor_cfg.lora_cfg.enabled=true to go on, or "
+            f"{weights_path} was written with LoRA. Set policy.dtensor_cfg.lora_cfg.enabled=true to resume, or "
             f"start a new run from the merged weights: policy.model_name={weights_path / MODEL_FOLDER}."
         )
 
 
 @torch.no_grad()
 def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None:
-    """Compare base plus adapter with the merged weights of the checkpoint, each rank its own rows."""
+    """Compare base plus adapter with the merged weights of the checkpoint; each rank compares its own rows."""
     adapted = {f"{name}.weight": module for name, module in adapted_modules(hf).items()}
     close: dict[str, bool] = {}
     tensors = saved_weights(folder)
@@ -189,7 +189,7 @@ def _check_base(hf: PreTrainedModel, folder: Path, device: torch.device) -> None
 
 
 def _saved_part(tensors: TensorFiles, group: Group, like: Tensor) -> Tensor:
-    """What the files hold of this rank's part of a weight."""
+    """Read this rank's part of a weight from the files."""
     mine = held_here(like)
     return tensors.read(next(iter(group.sources)), local_box(like)) if mine.numel() > 0 else mine
 

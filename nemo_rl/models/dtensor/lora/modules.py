@@ -1,11 +1,11 @@
 """Low-rank adapters on a frozen model (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
-`backend` calls `apply_lora` between making and sharding the model; `adapter_io` writes what is trained; weight sync and
-checkpoints read `merged_by_name`. Invariant: base weights never change. Code outside of `models.dtensor` sees plain
-weights under Hugging Face names, each merged when it is asked for.
+`apply_lora` adds adapters after the model is made and before it is sharded; `adapter_io` writes the adapters; weight
+sync and checkpoints read `merged_by_name`. Invariant: base weights never change. Code outside of `models.dtensor` sees
+plain weights under Hugging Face names; each is merged when it is read.
 
-FSDP2 and tensor parallelism divide an adapted layer's weight `[out, in]` and its B `[out, dim]` by the same rows, A
-`[dim, in]` by the weight's columns: so a rank merges its own part, and only the small A is gathered.
+FSDP2 and tensor parallelism divide an adapted layer's weight `[out, in]` and its B `[out, dim]` by the same rows, and A
+`[dim, in]` by the weight's columns. So a rank merges its own part, and only the small A is gathered.
 """
 
 import logging
@@ -34,22 +34,22 @@ SECTION = "policy.dtensor_cfg.lora_cfg"
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer plus a trained product of two thin matrices.
+    """A frozen linear layer plus a trained product of two low-rank matrices.
 
-    `y = x W^T + bias + (alpha / dim) x A^T B^T`. Dropout falls on x before A (`pre`) or on the product
+    `y = x W^T + bias + (alpha / dim) x A^T B^T`. Dropout applies to x before A (`pre`) or to the product
     (`post`), in training mode only.
 
     Attributes:
-        weight: `[out, in]`, frozen; also the base layer's own parameter, so its name does not change.
+        weight: `[out, in]`, frozen; the base layer's own parameter, so its name does not change.
         bias: `[out]`, frozen, or None.
         lora_A: `[dim, in]`.
         lora_B: `[out, dim]`, zero at the start, so that a new adapter changes nothing.
-        active: False computes the base layer alone.
+        active: False computes the base layer only.
 
     Args:
-        base: the layer to adapt; its parameters are taken over and frozen.
+        base: the layer to adapt; its parameters are reused and frozen.
         config: the adapter's shape and dropout.
-        generator: draws A.
+        generator: random generator for A.
     """
 
     def __init__(self, base: nn.Linear, config: LoraConfig, generator: torch.Generator) -> None:
@@ -65,7 +65,7 @@ class LoraLinear(nn.Module):
         self.active = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in] -> [..., out]`."""
+        """Map `[..., in]` to `[..., out]`."""
         out = F.linear(x, self.weight, self.bias)
         if not self.active:
             return out
@@ -78,7 +78,7 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self, device: torch.device) -> Tensor:
-        """`W + (alpha / dim) B A` as a new tensor on `device`, sharded like W; collective if sharded."""
+        """Return `W + (alpha / dim) B A` as a new tensor on `device`, sharded like W; collective if sharded."""
         a, b, weight = (t.detach().to(device) for t in (self.lora_A, self.lora_B, self.weight))
         if not isinstance(weight, DTensor):
             return torch.addmm(weight, b, a, alpha=self.scaling)
@@ -93,20 +93,20 @@ class LoraLinear(nn.Module):
 
 
 def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
-    """Freeze the model and put adapters on its linear layers, in place; before sharding.
+    """Freeze the model and put adapters on its linear layers, in place; call it before sharding.
 
     A is drawn from the run's seed and the layer's name, so all ranks and every start draw the same.
 
     Args:
         hf: the unsharded model.
-        config: which layers, and the adapter's shape.
+        config: the layers to adapt, and the adapters' shape.
         seed: run seed.
 
     Returns:
         Names of the adapted layers.
 
     Raises:
-        ConfigError: a pattern matches no linear layer, no layer is left, or one shares its weight.
+        ConfigError: a pattern matches no linear layer, no layer is left, or an adapted layer shares its weight.
     """
     names = select_modules(_linear_names(hf), config)
     _refuse_shared(hf, names)
@@ -130,24 +130,24 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
 
 
 def select_modules(available: Sequence[str], config: LoraConfig) -> list[str]:
-    """The layers that `lora_cfg` names, in model order; see `low_rank.select_layers`."""
+    """Return the layers that `lora_cfg` names, in model order; see `low_rank.select_layers`."""
     targets = [] if config.match_all_linear else config.target_modules
     return select_layers(available, targets, config.exclude_modules, SECTION)
 
 
 def adapted_modules(hf: nn.Module) -> dict[str, LoraLinear]:
-    """The adapted layers by name; empty without LoRA."""
+    """Return the adapted layers by name; empty without LoRA."""
     return {name: module for name, module in hf.named_modules() if isinstance(module, LoraLinear)}
 
 
 def adapted_weights(hf: nn.Module) -> dict[str, Tensor]:
-    """The frozen weights that adapters change, by the names they are exported under."""
+    """Return the frozen weights of adapted layers, by the names under which they are exported."""
     return {f"{name}.weight": module.weight.detach() for name, module in adapted_modules(hf).items()}
 
 
 @contextmanager
 def adapters_off(hf: nn.Module) -> Iterator[None]:
-    """Run a block with the base model alone."""
+    """Run a block with the base model only."""
     modules = adapted_modules(hf).values()
     for module in modules:
         module.active = False
@@ -159,7 +159,7 @@ def adapters_off(hf: nn.Module) -> Iterator[None]:
 
 
 def merged_by_name(hf: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """`checkpoint_io.weights_by_name` with each adapter merged into its layer's weight.
+    """Yield `checkpoint_io.weights_by_name` with each adapter merged into its layer's weight.
 
     Merged weights are computed one at a time, on `device`; all others are the model's own tensors. All
     ranks must exhaust it together.
@@ -176,7 +176,7 @@ def merged_by_name(hf: nn.Module, device: torch.device) -> Iterator[tuple[str, T
 
 
 def merge_adapters(hf: nn.Module) -> None:
-    """Put plain layers with the merged weights in the place of the adapted ones; only unsharded."""
+    """Replace adapted layers with plain layers that hold the merged weights; for unsharded models only."""
     for name, module in adapted_modules(hf).items():
         merged = nn.Linear(module.in_features, module.out_features, bias=False, device="meta").train(module.training)
         merged.weight = nn.Parameter(module.merged_weight(module.weight.device), requires_grad=False)
@@ -201,7 +201,7 @@ def check_adapters_moved(hf: nn.Module, device: torch.device) -> None:
 
 
 def _refuse_shared(hf: PreTrainedModel, names: Sequence[str]) -> None:
-    """A weight used under two names has one value outside; an adapter would give it two."""
+    """Refuse adapters on a shared weight: it is exported as one value, but an adapter changes only one use of it."""
     uses = Counter(id(parameter) for _, parameter in hf.named_parameters(remove_duplicate=False))
     shared = [name for name in names if uses[id(hf.get_parameter(f"{name}.weight"))] > 1]
     if shared:
@@ -212,6 +212,6 @@ def _refuse_shared(hf: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def _linear_names(hf: PreTrainedModel) -> list[str]:
-    """Names of plain linear layers, without the output head: it is applied in chunks, as a bare weight."""
+    """Return the names of plain linear layers, without the output head, which is applied in chunks as a bare weight."""
     head = hf.get_output_embeddings()
     return [name for name, module in hf.named_modules() if type(module) is nn.Linear and module is not head]

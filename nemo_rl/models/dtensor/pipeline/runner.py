@@ -1,10 +1,10 @@
-"""Carry out a pipeline program on one stage: passes, and hidden states sent from stage to stage.
+"""Run a pipeline program on one stage: make its passes and exchange hidden states with other stages.
 
-All stages have the same microbatches, so each knows the shape of everything it receives without being told. Sends and
-receives of one round are started together and finished later: before their tensors are used, and at the latest when
-two more rounds of this stage have been started, which bounds what is on its way.
+All stages have the same microbatches, so each stage can compute the shape of every tensor it receives. Sends and
+receives of one round are started together and finished later: before their tensors are used, and at the latest after
+two more rounds of this stage have been started, which bounds the number of tensors in transit.
 
-Invariant: a stage computes gradients of sums, as one process does; nothing here scales a loss.
+Invariant: a stage computes gradients of sums, as one process does; this module scales no loss.
 """
 
 from collections import deque
@@ -28,19 +28,19 @@ from nemo_rl.models.training.inputs import ModelInputs
 from nemo_rl.models.training.interfaces import ForwardStep
 
 type Score = Callable[[ModelInputs], tuple[Tensor, Tensor]]
-"""The model's scores of one microbatch; in the last stage its model inputs hold `inputs_embeds`."""
+"""Computes the model's scores of one microbatch; in the last stage its model inputs hold `inputs_embeds`."""
 
 _ROUNDS_ON_THE_WAY = 2
 
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """What stages hand on: local tensors `[b, T / token_parts, width]`.
+    """Shape and dtype of the tensors that stages exchange: local tensors `[b, T / token_parts, width]`.
 
     Attributes:
         width: the model's hidden size.
-        dtype: of the layers' outputs.
-        token_parts: ranks that divide the tokens between layers (sequence parallelism).
+        dtype: dtype of the layers' outputs.
+        token_parts: number of ranks that divide the tokens between layers (sequence parallelism).
     """
 
     width: int
@@ -48,12 +48,12 @@ class HiddenStates:
     token_parts: int = 1
 
     def shape(self, inputs: ModelInputs) -> tuple[int, int, int]:
-        """The shape for a microbatch, as this rank gets it (its own tokens under context parallelism)."""
+        """Return the shape for a microbatch on this rank, which has only its own tokens in context parallelism."""
         rows, tokens = inputs.model_inputs["input_ids"].shape
         return rows, tokens // self.token_parts, self.width
 
     def empty(self, inputs: ModelInputs, device: torch.device) -> Tensor:
-        """A tensor to receive into."""
+        """Return a new tensor to receive into."""
         return torch.empty(self.shape(inputs), dtype=self.dtype, device=device)
 
 
@@ -61,18 +61,18 @@ class Pipeline:
     """Runs microbatches through the stages.
 
     Args:
-        model: what `cut` left of the wrapped model, sharded.
-        stage: which part that is.
-        hidden: what stages hand on.
+        model: the wrapped model after `cut`, sharded.
+        stage: the part of the model that this rank holds.
+        hidden: shape and dtype of the tensors that stages exchange.
         score: called in the last stage for the last chunk.
     """
 
     def __init__(self, model: ShardableModel, stage: Stage, hidden: HiddenStates, score: Score) -> None:
         self.model, self.stage, self.hidden, self.score = model, stage, hidden, score
         device = stage.place.device
-        # A wait with a limit would stop the host on GPUs, where the group's watchdog has the limit.
+        # On GPUs a wait with a limit would block the host; there the group's watchdog enforces the limit.
         self.limit = collective_timeout(device) if device.type == "cpu" else None
-        # A group's first communication on NCCL has to be one that all its ranks take part in.
+        # All ranks of an NCCL group must take part in its first communication.
         dist.all_reduce(torch.zeros(1, device=device), group=stage.place.group)
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
@@ -90,12 +90,12 @@ class Pipeline:
 
 
 def pipeline_for(model: ShardableModel, config: PolicyConfig, meshes: Meshes, score: Score) -> Pipeline | None:
-    """What runs microbatches through the stages; None for a whole model."""
+    """Return the `Pipeline` of a model that was divided into stages; None for a whole model."""
     stage = stage_of(model.hf)
     if stage is None:
         return None
     width, dtype = model.hf.config.get_text_config().hidden_size, torch_dtype(config.precision)
-    if dtype == torch.float32:  # then layers compute in what their parameters are
+    if dtype == torch.float32:  # then layers compute in the dtype of their parameters
         dtype = next(model.parameters()).dtype
     token_parts = meshes.layout.tp if config.dtensor_cfg.sequence_parallel else 1
     return Pipeline(model, stage, HiddenStates(width, dtype, token_parts), score)
@@ -106,10 +106,10 @@ class _Run:
     """One run of a program.
 
     Attributes:
-        arriving: for each pass the round and the buffer of what it takes.
-        leaving: for each pass of another stage what this one made for it.
+        arriving: round and buffer of the input of each pass.
+        leaving: output of this stage for each pass of another stage.
         waiting: `(hidden states in, hidden states or loss out)` of chunk and microbatch, until the backward pass.
-        started: rounds whose sends and receives may not have ended.
+        started: rounds whose sends and receives may not be finished.
     """
 
     pipeline: Pipeline
@@ -142,21 +142,21 @@ class _Run:
         operations += [
             P2POp(dist.irecv, tensor, group=group, group_peer=transfer.peer) for transfer, tensor in received
         ]
-        begun = _Round(batch_isend_irecv(operations), [tensor for _, tensor in sent], self.pipeline.limit)
-        self.arriving.update({transfer.wanted_by: (begun, tensor) for transfer, tensor in received})
-        self.started.append(begun)
+        started = _Round(batch_isend_irecv(operations), [tensor for _, tensor in sent], self.pipeline.limit)
+        self.arriving.update({transfer.wanted_by: (started, tensor) for transfer, tensor in received})
+        self.started.append(started)
         self.finish(keep=_ROUNDS_ON_THE_WAY)
 
     def finish(self, keep: int) -> None:
-        """Wait for all rounds but the last `keep`."""
+        """Wait for all rounds except the last `keep`."""
         while len(self.started) > keep:
             self.started.popleft().wait()
 
     def _take(self, step: Pass) -> Tensor | None:
         if step not in self.arriving:
             return None
-        begun, tensor = self.arriving.pop(step)
-        begun.wait()
+        started, tensor = self.arriving.pop(step)
+        started.wait()
         return tensor
 
     def _forward(self, step: Pass, hidden: Tensor | None) -> None:
@@ -180,7 +180,7 @@ class _Run:
 
     def _backward(self, step: Pass, gradient: Tensor | None) -> None:
         hidden, out = self.waiting.pop((step.chunk, step.microbatch))
-        if out.requires_grad:  # false where everything up to here is frozen
+        if out.requires_grad:  # False if all weights up to here are frozen
             torch.autograd.backward(out, gradient if gradient is None else gradient.to(out.dtype))
         if hidden is not None:
             arrived = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
@@ -192,9 +192,9 @@ class _Round:
     """Sends and receives that were started together.
 
     Attributes:
-        works: what to wait for.
-        sent: tensors that have to live until then.
-        limit: after which a wait raises; None leaves that to the group's watchdog.
+        works: handles to wait for.
+        sent: tensors that must stay in memory until then.
+        limit: time after which a wait raises; None leaves that to the group's watchdog.
     """
 
     works: list[dist.Work]
@@ -202,7 +202,7 @@ class _Round:
     limit: timedelta | None
 
     def wait(self) -> None:
-        """Wait once; on GPUs it is the current stream that waits."""
+        """Wait for the sends and receives; on GPUs only the current stream waits. Later calls return immediately."""
         for work in self.works:
             work.wait(self.limit) if self.limit else work.wait()
         self.works, self.sent = [], []

@@ -1,13 +1,13 @@
-"""Which stage computes what in which order, and when it sends and receives: 1F1B and interleaved 1F1B.
+"""Pipeline schedules 1F1B and interleaved 1F1B: the order of each stage's passes, sends and receives.
 
 A model's layers are divided into chunks; chunk c belongs to stage c % num_stages. Each stage has a fixed order of
-passes. All stages are then stepped through together, round by round: in a round every stage makes its next pass if what
-it needs has arrived, and at the end of a round what was made is handed on. So sender and receiver of a tensor have it
-in the same round, and each stage's transfers come in the order of the rounds.
+passes. The schedule simulates all stages round by round: in a round every stage makes its next pass if the inputs of
+that pass have arrived, and the outputs are sent at the end of the round. So sender and receiver handle a tensor in the
+same round, and each stage's transfers are in the order of the rounds.
 
-Invariant: the transfers cannot block each other. One of round t waits for passes of rounds up to t and for transfers of
-earlier rounds only, so the earliest unfinished round can always be finished, also where a stage's transfers run one
-after another (NCCL). At most `warmup + 1` microbatches wait for their backward pass in a stage.
+Invariant: the transfers cannot block each other. A transfer of round t waits only for passes of rounds up to t and for
+transfers of earlier rounds, so the earliest unfinished round can always be finished, even if a stage's transfers run
+one after another (NCCL). At most `warmup + 1` microbatches wait for their backward pass in a stage.
 
 Sources: Narayanan et al. 2019 (PipeDream, 1F1B); Narayanan et al. 2021, arXiv:2104.04473, section 2.2 (interleaved).
 """
@@ -28,11 +28,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor on its way.
+    """A tensor sent from one stage to another.
 
     Attributes:
-        peer: the stage that it goes to or comes from.
-        wanted_by: the pass that takes it: hidden states for a forward pass, their gradient for a backward pass.
+        peer: the stage that receives or sends it.
+        wanted_by: the pass that uses it: hidden states for a forward pass, their gradient for a backward pass.
     """
 
     peer: int
@@ -41,23 +41,23 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a stage sends and receives at the end of one round."""
+    """Sends and receives of a stage at the end of one round."""
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
 
 
 type Program = list[Pass | Exchange]
-"""What one stage does, in order."""
+"""Passes and exchanges of one stage, in order."""
 
 
 def programs(num_stages: int, chunks_per_stage: int, num_microbatches: int, *, backward: bool) -> list[Program]:
-    """The program of every stage.
+    """Return the program of every stage.
 
     Args:
-        num_stages: at least 2.
-        chunks_per_stage: above 1 the schedule is interleaved.
-        num_microbatches: any number; more of them leave less idle time.
+        num_stages: number of stages, at least 2.
+        chunks_per_stage: chunks of each stage; above 1 the schedule is interleaved.
+        num_microbatches: any number; more microbatches leave less idle time.
         backward: whether every forward pass is followed by its backward pass.
     """
     num_chunks = num_stages * chunks_per_stage
@@ -79,16 +79,19 @@ def programs(num_stages: int, chunks_per_stage: int, num_microbatches: int, *, b
 
 
 def num_warmup(stage: int, num_stages: int, chunks_per_stage: int) -> int:
-    """Forward passes before forward and backward passes alternate; the last stage needs none without interleaving."""
-    behind = num_stages - stage - 1
-    return behind if chunks_per_stage == 1 else 2 * behind + (chunks_per_stage - 1) * num_stages
+    """Return the number of forward passes before forward and backward passes alternate.
+
+    Without interleaving the last stage needs none.
+    """
+    later_stages = num_stages - stage - 1
+    return later_stages if chunks_per_stage == 1 else 2 * later_stages + (chunks_per_stage - 1) * num_stages
 
 
 def _order(stage: int, num_stages: int, per_stage: int, num_microbatches: int, backward: bool) -> list[Pass]:
-    """The passes of a stage: microbatches in groups of `num_stages`, each group through one chunk after the other.
+    """Order the passes of a stage: microbatches in groups of `num_stages`, each group through one chunk after another.
 
-    The last group is filled up for the order, and left out where there is no such microbatch: that takes a microbatch
-    away from all stages alike, so the others keep their order.
+    The last group is first filled up to `num_stages`, then passes of microbatches that do not exist are dropped. They
+    are dropped in all stages, so the order of the others stays consistent.
     """
     groups = range(0, num_microbatches, num_stages)
 
@@ -110,7 +113,7 @@ def _order(stage: int, num_stages: int, per_stage: int, num_microbatches: int, b
 
 
 def _needs(step: Pass, num_chunks: int) -> set[Pass]:
-    """What must have been made in an earlier round."""
+    """Return the passes that must have been made in an earlier round."""
     if step.kind == "forward":
         return {Pass("forward", step.chunk - 1, step.microbatch)} if step.chunk else set()
     needs = {Pass("forward", step.chunk, step.microbatch)}
@@ -120,7 +123,7 @@ def _needs(step: Pass, num_chunks: int) -> set[Pass]:
 
 
 def _exchanges(ran: dict[int, Pass], num_stages: int, num_chunks: int) -> dict[int, Exchange]:
-    """What each stage hands on and gets after the passes of one round; stages without either are left out."""
+    """Return each stage's sends and receives after the passes of one round; stages without any are left out."""
     sends: dict[int, list[Transfer]] = {}
     receives: dict[int, list[Transfer]] = {}
     for stage, step in ran.items():

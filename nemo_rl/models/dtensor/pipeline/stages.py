@@ -1,13 +1,14 @@
-"""The part of a model that a pipeline stage holds, and the forward pass through it.
+"""Cut a model down to the part that a pipeline stage holds, and run the forward pass through that part.
 
-Hugging Face's own forward stays in charge of masks, positions and keyword arguments: it runs over a list in which the
-layers of other chunks pass the hidden states through. So layers keep their place in the list, by which forwards index
-`config.layer_types`. Hidden states that arrive go straight into the first layer of the list, and those that leave are
-what comes out of the last one: what a forward does before the layers (an embedding multiplier, a norm, dropout) has an
-effect in the first chunk only, and what it does after them (a final norm, with weights or without) in the last one.
+Hugging Face's own forward still computes masks, positions and keyword arguments: it runs over a list in which the
+layers of other chunks are replaced by modules that return their input. So layers keep their index in the list, which
+forwards use to index `config.layer_types`. Hidden states from another stage are fed directly into the first layer of
+the list, and hidden states for another stage are the output of the last one. So operations of a forward before the
+layers (an embedding multiplier, a norm, dropout) affect the first chunk only, and operations after them (a final norm,
+with weights or without) affect the last chunk only.
 
-Invariant: parameters keep the names they have in the whole model, and the chunks in turn compute, bit for bit, what the
-whole model computes; `require_divisible` compares the two before anything is taken away.
+Invariant: parameters keep the names they have in the whole model, and the chunks, run in order, compute the same bits
+as the whole model; `require_divisible` compares the two before any module is removed.
 """
 
 from collections.abc import Iterator
@@ -29,14 +30,14 @@ _ATTRIBUTE, _ENDS = "pipeline_stage", "_pipeline_ends"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in the pipeline.
+    """Position of a rank in the pipeline.
 
     Attributes:
-        number: its stage; 0 has the embedding, the last one has final norm and head.
+        number: the rank's stage; 0 has the embedding, the last one has final norm and head.
         size: number of stages.
         chunks: layers of every chunk of the model, in the order of a forward pass; chunk c belongs to stage c % size.
         group: the stages of this model copy, first stage first; None only to try a division in one process.
-        device: where the rank computes.
+        device: device on which the rank computes.
     """
 
     number: int
@@ -47,30 +48,31 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """Whether it holds the embedding."""
+        """True for the stage that holds the embedding."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it holds final norm and head."""
+        """True for the stage that holds final norm and head."""
         return self.number == self.size - 1
 
     @property
     def layers(self) -> list[int]:
-        """Numbers of the layers it holds."""
+        """Numbers of the layers that the stage holds."""
         return [layer for chunk in self.chunks[self.number :: self.size] for layer in chunk]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What `cut` left of a model.
+    """The part of a model that remains after `cut`.
 
     Attributes:
-        place: where this rank stands.
-        renamed: weights that another stage holds too, under the name that checkpoints know: `{name here: that name}`.
-        shared: names, as checkpoints know them, of the parameters that the first and the last stage both hold.
-        copies: such names of all weights of this stage that an earlier one holds too.
-        elsewhere: names of the weights that only other stages hold.
+        place: position of this rank.
+        renamed: weights whose name in checkpoints differs from their name in this stage, because another stage also
+            holds them: `{name in this stage: name in checkpoints}`.
+        shared: checkpoint names of the parameters that the first and the last stage both hold.
+        copies: checkpoint names of all weights of this stage that an earlier stage also holds.
+        elsewhere: checkpoint names of the weights that only other stages hold.
     """
 
     place: Place
@@ -80,23 +82,23 @@ class Stage:
     elsewhere: frozenset[str]
 
     def known_as(self, name: str) -> str:
-        """The name that checkpoints have for a weight of this stage."""
+        """Return the name that checkpoints use for a weight of this stage."""
         return self.renamed.get(name, name)
 
     def sum(self, number: Tensor) -> Tensor:
-        """Sum of a number over the stages, on every rank."""
+        """Sum a number over the stages; every rank gets the sum."""
         total = number.to(self.place.device)
         dist.all_reduce(total, group=self.place.group)
         return total
 
 
 def stage_of(hf: nn.Module) -> Stage | None:
-    """What `cut` left of this model; None for a whole model."""
+    """Return the stage that `cut` made of this model; None for a whole model."""
     return getattr(hf, _ATTRIBUTE, None)
 
 
 def layers_of_chunks(num_layers: int, num_stages: int, chunks_per_stage: int) -> tuple[range, ...]:
-    """The layers of each chunk: as even as can be, earlier chunks with one more, because the last has the head.
+    """Divide the layers as evenly as possible; earlier chunks get one more, because the last chunk has the head.
 
     Raises:
         ConfigError: there are fewer layers than chunks.
@@ -115,31 +117,31 @@ def layers_of_chunks(num_layers: int, num_stages: int, chunks_per_stage: int) ->
 
 
 def keep_stage(hf: PreTrainedModel, meshes: Meshes, chunks_per_stage: int, device: torch.device) -> Stage:
-    """Leave of a model what the stage of this rank holds, in place; `try_division` comes before.
+    """Reduce a model, in place, to the part that this rank's stage holds; call `try_division` before.
 
     Raises:
-        ConfigError: the model cannot be divided so.
+        ConfigError: the model cannot be divided into these chunks.
     """
     size = meshes.layout.pp
     chunks = layers_of_chunks(len(decoder_layers(hf)), size, chunks_per_stage)
     return cut(hf, Place(meshes.pp.get_local_rank(), size, chunks, meshes.pp.get_group(), device))
 
 
-def try_division(twin: PreTrainedModel) -> None:
-    """Divide a small model of the architecture layer by layer, as `require_divisible` does; the model stays whole.
+def try_division(probe_model: PreTrainedModel) -> None:
+    """Test on a small model of the architecture that it divides layer by layer; the model stays whole.
 
-    The first chunk has no layer, so that everything comes after a division, also in a model of one layer.
+    The first chunk has no layer, so that every layer comes after a division, even in a model of one layer.
 
     Raises:
-        ConfigError: it cannot be divided.
+        ConfigError: the model cannot be divided.
     """
-    number = len(decoder_layers(twin))
+    number = len(decoder_layers(probe_model))
     chunks = (range(0), *(range(layer, layer + 1) for layer in range(number)))
-    require_divisible(twin, Place(0, len(chunks), chunks))
+    require_divisible(probe_model, Place(0, len(chunks), chunks))
 
 
 def cut(hf: PreTrainedModel, place: Place) -> Stage:
-    """Take away, in place, what other stages hold; the same call on all ranks, before sharding.
+    """Remove, in place, the modules that other stages hold; all ranks must call this before sharding.
 
     Raises:
         ConfigError: the model cannot be divided, or a stage would have nothing to train.
@@ -168,10 +170,10 @@ def cut(hf: PreTrainedModel, place: Place) -> Stage:
 
 @contextmanager
 def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
-    """Let the body's forward go through one chunk; the modules stay where they are for everything else.
+    """Run a block in which the body's forward goes through one chunk only; otherwise the model is unchanged.
 
-    In the block the body takes the hidden states of the chunk before as `inputs_embeds` (but for the first chunk), and
-    its `last_hidden_state` is what the chunk after takes (but for the last chunk).
+    In the block the body takes the hidden states of the previous chunk as `inputs_embeds` (except for the first
+    chunk), and its `last_hidden_state` is the input of the next chunk (except for the last chunk).
     """
     part: Any = body(hf)
     modules, own_forward = part._modules, part.__dict__.get("forward")
@@ -183,7 +185,7 @@ def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
     through[0] = first
     last = through[-1] = _Through(through[-1])
     modules["layers"] = nn.ModuleList(through)
-    # What is not held here is not asked for here: what it gives out goes nowhere.
+    # Modules that this stage does not hold are replaced too: the forward calls them, but their output is not used.
     modules.update(dict.fromkeys((name for name in _Ends.of(hf).names if before[name] is None), skip))
     forward = part.forward
 
@@ -206,11 +208,11 @@ def active(hf: PreTrainedModel, place: Place, chunk: int) -> Iterator[None]:
 
 
 def require_divisible(hf: PreTrainedModel, place: Place) -> None:
-    """Run a whole model chunk by chunk, and compare that with its own forward on a few tokens.
+    """Run a whole model chunk by chunk, and compare the result with its own forward on a few tokens.
 
     Args:
-        hf: the whole model with values in it, or a small one of the same architecture.
-        place: of any stage; its division is tried.
+        hf: the whole model with its weights loaded, or a small model of the same architecture.
+        place: position of any stage; its division into chunks is tested.
 
     Raises:
         ConfigError: the two differ, or a chunk cannot run alone.
@@ -244,17 +246,17 @@ def _chunks_compute_the_same(hf: PreTrainedModel, place: Place) -> bool:
 
 
 class _PassThrough(nn.Module):
-    """Stands for a layer or norm that does nothing in this chunk."""
+    """Replaces a layer or norm that does not belong to this chunk; returns its input."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
 
 class _Through(nn.Module):
-    """A layer at an end of the list: takes what has arrived in place of what the body gives it, keeps what leaves.
+    """Wraps the first or last layer of the list: replaces its input with received hidden states, keeps its output.
 
     Args:
-        layer: what it stands for; stays outside of this module's children, which are gone after the pass.
+        layer: the wrapped layer; not registered as a child, because this wrapper exists for one pass only.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -264,7 +266,7 @@ class _Through(nn.Module):
         self.left: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the layer, by which some bodies choose its mask."""
+        """Return an attribute of the layer; some bodies choose the mask by such attributes."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -279,11 +281,11 @@ class _Through(nn.Module):
 
 @dataclass(frozen=True)
 class _Ends:
-    """The modules of the body that have weights and are no layers, by name.
+    """Names of the body's modules that have weights and are not decoder layers.
 
     Attributes:
-        before: those before the layers; the first is not always the embedding.
-        after: those after them: the final norm, if it has weights.
+        before: modules before the layers; the first one is not always the embedding.
+        after: modules after the layers: the final norm, if it has weights.
     """
 
     before: tuple[str, ...]
@@ -291,12 +293,12 @@ class _Ends:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Both."""
+        """The names before and after the layers."""
         return self.before + self.after
 
     @classmethod
     def of(cls, hf: PreTrainedModel) -> "_Ends":
-        """Those of a model; what a stage does not hold is among them.
+        """Find these modules in a model; in a stage, modules that it does not hold are included.
 
         Raises:
             ConfigError: the body has no list of layers.
@@ -325,7 +327,7 @@ def _has_weights(owner: nn.Module, child: str) -> bool:
 
 
 def _owners(hf: PreTrainedModel, ends: _Ends, place: Place) -> dict[str, list[int]]:
-    """The stages that hold each weight."""
+    """Return the stages that hold each weight."""
     prefix = next(name for name, module in hf.named_modules() if module is body(hf))
     last, everywhere = [place.size - 1], list(range(place.size))
     of_layer = {layer: [c % place.size] for c, chunk in enumerate(place.chunks) for layer in chunk}
@@ -343,7 +345,7 @@ def _owners(hf: PreTrainedModel, ends: _Ends, place: Place) -> dict[str, list[in
 
 
 def _take_away(hf: PreTrainedModel, ends: _Ends, place: Place) -> None:
-    """Leave the modules of this stage; layers keep their numbers as names."""
+    """Remove all modules except those of this stage; layers keep their numbers as names."""
     part: Any = body(hf)
     setattr(hf, _ENDS, ends)
     held = nn.ModuleList()
@@ -361,7 +363,7 @@ def _take_away(hf: PreTrainedModel, ends: _Ends, place: Place) -> None:
 
 
 def _require_trainable(hf: PreTrainedModel, owners: dict[str, list[int]], place: Place) -> None:
-    """Refuse a division in which a stage has frozen weights only; an optimizer needs some."""
+    """Refuse a division in which a stage has only frozen weights; its optimizer would have no parameters."""
     trained = {name for name, parameter in hf.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     idle = set(range(place.size)) - {stage for name in trained for stage in owners[name]}
     if trained and idle:
@@ -373,7 +375,7 @@ def _require_trainable(hf: PreTrainedModel, owners: dict[str, list[int]], place:
 
 
 def _shared(hf: PreTrainedModel, known: dict[str, str], owners: dict[str, list[int]]) -> frozenset[str]:
-    """The parameters that several stages use: an embedding that is also the head, nothing else."""
+    """Return the parameters that several stages use; only an embedding that is also the head is allowed."""
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     tied = [name for name, module in hf.named_modules() if module in (embedding, head)]
     shared = {name: first for name, first in known.items() if owners[name] != owners[first]}

@@ -1,7 +1,7 @@
-"""What reaches over all stages of a pipeline: exported weights, shared gradients, things to agree on.
+"""Collect weights, shared gradients and other values over all stages of a pipeline.
 
-Everything here is collective over the stages, and does nothing for a whole model. Invariant: `of_all_stages` gives the
-same names and values in the same order on all of them, and holds one group of tensors of another stage at a time.
+All functions are collective over the stages, and do nothing for a whole model. Invariant: `of_all_stages` yields the
+same names and values in the same order on all stages, and holds one group of tensors of another stage at a time.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,11 +17,11 @@ from nemo_rl.models.dtensor.pipeline.stages import Place, stage_of
 from nemo_rl.weight_sync.buckets import group_by_size
 
 _GROUP_BYTES = 64 * 1024**2
-"""Tensors of another stage that are announced together; a larger tensor is a group of its own."""
+"""Bytes of another stage's tensors that are announced together; a larger tensor is its own group."""
 
 
 def without_copies(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights that leave from this stage: not those that an earlier one holds too."""
+    """Yield the weights that this stage exports; skip those that an earlier stage also holds."""
     stage = stage_of(hf)
     for name, tensor in weights:
         if stage is None or name not in stage.copies:
@@ -29,14 +29,14 @@ def without_copies(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iter
 
 
 def of_all_stages(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of all stages, stage by stage; each broadcasts its own.
+    """Yield the weights of all stages, stage by stage; each stage broadcasts its own.
 
     Args:
         hf: the model of this stage.
-        weights: whole tensors that leave from this stage.
+        weights: whole tensors that this stage exports.
 
     Yields:
-        Those of this stage as they are, those of others on the rank's device.
+        Name and tensor: unchanged for this stage's weights, on the rank's device for weights of other stages.
     """
     stage = stage_of(hf)
     if stage is None:
@@ -48,13 +48,13 @@ def of_all_stages(hf: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Itera
 
 
 def names_here(hf: nn.Module) -> dict[str, str]:
-    """Names in this stage's model of weights that checkpoints know by another one: `{known name: name}`."""
+    """Return `{checkpoint name: name here}` for weights of this stage that have another name in checkpoints."""
     stage = stage_of(hf)
     return {} if stage is None else {known: name for name, known in stage.renamed.items()}
 
 
 def joined[T](hf: nn.Module, mine: dict[str, T]) -> dict[str, T]:
-    """One dict from the dicts of all stages, in the order of the stages."""
+    """Merge the dicts of all stages, in the order of the stages."""
     stage = stage_of(hf)
     if stage is None:
         return mine
@@ -64,7 +64,10 @@ def joined[T](hf: nn.Module, mine: dict[str, T]) -> dict[str, T]:
 
 
 def shared_parameters(hf: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of this stage that the first and the last one both hold (tied embeddings), by their known names."""
+    """Return this stage's copies of parameters that the first and last stage hold (tied embeddings).
+
+    Keys are the names that checkpoints use.
+    """
     stage = stage_of(hf)
     if stage is None or not (stage.place.is_first or stage.place.is_last):
         return {}
@@ -73,14 +76,14 @@ def shared_parameters(hf: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def copied_parameters(hf: nn.Module) -> list[nn.Parameter]:
-    """Parameters of this stage that an earlier one holds too."""
+    """Return the parameters of this stage that an earlier stage also holds."""
     stage = stage_of(hf)
     return [] if stage is None else [p for name, p in shared_parameters(hf).items() if name in stage.copies]
 
 
 @torch.no_grad()
 def sum_shared_gradients(hf: nn.Module) -> None:
-    """Give both copies of a weight the sum of their gradients, bit for bit the same: a + b is b + a."""
+    """Set the gradients of both copies of a weight to their sum; both get the same bits, because a + b is b + a."""
     stage = stage_of(hf)
     for parameter in shared_parameters(hf).values():
         if not parameter.requires_grad:

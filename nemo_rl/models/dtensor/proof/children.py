@@ -1,11 +1,11 @@
-"""Calls in forked processes: with a deadline, and whatever they do, the caller lives on and learns of it.
+"""Run calls in forked processes with a deadline, so that no crash or hang of a call affects the caller.
 
-For numbers that are worked out on CPUs before anything else of a run has started. A child is a copy of this process, so
-it has imported all that its parent has, and reads the parent's tensors without a copy. It leads a process group of its
-own or joins its parent's, computes on one thread (OpenMP's other threads do not survive a fork), writes nothing to the
-terminal, and ends when its parent ends.
+For computations on CPUs before any other part of a run has started. A child is a copy of this process, so it has
+imported the same modules as its parent, and reads the parent's tensors without copying them. It leads its own process
+group or joins its parent's, computes on one thread (OpenMP's other threads do not survive a fork), writes nothing to
+the terminal, and exits when its parent exits.
 
-Invariant: after `answers` returns or raises, none of its children is alive, nor any process that they started.
+Invariant: after `answers` returns or raises, none of its children runs, nor any process that they started.
 """
 
 import ctypes
@@ -33,12 +33,12 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why a call gave no answer.
+    """Reason why a call gave no answer.
 
     Attributes:
-        what: the exception and its message, or the signal that ended the process.
-        refused: whether it was a `ConfigError`: then `what` is its message.
-        raised: whether it was another exception, or an end.
+        what: the exception and its message, or the signal that killed the process.
+        refused: whether the call raised a `ConfigError`; then `what` is its message.
+        raised: whether the call raised another exception, or its process exited or was killed.
     """
 
     what: str
@@ -51,9 +51,9 @@ class _Child:
     """A forked process and what it has sent so far.
 
     Attributes:
-        pid: its id.
-        pipe: where its answer comes from.
-        leads: whether it leads a process group of its own.
+        pid: process id.
+        pipe: file descriptor from which to read the answer.
+        leads: whether the child leads its own process group.
     """
 
     pid: int
@@ -63,13 +63,13 @@ class _Child:
     status: int | None = None
 
     def read(self) -> bool:
-        """Take what has come; whether that was the end."""
+        """Read the bytes that have arrived; return True at the end of the answer."""
         part = os.read(self.pipe, _CHUNK)
         self.received += part
         return not part
 
     def end(self) -> int:
-        """Kill what is left of it and its group; how it ended. Only the first call does something."""
+        """Kill the child and its group if they still run, and return its exit status; later calls only return it."""
         if self.status is None:
             os.close(self.pipe)
             with suppress(ProcessLookupError, PermissionError):
@@ -81,18 +81,18 @@ class _Child:
 def answers[AnswerT](
     work: Callable[[int], AnswerT], number: int, timeout_s: float, *, own_group: bool = False
 ) -> list[AnswerT] | Trouble:
-    """Call `work(0)` to `work(number - 1)`, each in a process of its own.
+    """Call `work(0)` to `work(number - 1)`, each in its own process, and return their answers.
 
-    The first one without an answer ends the others, which may wait for it.
+    If one call fails, the other processes are killed, because they may wait for it; then its `Trouble` is returned.
 
     Args:
-        work: gives something that can be pickled.
-        number: how many processes.
-        timeout_s: for all of them together.
-        own_group: give each a process group of its own, which is killed as a whole; they may have children then.
+        work: function whose result can be pickled.
+        number: number of processes.
+        timeout_s: deadline for all calls together, in seconds.
+        own_group: give each process its own process group, which is killed as a whole; it may then start children.
 
     Raises:
-        DeadlineExceededError: not all have answered in time.
+        DeadlineExceededError: not all calls have answered in time.
     """
     children: list[_Child] = []
     try:
@@ -126,7 +126,7 @@ def _collect(children: Sequence[_Child], end: float, timeout_s: float) -> Any:
 
 
 def _answer_of(child: _Child) -> Any:
-    status = child.end()  # one that has ended by itself keeps its status
+    status = child.end()  # the status of a process that exited by itself is kept
     if child.received:
         return pickle.loads(bytes(child.received))  # written by a copy of this program
     if os.WIFSIGNALED(status):
@@ -150,13 +150,13 @@ def _fork(work: Callable[[], Any], others: Sequence[_Child], own_group: bool) ->
         _run(work, theirs, parent, own_group)
     os.close(theirs)
     if own_group:
-        with suppress(OSError):  # the child does so as well; whoever is first
+        with suppress(OSError):  # the child calls it too; the first call takes effect
             os.setpgid(pid, pid)
     return _Child(pid, ours, own_group)
 
 
 def _run(work: Callable[[], Any], pipe: int, parent: int, own_group: bool) -> NoReturn:
-    """The life of a child."""
+    """Run the call in the child, send its answer and exit."""
     try:
         if own_group:
             os.setpgid(0, 0)
@@ -166,7 +166,7 @@ def _run(work: Callable[[], Any], pipe: int, parent: int, own_group: bool) -> No
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
-        faulthandler.disable()  # an abort is an answer, and needs no stacks on the terminal
+        faulthandler.disable()  # an abort is reported as an answer; its stacks need not appear on the terminal
         torch.set_num_threads(1)
         _send(pipe, _answer(work))
     finally:
@@ -178,7 +178,7 @@ def _answer(work: Callable[[], Any]) -> Any:
         return work()
     except ConfigError as error:
         return Trouble(str(error), refused=True)
-    except BaseException as error:  # boundary: whatever the code of an architecture raises is the answer
+    except BaseException as error:  # boundary: any exception of an architecture's code is the answer
         said = str(error).strip().splitlines()
         return Trouble(f"{type(error).__name__}: {said[0] if said else ''}", raised=True)
 
@@ -189,7 +189,7 @@ def _send(pipe: int, answer: Any) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Let the kernel end this process when its parent ends, however that ends; Linux only."""
+    """Make the kernel kill this process when its parent exits or is killed; Linux only."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

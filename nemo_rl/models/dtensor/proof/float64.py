@@ -1,7 +1,7 @@
-"""Compute in float64 throughout, also where the code of an architecture asks for float32.
+"""Compute everything in float64, even if the code of an architecture casts to float32.
 
-Norms, softmax, routers and rotary embeddings are written to compute in float32 whatever the model's format. Their
-rounding, which differs with the order of a sum, would hide a small mistake behind 1e-5. In float64 it is 1e-12.
+Norms, softmax, routers and rotary embeddings compute in float32 for any dtype of the model. Their rounding depends on
+the order of sums and would hide errors below 1e-5. In float64 the rounding is 1e-12.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Run a block so; for models in float64, in this thread."""
+    """Run a block in which this thread computes in float64; for models in float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -26,7 +26,7 @@ def in_float64() -> Iterator[None]:
 
 
 class _Wider(TorchFunctionMode):
-    """Reads every float32 as float64."""
+    """Replaces float32 by float64 in every torch call."""
 
     def __torch_function__(
         self,

@@ -1,7 +1,7 @@
-"""Which meshes have been proven on this machine, for all runs of a user.
+"""Cache of the meshes that have been proven on this machine, for all runs of a user.
 
-One empty file for each proof, named by a digest of everything that the proof depends on; made in one step, so that runs
-at the same time do not meet. Invariant: a file stands for a proof that succeeded with exactly this code.
+Each proof is one empty file, named by a digest of everything that the proof depends on. Creating it is atomic, so
+concurrent runs do not conflict. Invariant: a file means that a proof succeeded with exactly this code.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from nemo_rl.models.dtensor.proof.small import SmallMesh
 logger = logging.getLogger(__name__)
 
 _CODE = ("config/rules", "distributed", "models/attention", "models/dtensor", "models/huggingface", "models/*.py")
-"""Of the library, what a proof runs."""
+"""Files of the library that a proof runs."""
 _PARALLEL_KEYS = (
     "sequence_parallel",
     "context_parallel_method",
@@ -35,7 +35,7 @@ _OF_THE_RUN = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 def digest(policy: PolicyConfig, mesh: SmallMesh, model: PretrainedConfig) -> str:
-    """What a proof is known by: the model's configuration, the small mesh, keys, and versions of the code."""
+    """Return the digest of a proof, over the model's configuration, the small mesh, keys and versions of the code."""
     section = policy.dtensor_cfg.model_dump(mode="json", include={*_PARALLEL_KEYS})
     shape = {name: value for name, value in model.to_dict().items() if name not in _OF_THE_RUN}
     ingredients: list[Any] = [
@@ -63,7 +63,7 @@ def _context(policy: PolicyConfig) -> int | None:
 
 @cache
 def _code() -> str:
-    """Digest of the source of what a proof runs."""
+    """Return a digest of the source files that a proof runs."""
     package = Path(nemo_rl.__file__).parent
     total = hashlib.sha256()
     for pattern in _CODE:
@@ -74,13 +74,13 @@ def _code() -> str:
 
 
 def folder() -> Path:
-    """Where proofs are: below XDG_CACHE_HOME, or ~/.cache."""
+    """Return the folder of the proofs, below XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "nemo_rl" / "proven_meshes"
 
 
 def is_proven(number: str) -> bool:
-    """Whether the proof with this digest is known."""
+    """Return whether the proof with this digest is stored."""
     try:
         return (folder() / number).exists()
     except OSError:
@@ -88,9 +88,9 @@ def is_proven(number: str) -> bool:
 
 
 def remember(number: str) -> None:
-    """Keep a proof; where the folder cannot be written, the next run proves again."""
+    """Store a proof; if the folder cannot be written, the next run repeats the proof."""
     try:
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         (folder() / number).touch()
     except OSError as error:
-        logger.debug("The proof of this mesh is not kept: %s.", error)
+        logger.debug("Cannot store the proof of this mesh: %s.", error)

@@ -1,12 +1,12 @@
-"""Prove before a run starts that a mesh computes what one process computes, on a small model of the architecture.
+"""Prove before a run starts that a mesh gives the same numbers as one process, on a small model of the architecture.
 
     driver ── known already? ──► done
-       └─ fork ─► prover: small model, what its architecture can do, numbers of one process
+       └─ fork ─► prover: small model, features of its architecture, numbers of one process
                      └─ fork ─► the ranks of a small mesh: numbers of `DTensorBackend`, compared
 
-Everything happens on CPUs, within `TIMEOUT_S`, in processes that the driver outlives, whatever they do. Invariant: a
-mesh is accepted only if loss, scores, gradient norm and every gradient agree, and an answer depends on nothing but what
-`known.digest` names.
+All computations run on CPUs, within `TIMEOUT_S`, in child processes whose crash does not affect the driver. Invariant:
+a mesh is accepted only if loss, scores, gradient norm and every gradient agree, and the result depends only on the
+inputs of `known.digest`.
 """
 
 import logging
@@ -37,23 +37,23 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S = 600.0
 _RANKS_S = 240.0
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""How far numbers may be apart, relative to their size, by the format that the small model computes in. Another order
-of sums changes gradients by up to 1e-12 in float64, and by up to 1e-4 in float32. A mistake of a mesh is a term left
-out, added twice or taken from another token: of a few dozen tokens, two heads and four experts 1e-3 and more."""
+"""Largest relative difference of numbers, by the dtype in which the small model computes. Another order of sums changes
+gradients by up to 1e-12 in float64, and by up to 1e-4 in float32. An error of a mesh is a term that is missing, added
+twice or taken from another token: with a few dozen tokens, two heads and four experts, this is 1e-3 or more."""
 _AXES = ("pp", "cp", "tp", "ep")
 
 
 def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, section: str = "policy") -> None:
-    """Accept a mesh that is known to be right, or prove it; does nothing where no proof is needed.
+    """Prove that a mesh is correct, unless it is proven already or needs no proof.
 
     Args:
         policy: section of the model.
-        layout: sizes that the section and the number of ranks give.
+        layout: axis sizes, from the section and the number of ranks.
         model: the model's configuration.
         section: name of the section, for messages.
 
     Raises:
-        ConfigError: the architecture cannot be divided so, or its numbers differ.
+        ConfigError: the architecture cannot be divided in this way, or its numbers differ.
     """
     if not needs_proof(layout, model):
         return
@@ -63,7 +63,7 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
     if is_proven(number):
         return
     logger.info(
-        "Proving %s on a small model of %s (a few seconds, once for each kind).", question.name, model.model_type
+        "Proving %s on a small model of %s (a few seconds, once per mesh and model).", question.name, model.model_type
     )
     trouble = question.trouble()
     if trouble is None:
@@ -75,7 +75,7 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
 
 @dataclass(frozen=True)
 class _Question:
-    """Whether a mesh is right for a model."""
+    """A mesh and a model for which it is to be proven."""
 
     policy: PolicyConfig
     mesh: SmallMesh
@@ -83,11 +83,11 @@ class _Question:
 
     @property
     def name(self) -> str:
-        """The mesh as the user writes it."""
+        """The mesh, as configuration keys."""
         return " x ".join(_keys(self.policy)) or "one rank"
 
     def trouble(self) -> Trouble | None:
-        """Why it is not; None where it is."""
+        """Return why the mesh is not correct; None if it is correct."""
         try:
             found = answers(lambda _: _prove(self), 1, TIMEOUT_S, own_group=True)
         except DeadlineExceededError:
@@ -95,7 +95,7 @@ class _Question:
         return found if isinstance(found, Trouble) else found[0]
 
     def refusal(self, trouble: Trouble) -> str:
-        """The message for the user."""
+        """Return the error message for the user."""
         if trouble.refused:
             return trouble.what if "Set " in trouble.what else f"{trouble.what} Set {_alone(self.policy)}."
         return (
@@ -104,7 +104,7 @@ class _Question:
         )
 
     def _way_out(self) -> str:
-        """The keys to leave out, one at a time, of which it is known that the rest is right then."""
+        """Return the advice: the keys whose removal, one at a time, leaves a mesh that is proven correct."""
         fine = [keys for keys, question in self._simpler() if question is None or question.trouble() is None]
         return f"Set {' or '.join(fine) or _alone(self.policy)}."
 
@@ -119,7 +119,7 @@ class _Question:
 
 
 def _keys(policy: PolicyConfig) -> Iterator[str]:
-    """What divides the model, as the user writes it."""
+    """Yield the settings that divide the model, as configuration keys."""
     section = policy.dtensor_cfg
     for axis in _AXES:
         if section.size(axis) > 1:
@@ -129,7 +129,7 @@ def _keys(policy: PolicyConfig) -> Iterator[str]:
 
 
 def _changes(policy: PolicyConfig) -> Mapping[str, dict[str, Any]]:
-    """Ways to divide the model less: keys as the user writes them, and what they change."""
+    """Return the single changes that divide the model less: configuration key to updated fields."""
     section = policy.dtensor_cfg
     ways: dict[str, dict[str, Any]] = {}
     if section.sequence_parallel and section.tensor_parallel_size > 1:
@@ -141,16 +141,16 @@ def _changes(policy: PolicyConfig) -> Mapping[str, dict[str, Any]]:
 
 
 def _alone(policy: PolicyConfig) -> str:
-    """The advice where no single change helps: leave every axis at one rank."""
+    """Return the advice if no single change helps: set every axis to one rank."""
     axes = [axis for axis in _AXES if policy.dtensor_cfg.size(axis) > 1]
     return " and ".join(f"{policy.dtensor_cfg.size_keys[axis]}=1" for axis in axes)
 
 
 def _prove(question: _Question) -> Trouble | None:
-    """In the prover: compare one process with the ranks.
+    """Compare one process with the ranks; runs in the prover process.
 
-    In float64, where a small mistake cannot hide. In float32 if the architecture does not compute in float64; and for
-    experts, whose grouped products know no float64, in float32 as well.
+    Computes in float64, which shows small errors, or in float32 if the architecture fails in float64. Models with
+    experts are compared in float32 as well, because grouped matrix products do not support float64.
     """
     from nemo_rl.models.dtensor.build import longest_sequence, try_out
     from nemo_rl.models.dtensor.experts.parallel import find_experts
@@ -158,18 +158,18 @@ def _prove(question: _Question) -> Trouble | None:
     from nemo_rl.models.dtensor.proof.numbers import Task
 
     policy = small_policy(question.policy, question.mesh)
-    twin = small_model(question.model, policy, question.mesh)
-    found = try_out(twin, longest_sequence(question.policy), policy)
-    single, double = (Task(model, policy, question.mesh.layout, found) for model in (twin, deepcopy(twin).double()))
+    small = small_model(question.model, policy, question.mesh)
+    found = try_out(small, longest_sequence(question.policy), policy)
+    single, double = (Task(model, policy, question.mesh.layout, found) for model in (small, deepcopy(small).double()))
     with in_float64():
         trouble = _difference(double, TOLERANCES[torch.float64])
-    if trouble.raised if trouble is not None else bool(find_experts(twin)):
+    if trouble.raised if trouble is not None else bool(find_experts(small)):
         trouble = _difference(single, TOLERANCES[torch.float32])
     return trouble
 
 
 def _difference(task: Any, tolerance: float) -> Trouble | None:
-    """What is different on the ranks."""
+    """Return the difference between the ranks and one process; None if they agree."""
     from nemo_rl.models.dtensor.proof.numbers import RankNumbers, one_process
 
     try:
@@ -201,7 +201,7 @@ def _on_rank(task: Any, reference: Any, store: Path, rank: int) -> Any:
 
 
 def _largest(reference: Any, ranks: list[Any], tolerance: float) -> Trouble | None:
-    """The difference to report: of the loss, else of the scores, of the worst gradient, of the norm."""
+    """Choose the difference to report: of loss, scores, gradients or norm, the first one and the largest one."""
     loss, norm = sum(rank.loss for rank in ranks), ranks[0].norm
     gradients = {name: error for rank in ranks for name, error in rank.gradients.items()}
     for rank in ranks:

@@ -1,10 +1,10 @@
-"""The numbers that a proof compares: loss, scores, gradients and their norm, of one process and of the ranks of a mesh.
+"""Compute the numbers that a proof compares: loss, scores, gradients and their norm, of one process and of a mesh.
 
-One process scores each row by itself, unpadded, by the model's own forward and its own attention. The ranks are those
-of a run: `DTensorBackend` with everything that a section asks for, on microbatches as a run lays them out. Both compute
-in float64 where the architecture does, but for what its code rounds to float32.
+One process scores each row separately, unpadded, with the model's own forward and its own attention. The ranks run
+`DTensorBackend` with all settings of the policy section, on microbatches in the layout of a run. Both compute in
+float64 if the architecture supports it.
 
-Invariant: every gradient of the one process is compared with the sum that the ranks have of it.
+Invariant: every gradient of the one process is compared with its sum over the ranks.
 """
 
 import math
@@ -33,23 +33,23 @@ from nemo_rl.models.training.inputs import InputLayout, ModelInputs, build_score
 
 _CPU = torch.device("cpu")
 _LENGTHS = ((13, 9), (7, 11, 6))
-"""Tokens of the rows of each microbatch: other shapes each, longer than a window."""
+"""Tokens of the rows of each microbatch: different shapes, longer than a window."""
 _ALIKE = 6
-"""Tokens that the rows of a microbatch begin with: a prompt."""
+"""Number of tokens at the start that the rows of a microbatch share: a prompt."""
 _NEGLIGIBLE = 1e-3
-"""A gradient is measured against its largest number, or against this part of the largest one of the model: the true
-gradient of some parameters (biases of keys) is zero, and what is left of it is rounding."""
+"""An error is relative to the largest number of its gradient, or at least to this fraction of the model's largest
+gradient: the true gradient of some parameters (biases of keys) is zero, so that only rounding remains."""
 _ADAPTED = 0.1
 
 
 @dataclass
 class Reference:
-    """What one process computes.
+    """Numbers that one process computes.
 
     Attributes:
-        loss: of all rows.
+        loss: loss of all rows.
         scores: `[b, T - 1]`, or `[b, 1]`, by data-parallel rank and microbatch.
-        gradients: by name, of every parameter that is trained.
+        gradients: gradient of every trained parameter, by name.
     """
 
     loss: float = 0.0
@@ -58,24 +58,24 @@ class Reference:
 
     @property
     def norm(self) -> float:
-        """Of all gradients."""
+        """Joint 2-norm of all gradients."""
         return math.sqrt(sum(float(gradient.square().sum()) for gradient in self.gradients.values()))
 
     @property
     def scale(self) -> float:
-        """The largest number of any gradient."""
+        """Largest absolute number of any gradient."""
         return max((float(gradient.abs().max()) for gradient in self.gradients.values()), default=0.0)
 
 
 @dataclass
 class RankNumbers:
-    """What one rank found, as differences from the reference.
+    """Numbers of one rank, as differences from the reference.
 
     Attributes:
-        loss: of its rows, where its loss counts.
-        norm: of all gradients.
-        scores: the largest difference of a score, relative to the largest score.
-        gradients: by name, the largest difference, relative to the largest number of the gradient.
+        loss: loss of its rows; 0 on ranks whose loss does not count.
+        norm: joint 2-norm of all gradients.
+        scores: largest difference of a score, relative to the largest score.
+        gradients: largest difference of each gradient, relative to its largest number, by name.
     """
 
     loss: float
@@ -86,42 +86,42 @@ class RankNumbers:
 
 @dataclass(frozen=True)
 class Task:
-    """What both sides compute.
+    """The computation of both sides.
 
     Attributes:
-        twin: the small model, with weights.
+        probe_model: the small model, with weights.
         policy: section of the small mesh.
         layout: the small mesh.
-        found: what the architecture can do.
+        found: features that the architecture supports.
     """
 
-    twin: PreTrainedModel
+    probe_model: PreTrainedModel
     policy: PolicyConfig
     layout: ParallelLayout
     found: Found
 
     def model(self) -> Any:
-        """The wrapped model, its adapters filled, in the number format of the twin."""
-        dtype = next(self.twin.parameters()).dtype
-        model = adapted(deepcopy(self.twin), self.policy, self.found, seed=0).to(dtype)
+        """Wrap a copy of the small model, with random values in its adapters, in the dtype of the small model."""
+        dtype = next(self.probe_model.parameters()).dtype
+        model = adapted(deepcopy(self.probe_model), self.policy, self.found, seed=0).to(dtype)
         if dtype == torch.float64:
-            model.hf.set_experts_implementation("eager")  # grouped products know no float64
+            model.hf.set_experts_implementation("eager")  # grouped matrix products do not support float64
         generator = torch.Generator().manual_seed(1)
         for name, parameter in model.hf.named_parameters():
-            if name.endswith("lora_B"):  # zeros hide A
+            if name.endswith("lora_B"):  # with zeros in B, errors in A would have no effect
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
                 parameter.data.copy_(_ADAPTED * noise)
         return model
 
     @property
     def scores(self) -> bool:
-        """Whether it is a reward model."""
+        """True for a reward model."""
         return self.policy.reward_model_cfg.enabled
 
     def microbatches(self, dp_rank: int) -> Iterator[BatchedDataDict[Any]]:
-        """Rows of a data-parallel rank, right padded, with a weight for each token's score."""
-        text = self.twin.config.get_text_config()
-        padding = -1 if text.pad_token_id is None else text.pad_token_id  # ends a row for a scoring head
+        """Yield the rows of a data-parallel rank, right padded, with a weight for each token's score."""
+        text = self.probe_model.config.get_text_config()
+        padding = -1 if text.pad_token_id is None else text.pad_token_id  # marks the end of a row for a scoring head
         for index, lengths in enumerate(_LENGTHS):
             generator = torch.Generator().manual_seed(10 * dp_rank + index)
             shape = (len(lengths), max(lengths))
@@ -141,7 +141,7 @@ class Task:
 
 
 def one_process(task: Task) -> Reference:
-    """The numbers of the model's own forward, row by row."""
+    """Compute the numbers with the model's own forward, row by row."""
     hf = task.model().hf
     if hf._can_set_attn_implementation():
         hf.set_attn_implementation("eager")
@@ -165,7 +165,7 @@ def one_process(task: Task) -> Reference:
 
 
 def _scores_of_row(task: Task, hf: PreTrainedModel, rows: BatchedDataDict[Any], row: int, length: int) -> Tensor:
-    """What is scored of a row: its tokens but for the prompt, or all of it."""
+    """Score one row: its tokens after the prompt, or the row as a whole for a reward model."""
     ids = rows["input_ids"][row : row + 1, :length]
     logits = hf(input_ids=ids, use_cache=False).logits
     if task.scores:
@@ -176,7 +176,7 @@ def _scores_of_row(task: Task, hf: PreTrainedModel, rows: BatchedDataDict[Any], 
 
 
 def on_mesh(task: Task, reference: Reference) -> RankNumbers:
-    """The numbers of this rank; collective, in a process group of the size of the mesh."""
+    """Compute the numbers of this rank; collective, in a process group of the size of the mesh."""
     built = Built(task.model(), Unread(), task.found.shares_prompts)
     options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
     backend = DTensorBackend(task.policy, _CPU, task.layout, build=lambda *_: built, **options)
@@ -217,7 +217,7 @@ def _laid_out(task: Task, backend: DTensorBackend, rows: BatchedDataDict[Any]) -
 
 
 def _gradients(backend: DTensorBackend) -> tuple[float, Iterator[tuple[str, Tensor]]]:
-    """Norm and whole gradients of this rank's stage, by the names of the whole model; collective."""
+    """Return norm and whole gradients of this rank's stage, by the names of the whole model; collective."""
     hf, stage = backend.model.hf, stage_of(backend.model.hf)
     sum_shared_gradients(hf)
     norm = clip_gradients(
@@ -237,7 +237,7 @@ def _gradients(backend: DTensorBackend) -> tuple[float, Iterator[tuple[str, Tens
 
 
 def _relative(got: Tensor, want: Tensor, scale: float) -> float:
-    """The largest difference, relative to the largest number; NaN counts as infinite."""
+    """Return the largest difference, relative to the largest number; NaN counts as infinite."""
     size = max(float(want.abs().max()), _NEGLIGIBLE * scale) if want.numel() else 1.0
     worst = float((got.double() - want.double()).abs().max()) if want.numel() else 0.0
     return worst / size if size and math.isfinite(worst) else (0.0 if worst == 0 else math.inf)

@@ -1,7 +1,7 @@
-"""What stands for a model and its mesh in a proof: a small model of every kind of layer, on the fewest ranks.
+"""Build the small model and the small mesh of a proof: every kind of layer, on as few ranks as possible.
 
-Invariant: whatever is divided has as many parts as ranks divide it, and at least one for each; what is odd in the model
-(seven queries for each key, three ranks) stays odd. What no size is known to shrink stays as large as it is.
+Invariant: every size that ranks divide stays a multiple of their number, and odd sizes of the model (seven queries for
+each key, three ranks) stay odd. Sizes that this module does not know keep their value.
 """
 
 import logging
@@ -28,12 +28,12 @@ from nemo_rl.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _WINDOW = 5
-"""Tokens of a sliding window or an attention chunk: fewer than a row of the proof has."""
+"""Tokens of a sliding window or an attention chunk; fewer than the tokens of a row in the proof."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 _MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_d_ssm")
 _WIDTH = 256
 _MOST_PARAMETERS = 150_000_000
-"""Of a small model: more would take the memory of the machine, and minutes."""
+"""Limit for a small model; a larger one would take too much memory, and minutes."""
 _RANDOM = re.compile(r"dropout|pdrop|drop_rate|layerdrop|jitter")
 _TOKENS = 8
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -41,11 +41,11 @@ _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class SmallMesh:
-    """The fewest ranks that show what a mesh does.
+    """The smallest mesh with the same kinds of division as a given mesh.
 
     Attributes:
-        layout: each axis above 1 has the smallest prime that divides its size; data-parallel ranks are there only for
-            experts that other axes do not share.
+        layout: each axis above 1 has the smallest prime factor of its size; there are data-parallel ranks only for
+            experts that other axes do not divide.
         virtual: chunks of layers of each pipeline stage.
     """
 
@@ -54,7 +54,7 @@ class SmallMesh:
 
     @classmethod
     def of(cls, policy: PolicyConfig, layout: ParallelLayout) -> "SmallMesh":
-        """The small form of a mesh."""
+        """Shrink a mesh."""
         pp, cp, tp, ep = (_smallest_prime(size) for size in (layout.pp, layout.cp, layout.tp, layout.ep))
         shards = ep // math.gcd(ep, cp * tp)
         virtual = min(2, policy.dtensor_cfg.virtual_pipeline_size) if pp > 1 else 1
@@ -62,7 +62,7 @@ class SmallMesh:
 
     @property
     def layers(self) -> int:
-        """Layers that a model on it has at least."""
+        """Smallest number of layers of a model on this mesh."""
         return max(2, self.layout.pp * self.virtual)
 
 
@@ -71,7 +71,7 @@ def _smallest_prime(size: int) -> int:
 
 
 def small_policy(policy: PolicyConfig, mesh: SmallMesh) -> PolicyConfig:
-    """The policy section for the small model, in the precision of its parameters, without what only costs memory."""
+    """Return the policy section for the small model: in the precision of its parameters, without memory-saving keys."""
     asked, sizes = policy.dtensor_cfg, mesh.layout
     lora = asked.lora_cfg
     adapters = lora.model_copy(
@@ -98,17 +98,17 @@ def small_policy(policy: PolicyConfig, mesh: SmallMesh) -> PolicyConfig:
 
 
 def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh) -> PreTrainedModel:
-    """A small model of the architecture with random weights, in float32 and eval mode; every layer of each kind once.
+    """Build a small model of the architecture with random weights, in float32 and eval mode, with every kind of layer.
 
-    The smallest form that the code of the architecture accepts.
+    Tries several forms of the configuration, and returns the smallest one that the code of the architecture accepts.
 
     Args:
-        config: of the model.
-        policy: its section.
-        mesh: what will divide it.
+        config: configuration of the model.
+        policy: section of the model.
+        mesh: the small mesh that will divide it.
 
     Raises:
-        ConfigError: no form of it runs.
+        ConfigError: no form of the model runs.
     """
     auto: Any = AutoModelForSequenceClassification if policy.reward_model_cfg.enabled else AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
@@ -135,7 +135,7 @@ def small_model(config: PretrainedConfig, policy: PolicyConfig, mesh: SmallMesh)
 
 
 def _forms(config: PretrainedConfig, mesh: SmallMesh, *, ulysses: bool) -> Iterator[PretrainedConfig]:
-    """Forms of a configuration, smallest first."""
+    """Yield forms of a configuration, smallest first."""
     for form in (_narrow, _with_few_heads, _without_few_heads):
         try:
             yield form(deepcopy(config), mesh, ulysses)
@@ -145,7 +145,7 @@ def _forms(config: PretrainedConfig, mesh: SmallMesh, *, ulysses: bool) -> Itera
 
 
 def _without_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
-    """Small vocabulary, feed-forward layers, windows, and few experts."""
+    """Shrink vocabulary, feed-forward layers and windows, and reduce the number of experts."""
     before: Any = deepcopy(config.get_text_config())
     text: Any = smaller(config).get_text_config()
     ranks = math.lcm(mesh.layout.tp, mesh.layout.ep)
@@ -164,7 +164,7 @@ def _without_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool)
 
 
 def _with_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
-    """Besides, one or two heads of keys for each rank that divides them, and as wide as that makes the model."""
+    """Also keep only one or two key heads for each rank that divides them, and scale the width of the model."""
     text: Any = _without_few_heads(config, mesh, ulysses).get_text_config()
     before = text.num_attention_heads
     heads, keys = _few_heads(text, mesh, ulysses)
@@ -176,12 +176,12 @@ def _with_few_heads(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) ->
 
 
 def _narrow(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> PretrainedConfig:
-    """As few heads, of the size that they have, in a model of another width."""
+    """Also reduce the heads, keep their size, and set the width of the model separately."""
     if not isinstance(getattr(config.get_text_config(), "head_dim", None), int):
-        raise ValueError("heads have the size that the width makes")
+        raise ValueError("the size of its heads follows from its width")
     text: Any = _without_few_heads(config, mesh, ulysses).get_text_config()
     if text.hidden_size <= _WIDTH:
-        raise ValueError("narrow as it is")
+        raise ValueError("it is already narrow")
     size = text.head_dim
     _set_heads(text, *_few_heads(text, mesh, ulysses))
     _set_width(text, _WIDTH)
@@ -190,7 +190,7 @@ def _narrow(config: PretrainedConfig, mesh: SmallMesh, ulysses: bool) -> Pretrai
 
 
 def _few_heads(text: Any, mesh: SmallMesh, ulysses: bool) -> tuple[int, int]:
-    """Numbers of heads of queries and of keys."""
+    """Return the reduced numbers of query heads and of key heads."""
     heads = text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or heads
     if heads % keys:
@@ -208,7 +208,7 @@ def _set_heads(text: Any, heads: int, keys: int) -> None:
 
 
 def _set_width(text: Any, width: int) -> None:
-    """Another width, and as many heads of state-space layers for it."""
+    """Set the width, and scale the number of heads of state-space layers with it."""
     for name in _MAMBA_HEADS:
         count = getattr(text, name, None)
         if isinstance(count, int) and count * width % text.hidden_size == 0:
@@ -223,7 +223,7 @@ def _require_small(model: PreTrainedModel) -> None:
 
 
 def _fix_what_is_random(config: PretrainedConfig) -> None:
-    """Switch off what draws random numbers in training: ranks draw others."""
+    """Set dropout and other random effects in training to 0, because ranks draw different random numbers."""
     for part in {id(each): each for each in (config, config.get_text_config())}.values():
         values: Any = part
         for name, value in list(vars(part).items()):
@@ -233,7 +233,7 @@ def _fix_what_is_random(config: PretrainedConfig) -> None:
 
 @torch.no_grad()
 def _running(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, if it gives finite numbers for a few tokens."""
+    """Return the model if its outputs for a few tokens are finite; raise otherwise."""
     decoder_layers(model)
     tokens = (torch.arange(_TOKENS) * 5 + 1)[None] % model.config.get_text_config().vocab_size
     logits = model(input_ids=tokens, use_cache=False).logits

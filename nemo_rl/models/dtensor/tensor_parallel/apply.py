@@ -1,20 +1,20 @@
 """Divide a Hugging Face model over tensor-parallel ranks, in place.
 
-Activations are plain tensors, parameters become DTensors: while a module runs, its parameters are this rank's parts.
-A decoder layer consists of *blocks* (attention, MLP) between residual additions, and the rule is:
+Activations are plain tensors, parameters become DTensors; while a module runs, its parameters are replaced by this
+rank's parts. A decoder layer consists of *blocks* (attention, MLP) between residual additions:
 
-    residual stream ──enter──► block: every rank computes a part of the block's sum ──leave──► residual stream
+    residual stream ──enter──► block: every rank computes one term of the block's output ──leave──► residual stream
 
-`enter` hands the same hidden states to every rank and sums their gradient; `leave` sums the outputs. With sequence
+`enter` gives every rank the same hidden states and sums their gradient; `leave` sums the outputs. With sequence
 parallelism the residual stream is divided along the sequence: `enter` gathers it, `leave` reduces and scatters.
 
-What no plan names (linear attention, convolutions) stays whole on every rank, outside of blocks. With sequence
-parallelism such a module gets all tokens, since it may mix them, and each rank keeps the outputs of its own.
+Modules that no plan names (linear attention, convolutions) stay whole on every rank, outside of blocks. With sequence
+parallelism such a module gets all tokens, because it may mix them, and each rank keeps the outputs of its own tokens.
 
-Invariant: between enter and leave the gradient of whatever is not divided is partial: per-head norms, MLA's
-down-projections, routers, A of an adapter on a column layer. So no architecture needs styles of its own. Outside of
-blocks every rank computes the same, and gradients are whole; or, with sequence parallelism, other tokens of the body,
-and they are partial as well. A scoring head gets whole rows on every rank.
+Invariant: between `enter` and `leave` the gradients of undivided parameters are partial: per-head norms, MLA's
+down-projections, routers, A of an adapter on a column layer. So no architecture needs special styles. Outside of
+blocks every rank computes the same and gradients are whole; with sequence parallelism ranks compute different tokens of
+the body, and gradients are partial there as well. A scoring head gets whole rows on every rank.
 
 Source: Megatron-LM (arXiv:1909.08053), sequence parallelism (arXiv:2205.05198).
 """
@@ -43,10 +43,10 @@ from nemo_rl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tensor-parallel ranks, and how they share the residual stream.
+    """The tensor-parallel ranks, and the operations between blocks and the residual stream.
 
     Attributes:
-        mesh: one axis, this rank's group.
+        mesh: mesh with one axis, this rank's group.
         sequence_parallel: whether the residual stream is divided along the sequence.
     """
 
@@ -55,21 +55,21 @@ class TensorParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks."""
+        """Process group of the ranks."""
         return self.mesh.get_group()
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """`[b, T, D]`, whose gradient is partial, from the residual stream `[b, T, D]` or `[b, T / tp, D]`."""
+        """Return `[b, T, D]`, whose gradient is partial, from the residual stream `[b, T, D]` or `[b, T / tp, D]`."""
         if self.sequence_parallel:
             return collectives.all_gather(hidden, 1, self.group, partial_gradient=True)
         return collectives.reduce_gradient(hidden, self.group)
 
     def own_tokens(self, hidden: Tensor) -> Tensor:
-        """`[b, T / tp, D]` of `[b, T, D]` that every rank has computed; each has the gradient of its tokens."""
+        """Select this rank's `[b, T / tp, D]` of `[b, T, D]`, which all ranks have computed; its gradient follows."""
         return collectives.part_of(hidden, 1, self.group)
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Back to the residual stream: the sum of all ranks' parts."""
+        """Sum all ranks' outputs of a block into the residual stream."""
         if self.sequence_parallel:
             return collectives.reduce_scatter(hidden, 1, self.group)
         return collectives.all_reduce(hidden, self.group)
@@ -77,13 +77,13 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class _Local:
-    """What a module sees of one parameter while it runs.
+    """Replacement of one parameter by a local tensor while its module runs.
 
     Attributes:
         gradient: placement of the gradient of the local part.
-        zero: whether this rank's part counts as zero: another rank adds the whole.
-        rows: this rank's rows of a fused layer, `[R]`; the parameter is gathered first. None: the part as it is.
-        dim: along which it is divided.
+        zero: use zeros on this rank, because another rank adds the whole parameter.
+        rows: `[R]` rows of a fused layer that this rank uses; the parameter is gathered first. None: the local part.
+        dim: dimension along which the parameter is divided.
     """
 
     gradient: Placement
@@ -92,7 +92,7 @@ class _Local:
     dim: int = 0
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The tensor to compute with."""
+        """Return the tensor to compute with."""
         if not isinstance(parameter, DTensor):
             return parameter
         local = parameter.to_local(grad_placements=[self.gradient])
@@ -114,15 +114,15 @@ def divide_layers(
     """Divide a model by its plan; parameters may be on the meta device.
 
     Args:
-        hf: the model, unsharded but for its experts.
-        plan: from `tensor_plans.plan_for`.
+        hf: the model, unsharded except for its experts.
+        plan: result of `tensor_plans.plan_for`.
         tensor: the ranks.
-        experts: names of the modules of experts, which are not divided here.
-        dispatched: whether experts get their tokens from other ranks: then the ranks divide the tokens of their block,
-            and everything else in it stays whole.
+        experts: names of the modules of experts, which this function does not divide.
+        dispatched: whether experts get tokens from other ranks; then the ranks divide the tokens of their block, and
+            the other modules in it stay whole.
 
     Raises:
-        ConfigError: a size is no multiple of the number of ranks, or a divided module is in no block.
+        ConfigError: a size is not a multiple of the number of ranks, or a divided module is in no block.
     """
     token_blocks = _blocks(hf, experts) if dispatched else []
     styles = {name: style for name, style in _planned(hf, plan).items() if not _within(name, token_blocks)}
@@ -135,7 +135,7 @@ def divide_layers(
     for name, module in hf.named_modules():
         if _within(name, experts):
             continue
-        # Outside of blocks ranks see parts of rows with sequence parallelism, but a head sees whole ones.
+        # With sequence parallelism, modules outside of blocks see parts of rows, except for the head.
         of_part = _within(name, [*blocks, *token_blocks]) or (tensor.sequence_parallel and _within(name, [body_name]))
         _divide_module(name, module, styles, tensor, divided, partial_gradient=of_part)
     for name in blocks:
@@ -155,7 +155,7 @@ def divide_layers(
 
 
 class _Divided:
-    """Parameters that are divided already; those with several names (tied weights) stay one parameter."""
+    """Parameters that are divided already; a parameter with several names (tied weights) is divided once."""
 
     def __init__(self, hf: nn.Module) -> None:
         uses = Counter(id(parameter) for _, parameter in hf.named_parameters(remove_duplicate=False))
@@ -163,11 +163,11 @@ class _Divided:
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def of(self, parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
-        """The sharded parameter that takes the place of a whole one."""
+        """Return the sharded parameter that replaces a whole one."""
         if id(parameter) in self._made:
             return self._made[id(parameter)][1]
         made = as_sharded(parameter, placement, mesh)
-        if id(parameter) in self._tied:  # held, so that no other parameter gets its id
+        if id(parameter) in self._tied:  # kept alive, so that no other parameter gets its id
             self._made[id(parameter)] = (parameter, made)
         return made
 
@@ -181,12 +181,12 @@ def _run_locally(
 
 
 def _run_block(forward: Callable[..., Any], tensor: TensorParallel, *args: Any, **kwargs: Any) -> Any:
-    """A block's forward between `enter` and `leave`."""
+    """Run a block's forward between `enter` and `leave`."""
     return _run_between(forward, tensor.enter, tensor.leave, args, kwargs)
 
 
 def _run_whole(forward: Callable[..., Any], tensor: TensorParallel, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an undivided module that mixes tokens: every rank computes all of them, and keeps its own."""
+    """Run an undivided module that mixes tokens: every rank computes all tokens and keeps its own."""
     return _run_between(forward, tensor.enter, tensor.own_tokens, args, kwargs)
 
 
@@ -197,7 +197,10 @@ def _run_between(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Hidden states come first or by name, and go first."""
+    """Run a forward between two functions of the hidden states.
+
+    Hidden states are the first argument or a keyword argument, and the output or the first item of the output.
+    """
     if args:
         args = (enter(args[0]), *args[1:])
     else:
@@ -209,7 +212,7 @@ def _run_between(
 
 
 def _blocks(hf: PreTrainedModel, divided: Iterable[str]) -> list[str]:
-    """Names of the direct children of decoder layers that contain one of these modules or parameters."""
+    """Return the names of the direct children of decoder layers that contain one of these modules or parameters."""
     names = {id(module): name for name, module in hf.named_modules()}
     layers = [names[id(layer)] for layer in decoder_layers(hf)]
     found: dict[str, None] = {}
@@ -221,9 +224,9 @@ def _blocks(hf: PreTrainedModel, divided: Iterable[str]) -> list[str]:
 
 
 def _mixers(hf: PreTrainedModel, blocks: list[str]) -> list[str]:
-    """Names of the direct children of decoder layers outside of blocks that may mix tokens.
+    """Return the names of the direct children of decoder layers, outside of blocks, that may mix tokens.
 
-    Every child with a matrix but those that hold vectors only (norms), which treat tokens one by one.
+    These are all children with a matrix; children with only vectors (norms) treat tokens separately.
     """
     names = {id(module): name for name, module in hf.named_modules()}
     children = [child for layer in decoder_layers(hf) for child in layer.children()]
@@ -232,12 +235,12 @@ def _mixers(hf: PreTrainedModel, blocks: list[str]) -> list[str]:
 
 
 def _within(name: str, owners: Iterable[str]) -> bool:
-    """Whether a module or parameter is one of the owners, or in it."""
+    """Return whether a module or parameter is one of the owners, or inside one of them."""
     return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
 
 
 def _count_own_heads(block: Any, ranks: int) -> None:
-    """Tell a block that takes the outputs of a fused layer apart by numbers of heads how many this rank has."""
+    """Set the numbers of heads in a block to this rank's, because it splits the output of a fused layer by them."""
     block.config = copy(block.config)
     for owner in (block, block.config):
         for field in ("num_attention_heads", "num_heads", "num_key_value_heads"):
@@ -246,7 +249,7 @@ def _count_own_heads(block: Any, ranks: int) -> None:
 
 
 def _planned(hf: PreTrainedModel, plan: Plan) -> dict[str, Style]:
-    """The modules and parameters that a plan divides."""
+    """Return the modules and parameters that a plan divides, with their styles."""
     names = [*(name for name, _ in hf.named_modules()), *(name for name, _ in hf.named_parameters())]
     return {name: style for name in names if (style := style_of(name, plan)) is not None}
 
@@ -269,7 +272,7 @@ def _divide_module(
     *,
     partial_gradient: bool,
 ) -> None:
-    """Make DTensors of a module's own parameters, and have it compute with the local parts."""
+    """Make DTensors of a module's own parameters, and make the module compute with the local parts."""
     views: dict[str, _Local] = {}
     style = styles.get(name)
     for parameter_name, parameter in list(module.named_parameters(recurse=False)):
@@ -283,7 +286,7 @@ def _divide_module(
 
 
 def _placement(style: Style | None, parameter_name: str) -> Placement:
-    """Where a parameter of a module is divided; adapters like the weight: B like its rows, A like its columns."""
+    """Return how a parameter is divided; of an adapter, B is divided like the weight's rows, A like its columns."""
     if style is None:
         return Replicate()
     if style.dim is not None:
@@ -305,7 +308,7 @@ def _view(
 
 
 def _own_rows(parts: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
-    """Rows of a fused layer that belong to this rank's heads or features, part by part."""
+    """Return the rows of a fused layer that belong to this rank's heads or features, part by part."""
     starts = torch.tensor([0, *parts[:-1]]).cumsum(0).tolist()
     size, rank = mesh.size(), mesh.get_local_rank()
     return torch.cat(
@@ -326,11 +329,11 @@ def _require_divisible(name: str, parameter: Tensor, placement: Placement, style
 
 
 def _divide_lookup(embedding: nn.Embedding, tensor: TensorParallel) -> None:
-    """Look up the tokens of this rank's rows, and sum over the ranks into the residual stream."""
+    """Make each rank look up the tokens in its rows, and sum over the ranks into the residual stream."""
     rows = embedding.weight.shape[0] // tensor.mesh.size()
     first = rows * tensor.mesh.get_local_rank()
     padding = embedding.padding_idx
-    # The row without a gradient is named by its index, which counts from this rank's first row.
+    # `padding_idx`, the row without a gradient, must count from this rank's first row.
     embedding.padding_idx = padding - first if padding is not None and 0 <= padding - first < rows else None
     lookup: Any = embedding
     lookup.forward = partial(_look_up, embedding.forward, tensor, first, rows)

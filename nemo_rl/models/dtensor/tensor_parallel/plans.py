@@ -1,10 +1,10 @@
-"""Which parameters of an architecture are divided over tensor-parallel ranks, and how.
+"""Plans of how tensor-parallel ranks divide the parameters of an architecture.
 
 A plan maps names of modules or parameters, with `*` for layer numbers, to a `Style`. It comes from the user
-(`policy.dtensor_cfg.custom_parallel_plan`), from the table here, or from the model's own `tp_plan`, whose styles are
-read by what they divide: everything else about them follows from `tensor_parallel`'s rule for blocks. Experts are not
-in a plan; `expert_parallel` finds them. Shared experts, which most plans of transformers leave out, are found by their
-shape: `shared_experts`.
+(`policy.dtensor_cfg.custom_parallel_plan`), from the table in this module, or from the model's own `tp_plan`. Of the
+styles in `tp_plan` only the divided dimension is used; the rest follows from the rule for blocks in `tensor_parallel`.
+Experts are not in a plan; `expert_parallel` finds them. Shared experts, which most plans of transformers leave out,
+are found by their shape: `shared_experts`.
 """
 
 import re
@@ -30,12 +30,12 @@ type How = Literal["column", "row", "vocabulary"]
 
 @dataclass(frozen=True)
 class Style:
-    """How a module or a parameter is divided.
+    """Division of a module or a parameter.
 
     Attributes:
-        how: along what.
-        parts: outputs of each of the layers that a fused `column` layer stands for; empty where it is one.
-        dim: of a named parameter that is no weight of a linear layer, where it is divided (experts `[E, in, out]`).
+        how: the kind of division.
+        parts: numbers of outputs of the layers that a fused `column` layer combines; empty if it is a single layer.
+        dim: dimension to divide, for a parameter that is not a linear layer's weight (experts `[E, in, out]`).
     """
 
     how: How
@@ -52,7 +52,7 @@ _FROM_TRANSFORMERS: Mapping[str, Style] = {
     "rowwise_split_input": ROW,
     "embedding_rowwise": VOCABULARY,
 }
-"""Styles of transformers that divide a parameter. Those of experts and of what stays whole in a block are not here."""
+"""Styles of transformers that divide a parameter, without the styles of experts and of undivided modules."""
 _KNOWN_WHOLE = (
     "replicated_with_grad_allreduce",
     "mla_kv_a_proj",
@@ -67,7 +67,7 @@ _KNOWN_WHOLE = (
     "all_reduce",
 )
 _DOWN = ("down_proj", "w2", "fc2", "c_proj", "output_linear", "dense_4h_to_h", "wo")
-"""Names of the last layer of a feed-forward layer."""
+"""Names that architectures give to the last linear layer of a feed-forward layer."""
 _MLA = {"q_proj": COLUMN, "q_b_proj": COLUMN, "kv_b_proj": COLUMN, "o_proj": ROW}
 _ATTENTION = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW}
 
@@ -92,7 +92,7 @@ def _phi3(config: Any) -> dict[str, Style]:
 
 
 def _llama4(config: Any) -> dict[str, Style]:
-    """Experts that all see every token, in parameters `[E, in, out]`: each is divided like a feed-forward layer."""
+    """Divide each expert like a feed-forward layer; all experts see every token, in parameters `[E, in, out]`."""
     experts, width = "layers.*.feed_forward.experts", config.intermediate_size
     return {
         f"{experts}.gate_up_proj": Style("column", (width, width), dim=2),
@@ -106,11 +106,11 @@ OWN: Mapping[str, Callable[[Any], dict[str, Style]]] = {
     "llama4_text": _llama4,
     "phi3": _phi3,
 }
-"""What is added to the model's own plan, by `model_type`; names are those of the decoder body."""
+"""Additions to the model's own plan, by `model_type`; names are those of the decoder body."""
 
 
 def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]:
-    """The plan of a model, by the names of its parameters.
+    """Return the plan of a model, by the names of its parameters.
 
     Args:
         hf: the model; only its class and configuration are read.
@@ -118,7 +118,7 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
             one. Its values are `Style`s or the names that transformers uses ("colwise", "rowwise").
 
     Raises:
-        ConfigError: there is no plan, or it has a style that is unknown here.
+        ConfigError: there is no plan, or it has an unknown style.
     """
     if custom is not None:
         given = import_dotted(
@@ -143,12 +143,12 @@ def plan_for(hf: PreTrainedModel, custom: str | None = None) -> dict[str, Style]
 
 
 def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, *, scores: bool = False) -> Plan:
-    """`plan_for` without weights: the model is made on the meta device, which takes a second for 70B parameters.
+    """Return `plan_for` without weights: the model is made on the meta device (one second for 70B parameters).
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         custom: as in `plan_for`.
-        scores: whether the model is to have a scalar head.
+        scores: whether the model has a scalar head.
 
     Raises:
         ConfigError: there is no plan, or transformers cannot make such a model.
@@ -164,15 +164,15 @@ def plan_for_configuration(config: PretrainedConfig, custom: str | None = None, 
 
 
 def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collection[str]) -> dict[str, Style]:
-    """How to divide the feed-forward layers of a block that no plan names: the shared expert of a mixture.
+    """Return styles for feed-forward layers of blocks that no plan names: the shared experts of mixtures.
 
-    Ranks add up what the parts of a block give out, so whatever is added to that sum has to be divided as well. A
-    feed-forward layer has two linear layers of its own or more, of which one leads from an inner width back to the
-    model's, and the others to that width, or, fused, to twice that width.
+    Ranks sum the outputs of a block, so every term of that sum must be divided. A feed-forward layer is recognized by
+    its two or more linear layers: one maps from an inner width to the model's width, and the others map to the inner
+    width, or to twice the inner width if they are fused.
 
     Args:
         hf: the model.
-        blocks: names of the modules between whose ends ranks add up.
+        blocks: names of the modules whose outputs ranks sum.
         planned: names of modules and parameters in them that are divided already, or are experts.
     """
     found: dict[str, Style] = {}
@@ -186,11 +186,11 @@ def shared_experts(hf: PreTrainedModel, blocks: Iterable[str], planned: Collecti
 
 
 def _feed_forward(hf: PreTrainedModel, module: nn.Module) -> dict[str, Style]:
-    """Styles of the linear layers of a module; empty where it is no feed-forward layer."""
+    """Return the styles of the linear layers of a module; empty if it is not a feed-forward layer."""
     width = getattr(hf.config.get_text_config(), "hidden_size", None)
     linear = {name: child for name, child in module.named_children() if hasattr(child, "out_features")}
     down = [name for name, child in linear.items() if child.out_features == width]
-    if len(down) > 1:  # an inner width like the model's
+    if len(down) > 1:  # the inner width equals the model's
         down = [name for name in down if name in _DOWN]
     if len(linear) < 2 or len(down) != 1:
         return {}
@@ -206,12 +206,12 @@ def _feed_forward(hf: PreTrainedModel, module: nn.Module) -> dict[str, Style]:
 
 
 def style_of(name: str, plan: Plan) -> Style | None:
-    """The style of a module or parameter name."""
+    """Return the style of a module or parameter name; None if the plan does not contain it."""
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:
-    """Styles of transformers, by what they divide; heads and embeddings are always divided by `_vocabulary`."""
+    """Convert styles of transformers; heads and embeddings are left out, because `_vocabulary` divides them."""
     read = {}
     for name, style in plan.items():
         known = style if isinstance(style, Style) else _FROM_TRANSFORMERS.get(style)
@@ -227,7 +227,7 @@ def _read(plan: Mapping[str, Any], owner: str) -> dict[str, Style]:
 
 
 def _vocabulary(hf: PreTrainedModel) -> dict[str, Style]:
-    """The input embedding and the output head; a head that scores has no vocabulary."""
+    """Return styles for the input embedding and the output head; a scoring head has no vocabulary."""
     names = {id(module): name for name, module in hf.named_modules()}
     ends = (hf.get_input_embeddings(), hf.get_output_embeddings())
     return {names[id(module)]: VOCABULARY for module in ends if module is not None and id(module) in names}

@@ -1,8 +1,8 @@
-"""Checkpoints of the Megatron Core backend without a model, a GPU or megatron.
+"""Read and export checkpoints of the Megatron Core backend without a model, a GPU or megatron.
 
-A weights folder holds `iter_0000000`, the tensors of the whole model in the format `torch_dist`, and beside it the
-Hugging Face configuration and tokenizer; with LoRA, `adapter` too. Invariant: an export has every tensor of the
-checkpoint, once, with its adapter merged, and is written one tensor at a time, from front to back.
+A weights folder holds `iter_0000000` with the tensors of the whole model in the format `torch_dist`, the Hugging Face
+configuration and tokenizer, and with LoRA also `adapter`. Invariant: an export has every tensor of the checkpoint
+once, with its adapter merged, and is written one tensor at a time, from front to back.
 """
 
 import logging
@@ -38,7 +38,10 @@ _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 
 
 def find_weights(path: Path) -> Path:
-    """The folder that holds `iter_0000000`, from a step folder, its `policy`, `policy/weights` or what is in there.
+    """Return the weights folder, which holds `iter_0000000`.
+
+    Args:
+        path: a step folder, its `policy`, `policy/weights` or `policy/weights/iter_0000000`.
 
     Raises:
         CheckpointError: none of these holds weights.
@@ -55,14 +58,14 @@ def find_weights(path: Path) -> Path:
 
 
 def complete_checkpoint(weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
-    """Put the tokenizer beside the weights, and the model to hand on into `model/consolidated`."""
+    """Write the tokenizer into the weights folder, and optionally a copy in `precision` into `model/consolidated`."""
     tokenizer.save_pretrained(str(weights))
     if precision is not None:
         _export(weights, weights / MODEL_FOLDER / CONSOLIDATED_FOLDER, precision)
 
 
 def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
-    """What is certain: weights in their format, an Adam's two moments and float32 weights, a model to hand on."""
+    """Return a lower bound: weights, Adam's two moments and float32 weights, and a consolidated model if saved."""
     parameters = count_parameters(policy.model_name)
     if parameters is None:
         return None
@@ -79,8 +82,8 @@ def export(weights: Path, target: Path, tokenizer_name: str | None = None, dtype
     """Write a folder that `from_pretrained` and engines load; see `TrainingBackend.export`.
 
     Raises:
-        CheckpointError: the target holds files already, there is no tokenizer, a file of the weights is damaged, or
-            they are not those of the configuration beside them.
+        CheckpointError: the target already holds files, there is no tokenizer, a file of the weights is damaged, or
+            the weights do not fit the configuration in their folder.
         ConfigError: the dtype is unknown.
     """
     from transformers import AutoTokenizer
@@ -98,10 +101,10 @@ def export(weights: Path, target: Path, tokenizer_name: str | None = None, dtype
 
 
 def verify_export(weights: Path, target: Path) -> "ExportCheck":
-    """Compare what an exported model answers with what the checkpoint answers, in float32 on the CPU.
+    """Compare the outputs of an exported model with those of the checkpoint, in float32 on the CPU.
 
-    The checkpoint goes into a model with random weights through transformers' rules for names in memory, the exported
-    folder through `from_pretrained`. Both share the rules between Megatron Core and the hub.
+    The checkpoint is loaded into a model with random weights by transformers' rules for names in memory, the exported
+    folder by `from_pretrained`. Both use the same rules between Megatron Core and the hub.
 
     Raises:
         CheckpointError: the weights do not fit the model.
@@ -144,14 +147,14 @@ def _export(weights: Path, target: Path, dtype: str | None) -> None:
 
 
 def has_scalar_head(config: "PretrainedConfig") -> bool:
-    """Whether it is a reward model's."""
+    """Return whether a configuration is that of a reward model."""
     from nemo_rl.models.huggingface.comparison import SCORING_SUFFIX
 
     return any(name.endswith(SCORING_SUFFIX) for name in config.architectures or ())
 
 
 def _beside(weights: Path, names: tuple[str, ...] | None = None) -> list[Path]:
-    """Files beside the tensors; those of some names."""
+    """List the files in the weights folder, optionally only those with the given names."""
     files = sorted(file for file in weights.iterdir() if file.is_file())
     return [file for file in files if names is None or file.name in names]
 
@@ -163,18 +166,18 @@ def _as(tensor: Tensor, dtype: torch.dtype | None, kept: bool) -> Tensor:
 def hub_tensors_of(
     weights: Path, config: "PretrainedConfig", *, meta: bool = False
 ) -> Iterator[tuple[str, Tensor, bool]]:
-    """The tensors of the hub's folder of a model, one after another.
+    """Yield a checkpoint's tensors under the names and shapes of the hub.
 
     Args:
         weights: the weights folder.
-        config: of the model.
-        meta: shapes and dtypes only.
+        config: configuration of the model.
+        meta: yield only shapes and dtypes, as tensors on the meta device.
 
     Yields:
-        Name, tensor, and whether it stays in its number format.
+        Name, tensor, and whether it keeps its dtype.
 
     Raises:
-        CheckpointError: the folder is damaged, or its tensors are not those of the configuration.
+        CheckpointError: the folder is damaged, or its tensors do not fit the configuration.
     """
     from nemo_rl.models.megatron.conversion.rules import hub_tensors, rules_for
 

@@ -1,10 +1,11 @@
-"""Write a model of the hub as a checkpoint of this backend, in one process without a GPU.
+"""Convert a hub model to a checkpoint of this backend, in one process without a GPU.
 
-The model of Megatron Core is made without values, for names and shapes alone; torch's writer asks for each tensor when
-it is its turn, and that one is then read from the hub's files. Runs need none of this: every rank reads those files.
+The Megatron Core model is made without values, only for names and shapes. torch's writer requests one tensor after
+another, and each is read from the hub's files at that time. Runs do not need this conversion, because every rank reads
+the hub's files directly.
 
-Invariant: every tensor of the files is in the checkpoint or is named as left out, and everything in the checkpoint is
-of the files; at most two parameters are in memory.
+Invariant: every tensor of the files is in the checkpoint or left out by a rule, and every tensor of the checkpoint
+comes from the files; at most two parameters are in memory.
 """
 
 import logging
@@ -42,23 +43,23 @@ _CPU = torch.device("cpu")
 _SECTIONS: dict[str, Any] = {"dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True}}
 _GENERATION_CONFIG = "generation_config.json"
 _HALVES = {"_w": 0, "_v": 1}
-"""Ends of the names that gate and up are kept under, and which parts these are."""
+"""Suffixes of the stored names of gate and up, and the numbers of these parts."""
 
 
 def import_huggingface(model_name: str, target: Path, dtype: str | None = None) -> int:
-    """Write a step folder without optimizer: `config.yaml` and `policy/weights`; call it in a process of its own.
+    """Write a step folder without optimizer: `config.yaml` and `policy/weights`; call it in a separate process.
 
     Args:
         model_name: hub id or local folder.
         target: a new or empty folder.
-        dtype: number format of the weights; None takes that of the model's configuration.
+        dtype: dtype of the weights; None takes that of the model's configuration.
 
     Returns:
-        How many tensors of the hub it holds.
+        Number of hub tensors that the checkpoint holds.
 
     Raises:
-        CheckpointError: the target holds files already, or the model's files are not those of its configuration.
-        ConfigError: the model is unknown, or none that Megatron Core can train.
+        CheckpointError: the target already holds files, or the model's files do not fit its configuration.
+        ConfigError: the model is unknown, or Megatron Core cannot train it.
     """
     require_empty(target)
     config, folder = load_model_config(model_name), model_folder(model_name)
@@ -75,19 +76,19 @@ def import_huggingface(model_name: str, target: Path, dtype: str | None = None) 
         prepare(weights / ITERATION, state, late=values.of)(None)
     values.require_all()
     config.dtype = precision
-    _write_beside(folder, config, target, described)
+    _write_other_files(folder, config, target, described)
     exported = [name for name, _, _ in hub_tensors_of(weights, config, meta=True)]
     logger.info("%s holds the %d tensors of %s.", weights, len(exported), model_name)
     return len(exported)
 
 
 class _Values:
-    """The tensors of a checkpoint, read from the hub's files when they are written.
+    """Tensors of a checkpoint, each read from the hub's files when it is written.
 
     Args:
-        rules: of the model.
-        files: of the hub.
-        stored: which of their tensors each parameter is made of.
+        rules: rules of the model.
+        files: the hub's files.
+        stored: parts in the files of each parameter.
     """
 
     def __init__(self, rules: Rules, files: DequantizedFiles, stored: dict[str, tuple[Part, ...]]) -> None:
@@ -96,10 +97,10 @@ class _Values:
         self._missing = {(name, part.name) for name in wanted for part in stored[name]}
 
     def of(self, name: str, like: Tensor) -> Tensor:
-        """What is written in the place of a tensor without values.
+        """Read the values for a tensor of the checkpoint.
 
         Raises:
-            CheckpointError: the files have no such tensor, or another shape of it.
+            CheckpointError: the files have no such tensor, or its shape differs.
         """
         from nemo_rl.models.megatron.conversion.holdings import Groups
         from nemo_rl.models.megatron.conversion.importer import fill, require_shapes
@@ -117,7 +118,7 @@ class _Values:
         return whole if half is None else whole.chunk(2)[half]
 
     def require_all(self) -> None:
-        """Raise a CheckpointError where a tensor of the files went nowhere."""
+        """Raise a CheckpointError if a tensor of the files was not written."""
         if self._missing:
             names = {name for _, name in self._missing}
             raise CheckpointError("Megatron Core's model has no place for tensors of the files" + listed(": ", names))
@@ -125,7 +126,7 @@ class _Values:
 
 @contextmanager
 def _one_rank(section: MegatronConfig, layout: ParallelLayout) -> Iterator[None]:
-    """Megatron Core's groups of this process alone."""
+    """Run a block with Megatron Core's process groups for this process only."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         try:
@@ -137,7 +138,7 @@ def _one_rank(section: MegatronConfig, layout: ParallelLayout) -> Iterator[None]
 
 
 def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.dtype) -> Any:
-    """Names and shapes of the whole model; of its memory nothing is touched."""
+    """Return the sharded state of the whole model, for names and shapes; its memory is never touched."""
     from nemo_rl.models.megatron.build import build_chunks
     from nemo_rl.models.megatron.checkpoints.run_state import model_state
     from nemo_rl.models.megatron.scoring import give_scalar_head
@@ -148,8 +149,8 @@ def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.d
     return model_state(chunks)
 
 
-def _write_beside(folder: Path, config: PretrainedConfig, target: Path, policy: dict[str, Any]) -> None:
-    """What stands beside the tensors: the model's configuration and tokenizer, and that of a run."""
+def _write_other_files(folder: Path, config: PretrainedConfig, target: Path, policy: dict[str, Any]) -> None:
+    """Write the files other than tensors: the model's configuration and tokenizer, and config.yaml of a run."""
     weights = target / "policy" / "weights"
     config.save_pretrained(weights)
     for name in (*TOKENIZER_FILES, _GENERATION_CONFIG):

@@ -1,11 +1,11 @@
-"""State of Megatron Core's optimizers as named parts of whole tensors, and back into any of them.
+"""Convert the state of Megatron Core's optimizers to named parts of whole tensors, and load it into other optimizers.
 
-A moment has the name of its parameter, whichever optimizer of a chain holds it, so that optimizers over other meshes,
-chained or not, distributed or not, read it. Hyperparameters are the configuration's and the schedule's: of them only
-the step is state.
+A moment has the name of its parameter, independent of the optimizer of the chain that holds it, so that optimizers on
+other meshes, chained or not, distributed or not, can read it. Hyperparameters come from the configuration and the
+schedule; only the step is saved.
 
-Invariant: behind a load each parameter has a step tensor of its own. torch's Adam counts in place, so a tensor that
-several parameters share runs ahead, and nothing says so.
+Invariant: after a load each parameter has its own step tensor. torch's Adam increments it in place, so a tensor shared
+by several parameters would silently be incremented several times per update.
 """
 
 from collections.abc import Iterator
@@ -27,31 +27,31 @@ _TORCH_STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
     torch.optim.SGD: ("momentum_buffer",),
 }
-"""What torch's optimizers keep of each parameter, AdamW's being Adam's; other libraries' make their own states."""
+"""States that torch's optimizers keep per parameter (AdamW is a subclass of Adam); others make their own states."""
 
 
 def members(optimizer: Any) -> list[Any]:
-    """The optimizers of a chain that have parameters on this rank; the optimizer itself where it is none."""
+    """Return the optimizers of a chain that have parameters on this rank; the optimizer itself if it is no chain."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     return [member for member in chain if not getattr(member, "is_stub_optimizer", False)]
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether data-parallel ranks divide the state; what `state_to_save` returns is copies then."""
+    """Return whether data-parallel ranks divide the state; then `state_to_save` returns copies."""
     return any(isinstance(member, DistributedOptimizer) for member in members(optimizer))
 
 
 def has_state(optimizer: Any) -> bool:
-    """Whether there is more to save than the weights: an update was made, or loaded, or nothing tells."""
+    """Return whether there is optimizer state to save: after an update or a load, and always for SGD."""
     inner = [each for member in members(optimizer) for each in _inner(member)]
     return any(any(each.state.values()) or isinstance(each, torch.optim.SGD) for each in inner)
 
 
 def common_step(optimizer: Any) -> float | None:
-    """Updates made; None where the optimizer does not count them.
+    """Return the number of updates; None if the optimizer does not count them.
 
     Raises:
-        CheckpointError: parameters differ in it, so that a checkpoint could not hold it.
+        CheckpointError: parameters have different numbers of updates, which a checkpoint cannot hold.
     """
     found: set[float] = set()
     for inner in (each for member in members(optimizer) for each in _inner(member)):
@@ -63,34 +63,34 @@ def common_step(optimizer: Any) -> float | None:
 
 
 def loss_scale(optimizer: Any) -> dict[str, Any] | None:
-    """State of the loss scale of float16; None in other formats."""
+    """Return the state of the loss scale of float16; None for other dtypes."""
     scalers = [getattr(member, "grad_scaler", None) for member in members(optimizer)]
     return next((scaler.state_dict() for scaler in scalers if scaler), None)
 
 
 def state_to_save(optimizer: Any, model: Sharded) -> Sharded:
-    """What this rank writes of the optimizer; collective.
+    """Return the optimizer state that this rank writes; collective.
 
     Args:
-        optimizer: Megatron Core's.
-        model: fresh sharded state of the model, which tells names and places.
+        optimizer: Megatron Core's optimizer.
+        model: new sharded state of the model, with names and positions of the parameters.
     """
     return _of_members(optimizer, model, loading=False)
 
 
 def state_to_load(optimizer: Any, model: Sharded) -> Sharded:
-    """Where on this rank what of a checkpoint goes; makes the states that are missing."""
+    """Return the optimizer state into which this rank reads a checkpoint; makes missing states."""
     for member in members(optimizer):
         _make_states(member)
     return _of_members(optimizer, model, loading=True)
 
 
 def weights_and_masters(optimizer: Any, loaded: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The 16-bit weights of this rank, each with the float32 weight that was read for it, of equal numbers of elements.
+    """Yield the 16-bit weights of this rank with the float32 weights read for them, of the same number of elements.
 
     Args:
-        optimizer: the one that was asked.
-        loaded: what was read for `state_to_load`.
+        optimizer: the optimizer given to `state_to_load`.
+        loaded: state that was read for `state_to_load`.
     """
     for index, member in enumerate(members(optimizer)):
         state = loaded.get(f"optimizer{index}", {})
@@ -103,13 +103,13 @@ def weights_and_masters(optimizer: Any, loaded: dict[str, Any]) -> Iterator[tupl
 
 
 def put_back(optimizer: Any, loaded: dict[str, Any], step: float | None, scale: dict[str, Any] | None) -> None:
-    """Take over what was read for `state_to_load`.
+    """Load the state that was read for `state_to_load` into the optimizer.
 
     Args:
-        optimizer: the one that was asked.
-        loaded: what was read.
-        step: from `common_step`.
-        scale: from `loss_scale`.
+        optimizer: the optimizer given to `state_to_load`.
+        loaded: state that was read.
+        step: result of `common_step`.
+        scale: result of `loss_scale`.
     """
     for index, member in enumerate(members(optimizer)):
         state = loaded.get(f"optimizer{index}", {})
@@ -125,7 +125,7 @@ def put_back(optimizer: Any, loaded: dict[str, Any], step: float | None, scale: 
 
 
 def forget(optimizer: Any) -> None:
-    """Start without moments from the weights that the model has."""
+    """Drop all moments and steps, and take over the model's current weights."""
     for member in members(optimizer):
         for inner in (member.optimizer, *_inner(member)):
             inner.state.clear()
@@ -135,7 +135,7 @@ def forget(optimizer: Any) -> None:
 
 
 def _inner(member: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers that update; one for each device where those of the host have a part."""
+    """Return the torch optimizers of a member; one for each device if a part is updated on the host."""
     inner = member.optimizer
     return list(inner.sub_optimizers) if isinstance(inner, HybridDeviceOptimizer) else [inner]
 
@@ -146,10 +146,10 @@ def _of_members(optimizer: Any, model: Sharded, *, loading: bool) -> Sharded:
 
 
 def _tensors(member: Any, model: Sharded, loading: bool) -> Sharded:
-    """Moments and float32 weights of a member, under names that do not tell its kind."""
+    """Return moments and float32 weights of a member, under names that do not depend on its class."""
     if not isinstance(member, DistributedOptimizer):
         state = member.sharded_state_dict(model, is_loading=False, metadata=dict(CONTENT))
-        if _MASTERS in state:  # lists would lose their empty places
+        if _MASTERS in state:  # lists would lose empty entries
             state[_MASTERS] = {group: dict(enumerate(held)) for group, held in enumerate(state[_MASTERS])}
         return extract_sharded_base(state)[0]
     on_first_rank = getattr(member, "data_parallel_group_gloo", None) is not None
@@ -166,7 +166,7 @@ def _tensors(member: Any, model: Sharded, loading: bool) -> Sharded:
 
 
 def _parameters(member: DistributedOptimizer) -> list[Tensor]:
-    """The model's parameters in the order in which Megatron Core numbers their states."""
+    """Return the model's parameters in the order in which Megatron Core numbers their states."""
     return [parameter for buffer in member.buffers for parameter in buffer.param_index_map]
 
 
@@ -175,21 +175,21 @@ def _put_back_distributed(member: DistributedOptimizer, states: dict[int, dict[s
     for index, parameter in enumerate(_parameters(member)):
         states[index].setdefault("fp32_param", parameter.detach())
     for state in member.optimizer.state.values():
-        state.pop("step", None)  # Megatron Core looks for it among what was read, and does not find it
+        state.pop("step", None)  # Megatron Core would look for it in the loaded state, which lacks it
     member.load_parameter_state_from_fully_reshardable(states)
     if isinstance(member.optimizer, HybridDeviceOptimizer):
         _keep_parts_alone(member.optimizer)
 
 
 def _keep_parts_alone(inner: HybridDeviceOptimizer) -> None:
-    """Give each weight states of its own on its device.
+    """Give each weight its own states on its device.
 
-    What was read are views of whole tensors, and Megatron Core tells devices apart by classes of optimizers, which are
-    the same without Transformer Engine.
+    The loaded states are views of whole tensors, and Megatron Core distinguishes devices by classes of optimizers,
+    which are the same without Transformer Engine.
     """
     for each in inner.sub_optimizers:
         for parameter, state in each.state.items():
-            state.pop("master_param", None)  # has been copied into the parameter
+            state.pop("master_param", None)  # already copied into the parameter
             state.update({name: torch.empty_like(parameter).copy_(value) for name, value in state.items()})
     inner._sync_sub_optimizers_state_to_hdo()
 
@@ -206,7 +206,7 @@ def _put_back_plain(member: Any, states: Sharded) -> None:
 
 
 def _make_states(member: Any) -> None:
-    """States for what is read, where no update has made them."""
+    """Make the states to read into, if no update has made them."""
     inner = member.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
         _make_states_on_both(inner)
@@ -225,7 +225,7 @@ def _make_states(member: Any) -> None:
 
 
 def _make_states_on_both(inner: HybridDeviceOptimizer) -> None:
-    """Those of an optimizer for two devices, which its own `dummy_step` would make by an update at random."""
+    """Make the states of an optimizer for two devices; its own `dummy_step` would make a random update."""
     for each in inner.sub_optimizers:
         for parameter, _ in _with_groups(each):
             for name in _TORCH_STATES[torch.optim.Adam]:
@@ -234,7 +234,7 @@ def _make_states_on_both(inner: HybridDeviceOptimizer) -> None:
 
 
 def _make_foreign_states(member: Any) -> None:
-    """Those of Transformer Engine's and apex's fused optimizers."""
+    """Make the states of Transformer Engine's and APEX's fused optimizers."""
     if isinstance(member, DistributedOptimizer):
         member.load_state_dict(member.state_dict())
     elif member.init_state_fn is not None:

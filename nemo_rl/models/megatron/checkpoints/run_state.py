@@ -2,15 +2,15 @@
 
 Layout (W = weights folder, O = optimizer folder), written by all ranks together:
 
-    W/iter_0000000/                torch_dist: one tensor for each parameter of the whole model, undivided
-    W/config.json, generation_config.json   of the Hugging Face model that it is
+    W/iter_0000000/                torch_dist: one undivided tensor for each parameter of the whole model
+    W/config.json, generation_config.json   configuration of the Hugging Face model
     O/optim/                       torch_dist: moments and float32 weights under parameter names
-    O/trainer.pt                   updates made, position of the schedule, loss scale
+    O/trainer.pt                   number of updates, position of the schedule, loss scale
     O/rng/rank_<r>.pt              random-number generators of each rank
 
 Invariant: a load restores every bit that a save wrote, on any mesh (random-number state only on the same one).
-Hyperparameters are the configuration's; the schedule stands where it would stand had it been theirs from the start.
-Where one rank cannot write or read, all ranks raise. The caller makes writing atomic.
+Hyperparameters come from the configuration, and the schedule continues as if they had been used from the first step.
+If one rank cannot write or read, all ranks raise. The caller makes writing atomic.
 """
 
 import logging
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 _MOMENTS, _TRAINER = "optim", "trainer.pt"
 _CHECKED_VALUES = 1 << 16
-"""Of each weight, spread over it: a foreign tensor differs everywhere."""
+"""Values that are compared per weight, evenly spaced; a tensor of another checkpoint differs everywhere."""
 _REMAINDERS = float(1 << 15)
 
 
 def on_host(name: str, tensor: Tensor) -> Tensor:
-    """A copy in host memory."""
+    """Copy a tensor to host memory."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -62,15 +62,15 @@ def save(
     """Write a checkpoint; collective.
 
     Args:
-        paths: where; without an optimizer folder only the weights.
+        paths: folders to write; without an optimizer folder only the weights are written.
         chunks: the rank's virtual stages, wrapped or not; their weights are complete (no gathering is outstanding).
-        optimizer: Megatron Core's, or None.
+        optimizer: Megatron Core's optimizer, or None.
         scheduler: its `OptimizerParamScheduler`, or None.
-        hf_config: of the model.
-        generation_config: of the model, written beside it.
+        hf_config: Hugging Face configuration of the model.
+        generation_config: generation configuration of the model, written next to its configuration.
 
     Raises:
-        CheckpointError: on all ranks, where one of them could not write.
+        CheckpointError: raised on all ranks if one of them cannot write.
     """
     for write in _prepared(paths, chunks, optimizer, scheduler, (hf_config, generation_config), as_it_is):
         write(None)
@@ -87,20 +87,20 @@ def stage_save(
     group: dist.ProcessGroup,
     keep: Keep = on_host,
 ) -> Callable[[], None]:
-    """Copy what `save` writes; collective.
+    """Copy the state that `save` writes, to write it later; collective.
 
     Args:
-        paths: as in `save`, like the further arguments.
-        chunks: see there.
-        optimizer: see there.
-        scheduler: see there.
-        hf_config: see there.
-        generation_config: see there.
-        group: of all ranks and for nobody else, on host memory (gloo); the writers meet in it.
-        keep: makes the copies; where it does not wait for them, the caller synchronises the device.
+        paths: see `save`.
+        chunks: see `save`.
+        optimizer: see `save`.
+        scheduler: see `save`.
+        hf_config: see `save`.
+        generation_config: see `save`.
+        group: gloo group of all ranks that only the writers use.
+        keep: makes the copies; if it does not wait for them, the caller must synchronise the device.
 
     Returns:
-        Writes it; called by all ranks, from any thread, while training goes on.
+        A function that writes the copies; all ranks must call it, from any thread, while training continues.
     """
     writes = list(_prepared(paths, chunks, optimizer, scheduler, (hf_config, generation_config), keep))
 
@@ -112,7 +112,7 @@ def stage_save(
 
 
 def load(paths: CheckpointPaths, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-    """Restore what `save` wrote; collective.
+    """Restore the state that `save` wrote; collective.
 
     Args:
         paths: a checkpoint of any mesh; without an optimizer folder the optimizer starts from the weights.
@@ -121,7 +121,7 @@ def load(paths: CheckpointPaths, chunks: Sequence[Any], optimizer: Any, schedule
         scheduler: see `save`.
 
     Raises:
-        CheckpointError: on all ranks: the checkpoint is damaged, incomplete, or of another model.
+        CheckpointError: raised on all ranks if the checkpoint is damaged, incomplete, or of another model.
     """
     bare = [unwrap(chunk) for chunk in chunks]
     loaded = torch_dist.read(paths.weights / ITERATION, model_state(chunks))
@@ -143,7 +143,7 @@ def _prepared(
     configs: Sequence[PretrainedConfig | GenerationConfig | None],
     keep: Keep,
 ) -> Iterator[Write]:
-    """The parts of a checkpoint, each prepared when it is asked for."""
+    """Yield the writes of a checkpoint's parts; each part is prepared when the iterator reaches it."""
     yield torch_dist.prepare(paths.weights / ITERATION, model_state(chunks), keep)
     yield partial(_write_configs, paths.weights, [config for config in configs if config is not None])
     if paths.optimizer is None:
@@ -166,7 +166,7 @@ def _prepared(
 
 
 def _of_all_ranks(optimizer: Any) -> tuple[bool, float | None]:
-    """Whether any rank has state, and the step; some ranks may hold no trained parameter."""
+    """Return whether any rank has optimizer state, and the step; a rank may hold no trained parameter."""
     found: list[Any] = [None] * dist.get_world_size()
     with failing_together():
         mine = (optimizer_state.has_state(optimizer), optimizer_state.common_step(optimizer))
@@ -201,7 +201,7 @@ def _load_training_state(folder: Path, chunks: Sequence[Any], optimizer: Any, sc
         trainer = load_plain(folder / _TRAINER)
     name = optimizer.config.optimizer
     if trainer["optimizer"] != name:
-        logger.warning("The optimizer was %s and is %s: it starts without moments.", trainer["optimizer"], name)
+        logger.warning("The optimizer changed from %s to %s: it starts without moments.", trainer["optimizer"], name)
     if trainer["has_state"] and trainer["optimizer"] == name:
         wanted = optimizer_state.state_to_load(optimizer, model_state(chunks))
         loaded = torch_dist.read(folder / _MOMENTS, wanted)
@@ -216,10 +216,10 @@ def _load_training_state(folder: Path, chunks: Sequence[Any], optimizer: Any, sc
 
 
 def _check_masters(folder: Path, chunks: Sequence[Any], optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Hold float32 weights that were read against the weights of the model, which are the same ones rounded.
+    """Check that the loaded float32 weights, rounded, are the weights of the model.
 
     Raises:
-        CheckpointError: they are others. A run would go on from them silently.
+        CheckpointError: the weights differ; without this check a run would silently continue from wrong weights.
     """
     names = {id(weight): name for chunk in chunks for name, weight in unwrap(chunk).named_parameters()}
     for weight, master in optimizer_state.weights_and_masters(optimizer, loaded):
@@ -237,13 +237,13 @@ def _check_masters(folder: Path, chunks: Sequence[Any], optimizer: Any, loaded: 
         else:
             given += "are not those of the weights folder: one of the two folders is of another checkpoint. "
         raise CheckpointError(
-            f"{given}Remove {folder}, and start again with checkpointing.allow_changed=[policy.optimizer] to go on "
+            f"{given}Remove {folder}, and start again with checkpointing.allow_changed=[policy.optimizer] to continue "
             "from the weights with a new optimizer state."
         )
 
 
 def model_state(chunks: Sequence[Any]) -> Sharded:
-    """Parts of whole parameters that this rank holds; what uses it up takes a fresh one."""
+    """Return the sharded state dict of this rank's parts; Megatron Core changes it, so make a new one for each use."""
     return {
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata=dict(CONTENT)) for index, chunk in enumerate(chunks)
     }
@@ -262,7 +262,7 @@ def _mesh() -> list[int]:
 
 
 def _generators() -> dict[str, Any]:
-    """State of this rank's generators, Megatron Core's own ones for dropout included."""
+    """Return the state of this rank's random generators, including Megatron Core's generators for dropout."""
     states = get_cuda_rng_tracker().get_states()
     return {
         "mesh": _mesh(),
@@ -274,11 +274,11 @@ def _generators() -> dict[str, Any]:
 
 
 def _restore_generators(folder: Path) -> None:
-    """On the mesh that they were saved on: elsewhere this rank has another part in the model."""
+    """Restore the random generators if the mesh is the saved one; on other meshes the ranks hold other parts."""
     file = _rng_file(folder)
     saved = load_plain(file) if file.exists() else None
     if saved is None or saved["mesh"] != _mesh():
-        logger.warning("%s is missing, or of another mesh: this rank keeps its own random-number state.", file)
+        logger.warning("%s is missing or of another mesh: this rank keeps its own random-number state.", file)
         return
     restore_rng_state(saved["process"])
     tracker = get_cuda_rng_tracker()

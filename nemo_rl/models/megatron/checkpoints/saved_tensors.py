@@ -1,6 +1,6 @@
-"""Whole tensors of a `torch_dist` folder by name, one at a time, without megatron, a process group or a model.
+"""Read whole tensors of a `torch_dist` folder by name, one at a time, without megatron, a process group or a model.
 
-Invariant: of the files no more is in memory than one rank's part of one tensor, beside the whole tensor.
+Invariant: besides the requested tensor, at most one rank's part of it is in memory.
 """
 
 import re
@@ -24,13 +24,13 @@ class SavedTensors:
     """The tensors of a folder.
 
     Args:
-        folder: as `torch_dist` writes it.
+        folder: folder in the format `torch_dist`.
 
     Attributes:
-        names: of all tensors, as the folder has them.
+        names: names of all tensors in the folder.
 
     Raises:
-        CheckpointError: the folder is damaged, or no such folder.
+        CheckpointError: the folder is damaged, or not in this format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,12 +43,12 @@ class SavedTensors:
         self.names = list(self._held)
 
     def like(self, name: str) -> Tensor:
-        """Shape and dtype of a tensor: one on the meta device."""
+        """Return a tensor on the meta device with the shape and dtype of a stored one."""
         held = self._held[name]
         return torch.empty(held.size, dtype=held.properties.dtype, device="meta")
 
     def read(self, names: Iterable[str]) -> Tensor:
-        """The rows of one tensor or of several, one below the other, on the CPU.
+        """Read one tensor, or several stacked along their rows, to the CPU.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -80,14 +80,14 @@ class SavedTensors:
 
 
 _HALF = re.compile(r"_[wv]$")
-"""Ends of the names of gate and up, which a parameter holds one above the other."""
+"""Suffixes of the names of gate and up, which are stacked in one parameter."""
 
 
 def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of the tensors that each parameter of the whole model is kept in, by its name in the model.
+    """Group tensor names by the parameter of the whole model that they store.
 
     Args:
-        names: of `SavedTensors`.
+        names: `SavedTensors.names`.
     """
     from nemo_rl.models.megatron.conversion.names import own_name
 

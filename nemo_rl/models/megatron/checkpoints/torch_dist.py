@@ -1,10 +1,10 @@
-"""Sharded state dicts of Megatron Core in folders, in the format `torch_dist`, and back.
+"""Write and read sharded state dicts of Megatron Core as folders in the format `torch_dist`.
 
-Megatron Core describes and checks what is saved; torch's own writer writes it, in the calling thread, because Megatron
-Core's starts a process first, which takes seconds and wants a main module that can be imported. Folders are the same:
+Megatron Core describes and checks the state; torch's own writer writes it in the calling thread, because Megatron
+Core's writer first starts a process, which takes seconds and needs an importable main module. The folders are the same:
 `megatron.core.dist_checkpointing.load` reads them.
 
-Invariant: where one rank cannot write or read, all ranks raise.
+Invariant: if one rank cannot write or read, all ranks raise.
 """
 
 import pickle
@@ -37,31 +37,31 @@ from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
 from nemo_rl.utils.errors import CheckpointError
 
 OPTIMIZER_FORMAT = "fully_reshardable"
-"""Each moment is a tensor of its parameter's shape, so that any mesh reads what another one wrote."""
+"""Format in which each moment is a tensor of its parameter's shape, so that any mesh can read it."""
 CONTENT: Mapping[str, Any] = {
-    "singleton_local_shards": True,  # every layer and every expert under a name of its own
+    "singleton_local_shards": True,  # every layer and every expert has its own name
     "distrib_optim_sharding_type": OPTIMIZER_FORMAT,
     "chained_optim_avoid_prefix": True,
 }
-"""How names and shapes in the folders come about; Megatron Core keeps it in them."""
+"""Settings that determine names and shapes in the folders; Megatron Core stores them there."""
 _REFUSED = {
-    "dp_reshardable": "training goes on with wrong numbers behind a load of it",
+    "dp_reshardable": "after loading it, training would continue with wrong numbers",
     "fully_sharded_model_space": "Megatron Core neither writes nor reads it any more",
 }
 _EXTRA_STATE = "_extra_state"
 
 type Sharded = dict[str, Any]
-"""Nested dicts and lists whose leaves say where in a whole tensor a rank's part lies."""
+"""Nested dicts and lists whose leaves describe the position of a rank's part in a whole tensor."""
 
 
 class _Prepared(TorchDistSaveShardedStrategy):
-    """Keeps what this rank has to write, instead of writing it.
+    """Keeps the parts that this rank has to write, instead of writing them.
 
     Args:
         keep: applied to every tensor.
 
     Attributes:
-        parts: by name.
+        parts: parts of this rank, by name.
     """
 
     def __init__(self, keep: Keep) -> None:
@@ -70,7 +70,7 @@ class _Prepared(TorchDistSaveShardedStrategy):
         self.parts: dict[str, list[ShardedBase]] = {}
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "") -> AsyncRequest:
-        """Called by `dist_checkpointing.save` with what has passed its checks."""
+        """Keep the state that has passed the checks; called by `dist_checkpointing.save`."""
         self.parts, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         for name, parts in self.parts.items():
             for index, part in enumerate(parts):
@@ -80,10 +80,10 @@ class _Prepared(TorchDistSaveShardedStrategy):
 
 
 class _Planner(MCoreSavePlanner):
-    """Says what is written in a tensor's place, when it is its turn.
+    """Replaces each tensor when it is written.
 
     Args:
-        late: applied to the tensor.
+        late: maps the name and the tensor to the tensor to write.
     """
 
     def __init__(self, late: Keep) -> None:
@@ -91,21 +91,22 @@ class _Planner(MCoreSavePlanner):
         self._late = late
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
-        """Called by torch's writer with what it is about to write."""
+        """Return the object to write; called by torch's writer for each item."""
         return self._late(write_item.index.fqn, object) if isinstance(object, Tensor) else object
 
 
 def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is, late: Keep = as_it_is) -> Write:
-    """Prepare a folder; collective.
+    """Prepare to write a folder; collective.
 
     Args:
-        folder: made if it is missing.
-        state: what this rank holds.
+        folder: created if it does not exist.
+        state: sharded state of this rank.
         keep: applied to every tensor that this rank will write.
-        late: applied to each of them when it is written, into a file of its own: what it returns is held no longer.
+        late: applied to each tensor when it is written. If given, each tensor gets its own file, so that results are
+            released after writing.
 
     Returns:
-        Writes it, and raises a CheckpointError on all ranks where one of them could not write its files.
+        A function that writes it; raises a CheckpointError on all ranks if one of them cannot write its files.
     """
     with failing_together():
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,9 +121,9 @@ def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is, late: Keep = as
 def _write(
     folder: Path, parts: dict[str, list[ShardedBase]], late: Keep, group: dist.ProcessGroup | None = None
 ) -> None:
-    # Torch's writer holds what it has written until it closes the file.
+    # torch's writer holds written tensors in memory until it closes the file.
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=late is as_it_is)
-    with _named(folder, "cannot be written"):  # where one rank fails, torch's writer raises on all
+    with _named(folder, "cannot be written"):  # if one rank fails, torch's writer raises on all
         dcp.save(
             mcore_to_pyt_state_dict(parts),
             storage_writer=writer,
@@ -138,8 +139,8 @@ def read(folder: Path, state: Sharded) -> dict[str, Any]:
     """Read this rank's part of a folder, into the tensors of `state`; collective.
 
     Args:
-        folder: what `prepare` wrote, on any mesh.
-        state: what this rank wants, on this mesh.
+        folder: folder that `prepare` wrote, on any mesh.
+        state: sharded state of this rank, on this mesh.
 
     Returns:
         The tensors in the structure of `state`.
@@ -168,13 +169,13 @@ def _check_format(folder: Path) -> None:
     if found != OPTIMIZER_FORMAT:
         raise CheckpointError(
             f"{folder} has its optimizer state in the format {found}: {_REFUSED.get(found, 'it is unknown here')}. "
-            f"Save it with {OPTIMIZER_FORMAT}, or remove the optimizer folder to start with the weights alone."
+            f"Save it with {OPTIMIZER_FORMAT}, or remove the optimizer folder to start from the weights only."
         )
 
 
 @contextmanager
 def _named(folder: Path, problem: str) -> Iterator[None]:
-    """Any way in which a folder fails, as an error that names it."""
+    """Run a block and convert its errors to a CheckpointError that names the folder."""
     try:
         yield
     except CheckpointError:

@@ -1,1 +1,1 @@
-"""Weights between Hugging Face's files and Megatron Core's models, streamed in both directions."""
+"""Stream weights between Hugging Face files and Megatron Core models, in both directions."""

@@ -1,8 +1,8 @@
-"""Files whose weights are in 8 or 4 bits, read as if they held floating-point weights.
+"""Read files with 8-bit or 4-bit weights as if they held floating-point weights.
 
-DeepSeek-V3 is published in float8 with a factor for each block of 128 x 128 values, GPT-OSS with experts in MXFP4.
-Training needs the values. Invariant: only the blocks that a part touches are read, and the values are those of
-`transformers`' own dequantisation.
+DeepSeek-V3 is published in float8 with one factor per block of 128 x 128 values, GPT-OSS with experts in MXFP4.
+Training needs floating-point values. Invariant: only the blocks that overlap a requested part are read, and the values
+are those of the dequantisation in `transformers`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,10 +26,10 @@ _EXPONENT_BIAS = 127
 
 
 class DequantizedFiles(TensorFiles):
-    """Tensors of files by the names of weights; those of scales do not appear.
+    """Tensors of files by the names of weights; tensors of scales are hidden.
 
     Args:
-        files: as of `TensorFiles`.
+        files: as in `TensorFiles`.
         hf_config: its `quantization_config.weight_block_size` is the size of float8 blocks.
     """
 
@@ -51,7 +51,7 @@ class DequantizedFiles(TensorFiles):
         yield from self._mxfp4
 
     def like(self, name: str) -> Tensor:
-        """See `TensorFiles`; what is dequantised is float32."""
+        """See `TensorFiles`; dequantised tensors are float32."""
         if name in self._mxfp4:
             experts, rows, groups, half = super().like(name + _BLOCKS).shape
             return torch.empty(experts, groups * half * 2, rows, device="meta")
@@ -74,7 +74,7 @@ class DequantizedFiles(TensorFiles):
         return values * super().read(name + _FACTORS).float()[row_block][:, column_block]
 
     def _from_mxfp4(self, name: str, experts: range, columns: range, rows: range) -> Tensor:
-        """`[experts, columns, rows]`: the files hold rows of groups of columns, two columns in a byte."""
+        """Read `[experts, columns, rows]`; the files hold rows of groups of columns, with two columns per byte."""
         groups = slice(columns.start // _MXFP4_SIZE, -(-columns.stop // _MXFP4_SIZE))
         box = (_slice(experts), _slice(rows), groups)
         packed = super().read(name + _BLOCKS, (*box, slice(None)))

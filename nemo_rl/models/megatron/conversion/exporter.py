@@ -1,10 +1,10 @@
-"""Weights of a Megatron Core model under the names and shapes of the hub, whole, on every rank.
+"""Gather the weights of a Megatron Core model on every rank, under the names and shapes of the hub.
 
-The ranks walk through the model together. Of each parameter the tensor-parallel ranks gather their shards; the rank
-that holds an expert gives it to the others; then its pipeline stage gives it to the other stages.
+The ranks go through the model together. For each parameter the tensor-parallel ranks gather their shards, the rank that
+holds an expert broadcasts it to the other expert ranks, and the pipeline stage broadcasts it to the other stages.
 
-Invariant: all ranks yield the same names and values in the same order, and hold one parameter and one hub tensor of it
-at a time beside their own.
+Invariant: all ranks yield the same names and values in the same order, and besides their own shards hold one parameter
+and one of its hub tensors at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,16 +32,16 @@ def iterate_hf_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight and persistent buffer, tied ones once; collective over all ranks of a model.
 
-    Parameters of adapters are no weights of the hub's.
+    Parameters of adapters are skipped, because the hub's model does not have them.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
-        hf_config: of the model.
-        device: where tensors are gathered, and yielded.
-        dtype: number format of what is yielded; None keeps that of the parameters. Correction biases of routers stay
-            in float32, as engines hold them.
-        has_scalar_head: the output layer is a reward model's.
-        value: what leaves in the place of this rank's shard of a parameter.
+        hf_config: Hugging Face configuration of the model.
+        device: device on which tensors are gathered and yielded.
+        dtype: dtype of the yielded tensors; None keeps that of the parameters. Correction biases of routers stay in
+            float32, as in engines.
+        has_scalar_head: whether the output layer is a reward model's scalar head.
+        value: maps this rank's shard of a parameter to the tensor to export.
 
     Yields:
         Name and tensor; a tensor may be a view of a parameter.
@@ -64,15 +64,15 @@ def gathered(
     dtype: torch.dtype | None = None,
     value: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of all parameters that rules are about; see `iterate_hf_weights`.
+    """Yield the hub tensors of all parameters that the rules describe; see `iterate_hf_weights`.
 
     Args:
         held: this rank's shards, by their names in the whole model.
-        rules: of these parameters.
-        groups: the ranks.
-        device: see `iterate_hf_weights`, like the further arguments.
-        dtype: see there.
-        value: see there.
+        rules: rules of these parameters.
+        groups: process groups of the mesh.
+        device: see `iterate_hf_weights`.
+        dtype: see `iterate_hf_weights`.
+        value: see `iterate_hf_weights`.
     """
     walk = _Walk(held, holders(held, rules, groups), groups, device, dtype, value)
     for bundle in rules.bundles():
@@ -85,11 +85,11 @@ class _Walk:
 
     Attributes:
         held: this rank's shards.
-        holders: where every parameter is.
-        groups: the ranks.
-        device: of the results.
-        dtype: of the results, see `iterate_hf_weights`.
-        value: of a shard.
+        holders: location of every parameter.
+        groups: process groups of the mesh.
+        device: device of the results.
+        dtype: dtype of the results, see `iterate_hf_weights`.
+        value: maps a shard to the tensor to export.
     """
 
     held: Mapping[str, Tensor]
@@ -100,7 +100,7 @@ class _Walk:
     value: Callable[[Tensor], Tensor]
 
     def parts(self, rule: Rule) -> Iterator[tuple[str, Tensor]]:
-        """The hub tensors that a parameter is made of."""
+        """Yield the hub tensors that make up a parameter."""
         in_stage = self._in_stage(rule)
         shards = self._shards(rule) if in_stage else []
         for index, part in enumerate(rule.parts):
@@ -108,7 +108,7 @@ class _Walk:
             yield part.name, self._from_stage(rule, tensor)
 
     def stack(self, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
-        """The one hub tensor that the same parameter of all experts makes up."""
+        """Yield the one hub tensor that stacks the same parameter of all experts."""
         first = rules[0]
         shape = first.parts[0].tensor_shape(self._shape(first, 0), len(rules))
         stack = self._empty(first, shape)
@@ -123,7 +123,7 @@ class _Walk:
         return self.holders[rule.parameter].stage == self.groups.pipeline.rank()
 
     def _shape(self, rule: Rule, index: int) -> tuple[int, ...]:
-        """Shape of a part."""
+        """Return the shape of a part."""
         return rule.part_shapes(self.holders[rule.parameter].shape, self.groups.num_shards(rule))[index]
 
     def _dtype(self, rule: Rule) -> torch.dtype:
@@ -134,7 +134,7 @@ class _Walk:
         return torch.empty(tuple(shape), dtype=self._dtype(rule), device=self.device)
 
     def _shards(self, rule: Rule) -> list[Tensor]:
-        """All shards of a parameter that this rank of its stage holds a shard of; joined where they are one part."""
+        """Gather all shards of a parameter; joined to one tensor if they form one part, empty if this rank has none."""
         if rule.parameter not in self.held:
             return []
         mine = self.value(self.held[rule.parameter]).to(self.device, self._dtype(rule))
@@ -150,7 +150,7 @@ class _Walk:
         return [torch.cat(shards, dim=1)] if rule.dim == 1 else shards
 
     def _part(self, rule: Rule, index: int, shards: list[Tensor]) -> Tensor:
-        """A part of a parameter of this stage, on all its ranks."""
+        """Return a part of a parameter of this stage, on all ranks of the stage."""
         shape = self._shape(rule, index)
         part = rule.joined(index, shards) if shards else self._empty(rule, shape)
         assert part.shape == shape, f"{rule.parts[index].name}: {tuple(part.shape)} instead of {shape}"

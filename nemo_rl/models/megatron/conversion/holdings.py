@@ -1,6 +1,6 @@
-"""What this rank, and what every rank of its pipeline and its experts, holds of a model.
+"""Find the parameters that this rank holds, and the ranks of its pipeline and experts that hold the others.
 
-Invariant: every parameter of the rules is held by somebody and nothing else is, or all ranks raise.
+Invariant: the ranks hold exactly the parameters that the rules describe, or all ranks raise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from nemo_rl.utils.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that a model is divided over.
+    """Process groups that divide a model.
 
     Attributes:
         tensor: divides dense layers.
@@ -37,7 +37,7 @@ class Groups:
 
     @classmethod
     def current(cls) -> "Groups":
-        """Those of Megatron Core's parallel state."""
+        """Return the groups of Megatron Core's parallel state."""
         return cls(
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_expert_tensor_parallel_group(),
@@ -46,23 +46,23 @@ class Groups:
         )
 
     def dividing(self, rule: Rule) -> dist.ProcessGroup:
-        """The ranks among which a parameter's rows or columns are divided, if any are."""
+        """Return the ranks that divide a parameter's rows or columns, if they are divided."""
         return self.tensor if rule.expert is None else self.expert_tensor
 
     def num_shards(self, rule: Rule) -> int:
-        """Into how many shards a parameter is divided."""
+        """Return the number of shards of a parameter."""
         return 1 if rule.dim is None else self.dividing(rule).size()
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Where a parameter is.
+    """Location of a parameter.
 
     Attributes:
-        shape: of each of its shards.
-        dtype: number format.
+        shape: shape of each of its shards.
+        dtype: dtype of the parameter.
         stage: rank in the pipeline group.
-        expert_rank: rank in the expert group; what is no expert's is on all of them.
+        expert_rank: rank in the expert group; parameters outside of experts are on all of its ranks.
     """
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Holder:
 
 
 def held_here(chunks: Sequence[nn.Module], rules: Rules, groups: Groups) -> dict[str, Tensor]:
-    """This rank's shards by their names in the whole model; parameters without a rule as well."""
+    """Return this rank's shards by their names in the whole model, including parameters without a rule."""
     experts = {rule.expert for rule in rules.by_parameter.values() if rule.expert is not None}
     first_expert = groups.expert.rank() * (len(experts) // groups.expert.size())
     held: dict[str, Tensor] = {}
@@ -88,7 +88,7 @@ def held_here(chunks: Sequence[nn.Module], rules: Rules, groups: Groups) -> dict
 
 
 def holders(held: Mapping[str, Tensor], rules: Rules, groups: Groups) -> dict[str, Holder]:
-    """Where each parameter of the model is; collective over pipeline and experts.
+    """Locate each parameter of the model; collective over pipeline and experts.
 
     Raises:
         CheckpointError: a parameter has no rule, or a rule has no parameter.

@@ -1,8 +1,8 @@
-"""Give the parts of a Megatron Core model their values from a folder of Hugging Face's safetensors files.
+"""Load a Megatron Core model from a folder of Hugging Face safetensors files.
 
-Each rank reads the rows and columns that it holds, straight into its parameters: nothing is converted beforehand, and
-no copy of the model is kept anywhere. Invariant: afterwards every parameter has the files' values, and every tensor of
-the files was some parameter's or was named as left out.
+Each rank reads the rows and columns that it holds directly into its parameters, without a conversion beforehand and
+without a copy of the model. Invariant: afterwards every parameter has the files' values, and every tensor of the files
+belongs to a parameter or is left out by a rule.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ from nemo_rl.utils.errors import CheckpointError
 
 
 class TensorSource(Protocol):
-    """Tensors of the hub by their names, such as `TensorFiles`."""
+    """Hub tensors by name, such as `TensorFiles`."""
 
     def like(self, name: str) -> Tensor:
-        """A tensor of the same shape and dtype."""
+        """Return a tensor of the same shape and dtype."""
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Its values in a box."""
+        """Return the tensor's values in a box."""
 
 
 def load_huggingface(
@@ -40,12 +40,12 @@ def load_huggingface(
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
-        hf_config: of the model in the folder.
-        folder: holds safetensors files.
-        has_scalar_head: the output layer is a reward model's; it keeps its values where the files have none.
+        hf_config: Hugging Face configuration of the model in the folder.
+        folder: folder with safetensors files.
+        has_scalar_head: whether the output layer is a scalar head; it keeps its values if the files have none for it.
 
     Raises:
-        CheckpointError: the folder holds no such files, or the tensors in them are not the model's, by name or shape.
+        CheckpointError: the folder has no such files, or names or shapes of their tensors do not fit the model.
     """
     rules, groups = rules_for(hf_config, has_scalar_head=has_scalar_head), Groups.current()
     files = DequantizedFiles(weight_files(folder), hf_config)
@@ -64,7 +64,7 @@ def _load(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: TensorFile
 
 
 def keep_precision(tensor: Tensor, rule: Rule) -> None:
-    """Make a parameter float32 that is so in whatever format the others are."""
+    """Convert a parameter to float32 if its rule requires full precision."""
     if rule.full_precision and tensor.dtype != torch.float32:
         tensor.data = tensor.data.float()
 
@@ -75,10 +75,10 @@ def fill(tensor: Tensor, rule: Rule, parts: Mapping[int, Part], source: TensorSo
 
     Args:
         tensor: the shard.
-        rule: of the parameter.
-        parts: those to copy, by their numbers in the rule.
-        source: has their tensors.
-        groups: the ranks.
+        rule: rule of the parameter.
+        parts: parts to copy, by their numbers in the rule.
+        source: source of their tensors.
+        groups: process groups of the mesh.
     """
     num_shards = groups.num_shards(rule)
     shard = groups.dividing(rule).rank() if num_shards > 1 else 0
@@ -100,7 +100,7 @@ def require_shapes(tensor: Tensor, rule: Rule, parts: tuple[Part, ...], files: T
     """Refuse a file whose tensors have other shapes than the model.
 
     Raises:
-        CheckpointError: names the tensor.
+        CheckpointError: a shape differs; the message names the tensor.
     """
     for part, shape in zip(parts, rule.part_shapes(tensor.shape, num_shards), strict=True):
         stored = tuple(files.like(part.name).shape)

@@ -1,7 +1,7 @@
-"""Hub names of each family, layer by layer, and the parameters of Megatron Core that they become.
+"""Rules from the hub tensors of each family's layers to the parameters of Megatron Core.
 
-A new family is one entry of `FAMILIES`, made of the pieces above it. Names of parameters are those of Megatron Core's
-own modules (`get_gpt_decoder_block_spec` without Transformer Engine); `names` maps the others to them.
+A new family is one entry of `FAMILIES`, composed of the functions above it. Names of parameters are those of Megatron
+Core's own modules (`get_gpt_decoder_block_spec` without Transformer Engine); `names` maps other names to them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ from nemo_rl.models.megatron.conversion.layouts import Grouped, Stacked
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
 
 type LayerRules = Callable[[Any, int, str, str], Iterator[Rule]]
-"""Rules of a piece of a layer: `(config, layer number, prefix of the parameters, prefix of the hub names)`."""
+"""Yields the rules of a piece of a layer; called with `(config, layer number, parameter prefix, hub prefix)`."""
 
 _GATED = Stacked(2)
 
@@ -31,12 +31,12 @@ _SANDWICH_NORMS = {
 
 @dataclass(frozen=True)
 class Layers:
-    """What the layers of a family are made of, in both libraries.
+    """Structure of a family's layers, in both libraries.
 
     Attributes:
         attention: rules of `self_attention`.
         mlp: rules of `mlp`.
-        norms: of a layer, parameter to hub name.
+        norms: norms of a layer, as parameter name to hub name.
     """
 
     attention: LayerRules
@@ -44,7 +44,7 @@ class Layers:
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
 
     def of(self, config: PretrainedConfig, number: int) -> Iterator[Rule]:
-        """All rules of a layer."""
+        """Yield all rules of a layer."""
         ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
         for parameter, name in self.norms.items():
             yield _same(f"{ours}{parameter}.weight", f"{theirs}{name}.weight")
@@ -67,7 +67,7 @@ def _attention(
     normed_heads: bool = False,
     has_sinks: bool = False,
 ) -> Iterator[Rule]:
-    """Attention with grouped heads; a bias of None is as the configuration says."""
+    """Yield the rules of attention with grouped heads; a bias argument of None takes the configuration's value."""
     configured = bool(getattr(config, "attention_bias", False))
     head_dim = head_size(config)
     groups = Grouped(config.num_attention_heads // config.num_key_value_heads, head_dim)
@@ -85,7 +85,7 @@ def _attention(
 
 
 def _latent_attention(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Multi-head latent attention; the projections down are whole on every rank."""
+    """Yield the rules of multi-head latent attention; the down projections are whole on every rank."""
     biased = bool(config.attention_bias)
     if config.q_lora_rank is None:
         yield _same(f"{ours}linear_q_proj.weight", f"{theirs}q_proj.weight", dim=0)
@@ -106,7 +106,7 @@ def _latent_attention(config: Any, number: int, ours: str, theirs: str) -> Itera
 
 
 def _gated_mlp(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Gate, up and down projection."""
+    """Yield the rules of gate, up and down projection."""
     for kind in ("weight", "bias") if getattr(config, "mlp_bias", False) else ("weight",):
         gate_up = (Part(f"{theirs}gate_proj.{kind}"), Part(f"{theirs}up_proj.{kind}"))
         yield Rule(f"{ours}linear_fc1.{kind}", gate_up, _GATED, dim=0)
@@ -114,7 +114,7 @@ def _gated_mlp(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rul
 
 
 def _experts(num_experts: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Gated experts, as tensors of their own or as stacks in which gate lies above up."""
+    """Yield the rules of gated experts, stored as separate tensors or as stacks with gate above up."""
     for expert in range(num_experts):
         stack = Part(f"{theirs}experts.gate_up_proj", expert)
         for rule in _gated_mlp(None, 0, f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."):
@@ -124,7 +124,7 @@ def _experts(num_experts: int, ours: str, theirs: str) -> Iterator[Rule]:
 
 
 def _qwen_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """A router and experts, or a dense layer where the configuration says so."""
+    """Yield the rules of a router and experts, or of a dense layer if the configuration has one here."""
     sparse = config.num_experts > 0 and (number + 1) % config.decoder_sparse_step == 0
     if number in config.mlp_only_layers or not sparse:
         yield from _gated_mlp(config, number, ours, theirs)
@@ -134,7 +134,7 @@ def _qwen_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule
 
 
 def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """A router with a correction bias, experts and shared experts, or a dense layer at the start of the model."""
+    """Yield the rules of a router with correction bias, experts and shared experts, or of a dense first layer."""
     if number < config.first_k_dense_replace:
         yield from _gated_mlp(config, number, ours, theirs)
         return
@@ -146,7 +146,7 @@ def _deepseek_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[
 
 
 def _gpt_oss_moe(config: Any, number: int, ours: str, theirs: str) -> Iterator[Rule]:
-    """Stacks of experts, stored transposed, in which gate and up take turns; everything has a bias."""
+    """Yield the rules of experts stored as transposed stacks with interleaved gate and up; all layers have biases."""
     yield _same(f"{ours}router.weight", f"{theirs}router.weight")
     yield _same(f"{ours}router.bias", f"{theirs}router.bias")
     for expert in range(config.num_local_experts):
@@ -170,4 +170,4 @@ FAMILIES: dict[str, Layers] = {
     "gemma3_text": Layers(partial(_attention, normed_heads=True), _gated_mlp, _SANDWICH_NORMS),
     "gpt_oss": Layers(partial(_attention, has_sinks=True), _gpt_oss_moe),
 }
-"""By `model_type` of the configuration."""
+"""Layer rules by `model_type` of the configuration."""

@@ -1,9 +1,9 @@
-"""Which rows of the hub's tensors a tensor-parallel shard of a parameter holds, and in which order.
+"""Map the rows of a parameter's tensor-parallel shards to rows of hub tensors.
 
-A parameter of Megatron Core is made of rows of one or several hub tensors, its parts: a gated layer holds gate above
-up, attention holds query, key and value heads by groups. Reading and writing both follow a `Layout`.
+A parameter of Megatron Core consists of rows of one or several hub tensors, its parts: a gated layer holds gate above
+up, attention holds query, key and value heads by groups. Reading and writing both use a `Layout`.
 
-Invariant: the segments of all shards are every row of every part, once.
+Invariant: the segments of all shards cover every row of every part once.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows of a part that lie together in a shard.
+    """Adjacent rows of a part in a shard.
 
     Attributes:
-        part: its index.
+        part: index of the part.
         start: first row.
-        stop: behind the last row.
+        stop: end of the rows, exclusive.
     """
 
     part: int
@@ -27,7 +27,7 @@ class Segment:
 
     @property
     def num_rows(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         return self.stop - self.start
 
 
@@ -35,18 +35,18 @@ class Layout(Protocol):
     """Order of the rows of the parts in each shard of a parameter."""
 
     def part_rows(self, num_rows: int) -> list[int]:
-        """Rows of each part of a whole parameter with so many rows."""
+        """Return the rows of each part of a whole parameter with `num_rows` rows."""
 
     def segments(self, num_rows: int, shard: int, num_shards: int) -> Iterator[Segment]:
-        """What a shard of `num_rows` rows holds, in its order."""
+        """Yield the segments of a shard of `num_rows` rows, in order."""
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """Parts of the same size; each shard holds its share of the first one, then of the second one, and so on.
+    """Parts of the same size; each shard holds its share of the first part, then of the second part, and so on.
 
     Attributes:
-        num_parts: 2 for gate above up; 1 for a parameter that is a hub tensor.
+        num_parts: 2 for gate above up; 1 for a parameter that is one hub tensor.
     """
 
     num_parts: int = 1
@@ -64,14 +64,14 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Queries, keys and values of attention: for each key head the query heads that share it, the key, the value.
+    """Queries, keys and values of attention; for each key head: the query heads that share it, the key, the value.
 
-    Shards are equal runs of these rows; where there are more shards than key heads they cut through groups, and
-    Megatron Core gathers the projections.
+    Shards are equal ranges of these rows. With more shards than key heads the ranges divide groups, and Megatron Core
+    gathers the projections.
 
     Attributes:
-        queries_per_group: query heads that share a key head.
-        head_dim: rows of a head.
+        queries_per_group: number of query heads that share a key head.
+        head_dim: number of rows of a head.
     """
 
     queries_per_group: int

@@ -1,7 +1,7 @@
-"""Names of parameters in one rank's part of a model, and in the whole model.
+"""Map names of parameters in one rank's part of a model to names in the whole model.
 
-Needs no megatron. Invariant: the same parameter has one name whatever mesh holds it and whether Transformer Engine's
-modules or Megatron Core's own do.
+Does not import megatron. Invariant: a parameter has the same name on every mesh, in Transformer Engine's modules and
+in Megatron Core's own.
 """
 
 import re
@@ -17,21 +17,21 @@ _TRANSFORMER_ENGINE = (
     (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
     (r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"mlp.experts.local_experts.\3.\1.\2"),
 )
-"""Names in Transformer Engine's modules, which hold a norm and the layer behind it, or several experts, in one."""
+"""Names in Transformer Engine's modules, which combine a norm and the following layer, or several experts."""
 
 
 def own_name(name: str) -> str:
-    """The name of a parameter in Megatron Core's own modules."""
+    """Return the name of a parameter in Megatron Core's own modules."""
     for pattern, replacement in _TRANSFORMER_ENGINE:
         name = re.sub(rf"(?<=\.){pattern}", replacement, name)
     return name
 
 
 def global_name(name: str, layers: Sequence[int], first_expert: int) -> str:
-    """The name of a parameter in the whole model.
+    """Return the name of a parameter in the whole model.
 
     Args:
-        name: in one chunk of the model, without the wrappers' prefixes.
+        name: name in one chunk of the model, without the wrappers' prefixes.
         layers: numbers of the chunk's layers in the whole model, from 0.
         first_expert: number of the rank's first expert.
     """

@@ -1,4 +1,4 @@
-"""Where in the hub's tensors the values of a parameter of Megatron Core lie."""
+"""Describe the location of a Megatron Core parameter's values in hub tensors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from nemo_rl.models.megatron.conversion.layouts import Layout, Stacked
 
 @dataclass(frozen=True)
 class Part:
-    """Where the rows of a parameter lie in a tensor of the hub.
+    """Location of a parameter's rows in a hub tensor.
 
     Attributes:
-        name: of the hub tensor.
-        expert: index on its first dimension, where it holds all experts of a layer.
-        share: `(i, n)`: share i of n equal ones of its rows, where one tensor holds gate and up.
-        interleaved: the rows of the shares take turns (i, i + n, ...) instead of following each other.
+        name: name of the hub tensor.
+        expert: index on the tensor's first dimension, if it holds all experts of a layer; else None.
+        share: `(i, n)`: share i of n equal shares of the rows, if one tensor holds gate and up.
+        interleaved: share i has the rows i, i + n, ... instead of adjacent rows.
         transposed: rows of the parameter are columns of the tensor.
     """
 
@@ -29,13 +29,13 @@ class Part:
     transposed: bool = False
 
     def read(self, read: Callable[[Box], Tensor], tensor_shape: Sequence[int], rows: slice, columns: slice) -> Tensor:
-        """Some rows of the part, and some columns of them if it has two dimensions.
+        """Read some rows of the part, and if it has two dimensions some columns of them.
 
         Args:
-            read: a box of the hub tensor.
-            tensor_shape: of the hub tensor.
-            rows: of the part.
-            columns: of the part.
+            read: reads a box of the hub tensor.
+            tensor_shape: shape of the hub tensor.
+            rows: rows of the part.
+            columns: columns of the part.
         """
         index, of = self.share
         first = 0 if self.interleaved else index * self.shape_in(tensor_shape)[0]
@@ -51,20 +51,20 @@ class Part:
         return values[index::of] if self.interleaved else values
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part in a whole hub tensor; a view."""
+        """Return the part of a whole hub tensor, as a view."""
         tensor = tensor if self.expert is None else tensor[self.expert]
         tensor = tensor.t() if self.transposed else tensor
         index, of = self.share
         return tensor[index::of] if self.interleaved else tensor.chunk(of)[index]
 
     def shape_in(self, tensor_shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the part in a hub tensor of that shape."""
+        """Return the shape of the part in a hub tensor of the given shape."""
         shape = tuple(tensor_shape) if self.expert is None else tuple(tensor_shape[1:])
         shape = shape[::-1] if self.transposed else shape
         return (shape[0] // self.share[1], *shape[1:])
 
     def tensor_shape(self, part_shape: Sequence[int], num_experts: int | None) -> tuple[int, ...]:
-        """Shape of the hub tensor that has a part of that shape."""
+        """Return the shape of the hub tensor whose part has the given shape."""
         shape = (part_shape[0] * self.share[1], *part_shape[1:])
         shape = shape[::-1] if self.transposed else shape
         return shape if self.expert is None or num_experts is None else (num_experts, *shape)
@@ -72,17 +72,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter, or buffer, of the whole model: all layers, all experts, not divided.
+    """One undivided parameter, or buffer, of the whole model, with all layers and experts.
 
     Attributes:
-        parameter: its name, with global numbers of layers and experts.
-        parts: hub tensors that it is made of.
-        layout: how.
-        dim: along which tensor parallelism divides it; None keeps it whole on every rank.
-        expert: number of the expert that it belongs to; expert and expert-tensor parallelism divide it.
-        stacked_parts: where the same lies in files whose tensors hold all experts of a layer.
-        full_precision: it stays in its own number format whatever format the weights are sent in.
-        copy_of_tied: it holds another parameter's tensor, on the last pipeline stage only; not exported.
+        parameter: name with global numbers of layers and experts.
+        parts: locations of its values in hub tensors.
+        layout: order of the parts' rows in the parameter.
+        dim: dimension that tensor parallelism divides; None keeps the parameter whole on every rank.
+        expert: number of its expert, which expert and expert-tensor parallelism divide; None outside of experts.
+        stacked_parts: the parts in files whose tensors hold all experts of a layer.
+        full_precision: the parameter keeps its dtype when weights are sent in another one.
+        copy_of_tied: the parameter is the copy of a tied one on the last pipeline stage; it is not exported.
     """
 
     parameter: str
@@ -95,20 +95,20 @@ class Rule:
     copy_of_tied: bool = False
 
     def part_shapes(self, shard_shape: Sequence[int], num_shards: int) -> list[tuple[int, ...]]:
-        """Shape of each part.
+        """Return the shape of each part.
 
         Args:
-            shard_shape: of one of the parameter's shards.
-            num_shards: how many there are.
+            shard_shape: shape of one of the parameter's shards.
+            num_shards: number of shards.
         """
         shape = [size * num_shards if dim == self.dim else size for dim, size in enumerate(shard_shape)]
         return [(rows, *shape[1:]) for rows in self.layout.part_rows(shape[0])]
 
     def joined(self, index: int, shards: Sequence[Tensor]) -> Tensor:
-        """A part, from the rows that each shard holds of it; a view where one shard holds them together.
+        """Join a part from its rows in each shard; a view if one shard holds all rows together.
 
         Args:
-            index: of the part.
+            index: index of the part.
             shards: all shards of a parameter that is divided along its rows, or the whole parameter.
         """
         found: list[tuple[int, Tensor]] = []

@@ -1,6 +1,6 @@
-"""Give a Megatron Core model new weights, one hub tensor at a time and in any order: what an engine is sent.
+"""Load the weights that an engine is sent into its Megatron Core model, one hub tensor at a time, in any order.
 
-Invariant: a tensor is refused unless it is the model's, by name and shape; what got none of its tensors is named.
+Invariant: tensors whose name or shape does not fit the model are refused, and missing tensors are reported by name.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from nemo_rl.utils.errors import GenerationError
 
 @dataclass(frozen=True)
 class _Sent:
-    """A tensor that was sent, as a source of its parts."""
+    """A received tensor, as the source of its parts."""
 
     tensor: Tensor
 
@@ -31,11 +31,11 @@ class _Sent:
 
 
 class HubReceiver:
-    """Takes the tensors of one update after the other; collective over pipeline and experts when it is made.
+    """Receives the tensors of weight updates; the constructor is collective over pipeline and experts.
 
     Args:
         chunks: the rank's virtual stages.
-        hf_config: of the model.
+        hf_config: Hugging Face configuration of the model.
 
     Raises:
         CheckpointError: the model has parameters that the configuration does not describe, or lacks some.
@@ -44,7 +44,7 @@ class HubReceiver:
     def __init__(self, chunks: Sequence[nn.Module], hf_config: PretrainedConfig) -> None:
         self._chunks, self._rules, self._groups = chunks, rules_for(hf_config), Groups.current()
         self._uses: dict[str, list[tuple[Rule, int, Part]]] = {}
-        """What each hub tensor is for: a part of a parameter, by its number in the rule."""
+        """Uses of each hub tensor: rule, number of the part in the rule, and part."""
         for rule in self._rules.by_parameter.values():
             for parts in (rule.parts, rule.stacked_parts):
                 for index, part in enumerate(parts):
@@ -55,7 +55,7 @@ class HubReceiver:
         holders(self._held, self._rules, self._groups)
 
     def begin(self) -> None:
-        """Expect every tensor, for where the model is now: moving it makes new tensors of its buffers."""
+        """Start an update: expect every tensor, and look up the parameters, because moving a model replaces buffers."""
         self._held = held_here(self._chunks, self._rules, self._groups)
         self._missing = {}
         for name, uses in self._uses.items():
@@ -65,10 +65,10 @@ class HubReceiver:
                     self._missing.setdefault((rule.parameter, index), name)
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor to where its values belong on this rank.
+        """Copy one tensor into the parameters of this rank that use it.
 
         Raises:
-            GenerationError: the model has no such tensor, or another shape of it.
+            GenerationError: the model has no such tensor, or its shape differs.
         """
         if name not in self._uses:
             raise GenerationError(f"The engine's model has no tensor named {name}.")
@@ -85,5 +85,5 @@ class HubReceiver:
             self._missing.pop((rule.parameter, index), None)
 
     def unbound(self) -> list[str]:
-        """Hub tensors that have not come since `begin`."""
+        """Return the hub tensors that have not been received since `begin`."""
         return sorted(set(self._missing.values()))

@@ -1,7 +1,7 @@
-"""Every parameter of a whole Megatron Core model and the hub tensors that it is made of, both ways.
+"""Rules that map every parameter of a whole Megatron Core model to hub tensors, and back.
 
-Data and small functions; needs no megatron. Invariant: each hub tensor belongs to one bundle, and a bundle's
-parameters to no other.
+Data and small functions, without megatron. Invariant: each hub tensor and each parameter belongs to exactly one
+bundle.
 """
 
 import re
@@ -25,13 +25,13 @@ _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 @dataclass(frozen=True)
 class Rules:
-    """What a model is made of.
+    """Rules of all parameters of a model.
 
     Attributes:
         by_parameter: rules by parameter name, in the order of the model.
-        num_layers: layers that the model has.
+        num_layers: number of layers of the model.
         is_tied: whether the head is the embedding.
-        has_scalar_head: whether it is a reward model's.
+        has_scalar_head: whether the head is a reward model's scalar head.
     """
 
     by_parameter: dict[str, Rule]
@@ -40,7 +40,7 @@ class Rules:
     has_scalar_head: bool
 
     def bundles(self) -> list[list[Rule]]:
-        """Parameters that make up hub tensors together, in the order of the model: one, or all experts of a stack."""
+        """Group the rules whose parameters share a hub tensor, in model order: single rules, or a stack's experts."""
         found: dict[str, list[Rule]] = {}
         for rule in self.by_parameter.values():
             if not rule.copy_of_tied:
@@ -48,28 +48,28 @@ class Rules:
         return list(found.values())
 
     def hub_names(self) -> list[str]:
-        """Names of all hub tensors, in the order of the bundles."""
+        """Return the names of all hub tensors, in the order of the bundles."""
         return list(dict.fromkeys(part.name for bundle in self.bundles() for rule in bundle for part in rule.parts))
 
     def further_heads(self, names: Iterable[str]) -> list[str]:
-        """Those of some hub names that belong to layers behind the last one: heads that predict several tokens."""
+        """Select the hub names of layers after the last one: heads for multi-token prediction."""
         numbered = [(name, _LAYER.match(name)) for name in names]
         return [name for name, found in numbered if found and int(found[1]) >= self.num_layers]
 
     def derived(self, names: Iterable[str]) -> list[str]:
-        """Those of some hub names that old files hold although they follow from the configuration."""
+        """Select the hub names of tensors in old files that can be computed from the configuration."""
         return [name for name in names if _DERIVED.search(name)]
 
 
 def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False) -> Rules:
-    """The rules of a model.
+    """Build the rules of a model.
 
     Args:
-        hf_config: its Hugging Face configuration.
-        has_scalar_head: a head with one output, whole on every rank, takes the place of that for tokens.
+        hf_config: Hugging Face configuration of the model.
+        has_scalar_head: whether a head with one output, whole on every rank, replaces the head for tokens.
 
     Raises:
-        ConfigError: its family is unknown here.
+        ConfigError: there are no rules for its family.
     """
     layers = FAMILIES.get(hf_config.model_type)
     if layers is None:
@@ -91,14 +91,14 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False) -> 
 
 
 def hub_tensors(rules: Rules, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor, bool]]:
-    """All tensors of the hub, from whole parameters.
+    """Yield all hub tensors, made from whole parameters.
 
     Args:
-        rules: of the model.
-        read: a parameter by its name; called once for each, and at most one, or one layer's experts, are held.
+        rules: rules of the model.
+        read: reads a parameter by its name; called once for each. At most one, or one layer's experts, are in memory.
 
     Yields:
-        Name, tensor, and whether it stays in its number format whatever the others get; in the order of the model.
+        Name, tensor, and whether it keeps its dtype; in the order of the model.
     """
     for bundle in rules.bundles():
         if len(bundle) == 1:

@@ -1,7 +1,7 @@
-"""Which tensors of a folder's files each parameter is made of.
+"""Find the tensors in a folder's files that make up each parameter.
 
-Needs no megatron. Invariant: every tensor of the files is some parameter's or is left out by a rule, and every
-parameter has its tensors, or an error names what does not fit.
+Does not import megatron. Invariant: every tensor of the files belongs to a parameter or is left out by a rule, and
+every parameter has its tensors; otherwise an error names those that do not fit.
 """
 
 import logging
@@ -18,7 +18,7 @@ _SHOWN = 5
 
 
 def sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[Part, ...]]:
-    """Where each parameter lies in these files; a scalar head that they lack is left out.
+    """Return the parts of each parameter in these files; a scalar head that the files lack is left out.
 
     Raises:
         CheckpointError: a tensor is missing or unknown, or a tied head is not the embedding.
@@ -51,7 +51,7 @@ def sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[P
 
 
 def _stored_parts(rule: Rule, names: set[str]) -> tuple[Part, ...]:
-    """The rule's parts, or its parts of stacks where the files hold those."""
+    """Return the rule's stacked parts if the files hold them, else its plain parts."""
     stacked = bool(rule.stacked_parts) and all(part.name in names for part in rule.stacked_parts)
     return rule.stacked_parts if stacked else rule.parts
 
@@ -65,7 +65,7 @@ def _require_tied(files: TensorFiles) -> None:
 
 
 def listed(title: str, names: Iterable[str]) -> str:
-    """A title and the first names, as a sentence; nothing where there are none."""
+    """Return a title and the first names as a sentence; empty if there are no names."""
     found = sorted(names)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"{title}{', '.join(found[:_SHOWN])}{more}." if found else ""

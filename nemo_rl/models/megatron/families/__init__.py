@@ -1,4 +1,4 @@
-"""Which models the Megatron backend trains, and how their configurations read in Megatron Core's terms."""
+"""Model families of the Megatron backend, which translate Hugging Face configurations for Megatron Core."""
 
 from transformers import PretrainedConfig
 
@@ -14,17 +14,17 @@ __all__ = ["FAMILIES", "MODEL_TYPES", "Family", "LayerTraits", "Rotary", "family
 
 FAMILIES: tuple[Family, ...] = (Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3Moe(), DeepseekV3(), Gemma3(), GptOss())
 MODEL_TYPES = tuple(sorted(name for family in FAMILIES for name in family.model_types))
-"""Of `config.json`; each has a converter too (`conversion.layer_rules`)."""
+"""Supported values of `model_type` in `config.json`; each also has conversion rules (`conversion.layer_rules`)."""
 
 
 def family_of(hf_config: PretrainedConfig) -> Family:
-    """The family of a model.
+    """Return the family of a model.
 
     Args:
-        hf_config: of the model.
+        hf_config: Hugging Face configuration of the model.
 
     Raises:
-        ConfigError: none knows its `model_type`.
+        ConfigError: no family supports its `model_type`.
     """
     known = {name: family for family in FAMILIES for name in family.model_types}
     if hf_config.model_type not in known:

@@ -1,8 +1,8 @@
-"""What a family of models says about itself, and the decoder that most of them are.
+"""The interface of a model family, and the fields of the decoder that most families share.
 
-A family turns a Hugging Face configuration into Megatron Core's terms without importing megatron, so that the
-controller can refuse a model before anything starts. Invariant: what Megatron Core cannot express is refused by the
-name of its field, never approximated.
+A family translates a Hugging Face configuration into fields of Megatron Core without importing megatron, so that the
+controller can refuse a model before any worker starts. Invariant: a model that Megatron Core cannot express is refused
+by the name of the field, never approximated.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ _SCALED_BY_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class LayerTraits:
-    """What a family's layers have that Megatron Core's configuration cannot say.
+    """Traits of a family's layers that Megatron Core's configuration cannot describe.
 
     Attributes:
-        norms_behind: attention and MLP are normalised before they are added to the residual stream.
-        two_rotaries: windowed layers rotate by other frequencies than the others.
+        output_norms: outputs of attention and MLP are normalised before they are added to the residual stream.
+        two_rotaries: windowed layers and other layers have different rotary frequencies.
     """
 
-    norms_behind: bool = False
+    output_norms: bool = False
     two_rotaries: bool = False
 
 
@@ -48,26 +48,26 @@ class Rotary:
 
 
 class Family:
-    """Models whose configurations are read alike.
+    """Models whose configurations are translated in the same way.
 
     Attributes:
-        model_types: names in transformers.
-        traits: of their layers.
+        model_types: values of `model_type` in transformers.
+        traits: traits of their layers.
     """
 
     model_types: ClassVar[tuple[str, ...]]
     traits: ClassVar[LayerTraits] = LayerTraits()
 
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
-        """Fields of `TransformerConfig`, or `MLATransformerConfig`, that the architecture fixes.
+        """Return the fields of `TransformerConfig`, or `MLATransformerConfig`, that the architecture fixes.
 
         Raises:
-            ConfigError: Megatron Core cannot express the model; names the field and the reason.
+            ConfigError: Megatron Core cannot express the model; the message names the field and the reason.
         """
         raise NotImplementedError
 
     def model_arguments(self, hf_config: PretrainedConfig) -> dict[str, Any]:
-        """Arguments of `GPTModel` that the architecture fixes."""
+        """Return the arguments of `GPTModel` that the architecture fixes."""
         return {
             "vocab_size": hf_config.vocab_size,
             "max_sequence_length": hf_config.max_position_embeddings,
@@ -76,16 +76,16 @@ class Family:
         }
 
     def rotary(self, hf_config: PretrainedConfig) -> Rotary | None:
-        """The model's rotary embedding; None where the layers have their own."""
+        """Return the model's rotary embedding; None if the layers have their own."""
         return rotary_of(hf_config)
 
     def embedding_scale(self, hf_config: PretrainedConfig) -> float | None:
-        """Factor on the token embeddings; None: they are used as they are."""
+        """Return the factor on the token embeddings; None: no factor."""
         return None
 
 
 def decoder_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Fields of a decoder with RMS norms, gated MLPs and grouped-query attention."""
+    """Return the fields of a decoder with RMS norms, gated MLPs and grouped-query attention."""
     heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
     require(hf_config, "num_key_value_heads", heads % groups == 0, f"they do not divide the {heads} heads of queries")
     return {
@@ -106,10 +106,10 @@ def decoder_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def window_fields(window: int | None, windowed: Sequence[bool]) -> dict[str, Any]:
-    """Fields of sliding windows.
+    """Return the fields of sliding windows.
 
     Args:
-        window: a query sees this many keys, itself included; None means all.
+        window: number of keys that a query sees, its own included; None means all.
         windowed: whether each layer has the window.
     """
     if window is None or not any(windowed):
@@ -118,7 +118,7 @@ def window_fields(window: int | None, windowed: Sequence[bool]) -> dict[str, Any
 
 
 def windowed_layers(hf_config: PretrainedConfig) -> list[bool]:
-    """Whether each layer of a model with `layer_types` has a sliding window."""
+    """Return for each layer of a model with `layer_types` whether it has a sliding window."""
     require(
         hf_config,
         "layer_types",
@@ -132,15 +132,15 @@ def windowed_layers(hf_config: PretrainedConfig) -> list[bool]:
 
 
 def require_choice(hf_config: PretrainedConfig, experts: int, *, normalised: bool) -> None:
-    """Refuse a choice of experts that no router can make.
+    """Refuse a number of chosen experts that no router can choose or train.
 
     Args:
-        hf_config: of the model.
-        experts: of each layer that has some.
-        normalised: whether the weights of the chosen experts are a softmax over these, which is constant for one.
+        hf_config: Hugging Face configuration of the model.
+        experts: number of experts in each layer with experts.
+        normalised: whether the weights are a softmax over the chosen experts, which is constant for one expert.
 
     Raises:
-        ConfigError: it cannot be made, or would not be trained.
+        ConfigError: the number of chosen experts is not possible, or the router would not be trained.
     """
     chosen = hf_config.num_experts_per_tok
     require(hf_config, "num_experts_per_tok", 1 <= chosen <= experts, f"each layer has {experts} experts")
@@ -149,7 +149,7 @@ def require_choice(hf_config: PretrainedConfig, experts: int, *, normalised: boo
 
 
 def require_no_biases(hf_config: PretrainedConfig, *fields: str) -> None:
-    """Refuse fields that ask for biases which a family does not have.
+    """Refuse fields that enable biases which a family does not have.
 
     Raises:
         ConfigError: one of them is set.
@@ -159,14 +159,14 @@ def require_no_biases(hf_config: PretrainedConfig, *fields: str) -> None:
 
 
 def rotary_of(hf_config: PretrainedConfig, layer_type: str | None = None) -> Rotary:
-    """Rotary frequencies as transformers computes them: Megatron Core fixes constants of some scalings.
+    """Compute rotary frequencies as transformers does, because Megatron Core hard-codes constants of some scalings.
 
     Args:
-        hf_config: of the model.
-        layer_type: which layers', where they differ.
+        hf_config: Hugging Face configuration of the model.
+        layer_type: type of the layers, if frequencies differ by type.
 
     Raises:
-        ConfigError: frequencies that depend on the length of a sequence, or that are unknown.
+        ConfigError: the frequencies depend on the length of a sequence, or their type is unknown.
     """
     parameters = hf_config.rope_parameters if layer_type is None else hf_config.rope_parameters[layer_type]
     kind = parameters.get("rope_type", "default")

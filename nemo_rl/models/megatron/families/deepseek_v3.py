@@ -29,7 +29,7 @@ class DeepseekV3(Family):
         return fields | self._attention(hf_config) | self._rotary(hf_config) | self._experts(hf_config)
 
     def rotary(self, hf_config: PretrainedConfig) -> Rotary | None:
-        """The layers have their own."""
+        """Return None, because the layers have their own rotary embedding."""
         return None
 
     def _check(self, hf: PretrainedConfig) -> None:
@@ -76,7 +76,10 @@ class DeepseekV3(Family):
         }
 
     def _rotary(self, hf: PretrainedConfig) -> dict[str, Any]:
-        """Plain frequencies or YaRN (Peng et al. 2023, arXiv:2309.00071), whose `mscale` also scales the scores."""
+        """Return the fields of plain or YaRN frequencies (Peng et al. 2023, arXiv:2309.00071).
+
+        YaRN's `mscale` also scales the scores.
+        """
         given = hf.rope_parameters
         kind = given.get("rope_type", "default")
         require(hf, "rope_parameters", kind in ("default", "yarn"), f"rope_type={kind} is unknown to latent attention")
@@ -93,7 +96,7 @@ class DeepseekV3(Family):
             "original_max_position_embeddings": given["original_max_position_embeddings"],
             "beta_fast": given.get("beta_fast") or 32,
             "beta_slow": given.get("beta_slow") or 1,
-            # transformers takes mscale only together with mscale_all_dim.
+            # transformers uses mscale only together with mscale_all_dim.
             "mscale": mscale if all_dim else 1.0,
             "mscale_all_dim": all_dim or 0.0,
         }

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3: decoders that differ in biases, norms of queries and keys, and windows."""
+"""Llama, Mistral, Qwen2 and Qwen3, which differ in biases, norms of queries and keys, and windows."""
 
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from nemo_rl.models.megatron.families.base import (
 
 
 class Llama(Family):
-    """Llama 2 and 3, with any scaling of the rotary frequencies that does not depend on the sequence."""
+    """Llama 2 and 3, with any scaling of the rotary frequencies that does not depend on the sequence length."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
 

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): norms before and behind attention and MLP, and two sets of rotary frequencies."""
+"""Gemma 3 (text), with norms before and after attention and MLP, and two sets of rotary frequencies."""
 
 from functools import partial
 from typing import Any, ClassVar
@@ -23,10 +23,10 @@ _gelu = partial(F.gelu, approximate="tanh")
 
 
 class Gemma3(Family):
-    """The text models, and the text part of others once saved as `gemma3_text`."""
+    """Text models of Gemma 3, and the text part of other models if it is saved as `gemma3_text`."""
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
-    traits: ClassVar[LayerTraits] = LayerTraits(norms_behind=True, two_rotaries=True)
+    traits: ClassVar[LayerTraits] = LayerTraits(output_norms=True, two_rotaries=True)
 
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
         """See `Family`."""
@@ -49,12 +49,12 @@ class Gemma3(Family):
         )
 
     def rotary(self, hf_config: PretrainedConfig) -> Rotary:
-        """Frequencies of windowed layers and of the others."""
+        """Return the frequencies of windowed layers and of the other layers."""
         both = [rotary_of(hf_config, layer_type) for layer_type in ("sliding_attention", "full_attention")]
         unscaled = all(rotary.scaling == 1.0 for rotary in both)
         require(hf_config, "rope_parameters", unscaled, "sine and cosine are not scaled")
         return Rotary(torch.cat([rotary.frequencies for rotary in both]))
 
     def embedding_scale(self, hf_config: PretrainedConfig) -> float:
-        """`sqrt(hidden_size)`."""
+        """Return `sqrt(hidden_size)`."""
         return float(hf_config.hidden_size**0.5)

@@ -1,4 +1,4 @@
-"""GPT-OSS: experts with biases and a clamped gate, attention sinks, a window in some layers."""
+"""GPT-OSS, with biases and a clamped gate in experts, attention sinks, and a window in some layers."""
 
 from typing import Any, ClassVar
 
@@ -19,12 +19,12 @@ _GAIN = 1.702
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """`x * sigmoid(1.702 * x)`."""
+    """Return `x * sigmoid(1.702 * x)`."""
     return x * torch.sigmoid(_GAIN * x)
 
 
 class GptOss(Family):
-    """The gate is clamped above, the rest on both sides, and one is added to the rest before it is gated."""
+    """GPT-OSS; in its MLP the gate is clamped above, `up` on both sides, and 1 is added to `up` before gating."""
 
     model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
 

@@ -15,7 +15,7 @@ from nemo_rl.models.megatron.families.base import (
 
 
 class Qwen3Moe(Family):
-    """Softmax over the chosen experts (`norm_topk_prob`), or over all before the choice."""
+    """Qwen3-MoE, with a softmax over the chosen experts (`norm_topk_prob`) or over all experts before the choice."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
 

@@ -1,7 +1,7 @@
-"""The layer specification of a model: Transformer Engine's where it is installed, a portable one where not.
+"""Choose the layer specification of a model: Transformer Engine's if it is installed, else a portable one.
 
-Invariant: a model has all of one or all of the other. Both have the same parameters; where Transformer Engine fuses a
-norm into the linear layer behind it, the norm's weight has another name (`conversion` knows both).
+Invariant: all layers of a model use the same specification. Both have the same parameters; if Transformer Engine fuses
+a norm into the following linear layer, the norm's weight has another name (`conversion` handles both).
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl.models.megatron.families import LayerTraits
 from nemo_rl.models.megatron.layers.attention import PortableAttention, TwoRotaryAttention
 from nemo_rl.models.megatron.layers.latent_attention import PortableLatentAttention
-from nemo_rl.models.megatron.layers.linear import ExpertRowParallelLinear, with_norm_behind
+from nemo_rl.models.megatron.layers.linear import ExpertRowParallelLinear, with_output_norm
 from nemo_rl.models.megatron.layers.norm import RMSNorm
 
 __all__ = ["HAVE_TE", "choose_spec"]
@@ -31,13 +31,13 @@ __all__ = ["HAVE_TE", "choose_spec"]
 def choose_spec(
     config: TransformerConfig, traits: LayerTraits, vp_stage: int | None, *, separate_norms: bool = False
 ) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage.
+    """Build the specification of one pipeline stage's layers.
 
     Args:
-        config: of the model; `transformer_impl` says which spec.
-        traits: of the family.
+        config: configuration of the model; `transformer_impl` selects the specification.
+        traits: traits of the family.
         vp_stage: number of the virtual stage; None without virtual stages.
-        separate_norms: no norm is fused into the linear layer behind it, whose input adapters need.
+        separate_norms: do not fuse norms into the following linear layers, because adapters need their inputs.
     """
     engine = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(
@@ -56,7 +56,7 @@ def choose_spec(
 
 
 def _make_portable(layer: Any) -> None:
-    """Replace what knows no sequence parallelism, packed rows or context parallelism."""
+    """Replace modules that do not support sequence parallelism, packed rows or context parallelism."""
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention: ModuleSpec = layer.self_attention
     if attention.module is MLASelfAttention:
@@ -71,17 +71,17 @@ def _make_portable(layer: Any) -> None:
 
 
 _NORMS_OF = {"linear_q_up_proj": "q_layernorm", "linear_kv_up_proj": "kv_layernorm"}
-"""Norms within attention, by the layer behind them."""
+"""Norms within attention, by the layer that follows them."""
 
 
 def _separate_norms(layer: Any, norm: Any, fused: Any, linear: Any) -> None:
-    """Replace layers that have a norm in them by the norm and the layer.
+    """Replace linear layers with a fused norm by a norm and a linear layer.
 
     Args:
         layer: submodules of a layer's spec.
         norm: class of the norms.
-        fused: class of the layers that are replaced.
-        linear: class of the layers that take their places.
+        fused: class of the layers to replace.
+        linear: class of the new linear layers.
     """
     attention = layer.self_attention.submodules
     if getattr(attention, "linear_qkv", None) is fused:
@@ -99,7 +99,7 @@ def _give(layer: Any, traits: LayerTraits, norm: Any) -> None:
     attention: ModuleSpec = layer.self_attention
     if traits.two_rotaries:
         attention.module = TwoRotaryAttention
-    if traits.norms_behind:
-        attention.submodules.linear_proj = with_norm_behind(attention.submodules.linear_proj, norm)
+    if traits.output_norms:
+        attention.submodules.linear_proj = with_output_norm(attention.submodules.linear_proj, norm)
         mlp = layer.mlp.keywords["submodules"]
-        mlp.linear_fc2 = with_norm_behind(mlp.linear_fc2, norm)
+        mlp.linear_fc2 = with_output_norm(mlp.linear_fc2, norm)

@@ -1,7 +1,7 @@
-"""Core attention in torch, for machines without Transformer Engine, and the choice of a layer's rotary frequencies.
+"""Core attention in torch for machines without Transformer Engine, and attention with two sets of rotary frequencies.
 
-Megatron Core's own `DotProductAttention` knows neither packed rows nor context parallelism, nor values that are
-shorter than keys. Invariant: token i of a sequence sees tokens j <= i of that sequence, within the layer's window.
+Megatron Core's own `DotProductAttention` supports neither packed rows nor context parallelism, nor values that are
+narrower than keys. Invariant: token i of a sequence sees tokens j <= i of that sequence, within the layer's window.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from nemo_rl.models.megatron.layers.zigzag import divided_row, divided_sequences
 class PortableAttention(MegatronModule):
     """Causal attention of one tensor-parallel rank's heads over padded, packed or divided rows.
 
-    Takes the arguments that Megatron Core's attention layers build their core attention with. Attention sinks
+    Takes the arguments with which Megatron Core's attention layers build their core attention. Attention sinks
     (`softmax_type="learnable"`) are the parameter `softmax_offset`, `[heads of the rank]`, as in Transformer Engine.
     """
 
@@ -72,18 +72,18 @@ class PortableAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention of this rank's tokens and heads.
+        """Compute the attention of this rank's tokens and heads.
 
         Args:
             query: `[t, b, H, D]`, or packed `[t, H, D]`.
-            key: `[t_k, b, H_kv, D]`, or packed; more than queries only where a cache holds earlier ones.
+            key: `[t_k, b, H_kv, D]`, or packed; more keys than queries only if a cache holds earlier keys.
             value: `[t_k, b, H_kv, D_v]`, or packed.
-            attention_mask: the plan of all rows laid end to end, where they do not begin in the same column (Megatron
-                Core hands on what the model was called with). A tensor is not looked at: the mask is causal, and
-                right-padded rows need no other.
-            attn_mask_type: causal, or none where a single query sees all keys of its cache.
-            attention_bias: None.
-            packed_seq_params: where the packed sequences begin; None for padded rows.
+            attention_mask: the plan of all rows laid end to end, if they do not begin in the same column (Megatron
+                Core passes on the argument of the model). A tensor is ignored: the mask is causal, and right-padded
+                rows need no other.
+            attn_mask_type: causal, or no mask if a single query sees all keys of its cache.
+            attention_bias: must be None.
+            packed_seq_params: starts of the packed sequences; None for padded rows.
 
         Returns:
             `[t, b, H * D_v]`, or packed `[t, H * D_v]`.
@@ -126,7 +126,7 @@ class PortableAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The sinks, divided over the tensor-parallel ranks."""
+        """Return the sinks, divided over the tensor-parallel ranks."""
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -139,9 +139,9 @@ class PortableAttention(MegatronModule):
 
 
 class TwoRotaryAttention(SelfAttention):
-    """Self-attention whose windowed layers rotate by other frequencies than the others, as in Gemma 3.
+    """Self-attention with different rotary frequencies in windowed layers and other layers, as in Gemma 3.
 
-    The model's rotary embedding has the frequencies of both, those of windowed layers first; each layer takes its own.
+    The model's rotary embedding has both sets of frequencies, those of windowed layers first; each layer takes its own.
     """
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

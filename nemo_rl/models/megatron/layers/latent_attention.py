@@ -1,10 +1,10 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) with right gradients under sharding.
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) with correct gradients under sharding.
 
 Megatron Core's spec without Transformer Engine divides the two down projections over the tensor-parallel ranks. The
-rotary part of the key, which comes out of one of them, is then used by the heads of all ranks, but on the way back each
-rank keeps the gradient of its own heads only. Here every rank has the whole down projections, as with Transformer
-Engine: under sequence parallelism a rank projects its own tokens, gathers the rotary keys with a backward that sums,
-and the weights' partial gradients are summed as those of norms are.
+rotary part of the key, an output of one of them, is used by the heads of all ranks, but in the backward pass each rank
+keeps only the gradient of its own heads. In this module every rank has the whole down projections, as with Transformer
+Engine. Under sequence parallelism a rank projects its own tokens and gathers the rotary keys, whose gradients are
+summed in the backward pass. The weights' partial gradients are summed like those of norms.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ class PortableLatentAttention(MLASelfAttention):
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        # The constructor takes no other class for these two, so they are replaced behind it.
+        # The constructor accepts no other class for these two layers, so they are replaced afterwards.
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)
         latent_and_rotary = config.kv_lora_rank + config.qk_pos_emb_head_dim

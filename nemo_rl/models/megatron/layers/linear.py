@@ -1,4 +1,4 @@
-"""Linear layers that Megatron Core lacks: whole on every rank, with their own output, with a norm behind."""
+"""Linear layers that Megatron Core lacks: whole on every rank, with a copied output, with a norm on the output."""
 
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from nemo_rl.models.megatron.layers.norm import parameter_device
 
 
 class ReplicatedLinear(nn.Module):
-    """A linear layer without bias that all tensor-parallel ranks have whole.
+    """A linear layer without bias that is whole on every tensor-parallel rank.
 
     Args:
         inputs: width of the input.
@@ -32,15 +32,15 @@ class ReplicatedLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """`[..., inputs]` to `[..., outputs]`, and no bias, as Megatron Core's linear layers answer."""
+        """Map `[..., inputs]` to `[..., outputs]`; return None as the bias, as Megatron Core's linear layers do."""
         return F.linear(x, self.weight), None
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
-    """A row-parallel layer of an expert, to whose output its bias may be added in place.
+    """A row-parallel layer of an expert whose bias may be added to its output in place.
 
-    Megatron Core's layer gives its input's storage back where one rank has all of an expert, and autograd forbids
-    writing into what a custom function gives back.
+    If one rank holds a whole expert, Megatron Core's layer returns the output of a custom autograd function that shares
+    its input's storage, and autograd forbids in-place changes of such an output.
     """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -50,16 +50,16 @@ class ExpertRowParallelLinear(RowParallelLinear):
 
 
 @cache
-def with_norm_behind(linear: type[nn.Module], norm: Any) -> type[nn.Module]:
-    """A class of linear layers whose output is normalised, as Gemma 3 does before it adds to the residual stream.
+def with_output_norm(linear: type[nn.Module], norm: Any) -> type[nn.Module]:
+    """Return a class of linear layers with a norm on the output, as in Gemma 3 before the residual addition.
 
     Args:
         linear: a row-parallel linear class of Megatron Core or Transformer Engine.
-        norm: what makes the norm; its weight is `post_layernorm.weight` of the layer.
+        norm: class of the norm; its weight is `post_layernorm.weight` of the layer.
     """
 
-    class NormBehind(linear):  # type: ignore[valid-type,misc]
-        norm_behind = (linear, norm)
+    class WithOutputNorm(linear):  # type: ignore[valid-type,misc]
+        output_norm = (linear, norm)
 
         def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
@@ -70,4 +70,4 @@ def with_norm_behind(linear: type[nn.Module], norm: Any) -> type[nn.Module]:
             assert bias is None, "a bias would have to be added before the norm"
             return self.post_layernorm(out), None
 
-    return NormBehind
+    return WithOutputNorm

@@ -1,4 +1,4 @@
-"""RMS normalisation that any part of a sequence can be given to."""
+"""RMS normalisation that supports sequence parallelism."""
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -6,19 +6,19 @@ from torch import Tensor, nn
 
 
 def parameter_device(config: TransformerConfig) -> torch.device:
-    """Where Megatron Core makes the parameters of a model with this configuration."""
+    """Return the device on which Megatron Core makes the parameters of a model with this configuration."""
     return torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * w`, or `* (1 + w)` where the configuration centres the weight at zero, in float32 or wider.
+    """Normalisation `x / rms(x) * w`, or `* (1 + w)` if the configuration centres the weight at zero.
 
-    Rounding follows transformers: `w * (x / rms(x)).to(dtype)`, but the whole product in float32 for `1 + w`.
-    Under sequence parallelism each rank normalises its own tokens and has a partial gradient of the weight, which
-    Megatron Core sums over the tensor-parallel ranks where the parameter says so.
+    Computes in float32 or wider and rounds like transformers: `w * (x / rms(x)).to(dtype)`, but the whole product in
+    float32 for `1 + w`. Under sequence parallelism each rank normalises its own tokens and has a partial gradient of
+    the weight, which Megatron Core sums over the tensor-parallel ranks if the parameter is marked for it.
 
     Args:
-        config: dtype of the weight, sequence parallelism, where the weight is centred.
+        config: dtype of the weight, sequence parallelism, and centre of the weight.
         hidden_size: width of the input.
         eps: added to the mean square.
     """
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden_size]`."""
+        """Normalise `[..., hidden_size]` along the last dimension."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         if self._centred_at_zero:

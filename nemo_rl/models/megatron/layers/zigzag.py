@@ -1,8 +1,9 @@
-"""How context-parallel ranks divide sequences, in Megatron Core's order.
+"""Divide sequences among context-parallel ranks in Megatron Core's order.
 
 Each sequence of `L` tokens is cut into `2 * cp` chunks; rank r has chunks r and `2 * cp - 1 - r`, so that all ranks
-have the same work under a causal mask (`megatron.core.utils.get_batch_on_this_cp_rank`). Of packed sequences each is
-cut by itself. Invariant: `plan` and `order` describe the same whole row; keys put into `order` lie as in that row.
+have the same work under a causal mask (`megatron.core.utils.get_batch_on_this_cp_rank`). Packed sequences are cut
+separately. Invariant: `plan` and `order` describe the same whole row; selecting gathered keys by `order` gives that
+row's order.
 """
 
 from collections.abc import Sequence
@@ -19,23 +20,23 @@ from nemo_rl.distributed.ranks.collectives import all_gather
 from nemo_rl.models.attention import AttentionPlan, Piece
 
 _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Rows by the tensor of their boundaries: all layers of a microbatch ask with the same one."""
+"""Cache of rows by the tensor of their boundaries, which is the same for all layers of a microbatch."""
 
 
 @dataclass(frozen=True)
 class DividedRow:
-    """What one rank's attention needs of a row that context-parallel ranks divide.
+    """Attention plan and token order of a row that context-parallel ranks divide, for one rank.
 
     Attributes:
-        plan: which keys of the whole row this rank's queries see.
-        order: `[T]` int64, where each token of the row lies among the parts of all ranks, laid out rank after rank.
+        plan: the keys of the whole row that this rank's queries see.
+        order: `[T]` int64, index of each token of the row in the parts of all ranks, laid out rank after rank.
     """
 
     plan: AttentionPlan
     order: Tensor
 
     def gather(self, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        """Keys `[b, H, t, D]` and values `[b, H, t, D_v]` of this rank to those of the whole row, in one collective."""
+        """Gather keys `[b, H, t, D]` and values `[b, H, t, D_v]` of all ranks to the whole row, in one collective."""
         both = all_gather(torch.cat([key, value], dim=-1), 2, group, partial_gradient=True)
         whole_key, whole_value = both.index_select(2, self.order).split([key.shape[-1], value.shape[-1]], dim=-1)
         return whole_key, whole_value
@@ -43,17 +44,17 @@ class DividedRow:
 
 @lru_cache(maxsize=16)
 def divided_row(length: int, ranks: int, rank: int, device: torch.device) -> DividedRow:
-    """A row that is one sequence of `length` tokens, all ranks' together."""
+    """Divide a row that is one sequence of `length` tokens on all ranks together."""
     return _divide([0, length], ranks, rank, device)
 
 
 def divided_sequences(bounds: Tensor, ranks: int, rank: int) -> DividedRow:
-    """Packed sequences.
+    """Divide a row of packed sequences.
 
     Args:
-        bounds: `[S + 1]` int32, where each begins in the whole row.
+        bounds: `[S + 1]` int32, start of each sequence in the whole row, and the end of the last.
         ranks: number of context-parallel ranks.
-        rank: this one.
+        rank: this rank among them.
     """
     if bounds not in _PACKED:
         _PACKED[bounds] = _divide(bounds.tolist(), ranks, rank, bounds.device)

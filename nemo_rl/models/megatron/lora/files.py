@@ -1,8 +1,8 @@
-"""Adapters of Megatron Core's layers in the format of the PEFT library, under Hugging Face's names.
+"""Write adapters of Megatron Core's layers in the format of the PEFT library, under Hugging Face names.
 
-A layer of Megatron Core may hold several of the hub's one above the other (query, key and value; gate and up): these
-share its A, and each has its own rows of B. A checkpoint keeps base and adapters in its tensors, from which a run
-resumes, and the adapter once more in `adapter/`, for others. Invariant: base plus `adapter/` is the merged model.
+A layer of Megatron Core may stack several hub layers (query, key and value; gate and up). These share its A, and each
+has its own rows of B. A checkpoint holds base and adapters in its tensors, from which a run resumes, and a copy of the
+adapter in `adapter/` for other libraries. Invariant: base plus `adapter/` is the merged model.
 """
 
 import json
@@ -35,14 +35,14 @@ def save_adapter(
     weights_path: Path,
     keep: Keep = as_it_is,
 ) -> Write:
-    """Prepare the adapter; all ranks take part, rank 0 writes.
+    """Prepare to write the adapter; all ranks take part, rank 0 writes.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
-        hf_config: of the model.
-        config: the section that the adapters were made with.
+        hf_config: Hugging Face configuration of the model.
+        config: configuration section of the adapters.
         base_name: `policy.model_name`.
-        names: of the adapted layers, from `apply_lora`.
+        names: names of the adapted layers, from `apply_lora`.
         weights_path: weights folder of the checkpoint.
         keep: applied to every tensor that will be written.
     """
@@ -57,18 +57,18 @@ def save_adapter(
 
 
 def check_adapter(weights_path: Path, config: MegatronPeftConfig) -> None:
-    """Refuse a checkpoint that was written with LoRA where there is none now, with another scale, or without it.
+    """Refuse a checkpoint whose use of LoRA, or whose LoRA dimension or alpha, differs from the configuration.
 
     Raises:
-        CheckpointError: says what to set.
+        CheckpointError: names the keys to set.
     """
     file = weights_path / ADAPTER_FOLDER / CONFIG_FILE
     if file.exists() != config.enabled:
         how, asked = ("with", "true") if file.exists() else ("without", "false")
         raise CheckpointError(
-            f"{weights_path} was written {how} LoRA. Set policy.megatron_cfg.peft.enabled={asked} to go on, or start a "
-            "new run from its model: export the checkpoint with examples/converters/convert_megatron_to_hf.py and set "
-            "policy.model_name to that folder."
+            f"{weights_path} was written {how} LoRA. Set policy.megatron_cfg.peft.enabled={asked} to resume, or start "
+            "a new run from its model: export the checkpoint with examples/converters/convert_megatron_to_hf.py and "
+            "set policy.model_name to that folder."
         )
     if not config.enabled:
         return
@@ -82,13 +82,13 @@ def check_adapter(weights_path: Path, config: MegatronPeftConfig) -> None:
 
 
 def _hub_layers(rule: Rule) -> list[str]:
-    """The hub's layers that the weight of a layer is made of."""
+    """Return the hub layers that make up the weight of a layer."""
     return [part.name.removesuffix(".weight") for part in rule.parts]
 
 
 @torch.no_grad()
 def _hub_adapters(chunks: Sequence[nn.Module], rules: Rules, names: Sequence[str]) -> dict[str, Tensor]:
-    """A and B of each layer of the hub, whole and on the CPU, by `<layer>.lora_A` and `<layer>.lora_B`; collective."""
+    """Gather A and B of each hub layer to the CPU, as `<layer>.lora_A` and `<layer>.lora_B`; collective."""
     modules = adapted_modules(chunks)
     held: dict[str, Tensor] = {}
     for name, module in modules.items():

@@ -1,17 +1,18 @@
-"""Low-rank adapters on Megatron Core's linear layers, under tensor, sequence, pipeline and context parallelism.
+"""Low-rank adapters on Megatron Core's linear layers, with tensor, sequence, pipeline and context parallelism.
 
-`y = x W^T + (alpha / dim) x A^T B^T`. A layer that divides its rows has the same rows of B and the whole A, one that
-divides its columns the same columns of A and the whole B, a whole layer both. Between A and B lie activations of width
-`dim`, and only those travel:
+`y = x W^T + (alpha / dim) x A^T B^T`. A layer with divided rows has the same rows of B and the whole A. A layer with
+divided columns has the same columns of A and the whole B. An undivided layer has both whole. The activations between A
+and B have width `dim`, and only these are communicated:
 
-    rows divided       x [s, b, in] A^T, then gathered along the sequence (or its gradient summed), then own rows of B
-    columns divided    own columns of x and A, then summed, or summed and divided along the sequence, then B
+    rows divided       x [s, b, in] A^T, gathered along the sequence (or with summed gradient), then own rows of B
+    columns divided    own columns of x and A, summed, or summed and scattered along the sequence, then B
 
-Where tensor-parallel ranks have different tokens (sequence parallelism), a whole A or B has the gradient of its rank's
-tokens: it is marked `sequence_parallel`, and Megatron Core sums it as it sums those of norms. Everywhere else each rank
-has the whole gradient of what it holds.
+If tensor-parallel ranks have different tokens (sequence parallelism), a whole A or B has the gradient of its rank's
+tokens only. Such a parameter is marked `sequence_parallel`, and Megatron Core sums its gradient like those of norms. In
+all other cases each rank has the whole gradient of its parameters.
 
-Invariant: base weights never change; values do not depend on the mesh; outside of this package weights are merged.
+Invariant: base weights never change; values do not depend on the mesh; code outside of this package sees merged
+weights.
 """
 
 import logging
@@ -49,7 +50,7 @@ from nemo_rl.models.megatron.build import unwrap
 from nemo_rl.models.megatron.conversion.holdings import Groups
 from nemo_rl.models.megatron.conversion.names import global_name
 from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
-from nemo_rl.models.megatron.layers.linear import with_norm_behind
+from nemo_rl.models.megatron.layers.linear import with_output_norm
 from nemo_rl.models.training.low_rank import (
     ADAPTER_PARAMETERS,
     generator_of,
@@ -68,19 +69,19 @@ _ROW_PARALLEL = (RowParallelLinear, *((TERowParallelLinear,) if HAVE_TE else ())
 
 @dataclass
 class Adapter:
-    """What a layer's adapter is, beside its parameters.
+    """Settings of a layer's adapter, without its parameters.
 
     Attributes:
-        name: of the layer in the whole model.
-        divided: what of the layer's weight tensor-parallel ranks divide: its rows (a column-parallel layer, by
-            Megatron Core's transposed name), its columns, or nothing.
+        name: name of the layer in the whole model.
+        divided: the dimension of the layer's weight that tensor-parallel ranks divide: its rows (called
+            column-parallel in Megatron Core, which transposes), its columns, or None.
         group: these ranks.
-        sequence_parallel: whether they have different tokens where they share no layer.
-        gated: the rows are those of gate above up.
+        sequence_parallel: whether these ranks have different tokens outside of divided layers.
+        gated: whether the rows are those of gate above up.
         scaling: alpha / dim.
-        dropout: probability, in training.
+        dropout: dropout probability in training.
         dropout_position: on the input (`pre`) or on the output (`post`).
-        active: False computes the base layer alone.
+        active: False computes the base layer only.
     """
 
     name: str
@@ -95,14 +96,14 @@ class Adapter:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Along which dimension each parameter is divided."""
+        """Dimension along which each divided parameter is divided."""
         return {"rows": {"lora_B": 0}, "columns": {"lora_A": 1}}.get(self.divided or "", {})
 
     def update(self, x: Tensor, a: Tensor, b: Tensor, training: bool) -> Tensor:
-        """`(alpha / dim) x A^T B^T` of this rank, laid out as the base layer's output.
+        """Compute this rank's `(alpha / dim) x A^T B^T`, in the layout of the base layer's output.
 
         Args:
-            x: what the base layer gets.
+            x: input of the base layer.
             a: this rank's columns of A.
             b: this rank's rows of B.
             training: whether dropout is on.
@@ -125,7 +126,7 @@ class Adapter:
         return self.scaling * update
 
     def _dropped(self, x: Tensor, training: bool, *, differs: bool) -> Tensor:
-        """Dropout that is the same on all tensor-parallel ranks, or another one where they have different numbers."""
+        """Apply dropout, with different masks on tensor-parallel ranks if `differs`: they hold different values."""
         if self.dropout == 0.0 or not training:
             return x
         if not differs:
@@ -136,10 +137,10 @@ class Adapter:
 
 @cache
 def _adapted(linear: Any) -> type[nn.Module]:
-    """A class of linear layers with an adapter; its instances are made by `_adapt`."""
-    if (behind := getattr(linear, "norm_behind", None)) is not None:
-        inner: Any = _adapted(behind[0])
-        return with_norm_behind(inner, behind[1])
+    """Return a class of linear layers with an adapter; `_adapt` changes a layer to this class."""
+    if (parts := getattr(linear, "output_norm", None)) is not None:
+        inner: Any = _adapted(parts[0])
+        return with_output_norm(inner, parts[1])
 
     class Adapted(linear):
         adapter: Adapter
@@ -154,7 +155,7 @@ def _adapted(linear: Any) -> type[nn.Module]:
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
         ) -> dict[str, Any]:
-            """As Megatron Core's, which takes parameters that it does not know for whole."""
+            """Return Megatron Core's state with the adapter's parameters, which it would otherwise treat as whole."""
             assert metadata is not None
             groups = {"tp_group": self.adapter.group, "dp_cp_group": metadata["dp_cp_group"]}
             if hasattr(linear, "sharded_state_dict"):
@@ -175,11 +176,11 @@ def _adapted(linear: Any) -> type[nn.Module]:
 def apply_lora(
     chunks: Sequence[nn.Module], hf_config: PretrainedConfig, config: MegatronPeftConfig, seed: int
 ) -> list[str]:
-    """Freeze the chunks and put adapters on their linear layers, in place, before they get buffers for gradients.
+    """Freeze the chunks and put adapters on their linear layers, in place; call it before `optimizer.with_gradients`.
 
     Args:
-        chunks: the rank's virtual stages, bare.
-        hf_config: of the model.
+        chunks: the rank's virtual stages, unwrapped.
+        hf_config: Hugging Face configuration of the model.
         config: the section `policy.megatron_cfg.peft`.
         seed: run seed.
 
@@ -200,7 +201,7 @@ def apply_lora(
             if name in names:
                 _adapt(module, name, model.config, config, seed)
         if model.pre_process:
-            # Frozen, it would leave nothing to differentiate to layers without adapters, or that are recomputed.
+            # With a frozen embedding no gradient would flow through recomputed layers or layers without adapters.
             model.embedding.register_forward_hook(_with_gradient)
     has_experts = any(rule.expert is not None for rule in rules.by_parameter.values())
     logger.info(
@@ -212,21 +213,21 @@ def apply_lora(
 
 
 def linear_layers(rules: Rules) -> list[str]:
-    """Names of the linear layers that can be adapted of the whole model, in its order."""
+    """Return the names of the whole model's linear layers that can have adapters, in model order."""
     weights = [rule.parameter for rule in rules.by_parameter.values() if rule.expert is None]
     names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
     return [name for name in names if name.rpartition(".")[2].startswith("linear_")]
 
 
 def adapted_modules(chunks: Sequence[nn.Module]) -> dict[str, Any]:
-    """This rank's adapted layers by their names in the whole model; empty without LoRA."""
+    """Return this rank's adapted layers by their names in the whole model; empty without LoRA."""
     modules = (module for chunk in chunks for module in unwrap(chunk).modules())
     return {module.adapter.name: module for module in modules if isinstance(getattr(module, "adapter", None), Adapter)}
 
 
 @contextmanager
 def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Run a block with the base model alone."""
+    """Run a block with the base model only."""
     adapters = [module.adapter for module in adapted_modules(chunks).values()]
     for adapter in adapters:
         adapter.active = False
@@ -251,14 +252,14 @@ def check_adapters_moved(chunks: Sequence[nn.Module]) -> None:
 
 
 class MergedWeights:
-    """Weights as they leave: with their adapters.
+    """Maps parameters to exported weights, with their adapters merged.
 
     Args:
         chunks: the rank's virtual stages.
-        dtype: in which they leave; None is their own.
+        dtype: dtype of the exported weights; None keeps their own.
 
     Attributes:
-        differ: whether any merged weight that was asked for was not the base's once it had that dtype.
+        differ: whether any merged weight so far differs from its base weight in that dtype.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
@@ -267,7 +268,7 @@ class MergedWeights:
         self.differ = False
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        """This rank's shard of a parameter, with its adapter if it has one: `W + (alpha / dim) B A`, a new tensor."""
+        """Return this rank's shard of a parameter; with an adapter a new tensor, `W + (alpha / dim) B A`."""
         module = self._adapted.get(id(parameter))
         if module is None:
             return parameter.detach()
