@@ -160,12 +160,17 @@ class Registry[Part]:
         return bool(getattr(self.interface, "_is_protocol", False))
 
     def _missing_methods(self, found: type) -> list[str]:
-        """Methods of the interface that a class lacks; a class with `__getattr__` may get them from another object."""
+        """Methods of the interface that a class lacks.
+
+        A class with `__getattr__` may take methods from another object, but not `__call__` and its like, which Python
+        looks up in the class.
+        """
         abstract = sorted(getattr(found, "__abstractmethods__", ()))
-        if abstract or not self._is_protocol or hasattr(found, "__getattr__"):
+        if abstract or not self._is_protocol:
             return abstract
         own = [vars(base) for base in found.__mro__ if base not in self.interface.__mro__]
-        return [name for name in methods_of(self.interface) if not any(name in members for members in own)]
+        missing = [name for name in methods_of(self.interface) if not any(name in members for members in own)]
+        return [name for name in missing if name.startswith("__")] if hasattr(found, "__getattr__") else missing
 
 
 def check_own_keys(made: type, key: str, values: Mapping[str, Any]) -> None:

@@ -41,9 +41,9 @@ class PartName:
             return value
         if value in self.not_built:
             raise PydanticCustomError("not_available", f"{NOT_BUILT}: {{feature}}", {"feature": self.not_built[value]})
-        raise PydanticCustomError(
-            "part_name", "{problem}", {"problem": f"no such name.{did_you_mean(value, self.names)}"}
-        )
+        hint = did_you_mean(value, self.names).strip()
+        problem = f"no such name ({hint[0].lower()}{hint[1:]})" if hint else "no such name"
+        raise PydanticCustomError("part_name", "{problem}", {"problem": problem})
 
 
 def is_own_class(name: str | None) -> bool:

@@ -124,3 +124,70 @@ def test_the_mean_of_weighted_rewards_divides_by_their_weights():
     config = GRPOConfig.build()
     credit = CreditAssignment(make_advantage_estimator(config, ClippedPGLossConfig.build()), config)
     assert credit.assign(batch, trajectories)["filtered_reward"] == pytest.approx(0.5)
+
+
+class RecordingEstimator:
+    """Keeps what it was given."""
+
+    needs_logprobs = False
+
+    def compute_advantage(self, prompt_ids, rewards, mask, **extras):
+        self.extras = extras
+        return torch.zeros_like(mask)
+
+
+def conversation(*turn_lengths, rewards, prompt_length=2):
+    """Turns of the policy, each followed by two tokens of the environment but for the last."""
+    log = [{"role": "user", "content": "", "token_ids": torch.zeros(prompt_length, dtype=torch.int64)}]
+    for turn, length in enumerate(turn_lengths):
+        ids = torch.ones(length, dtype=torch.int64)
+        log.append({"role": "assistant", "content": "", "token_ids": ids, "generation_logprobs": torch.zeros(length)})
+        if turn < len(turn_lengths) - 1:
+            log.append({"role": "environment", "content": "", "token_ids": torch.zeros(2, dtype=torch.int64)})
+    total = sum(rewards) if rewards else None
+    return Trajectory(0, 0, 0, "math", log, prompt_length, reward=total, turn_rewards=list(rewards))
+
+
+def test_an_estimator_gets_the_reward_and_the_tokens_of_each_turn():
+    trajectories = [
+        conversation(3, 1, 2, rewards=[1.0, 0.0, 4.0]),
+        conversation(2, rewards=[2.0]),
+        conversation(rewards=[]),
+    ]
+    batch = build_training_batch(trajectories, pad_token_id=9, mask_truncated=False)
+    estimator = RecordingEstimator()
+    CreditAssignment(estimator, GRPOConfig.build()).assign(batch, trajectories)
+    rewards, spans = estimator.extras["turn_rewards"], estimator.extras["turn_spans"]
+    assert rewards.tolist() == [[1, 0, 4], [2, 0, 0], [0, 0, 0]]
+    assert spans.tolist() == [[[2, 5], [7, 8], [10, 12]], [[2, 4], [0, 0], [0, 0]], [[0, 0]] * 3]
+    written = torch.zeros_like(batch["token_mask"])
+    for row, turns in enumerate(spans.tolist()):
+        for first, end in turns:
+            written[row, first:end] = 1
+    assert torch.equal(written, batch["token_mask"]), "the spans are the tokens that the policy wrote"
+    assert rewards.dtype == torch.float32 and spans.dtype == torch.int64
+
+
+def test_turn_rewards_of_samples_without_turns_are_empty():
+    trajectories = [conversation(rewards=[])]
+    batch = build_training_batch(trajectories, pad_token_id=9, mask_truncated=False)
+    estimator = RecordingEstimator()
+    CreditAssignment(estimator, GRPOConfig.build()).assign(batch, trajectories)
+    assert estimator.extras["turn_rewards"].shape == (1, 0)
+    assert estimator.extras["turn_spans"].shape == (1, 0, 2)
+
+
+def test_turn_rewards_change_no_built_in_advantage():
+    """One turn or several: a built-in estimator reads the sum alone."""
+    config = GRPOConfig.build()
+    advantages = []
+    for rewards in ([[1.0, 2.0], [0.5, 0.0]], [[3.0], [0.5]]):
+        trajectories = [conversation(2, 2, rewards=earned) for earned in rewards]
+        for number, trajectory_ in enumerate(trajectories):
+            trajectory_.sample_index = number
+        batch = build_training_batch(trajectories, pad_token_id=0, mask_truncated=False)
+        CreditAssignment(make_advantage_estimator(config, ClippedPGLossConfig.build()), config).assign(
+            batch, trajectories
+        )
+        advantages.append(batch["advantages"])
+    assert torch.equal(*advantages)
