@@ -1,4 +1,4 @@
-"""First and last value of a metric; the exit status is 1 unless it rose or fell as it should.
+"""Compare the first and the last value of a metric; the exit status is 1 unless it rose or fell as expected.
 
     uv run --extra cpu python examples/chain_check.py validation/val_loss falls results/chain/sft/logs
     uv run --extra cpu python examples/chain_check.py score rises results/chain/eval_before results/chain/eval_after
@@ -14,11 +14,11 @@ from pathlib import Path
 
 
 def values(metric: str, folder: Path) -> list[float]:
-    """The values of a metric, in the order of the steps.
+    """Return the values of a metric, in the order of the steps.
 
     Args:
         metric: prefix and name, for example "train/reward"; "score" for an evaluation.
-        folder: of a run or of an evaluation.
+        folder: folder of a run or of an evaluation.
     """
     if metric == "score":
         return [json.loads((folder / "results.json").read_text(encoding="utf-8"))["score"]["value"]]
@@ -33,12 +33,12 @@ def values(metric: str, folder: Path) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare; returns the exit status."""
+    """Compare the values and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metric", help="prefix/name, or score")
     parser.add_argument("direction", choices=["rises", "falls"])
     parser.add_argument("folders", type=Path, nargs="+", help="log_dir of a run, or save_path of evaluations")
-    parser.add_argument("--window", type=int, default=1, help="mean of so many first and last values (default: 1)")
+    parser.add_argument("--window", type=int, default=1, help="average this many first and last values (default: 1)")
     options = parser.parse_args(arguments)
     found = [value for folder in options.folders for value in values(options.metric, folder)]
     if len(found) < 2 * options.window:

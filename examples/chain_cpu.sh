@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# From a chat model that is middling at sums to a better one, stage by stage, on the CPU of a laptop:
+# Improves a chat model that adds numbers badly, stage by stage, on the CPU of a laptop:
 #
 #   SFT -> DPO -> GRPO with LoRA -> merge -> transformers -> evaluation
 #
 #   uv run --extra cpu bash examples/chain_cpu.sh [new folder, default results/chain]
 #
-# Each stage starts from the Hugging Face folder that the stage before it exported, and says what it changed. The
-# script ends with an error as soon as a stage does not improve its own measure. docs/guides/chain.md explains it.
+# Each stage starts from the Hugging Face folder that the stage before it exported, and prints what it changed. The
+# script ends with an error as soon as a stage does not improve its own metric. docs/guides/chain.md explains it.
 set -euo pipefail
 work=${1:-results/chain}
 if [ -e "$work" ]; then echo "$work exists; name a new folder, or remove it." >&2; exit 2; fi

@@ -1,4 +1,4 @@
-r"""Write chats for SFT, pairs for DPO and labelled answers for KTO, about sums that the evaluation never asks.
+r"""Write chats for SFT, pairs for DPO and labelled answers for KTO, about sums that are not in the evaluation.
 
 uv run --extra cpu python examples/chain_data.py FOLDER
 
@@ -21,12 +21,12 @@ NUM_ANSWERS = 2000
 
 
 def worked(left: int, right: int, carry_slip: bool = False) -> str:
-    """A sum written out, right or with the carry forgotten (or invented).
+    """Write a sum out, right or with the carry forgotten (or invented).
 
     Args:
         left: first number, two digits.
         right: second number, two digits.
-        carry_slip: treat the carry wrongly.
+        carry_slip: make a mistake with the carry.
     """
     units = left % 10 + right % 10
     carry = bool(units >= 10) != carry_slip
@@ -37,27 +37,27 @@ def worked(left: int, right: int, carry_slip: bool = False) -> str:
 
 
 def chats(num_rows: int) -> Iterable[dict[str, Any]]:
-    """Questions with worked answers."""
+    """Yield questions with worked answers."""
     for question, left, right in questions(num_rows, seed=11):
         answer = {"role": "assistant", "content": worked(left, right)}
         yield {"messages": [{"role": "user", "content": question}, answer]}
 
 
 def pairs(num_rows: int) -> Iterable[dict[str, str]]:
-    """Questions with a right answer and one with a slip."""
+    """Yield questions with a right answer and one with a mistake."""
     for question, left, right in questions(num_rows, seed=12):
         yield {"prompt": question, "chosen": worked(left, right), "rejected": worked(left, right, carry_slip=True)}
 
 
 def labelled_answers(num_rows: int) -> Iterable[dict[str, Any]]:
-    """Questions with one answer each, right and with a slip in turns, and whether it is right."""
+    """Yield questions with one answer each, alternately right and with a mistake, and whether it is right."""
     for number, (question, left, right) in enumerate(questions(num_rows, seed=13)):
         is_right = number % 2 == 0
         yield {"prompt": question, "completion": worked(left, right, carry_slip=not is_right), "label": is_right}
 
 
 def questions(num_rows: int, seed: int) -> Iterable[tuple[str, int, int]]:
-    """Sums of the training split of the `arithmetic` data set, with their two numbers."""
+    """Yield sums of the training split of the `arithmetic` data set, with their two numbers."""
     for row in ArithmeticDataset("train", num_rows, seed=seed).dataset:
         left, right = row["problem"].rstrip("=").split("+")
         yield row["problem"], int(left), int(right)
@@ -66,7 +66,7 @@ def questions(num_rows: int, seed: int) -> Iterable[tuple[str, int, int]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the files go; made if it does not exist")
+    parser.add_argument("folder", type=Path, help="folder of the files; made if it does not exist")
     folder = parser.parse_args(arguments).folder
     folder.mkdir(parents=True, exist_ok=True)
     files = {"chats": chats(NUM_CHATS), "pairs": pairs(NUM_PAIRS), "answers": labelled_answers(NUM_ANSWERS)}

@@ -2,8 +2,8 @@
 
     uv run --extra cpu python examples/minimal_grpo.py [--steps 40]
 
-No Ray, no engine, no configuration file: the same step as `run_grpo.py`, small enough to read in one go.
-A one-million-parameter chat model that is middling at sums practises sums, on the CPU.
+No Ray, no engine, no configuration file: the same step as `run_grpo.py`, small enough to read from top to bottom.
+A chat model of one million parameters, which adds numbers badly at first, learns sums on the CPU.
 
 One step, top to bottom in `main`:
 
@@ -42,7 +42,7 @@ VALIDATION_SAMPLES = 128
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Token ids of each row's question as a chat that waits for the assistant."""
+    """Return the token ids of each row's question as a chat that ends with the assistant's header."""
     chats = [
         tokenizer.apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True) for row in rows
     ]
@@ -56,7 +56,7 @@ def sample(
     """Continue every prompt once.
 
     Args:
-        model: in evaluation mode.
+        model: model in evaluation mode.
         tokenizer: its padding and end-of-turn tokens are used.
         prompts: token ids; they may differ in length.
         greedy: take the most likely token instead of drawing at temperature 1.
@@ -93,7 +93,7 @@ def sample(
 
 
 def reward_of(answer: str, truth: str) -> float:
-    """1 if the last boxed number is the right one, else 0."""
+    """Return 1 if the last boxed number is the right one, else 0."""
     boxed = re.findall(r"\\boxed\{([^{}]*)\}", answer)
     return float(bool(boxed) and boxed[-1].strip() == truth)
 
@@ -131,21 +131,21 @@ def roll_out(
 
 
 def next_token_logprobs(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """`[B, T-1]` log-probabilities of tokens 1..T-1; right padding needs no mask under causal attention."""
+    """Return `[B, T-1]` log-probabilities of tokens 1..T-1; causal attention needs no mask for right padding."""
     logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
     return logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
 
 
 @torch.no_grad()
 def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict[str, Any]]) -> float:
-    """Share of questions answered right by greedy decoding."""
+    """Return the share of questions that greedy decoding answers right."""
     answers, _ = sample(model, tokenizer, encode_prompts(tokenizer, rows), greedy=True)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     return sum(reward_of(text, row["answer"]) for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    """Train; prints a line a step and returns the mean reward of each step."""
+    """Train, print a line per step, and return the mean reward of each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="training steps (default: 40)")
     parser.add_argument("--seed", type=int, default=0, help="seed of problems and sampling (default: 0)")

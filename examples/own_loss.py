@@ -1,11 +1,11 @@
-"""Train a model with a loss of one's own: three steps of a tiny chat model, on the CPU.
+"""Train a model with your own loss: three steps of a tiny chat model, on the CPU.
 
     uv run --extra cpu python examples/own_loss.py
 
 The cells are those of docs/guides/notebook.md; on a GPU change DEVICE.
 """
 
-# %% A policy: a model with its optimizer, in a process of its own
+# %% A policy: a model with its optimizer, in its own process
 import nemo_rl
 
 DEVICE = "cpu"  # "cuda" on a GPU; nothing else changes
@@ -23,7 +23,7 @@ batch = nemo_rl.chat_batch(policy.tokenizer, conversations)
 # %% A loss: a function from log-probabilities of tokens to the loss of each token
 @nemo_rl.token_loss
 def focal_loss(logprobs, data):
-    """Likelihood in which tokens that the model knows already count less (Lin et al. 2017)."""
+    """Return a likelihood loss in which tokens that the model already predicts well count less (Lin et al. 2017)."""
     return -((1 - logprobs.exp()) ** 2) * logprobs
 
 

@@ -1,8 +1,9 @@
-"""Research in sixty lines: a data set, an environment and a loss of one's own, and a run that learns from them.
+"""Research in sixty lines: your own data set, environment and loss, and a run that learns from them.
 
     uv run --extra cpu python examples/own_research.py
 
-A tiny chat model writes the result of a sum alone, or works it out. Paid for its work, it is right more often.
+A tiny chat model either writes only the result of a sum, or works it out. Rewarded for longer answers, it is right more
+often.
 """
 
 import random
@@ -22,7 +23,7 @@ from nemo_rl.utils.logging_setup import configure_logging
 
 
 def sum_processor(row, spec, tokenizer, max_seq_length, idx) -> DatumSpec:
-    """A row as a chat that waits for the assistant."""
+    """Return a row as a chat that ends with the assistant's header."""
     chat = [{"role": "user", "content": f"{row['a']}+{row['b']}="}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
@@ -41,7 +42,7 @@ class Diligence(EnvironmentInterface):
         self.enough = cfg["enough_characters"]
 
     def step(self, message_log_batch, metadata):
-        """Take the last turn of each conversation."""
+        """Reward the last turn of each conversation."""
         lengths = torch.tensor([float(len(log[-1]["content"])) for log in message_log_batch])
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""}] * len(metadata),
@@ -52,7 +53,7 @@ class Diligence(EnvironmentInterface):
         )
 
     def global_post_process_and_metrics(self, batch):
-        """The share of right answers, beside the reward."""
+        """Return the share of right answers, in addition to the reward."""
         texts = [log[-1]["content"] for log in batch["message_log"]]
         right = [info["truth"] in text for info, text in zip(batch["extra_env_info"], texts, strict=True)]
         return batch, {"right": sum(right) / len(right)}
@@ -65,7 +66,7 @@ class Reinforce(LossFunction):
     input_type = LossInputType.LOGPROB
 
     def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
-        """Loss of a microbatch, divided by the tokens of the whole update."""
+        """Return the loss of a microbatch, divided by the tokens of the whole update."""
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         loss = masked_mean(-data["advantages"][:, 1:] * next_token_logprobs, mask, None, global_valid_toks)
         return loss, {"loss": loss.item()}

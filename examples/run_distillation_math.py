@@ -1,4 +1,4 @@
-"""The older name of `run_distillation.py`; same options, same defaults."""
+"""Run `run_distillation.py` under its older name, with the same options and defaults."""
 
 import sys
 

@@ -3,7 +3,7 @@
     uv run examples/run_eval.py [--config FILE] [--dry-run] [key=value ...]
 
 Without --config the evaluation is described by examples/configs/evals/eval.yaml (one GPU); on a machine
-without a GPU use --config examples/configs/evals/eval_cpu.yaml. An override sets a key, and everything behind
+without a GPU use --config examples/configs/evals/eval_cpu.yaml. An override sets a key, and everything after
 its first `=` is the value, as in OmegaConf's dotlists; Hydra's grammar (`+key=value`, `~key`) works too.
 """
 
@@ -27,7 +27,7 @@ def run(config: EvalMasterConfig) -> None:
 
 
 def main() -> int:
-    """Run from the command line; returns the exit status."""
+    """Run from the command line and return the exit status."""
     arguments = dotlist_to_overrides(sys.argv[1:])
     return launch(__doc__ or "", DEFAULT_CONFIG, EvalMasterConfig, run, arguments)
 

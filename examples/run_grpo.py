@@ -18,7 +18,7 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "grpo_math_1B.yaml"
 
 
 def train(config: GRPOMasterConfig) -> None:
-    """Set the run up, train, and stop all workers whatever happens."""
+    """Set up the run, train, and always stop all workers."""
     # Imported here so that a refused configuration does not wait for torch.
     from nemo_rl.algorithms.grpo import grpo_train, setup
 
@@ -27,7 +27,7 @@ def train(config: GRPOMasterConfig) -> None:
 
 
 def main() -> int:
-    """Run from the command line; returns the exit status."""
+    """Run from the command line and return the exit status."""
     return launch(__doc__ or "", DEFAULT_CONFIG, GRPOMasterConfig, train)
 
 

@@ -1,4 +1,4 @@
-"""The older name of `run_grpo.py`; same options, same defaults."""
+"""Run `run_grpo.py` under its older name, with the same options and defaults."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning.
+"""Train with supervised fine-tuning (SFT).
 
     uv run examples/run_sft.py [--config FILE] [--dry-run] [key=value ...]
 
@@ -18,7 +18,7 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "sft.yaml"
 
 
 def train(config: SFTMasterConfig) -> None:
-    """Set the run up, train, and stop all workers whatever happens."""
+    """Set up the run, train, and always stop all workers."""
     # Imported here so that a refused configuration does not wait for torch.
     from nemo_rl.algorithms.sft import setup, sft_train
 
@@ -27,7 +27,7 @@ def train(config: SFTMasterConfig) -> None:
 
 
 def main() -> int:
-    """Run from the command line; returns the exit status."""
+    """Run from the command line and return the exit status."""
     return launch(__doc__ or "", DEFAULT_CONFIG, SFTMasterConfig, train)
 
 

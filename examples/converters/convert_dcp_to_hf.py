@@ -1,4 +1,4 @@
-"""Export a checkpoint as a Hugging Face folder, whichever training backend wrote it.
+"""Export a checkpoint of any training backend as a Hugging Face folder.
 
     uv run examples/converters/convert_dcp_to_hf.py --config results/grpo/step_10/config.yaml \
         --dcp-ckpt-path results/grpo/step_10/policy/weights --hf-ckpt-path results/grpo/hf [--verify]
@@ -24,30 +24,30 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def export_parser(description: str | None, checkpoint_flag: str) -> argparse.ArgumentParser:
-    """The command line of an export; the checkpoint has the name that its kind has elsewhere."""
+    """Make the parser of an export's command line; `checkpoint_flag` names the option of the checkpoint."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="config.yaml of the step folder; found by itself there")
+    parser.add_argument("--config", type=Path, help="config.yaml of the run; default: that of the step folder")
     parser.add_argument(
         checkpoint_flag, dest="dcp_ckpt_path", type=Path, required=True, help="step folder or its policy/weights"
     )
     parser.add_argument("--hf-ckpt-path", type=Path, required=True, help="new folder for the exported model")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="number format; as it is if absent")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="number format; default: unchanged")
     parser.add_argument("--verify", action="store_true", help="reload and compare log-probabilities")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Export; returns the exit status."""
+    """Export the checkpoint and return the exit status."""
     options = parse_arguments(arguments)
     return exit_status(lambda: convert(options))
 
 
 def convert(options: argparse.Namespace, model_name: str | None = None) -> int:
-    """Export as the command line says; 1 if the export is not what was trained.
+    """Export with the options of the command line; return 1 if the export differs from the trained model.
 
     Args:
         options: the command line.
-        model_name: model whose tokenizer is used where the checkpoint has none; None takes the configuration's.
+        model_name: model whose tokenizer is used if the checkpoint has none; None uses the configuration's.
     """
     # Imported here so that --help does not wait for torch.
     from nemo_rl.models.training.backends import backend_of_checkpoint
@@ -66,10 +66,10 @@ def convert(options: argparse.Namespace, model_name: str | None = None) -> int:
 
 
 def tokenizer_name(config: Path, must_exist: bool) -> str | None:
-    """`policy.tokenizer.name` (or else `policy.model_name`) of a stored configuration; None without a file.
+    """Return `policy.tokenizer.name` (or else `policy.model_name`) of a stored configuration; None without a file.
 
     Raises:
-        CheckpointError: the file does not exist or is no configuration of a run.
+        CheckpointError: the file does not exist or is not the configuration of a run.
     """
     if not config.exists():
         if must_exist:

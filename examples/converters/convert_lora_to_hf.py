@@ -3,9 +3,9 @@
     uv run examples/converters/convert_lora_to_hf.py --adapter-ckpt results/grpo/step_10 \
         --hf-ckpt-path results/grpo/hf [--base-ckpt FOLDER] [--hf-model-name NAME] [--verify]
 
-The folder loads with `transformers` and vLLM. The adapter may be of this library (a step folder) or of PEFT; it
-names its base model itself. --verify reloads the folder and compares log-probabilities with base and adapter
-computed side by side; the exit status is 1 when float32 weights differ by more than 1e-4.
+The folder loads with `transformers` and vLLM. The adapter may come from this library (a step folder) or from PEFT; it
+names its base model itself. --verify reloads the folder and compares its log-probabilities with those of the base model
+with the unmerged adapter; the exit status is 1 when float32 weights differ by more than 1e-4.
 """
 
 import argparse
@@ -32,13 +32,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Export; returns the exit status."""
+    """Export the model and return the exit status."""
     options = parse_arguments(arguments)
     return exit_status(lambda: convert(options))
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Export as the command line says; 1 if the export is not what was trained."""
+    """Export with the options of the command line; return 1 if the export differs from the trained model."""
     # Imported here so that --help does not wait for torch.
     from nemo_rl.models.dtensor.lora.export import (
         adapter_source,

@@ -3,7 +3,8 @@
     uv run examples/converters/convert_megatron_to_hf.py --config results/grpo/step_10/config.yaml \
         --megatron-ckpt-path results/grpo/step_10/policy/weights --hf-ckpt-path results/grpo/hf [--verify]
 
-`convert_dcp_to_hf.py` under the names of Megatron's checkpoints. Needs neither a GPU nor the processes of the run.
+It is `convert_dcp_to_hf.py` with NeMo RL's option names for Megatron checkpoints. It needs neither a GPU nor the
+processes of the run.
 """
 
 import argparse
@@ -26,10 +27,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Export; returns the exit status."""
+    """Export the checkpoint and return the exit status."""
     options = parse_arguments(arguments)
     if options.no_strict:
-        logger.warning("--no-strict has no effect: a checkpoint that lacks a tensor, or has one more, is not exported.")
+        logger.warning("--no-strict has no effect: a checkpoint with a missing or an extra tensor is not exported.")
     return exit_status(lambda: convert(options, options.hf_model_name))
 
 

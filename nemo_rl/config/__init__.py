@@ -1,7 +1,7 @@
-"""Every key a user can set, typed, with one sentence each; loading, overrides and checks.
+"""Defines every key that a user can set, and loads, overrides and checks configurations.
 
-The lowest layer besides `utils`: every other package receives the section it needs. Invariant: importing this package
-loads neither torch nor ray.
+This is the lowest layer besides `utils`: every other package receives the section it needs. Invariant: importing this
+package loads neither torch nor ray.
 """
 
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES

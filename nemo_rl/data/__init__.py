@@ -1,4 +1,4 @@
-"""From rows of text to batches of prompts: tokenizers, message logs, processors, data sets, packing.
+"""Turns rows of text into batches of prompts: tokenizers, message logs, processors, data sets, packing.
 
 Invariant: token ids of a prompt are made once, here, and never re-tokenised.
 """

@@ -1,7 +1,7 @@
-"""Rows that cannot be used: where they are, why, and whether there are too many.
+"""Records and reports rows that cannot be used: their place, the reason, and whether there are too many.
 
-Filled by the readers and data sets, checked by `datasets.setup`, and by the loader for prompts that turn out too long.
-Invariant: a row is either used or reported with its place; none just vanishes.
+Readers and data sets collect bad rows; `datasets.setup` checks their share, and the loader does so for prompts that
+turn out to be too long. Invariant: a row is either used or reported with its place; no row is dropped silently.
 """
 
 import logging
@@ -17,7 +17,7 @@ PLACES_SHOWN = 5
 
 
 class RowError(Exception):
-    """One row cannot be used, for the reason in the message. Readers of rows catch it."""
+    """A row cannot be used, for the reason in the message. Readers of rows catch this error."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class BadRow:
         file: Path of the file, or name of the data set.
         line: 1-based line of a text file where the row begins; 0-based row index of a table
             (Parquet, Arrow, hub data sets).
-        reason: Why, as a phrase.
+        reason: The reason, as a phrase.
     """
 
     file: str
@@ -40,7 +40,7 @@ class BadRow:
 
 
 def summarize_bad_rows(bad_rows: Sequence[BadRow], num_rows: int) -> str:
-    """One paragraph: counts by reason, most frequent first, with the first few places of each."""
+    """Return one paragraph: counts by reason, most frequent first, with the first few places of each."""
     places = defaultdict(list)
     for row in bad_rows:
         places[row.reason].append(str(row))
@@ -62,7 +62,7 @@ def report_bad_rows(
     """Log the bad rows of a data set, and refuse it if there are too many.
 
     Args:
-        name: The data set, for people.
+        name: Name of the data set, for messages.
         bad_rows: The rows left out.
         num_rows: All rows read, bad ones included.
         max_share: `data.max_bad_row_share`, 0 to 1.
@@ -84,7 +84,7 @@ def report_bad_rows(
     if share > max_share:
         raise DataError(
             f"data set {name}: {share:.1%} of its rows cannot be used, more than "
-            f"data.max_bad_row_share={max_share:g} allows. Repair the file, or raise that key to "
+            f"data.max_bad_row_share={max_share:g} allows. Fix the file, or raise that key to "
             f"train on the rest. {summary}"
         )
     if bad_rows:

@@ -1,6 +1,6 @@
-"""From conversations in a notebook to a training batch, in one call.
+"""Makes a training batch from conversations in a notebook, in one call.
 
-`processors` renders and tokenises, `collate_fn` joins; a run's data sets go the same way, row by row. Invariant: the
+`processors` renders and tokenises, `collate_fn` joins; a run's data sets are processed in the same way. Invariant: the
 tokens that count are those that SFT would train on.
 """
 
@@ -21,9 +21,9 @@ def chat_batch(
     only_last: bool = False,
     max_length: int | None = None,
 ) -> BatchedDataDict[Any]:
-    """Batch of B conversations in which the assistant's tokens count.
+    """Make a batch of B conversations in which the assistant's tokens count.
 
-    Add what a loss needs beside it under a name of your own: a tensor with first axis B, per token `[B, T]`.
+    If a loss needs more inputs, add them under new names: tensors with first axis B, per token `[B, T]`.
 
     Args:
         tokenizer: its chat template renders, its pad token fills rows.

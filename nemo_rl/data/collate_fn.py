@@ -1,4 +1,4 @@
-"""Join data into batches; given to the data loader.
+"""Joins data into batches, for the data loader.
 
 Invariant: row i of every value belongs to datum i.
 """
@@ -17,7 +17,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 
 def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
-    """Batch of B prompts for rollouts.
+    """Make a batch of B prompts for rollouts.
 
     Returns:
         `message_log` (list), `length` [B] int64, `loss_multiplier` [B] float32, `extra_env_info`
@@ -40,7 +40,7 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
 
 
 def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
-    """Batch of prompts for evaluation: `message_log`, `extra_env_info`, `idx` (lists)."""
+    """Make a batch of prompts for evaluation: `message_log`, `extra_env_info`, `idx` (lists)."""
     return BatchedDataDict(
         message_log=[datum["message_log"] for datum in data_batch],
         extra_env_info=[datum["extra_env_info"] for datum in data_batch],
@@ -54,7 +54,7 @@ def sft_collate_fn(
     make_sequence_length_divisible_by: int,
     only_unmask_final: bool = False,
 ) -> BatchedDataDict[Any]:
-    """Batch of B conversations for supervised training.
+    """Make a batch of B conversations for supervised training.
 
     Args:
         data_batch: Conversations whose last message is an assistant's.
@@ -88,10 +88,10 @@ def feedback_collate_fn(
     tokenizer: TokenizerType,
     make_sequence_length_divisible_by: int,
 ) -> BatchedDataDict[Any]:
-    """Batch of B labelled answers.
+    """Make a batch of B labelled answers.
 
     Returns:
-        What `sft_collate_fn` returns with `only_unmask_final`, and `desirable` [B] float32, 1 or 0.
+        The batch of `sft_collate_fn` with `only_unmask_final`, and `desirable` [B] float32, 1 or 0.
     """
     batch = sft_collate_fn([*data_batch], tokenizer, make_sequence_length_divisible_by, only_unmask_final=True)
     batch["desirable"] = torch.tensor([datum["desirable"] for datum in data_batch], dtype=torch.float32)
@@ -104,7 +104,7 @@ def preference_collate_fn(
     make_sequence_length_divisible_by: int,
     add_loss_mask: bool,
 ) -> BatchedDataDict[Any]:
-    """Batch of B preference pairs as 2B rows: row 2i is chosen, row 2i + 1 rejected.
+    """Make a batch of B preference pairs as 2B rows: row 2i is chosen, row 2i + 1 rejected.
 
     Returns:
         `input_ids` [2B, T] int64, `input_lengths` [2B] int64, `sample_mask` and `loss_multiplier`
@@ -136,7 +136,7 @@ def preference_collate_fn(
 
 
 def _with_faults(batch: BatchedDataDict[Any], data: Sequence[Mapping[str, Any]]) -> BatchedDataDict[Any]:
-    """Add `fault` (list, None for most) if there is one; the loader reports it and takes it out."""
+    """Add `fault` (list, None for usable rows) if a datum has one; the loader reports and removes it."""
     if any("fault" in datum for datum in data):
         batch["fault"] = [datum.get("fault") for datum in data]
     return batch

@@ -1,6 +1,6 @@
-"""Types that data sets, processors, collate functions and rollouts share.
+"""Defines the types that data sets, processors, collate functions and rollouts share.
 
-Invariant: a carrier names every field with its meaning; code never invents keys on the way.
+Invariant: a carrier declares every field with its meaning; code adds no other keys.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ TokenizerType = PreTrainedTokenizerBase
 
 
 class Chat(TypedDict):
-    """A prompt as the chat template takes it."""
+    """A prompt in the form of the chat template."""
 
     messages: list[Message]
     """Messages with `role` and `content`."""
@@ -63,7 +63,7 @@ class DatumSpec(TypedDict):
     length: int
     """Number of prompt tokens in `message_log`."""
     extra_env_info: dict[str, Any] | None
-    """What the environment needs to grade the answer, e.g. `ground_truth`."""
+    """Data that the environment needs to grade the answer, e.g. `ground_truth`."""
     loss_multiplier: float
     """1.0, or 0.0 for a sample that must not train the model (prompt too long)."""
     idx: int
@@ -72,9 +72,9 @@ class DatumSpec(TypedDict):
     """Environment that grades the sample."""
     stop_strings: NotRequired[list[str] | None]
     chat: NotRequired[Chat]
-    """What `message_log` was rendered from; an environment's first observation is rendered with it."""
+    """Chat from which `message_log` was rendered; an environment's first observation is rendered with it."""
     fault: NotRequired[str]
-    """Why the row cannot be used, of a datum that stands in for it."""
+    """Reason why the row cannot be used, in a datum that replaces it."""
 
 
 class PreferenceDatumSpec(TypedDict):
@@ -93,7 +93,7 @@ class PreferenceDatumSpec(TypedDict):
 
 
 class FeedbackDatumSpec(DatumSpec):
-    """A conversation whose last message was found good or bad."""
+    """A conversation whose last message is labelled good or bad."""
 
     desirable: bool
 
@@ -111,7 +111,7 @@ class TaskDataSpec:
             literal brace is written twice).
         system_prompt_file: UTF-8 text sent as the system message.
         stop_strings: Texts that end an answer, besides those of `policy.generation`.
-        text_rules: Whose texts are encoded as ordinary text; None is `TextRules()`.
+        text_rules: Roles whose texts are encoded as ordinary text; None means `TextRules()`.
 
     Raises:
         DataError: A file is missing, is not UTF-8, or is not a template `str.format` accepts.

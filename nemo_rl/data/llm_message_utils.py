@@ -1,4 +1,4 @@
-"""Message logs: tokenise them, mask them, lay them end to end as tensors.
+"""Tokenises and masks message logs, and joins them to tensors.
 
 `processors` makes message logs, the algorithms train on flat tensors. Invariant: the token ids of a log, joined in
 order, are exactly what the model saw; no function here re-tokenises a message that has them.
@@ -85,7 +85,7 @@ def add_loss_mask_to_message_log(
     Args:
         batch_message_log: The logs to mark.
         roles_to_train_on: Roles whose tokens count in the loss.
-        only_unmask_final: Only the last message of a log counts, whatever its role.
+        only_unmask_final: Only the last message of a log counts, for any role.
     """
     for message_log in batch_message_log:
         for position, message in enumerate(message_log):
@@ -145,7 +145,7 @@ def _pad_column(key: str, column: list[Any], width: int, pad_value: int | float)
 
 
 def message_log_shape(message_log: LLMMessageLogType) -> list[dict[str, torch.Size]]:
-    """Shapes of the tensors of each message; for looking at a log."""
+    """Return the shapes of the tensors of each message, for debugging."""
     return [
         {key: value.shape for key, value in message.items() if isinstance(value, torch.Tensor)}
         for message in message_log
@@ -171,7 +171,7 @@ def get_formatted_message_log(
         message_log: Messages with `role` and `content`.
         tokenizer: Renders and tokenises.
         task_data_spec: Its system prompt comes first; its prompt is put around the first user
-            message; its rules say whose control tokens are ordinary text.
+            message; its rules decide which roles' control tokens are ordinary text.
         add_bos_token: Begin with the beginning-of-sequence token if the chat does not.
         add_eos_token: End with the end-of-sequence token if the chat does not end with a special
             token (line ends after it are dropped).
@@ -182,7 +182,7 @@ def get_formatted_message_log(
 
     Raises:
         DataError: The chat template rewrites earlier messages when later ones follow, so the
-            pieces cannot be told apart; or it cannot render the chat at all.
+            pieces cannot be distinguished; or it cannot render the chat at all.
     """
     control = control_tokens_of(tokenizer)
     messages = control.quoted_chat(with_task_prompts(message_log, task_data_spec), task_data_spec.rules)

@@ -1,7 +1,7 @@
-"""Batches of prompts in an order that a resumed run repeats exactly.
+"""Loads batches of prompts in an order that a resumed run repeats exactly.
 
 Wraps torchdata's `StatefulDataLoader`. Invariant: the order of epoch e is a function of (seed, e) alone, so the state
-of the loader is an epoch and a number of batches, and a loader that loads a state goes on with the very next batch.
+of the loader is an epoch and a number of batches, and a loader with a restored state continues with the next batch.
 """
 
 import gc
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class EpochSampler(Sampler[int]):
-    """Row indices of one epoch, from a position on; `begin` chooses both.
+    """Row indices of one epoch, beginning at a position; `begin` sets epoch and position.
 
     Args:
         num_rows: Rows of the data set.
         shuffle: Draw a new order for each epoch; otherwise 0, 1, 2, ...
-        seed: Of the orders.
+        seed: Seed of the orders.
     """
 
     def __init__(self, num_rows: int, shuffle: bool, seed: int) -> None:
@@ -38,7 +38,7 @@ class EpochSampler(Sampler[int]):
         self.begin(epoch=0, position=0)
 
     def begin(self, epoch: int, position: int) -> None:
-        """Let the next `iter()` yield the rows of `epoch` from `position` on."""
+        """Make the next `iter()` yield the rows of `epoch`, beginning at `position`."""
         self._epoch = epoch
         self._position = position
 
@@ -49,7 +49,7 @@ class EpochSampler(Sampler[int]):
         return iter(self.order(self._epoch)[self._position :])
 
     def order(self, epoch: int) -> list[int]:
-        """All rows of an epoch, in its order."""
+        """Return all rows of an epoch, in its order."""
         if not self.shuffle:
             return list(range(self.num_rows))
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "data_order", epoch))
@@ -67,13 +67,13 @@ class PromptLoader(StatefulDataLoader):
     Args:
         dataset: The rows.
         sampler: Their order.
-        accept_changes: Load positions that belong to other data, batch sizes or orders too.
+        accept_changes: Also load positions that belong to other data, batch sizes or orders.
         max_bad_row_share: Share of rows that one epoch may find unusable.
         **kwargs: For `StatefulDataLoader`.
 
     Attributes:
-        num_over_long: Too long prompts met so far.
-        num_unusable: Rows met so far that could not be rendered or encoded.
+        num_over_long: Number of too long prompts so far.
+        num_unusable: Number of rows so far that could not be rendered or encoded.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PromptLoader(StatefulDataLoader):
         self._in_progress = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches of the next epoch, or of the rest of a restored one."""
+        """Yield the batches of the next epoch, or of the rest of a restored one."""
         if self._in_progress:
             self._epoch, self._num_batches_done = self._epoch + 1, 0
         self._in_progress = True
@@ -120,7 +120,7 @@ class PromptLoader(StatefulDataLoader):
             logger.warning("%d rows of this epoch could not be used.", self.num_unusable - unusable_before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and batches done in it, with what their meaning depends on."""
+        """Return the epoch, its finished batches, and the settings that give them a meaning."""
         return {
             "epoch": self._epoch,
             "num_batches_done": self._num_batches_done,
@@ -128,10 +128,10 @@ class PromptLoader(StatefulDataLoader):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next `iter()` go on after the batches that were done.
+        """Make the next `iter()` continue after the finished batches.
 
-        With `accept_changes`, a position in other data becomes the same epoch and, rounded down to whole batches, the
-        same number of rows.
+        With `accept_changes`, a position in other data becomes the same epoch and the same number of rows, rounded down
+        to whole batches.
 
         Raises:
             DataError: The state belongs to other data, another seed, batch size or `shuffle`.
@@ -144,7 +144,7 @@ class PromptLoader(StatefulDataLoader):
             self._move(state_dict, changed)
 
     def check_position(self, state_dict: dict[str, Any]) -> list[str]:
-        """Say what has changed since a position was saved; errors as `load_state_dict`."""
+        """Return what has changed since a position was saved; errors as in `load_state_dict`."""
         changed = [
             f"{key} was {state_dict.get(key)} and is {now}"
             for key, now in self._conditions().items()
@@ -158,20 +158,20 @@ class PromptLoader(StatefulDataLoader):
         return changed
 
     def _move(self, state_dict: dict[str, Any], changed: list[str]) -> None:
-        """Go to the same number of rows of changed data."""
+        """Move to the same number of rows in changed data."""
         assert self.batch_size is not None
         rows_done = state_dict["num_batches_done"] * state_dict["batch_size"]
         self._num_batches_done = min(rows_done // self.batch_size, len(self))
         logger.warning(
-            "The data position is moved: %s. Epoch %d goes on behind %d of its %d rows. %s",
+            "Data changed (%s): epoch %d resumes after %d of its %d rows. %s",
             ", ".join(changed),
             self._epoch + 1,
             self._num_batches_done * self.batch_size,
             self._order.num_rows,
-            "The rows have a new order, so in the rest of this epoch some come again and others not at all; from the "
-            "next epoch on each comes once."
+            "The rows have a new order, so the rest of this epoch repeats some rows and skips others; every later "
+            "epoch has each row once."
             if self._order.shuffle
-            else "Rows that were added or removed before this position shift it by as many.",
+            else "Each row that was added or removed before this position shifts it by one row.",
         )
 
     def _conditions(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class PromptLoader(StatefulDataLoader):
         }
 
     def _note_weightless(self, batch: Any) -> None:
-        """Report the rows of a batch that do not train, and take their faults out of it."""
+        """Report the rows of a batch that do not train, and remove their faults from the batch."""
         if "loss_multiplier" not in batch:
             return
         multipliers = dict(zip(batch["idx"], batch["loss_multiplier"].tolist(), strict=True))
@@ -206,7 +206,7 @@ class PromptLoader(StatefulDataLoader):
             raise DataError(
                 f"{num_unusable} of {num_rows} training rows could not be used, more than "
                 f"data.max_bad_row_share={self._max_bad_row_share:g} allows; the log names the first ones. "
-                "Repair them, or raise that key to train on the rest."
+                "Fix them, or raise that key to train on the rest."
             )
 
 
@@ -225,20 +225,20 @@ def build_loader(
 ) -> PromptLoader:
     """Make the loader of a data set.
 
-    Each pass over the loader is one epoch. `state_dict()` between two batches, at an epoch's end or
-    before its start, loaded into a fresh loader of the same arguments, goes on with the next batch;
-    the number of workers may differ.
+    Each pass over the loader is one epoch. A new loader with the same arguments that loads a `state_dict()`, taken
+    between two batches, at an epoch's end or before its start, continues with the next batch; the number of workers
+    may differ.
 
     Args:
         dataset: Data with `len()`, `[i]` and `place(i)`.
         batch_size: Prompts in a batch.
         shuffle: A new order each epoch.
-        seed: Of the orders.
+        seed: Seed of the orders.
         num_workers: Processes that prepare prompts; 0 is this one.
         drop_last: Leave out the rows of an epoch that do not fill a batch.
         max_rows: Only the first rows of the data set; None: all.
         collate_fn: Joins data into a batch.
-        accept_changes: Go on from a position in other data too, see `PromptLoader.load_state_dict`.
+        accept_changes: Also continue from a position in other data, see `PromptLoader.load_state_dict`.
         max_bad_row_share: Share of rows that one epoch may find unusable; above it iterating raises `DataError`.
 
     Raises:
@@ -265,10 +265,10 @@ def build_loader(
 
 
 def _begin_worker(worker_id: int) -> None:
-    """Cut what a forked data worker shares with the run.
+    """Detach a forked data worker from the state that it shares with the run.
 
-    Ctrl-C and a closed terminal are the run's business: the worker goes on until the run ends it. Objects of the run
-    (Ray's among them) are not collected here, because their clean-up waits for threads that exist only there.
+    The worker ignores Ctrl-C and a closed terminal, because the run ends it. Garbage collection must not touch objects
+    of the run (Ray's among them), because their clean-up waits for threads that exist only in the run's process.
     """
     os.setpgid(0, 0)
     gc.freeze()

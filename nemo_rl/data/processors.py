@@ -1,8 +1,8 @@
 """Processors turn one row of a data set into a datum with token ids.
 
-Chosen by name (`data.train.processor`) and called for each row when it is needed. Invariant: a prompt's token ids are
-the rendered chat's, made once; a prompt that is too long becomes a short stub with `loss_multiplier` 0 and is never cut
-and trained on.
+A processor is chosen by name (`data.train.processor`) and called for each row when it is needed. Invariant: a prompt's
+token ids are those of the rendered chat, made once; a prompt that is too long becomes a short stub with
+`loss_multiplier` 0 and is never trained on.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def math_hf_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Prompt from a row's `messages`: all but the last are the prompt, the last is the answer.
+    """Make a prompt from a row's `messages`: all but the last are the prompt, the last is the answer.
 
     The log holds one user entry: the rendered chat, generation prompt included.
     `extra_env_info.ground_truth` is the text of the answer. The row's `tools` (a list of function schemas, or its
@@ -57,7 +57,7 @@ def math_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Prompt from a row's `problem`; `ground_truth` is its `expected_answer`."""
+    """Make a prompt from a row's `problem`; `ground_truth` is its `expected_answer`."""
     problem, answer = _take(datum_dict, "math_data_processor", "problem", "expected_answer")
     how = _Rendering(task_data_spec, tokenizer, max_seq_length, idx)
     return _prompt_datum([{"role": "user", "content": str(problem)}], {"ground_truth": str(answer)}, datum_dict, how)
@@ -70,7 +70,7 @@ def multichoice_qa_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Prompt from `question` and `options` (a list, or a dict by letter); answer in `answer`.
+    """Make a prompt from `question` and `options` (a list, or a dict by letter); answer in `answer`.
 
     The text of the prompt file comes first (it has no placeholder), then the question and the
     lettered options. `ground_truth` is the letter; an integer answer is an index.
@@ -103,7 +103,7 @@ def sft_processor(
     add_eos: bool = True,
     add_generation_prompt: bool = False,
 ) -> DatumSpec:
-    """The whole conversation of a row's `messages`, one entry a message, for training on it."""
+    """Return the whole conversation of a row's `messages`, one entry a message, for training on it."""
     message_log = get_formatted_message_log(
         datum_dict["messages"],
         tokenizer,
@@ -127,7 +127,7 @@ def preference_preprocessor(
     add_eos: bool = True,
     add_generation_prompt: bool = True,
 ) -> PreferenceDatumSpec:
-    """The two conversations of a row's `pair`: context and best, context and worst completion."""
+    """Return the two conversations of a row's `pair`: context and best, context and worst completion."""
     pair = datum_dict.get("pair", datum_dict)
     ranked = sorted(pair["completions"], key=lambda completion: completion["rank"])
     how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
@@ -158,7 +158,7 @@ def feedback_processor(
     add_eos: bool = True,
     add_generation_prompt: bool = True,
 ) -> FeedbackDatumSpec:
-    """The conversation of a row's `feedback`, context and completion, and whether it is desirable."""
+    """Return the conversation of a row's `feedback`, context and completion, and whether it is desirable."""
     feedback = datum_dict["feedback"]
     how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
     datum = sft_processor({"messages": [*feedback["context"], *feedback["completion"]]}, *how)
@@ -202,7 +202,7 @@ def get_processor(processor_name: str | None) -> TaskDataProcessFnCallable:
 
 
 class _Rendering(NamedTuple):
-    """What turns a prompt into tokens: spec, tokenizer, limit, and the row's index."""
+    """Arguments for turning a prompt into tokens: spec, tokenizer, limit, and the row's index."""
 
     spec: TaskDataSpec
     tokenizer: TokenizerType
@@ -224,13 +224,13 @@ def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, An
 def prompt_entry(
     chat: Chat, tokenizer: TokenizerType, longest: int | None = None, rules: TextRules | None = None
 ) -> Message:
-    """The one entry of a prompt's log: its rendered chat, generation prompt included.
+    """Return the single entry of a prompt's log: its rendered chat, generation prompt included.
 
     Args:
         chat: messages and tools.
         tokenizer: renders and tokenises.
         longest: see `encode_text`.
-        rules: whose control tokens are ordinary text; None is `TextRules()`.
+        rules: roles whose control tokens are ordinary text; None means `TextRules()`.
     """
     control, rules = control_tokens_of(tokenizer), rules or TextRules()
     messages, tools = control.quoted_chat(chat["messages"], rules), control.quoted_tools(chat["tools"], rules)
@@ -260,11 +260,11 @@ def _finish(
 
 
 def cut_to_stub(datum: Any, max_seq_length: int | None) -> None:
-    """Leave a few tokens of each message and no weight in the loss, in place.
+    """Keep a few tokens of each message and set the weight in the loss to 0, in place.
 
     Args:
-        datum: of any processor: its logs are under `message_log`, or under `message_log_chosen` and `_rejected`.
-        max_seq_length: longest prompt in tokens; None is no limit.
+        datum: a datum of any processor, with logs under `message_log`, or `message_log_chosen` and `_rejected`.
+        max_seq_length: longest prompt in tokens; None means no limit.
     """
     for side in ("", "_chosen", "_rejected"):
         message_log: LLMMessageLogType = datum.get(f"message_log{side}", ())
@@ -292,7 +292,7 @@ def _take(datum_dict: dict[str, Any], processor: str, *keys: str) -> list[Any]:
 
 
 def _literal(spec: TaskDataSpec) -> str:
-    """Text of a prompt file without placeholder; doubled braces become single ones."""
+    """Return the text of a prompt file without placeholder; doubled braces become single ones."""
     assert spec.prompt is not None
     try:
         return spec.prompt.format()

@@ -1,6 +1,6 @@
-"""Load a tokenizer as `policy.tokenizer` asks for it.
+"""Loads a tokenizer as configured in `policy.tokenizer`.
 
-Invariant: what comes back always has a pad token, and renders chats exactly as the config says.
+Invariant: a loaded tokenizer always has a pad token, and renders chats exactly as configured.
 """
 
 import logging
@@ -23,7 +23,7 @@ TEMPLATE_LIMIT_S = 10.0
 """Seconds for a chat template to render a chat of one word."""
 
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Chat template that sends the contents of the messages and nothing else."""
+"""Chat template that writes the contents of the messages and nothing else."""
 
 
 def get_tokenizer(
@@ -38,8 +38,8 @@ def get_tokenizer(
     Args:
         tokenizer_config: `name` is a local folder or a hub id. `chat_template` is "default" (the
             tokenizer's own), None (contents only, no markers), the path of a `*.jinja` file, or a
-            template text. `chat_template_kwargs` are given to every `apply_chat_template` call;
-            a call's own arguments win. A dict is checked and filled in.
+            template text. `chat_template_kwargs` are passed to every `apply_chat_template` call;
+            a call's own arguments override them. A dict is checked and filled in.
         get_processor: Must be False.
         trust_remote_code: Run tokenizer code that comes with the model.
         section: Section of the configuration that names the model, for messages.
@@ -96,8 +96,9 @@ def _set_chat_template(tokenizer: TokenizerType, chat_template: str | None, name
 
 
 def _require_messages(tokenizer: TokenizerType, section: str) -> None:
-    """Refuse a chat template that does not end or that renders every question alike; what a template refuses is
-    reported with the data.
+    """Refuse a chat template that does not end or that renders every question to the same text.
+
+    Errors that the template itself raises are reported with the data.
     """
     if tokenizer.chat_template is None:
         return
@@ -109,7 +110,7 @@ def _require_messages(tokenizer: TokenizerType, section: str) -> None:
                 for question in ("QUESTION", "ANOTHER")
             }
     except DeadlineExceededError as error:
-        raise ConfigError(f"{error}. It may loop for ever.") from None
+        raise ConfigError(f"{error}. It may loop forever.") from None
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
         return
     if len(texts) == 1:
@@ -125,10 +126,10 @@ def _bind_template_kwargs(tokenizer: TokenizerType, kwargs: Mapping[str, Any]) -
 
 
 def ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
-    """Pad with the end-of-sequence token where there is no token to pad with.
+    """Use the end-of-sequence token as pad token if the tokenizer has no pad token.
 
     Raises:
-        ConfigError: There is neither.
+        ConfigError: The tokenizer has neither.
     """
     if tokenizer.pad_token is not None:
         return
@@ -147,7 +148,7 @@ def ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
 
 
 def ensure_distinct_pad_token(tokenizer: TokenizerType) -> None:
-    """Pad with another token than the one that ends a sequence.
+    """Set a pad token that differs from the end-of-sequence token.
 
     A sequence classifier finds the last token of a padded sequence by looking for padding; a sequence that
     ends with the pad token would lose its end.

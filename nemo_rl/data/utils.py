@@ -1,4 +1,4 @@
-"""Data sets as programs for NeMo RL ask for them; each function puts the library's own in its form."""
+"""Loads data sets with the functions that programs for NeMo RL call; each wraps a function of this library."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,8 +29,8 @@ def setup_response_data(
         is_vlm: Must be False.
 
     Returns:
-        Training rows and validation rows (or None); with `env_configs` also, twice, the sections of the environments
-        that they need by task name, for `setup(..., environments=...)`, which starts each once.
+        Training rows and validation rows (or None). With `env_configs` also two mappings from task name to the section
+        of its environment, for training and validation; `setup(..., environments=...)` starts each environment once.
 
     Raises:
         NotBuiltError: `is_vlm`.
@@ -62,7 +62,7 @@ def setup_preference_data(
 
 
 def environment_sections(env_configs: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections of environments, those that have a schema checked and filled in.
+    """Return the sections of environments; those with a schema are checked and filled in.
 
     Raises:
         ConfigError: A key is unknown or wrong.

@@ -234,7 +234,7 @@ def test_a_configuration_is_used_as_nemo_rls_scripts_do(tokenizer: Any, tmp_path
     assert list(config)[:2] == ["policy", "data"]
     with pytest.raises(ConfigError, match="max_model_len"):
         config["policy"]["generation"]["vllm_cfg"]["max_model_len"] = -1
-    with pytest.raises(KeyError, match="no_such_key is no key here"):
+    with pytest.raises(KeyError, match="no_such_key is not a key here"):
         config["grpo"]["no_such_key"]
 
 

@@ -1,1 +1,1 @@
-"""Runs that learn from written data: the loop, and how a run is put together."""
+"""Sets up runs that train on written data: batches, validation, and the start of a run."""

@@ -1,4 +1,4 @@
-"""A step's batch of written data: one optimizer update."""
+"""Draws the batch of a step from written data; a batch is one optimizer update."""
 
 from typing import Any
 
@@ -36,9 +36,9 @@ class WrittenBatches:
         self._rows.trained()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data."""
+        """Return the position in the data."""
         return self._rows.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position."""
+        """Move to a stored position."""
         self._rows.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""From the choices of a supervised algorithm to a run: data, policy, validation, session.
+"""Starts a run from the recipe of a supervised algorithm: data, policy, validation, session.
 
-`sft`, `dpo`, `kto` and `rm` decide what is different (a `SupervisedRecipe`). Order as in `rollout.start`: everything
-that can be refused, then Ray and the policy's ranks, then what connects them.
+`sft`, `dpo`, `kto` and `rm` build a `SupervisedRecipe` with their differences. Order as in `rollout.start`: all checks
+first, then Ray and the policy's ranks, then the parts that connect them.
 """
 
 import logging
@@ -41,22 +41,22 @@ type ValidationBatches = Iterable[BatchedDataDict[Any]]
 
 
 def no_stages(policy: Policy) -> list[Stage]:
-    """The stages of a loss that needs nothing beside the batch."""
+    """Return no stages, for a loss that needs only the batch."""
     return []
 
 
 @dataclass(frozen=True)
 class SupervisedRecipe:
-    """What makes a run of written data the one of its algorithm; settled before anything starts.
+    """The parts of a supervised run that depend on its algorithm; built before anything starts.
 
     Attributes:
-        tokenizer: of model and data.
+        tokenizer: tokenizer of model and data.
         data: rows to train and validate on.
         collate: joins data into a batch.
-        loss_fn: what the policy is trained on.
+        loss_fn: the training loss.
         rows_per_sample: rows of a batch that one sample takes; 2 for pairs.
-        keeps_reference: keep the initial weights.
-        stages: policy -> what happens to a batch before it is trained on, or validated.
+        keeps_reference: whether to keep the initial weights.
+        stages: policy -> stages that a batch goes through before training or validation.
         validator: policy and batches -> a function that validates after a step; None reports the loss.
         validated_names: metrics of the loss that a validation reports, see `LossValidator.names`.
     """
@@ -73,7 +73,7 @@ class SupervisedRecipe:
 
 
 def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:
-    """Start Ray and the policy's ranks, and connect them; arguments and errors as `rollout.start.start_run`."""
+    """Start Ray and the policy's ranks, and connect them; arguments and errors as in `rollout.start.start_run`."""
     rows = training_stream(config, recipe.data.train, config.policy.train_global_batch_size, recipe.collate)
     steps = num_steps(config, rows.batches_per_epoch)
     source = WrittenBatches(rows, recipe.rows_per_sample)
@@ -113,7 +113,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
 
 
 def num_steps(config: SupervisedMasterConfig, steps_per_epoch: int) -> int:
-    """Steps of a run: `max_num_steps`, or all epochs where that is less."""
+    """Return the number of steps of a run: `max_num_steps`, or the steps of all epochs if that is less."""
     asked, epochs = config.algorithm.max_num_steps, config.algorithm.max_num_epochs
     available = steps_per_epoch * epochs
     if asked > available:
@@ -124,7 +124,7 @@ def num_steps(config: SupervisedMasterConfig, steps_per_epoch: int) -> int:
 
 
 def validation_rows(config: SupervisedMasterConfig, rows_per_sample: int) -> int | None:
-    """Rows of one validation pass, None where packing or dynamic batching forms the passes."""
+    """Return the rows of one validation pass, None if packing or dynamic batching is on."""
     policy = config.policy
     if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
         return None
@@ -175,7 +175,7 @@ def _cadence(config: SupervisedMasterConfig, steps: int) -> Cadence:
 
 
 def collate_pairs(config: SupervisedMasterConfig, tokenizer: PreTrainedTokenizerBase) -> Collate:
-    """Joins pairs of answers: row 2i is the chosen answer of pair i and row 2i + 1 the rejected one."""
+    """Return a function that joins pairs: row 2i is the chosen answer of pair i, row 2i + 1 the rejected one."""
     return collate_by(preference_collate_fn, config, tokenizer, add_loss_mask=True)
 
 
@@ -185,11 +185,11 @@ def collate_by(
     tokenizer: PreTrainedTokenizerBase,
     **options: Any,
 ) -> Collate:
-    """A function of `data.collate_fn` with the run's tokenizer and multiple of row lengths, and options of its own."""
+    """Bind the run's tokenizer, the multiple of row lengths and options to a function of `data.collate_fn`."""
     multiple = config.policy.make_sequence_length_divisible_by
     return partial(function, tokenizer=tokenizer, make_sequence_length_divisible_by=multiple, **options)
 
 
 def from_section[T](kind: type[T], section: DPOConfig) -> T:
-    """A dataclass whose fields are keys of a section."""
+    """Make a dataclass from the keys of a section that are its fields."""
     return kind(**{field.name: getattr(section, field.name) for field in fields(kind)})  # type: ignore[arg-type]

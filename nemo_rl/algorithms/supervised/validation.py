@@ -1,6 +1,7 @@
-"""Validation of supervised training, on one data set or several.
+"""Validates supervised training, on one data set or several.
 
-Invariant: a validation is weighted by what counts in it, so its loss does not depend on how it was cut into batches.
+Invariant: each batch is weighted by the samples or tokens that count in it, so the validation loss does not depend on
+the batch size.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,12 +24,12 @@ class LossValidator:
     """Computes a loss on held-out data.
 
     Attributes:
-        batches: validation batches, iterated anew each time.
+        batches: validation batches, iterated again for each validation.
         stages: as in training.
         policy: the model.
         loss_fn: the loss.
         micro_batch_rows: rows of one pass of a rank; None forms passes as in training.
-        names: name of a metric of the loss and the name it is reported under; None reports all.
+        names: names of the loss's metrics to report -> names in the report; None reports all.
     """
 
     batches: Iterable[Batch]
@@ -39,7 +40,7 @@ class LossValidator:
     names: tuple[tuple[str, str], ...] | None = None
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Metrics of the whole validation; counts are summed, the rest is averaged by what counts."""
+        """Return metrics of the whole validation; counts are summed, other metrics are averaged by these counts."""
         batches = []
         for batch in self.batches:
             prepared = StepBatch(batch)
@@ -57,18 +58,18 @@ class LossValidator:
 
 @dataclass(frozen=True)
 class SeparateValidations:
-    """Validates on several data sets, each for itself.
+    """Validates on several data sets separately.
 
     Attributes:
-        whole: validates on the rows without a name, None without any.
-        named: validates on the rows of a name; its metric `m` is reported as `validation-<name>/m`.
+        whole: validates on the rows without a name; None if there are none.
+        named: validates on the rows of a name; their metric `m` is reported as `validation-<name>/m`.
     """
 
     whole: Validate | None
     named: Mapping[str, Validate]
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Metrics of all of them."""
+        """Return the metrics of all data sets."""
         metrics = {} if self.whole is None else self.whole(step)
         for name, validate in self.named.items():
             metrics |= {f"validation-{name}/{metric}": value for metric, value in validate(step).items()}

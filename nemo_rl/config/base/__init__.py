@@ -1,1 +1,1 @@
-"""What every section is made of: base class, interpolation, names of built-in things, paths."""
+"""Shared parts of all sections: base class, interpolation, names of built-in parts, paths."""

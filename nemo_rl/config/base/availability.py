@@ -1,4 +1,4 @@
-"""Keys of features that do not exist yet: accepted while they switch nothing on, refused otherwise.
+"""Handles keys of features that do not exist yet: accepted while they switch nothing on, refused otherwise.
 
 Such keys are listed as `later` in their section, or their field has an `Only` constraint. Invariant: a refusal names
 the feature, says that it is not built yet, and names the values that pass.
@@ -20,7 +20,7 @@ class Only:
 
     Attributes:
         allowed: values that are accepted.
-        feature: what the other values would switch on: one text for all of them, or one for each.
+        feature: name of the feature that the other values need: one text for all of them, or one for each.
     """
 
     allowed: tuple[Any, ...]
@@ -42,21 +42,21 @@ class Later:
 
     Attributes:
         features: feature of each key.
-        neutral: values of a key that switch nothing on, beside null, false, 0, what is empty and `enabled: false`.
+        neutral: values of a key that switch nothing on, besides null, false, 0, empty values and `enabled: false`.
     """
 
     features: Mapping[str, str]
     neutral: Mapping[str, tuple[Any, ...]]
 
     def switched_on(self, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Keys of `values` that switch a feature on, each with the sentence of its refusal."""
+        """Yield the keys of `values` that switch a feature on, each with the text of its refusal."""
         for key, feature in self.features.items():
             neutral = self.neutral.get(key, ())
             if not is_off(values.get(key), neutral):
                 yield key, f"{NOT_BUILT}: {feature}. Values that pass: {_passing(values[key], neutral)}"
 
     def drop(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Take out these keys.
+        """Return `values` without these keys.
 
         Raises:
             PydanticCustomError: one of them switches its feature on.
@@ -67,7 +67,7 @@ class Later:
 
 
 def is_off(value: Any, neutral: Collection[Any] = ()) -> bool:
-    """Whether the value of a feature's key leaves the feature switched off."""
+    """Return whether the value of a feature's key leaves the feature switched off."""
     if isinstance(value, Mapping):
         if "enabled" in value:
             return not value["enabled"]
@@ -76,7 +76,7 @@ def is_off(value: Any, neutral: Collection[Any] = ()) -> bool:
 
 
 def _passing(value: Any, neutral: Collection[Any]) -> str:
-    """The neutral values of the kind of a refused one."""
+    """Return the accepted values of the same kind as a refused value."""
     if isinstance(value, Mapping):
         empty = "enabled: false" if "enabled" in value else "{}"
     elif isinstance(value, bool):

@@ -1,6 +1,7 @@
-"""Names that configurations may use for data sets, known without importing the code behind them.
+"""Lists the names of data sets for configurations, without importing the code of the data sets.
 
-`nemo_rl.data` registers its builders under exactly these names. Invariant: plain data, nothing imported.
+`nemo_rl.data` registers its builders under exactly these names. Invariant: this module holds plain data and imports
+nothing.
 """
 
 ARITHMETIC = "arithmetic"
@@ -11,7 +12,7 @@ GENERATED_DATASETS = {
     ARITHMETIC_SFT: "openai_format",
     ARITHMETIC_PREFERENCE: "BinaryPreferenceDataset",
 }
-"""Data sets that make their rows, each with the one that reads rows of its kind from `data_path`."""
+"""Data sets that generate their rows, each with the data set that reads rows of the same kind from `data_path`."""
 
 RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "OpenMathInstruct-2",
@@ -33,7 +34,7 @@ RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     ARITHMETIC,
     ARITHMETIC_SFT,
 )
-"""Built-in response data sets; `ResponseDataset` reads `data_path`, a dotted path is a user's class."""
+"""Built-in response data sets; `ResponseDataset` reads `data_path`; a dotted path names a user's class."""
 
 PREFERENCE_DATASET_NAMES: tuple[str, ...] = (
     "HelpSteer3",
@@ -68,11 +69,11 @@ BUILT_IN_ENVIRONMENTS: tuple[str, ...] = ("math", "math_default", "math_multi_re
 NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = (
     *("code", "code_jaccard", "mmau", "nemo_gym", "rag", "reward_model", "sliding_puzzle_game", "vlm"),
 )
-"""Environments of NeMo RL that are not here; a user's own may have these names."""
+"""Environments of NeMo RL that do not exist here; a user's environment may have these names."""
 
 NOT_BUILT_DATASETS: tuple[str, ...] = (
     *("HelpSteer3", "NemoGymDataset", "Nemotron-Cascade-2-SFT-Math", "arrow_text", "audiomcq", "avqa"),
     *("clevr-cogent", "daily-omni", "general-conversation-jsonl", "geometry3k", "intent-bench", "intent-train"),
     *("mmau", "mmpr-tiny", "refcoco"),
 )
-"""Data sets of NeMo RL that are not here, or not for every algorithm."""
+"""Data sets of NeMo RL that do not exist here, or not for every algorithm."""

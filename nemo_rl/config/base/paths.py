@@ -12,7 +12,7 @@ _DATA_SUFFIXES = frozenset({".json", ".jsonl", ".parquet", ".arrow", ".csv", ".g
 
 
 def find_path(path: str | Path) -> Path | None:
-    """The existing file or folder that `path` means, as an absolute path; None if there is none.
+    """Return the absolute path of the existing file or folder that `path` means; None if there is none.
 
     Args:
         path: absolute, starting with `~`, or relative to the current folder or the repository root.
@@ -24,7 +24,7 @@ def find_path(path: str | Path) -> Path | None:
 
 
 def looks_local(name: str) -> bool:
-    """Whether a model or data name can only be a path, never a hub id such as `owner/name`."""
+    """Return whether a model or data name can only be a path, never a hub id such as `owner/name`."""
     return (
         name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or Path(name).suffix.lower() in _DATA_SUFFIXES
     )

@@ -1,6 +1,6 @@
-"""Arithmetic that YAML files may use in interpolations: `${mul:a,b}`, `div`, `add`, `max`.
+"""Registers arithmetic for interpolations in YAML files: `${mul:a,b}`, `div`, `add`, `max`.
 
-Invariant: registering twice changes nothing, and resolvers that a user registered under other names stay.
+Invariant: registering twice changes nothing, and a user's resolvers under other names are kept.
 """
 
 import functools
@@ -27,7 +27,7 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
 
 
 def register_omegaconf_resolvers() -> None:
-    """Make `mul`, `div` (true division), `add` and `max` known to OmegaConf; safe to call again."""
+    """Register `mul`, `div` (true division), `add` and `max` with OmegaConf; safe to call again."""
     for name, function in _RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, function)

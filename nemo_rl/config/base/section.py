@@ -1,9 +1,9 @@
-"""The base of every config section: one place for each default, unknown keys refused.
+"""Defines the base class of every config section: one place for each default, unknown keys refused.
 
-Section files (grpo.py, policy.py, ...) declare keys; loading.py reads files into them. Defaults that follow from other
-keys are OmegaConf interpolations in the schema, e.g. `${.train_micro_batch_size}`. A section reads like a mapping too
-(`config["policy"]["model_name"]`, `**config.loss_fn`). Invariant: a built section holds plain values only; no
-interpolation survives construction.
+Section files (grpo.py, policy.py, ...) declare keys; load.py reads files into them. Defaults that follow from other
+keys are OmegaConf interpolations in the schema, e.g. `${.train_micro_batch_size}`. A section can be used as a mapping
+too (`config["policy"]["model_name"]`, `**config.loss_fn`). Invariant: a built section holds plain values only; all
+interpolations are resolved during construction.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _REQUIRED = object()
 
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-"""A seed of random numbers; seeds that follow from it fit into the same 63 bits."""
+"""A seed of random numbers; seeds derived from it fit into the same 63 bits."""
 
 
 def derived(interpolation: str, description: str) -> Any:
-    """A key whose default follows other keys.
+    """Declare a key whose default follows other keys.
 
     Args:
         interpolation: the default, e.g. `${.train_micro_batch_size}`; relative where the section may be
@@ -47,19 +47,19 @@ def derived(interpolation: str, description: str) -> Any:
 class Section(BaseModel):
     """A group of keys.
 
-    Class attributes a section may set (each a mapping from key to a text for people, where nothing else is said):
+    Class attributes a section may set (each a mapping from key to a text for the user, unless stated otherwise):
         later: NeMo RL keys of features that do not exist yet; accepted while off, refused when on.
-        neutral: values of `later` keys that are off too, beside null, false, 0, what is empty and `enabled: false`.
+        neutral: values of `later` keys that also mean off, besides null, false, 0, empty values and `enabled: false`.
         ignored: NeMo RL keys that have no meaning here; accepted with any value and dropped.
-        idle: keys that other code may read or check but that change nothing here, with the reason; the user
-            who writes one is told.
-        moved: keys that are spelled elsewhere now; an error that names the new place, unless `without_effect`
-            has them.
-        written_in: section below this one, and the section beside it whose keys may be written there too
+        idle: keys that other code may read or check but that have no effect here, with the reason; a log line
+            tells the user who writes one.
+        moved: keys that have moved to another place; writing one is an error that names the new place, unless
+            `without_effect` has it.
+        written_in: section below this one, and its sibling section whose keys may be written there too
             (`spellings`).
 
     and two plain texts:
-        place: dotted path of the section in a master config, so that it can be built alone although a
+        place: dotted path of the section in a master config; it lets the section be built alone although a
             derived default refers to it by its full name.
         inherits: dotted path of a section whose values are the defaults of this one.
     """
@@ -76,7 +76,7 @@ class Section(BaseModel):
     inherits: ClassVar[str] = ""
 
     _beside: Section | None = PrivateAttr(default=None)
-    """The section whose keys may be read and written here too (`written_in`)."""
+    """Sibling section whose keys may be read and written here too (`written_in`)."""
 
     @classmethod
     def build(cls, **values: Any) -> Self:
@@ -100,12 +100,12 @@ class Section(BaseModel):
 
     @classmethod
     def of(cls, given: Self | Mapping[str, Any]) -> Self:
-        """A section as it is, or what `build` makes of a dict."""
+        """Return a section unchanged, or build one from a dict."""
         return given if isinstance(given, cls) else cls.build(**given)
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Keys that change nothing in a section with these values, with the reason; the user is told."""
+        """Return the keys that have no effect in a section with these values, with the reason for the user."""
         return {**cls.ignored, **cls.idle}
 
     @model_validator(mode="before")
@@ -125,36 +125,38 @@ class Section(BaseModel):
         return self
 
     def _introduce(self) -> None:
-        """Tell each section below about the one whose keys it takes too."""
+        """Give each section below a reference to the sibling whose keys it accepts too."""
         for other, own in self.written_in.items():
             getattr(self, other)._beside = getattr(self, own)
 
     def __getattr__(self, name: str) -> Any:
-        """A key of the section beside this one."""
+        """Return a key of the sibling section."""
         if not name.startswith("_") and self._beside is not None and name in type(self._beside).model_fields:
             return getattr(self._beside, name)
         return super().__getattr__(name)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a key of this section, or of the one beside it."""
+        """Set a key of this section or of the sibling section."""
         if name[0] != "_" and name not in type(self).model_fields and self._beside is not None:
             setattr(self._beside, name, value)
         else:
             super().__setattr__(name, value)
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key, as in a mapping.
+        """Return the value of a key, as in a mapping.
 
         Raises:
             KeyError: there is no such key, or it belongs to a feature that is not built yet.
         """
         if key not in self:
-            reason = f"belongs to {self.later[key]}, which is not built yet" if key in self.later else "is no key here"
+            reason = (
+                f"belongs to {self.later[key]}, which is not built yet" if key in self.later else "is not a key here"
+            )
             raise KeyError(f"{key} {reason}. {type(self).__name__} has: {', '.join(self.keys())}.")
         return getattr(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Set a key; a mapping is checked and filled in as if it stood in the file.
+        """Set a key; a mapping is checked and filled in as if it were written in the file.
 
         Raises:
             ConfigError: a key is unknown, or a value of a wrong type or out of range.
@@ -177,19 +179,19 @@ class Section(BaseModel):
         return iter(self.keys())
 
     def keys(self) -> KeysView[str]:
-        """The keys of this section, and of the one beside it."""
+        """Return the keys of this section and of the sibling section."""
         return self._values().keys()
 
     def values(self) -> ValuesView[Any]:
-        """Their values."""
+        """Return the values of `keys`."""
         return self._values().values()
 
     def items(self) -> ItemsView[str, Any]:
-        """Both."""
+        """Return pairs of keys and values."""
         return self._values().items()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, or a default where there is none."""
+        """Return the value of a key, or a default if there is no such key."""
         return self._values().get(key, default)
 
     def _values(self) -> dict[str, Any]:
@@ -237,7 +239,7 @@ def _fill(slot: Slot, value: Any, path: str, derived: dict[str, Any]) -> Any:
 
 
 def _default(section: type[BaseModel], name: str) -> Any:
-    """The default of a key as a plain value, interpolation text or `???`."""
+    """Return the default of a key as a plain value, interpolation text or `???`."""
     inherits = getattr(section, "inherits", "")
     if inherits:
         return f"${{{inherits}.{name}}}"
@@ -264,7 +266,7 @@ def _fallback(section: type[BaseModel], name: str, optional: bool) -> Any:
 
 
 def is_interpolation(value: Any) -> bool:
-    """Whether a value is a text that OmegaConf still has to resolve."""
+    """Return whether a value is a text that OmegaConf still has to resolve."""
     return isinstance(value, str) and re.search(r"(?<!\\)\$\{", value) is not None
 
 
@@ -292,7 +294,7 @@ def _resolve_alone(section: type[Section], filled: dict[str, Any], derived: Mapp
 
 
 def drop_inactive(section: type[Section], values: dict[str, Any]) -> dict[str, Any]:
-    """Take out keys without effect or value; refuse keys of features that do not exist yet."""
+    """Remove keys without effect or value; refuse keys of features that do not exist yet."""
     idle = section.without_effect(values)
     given = {key: value for key, value in values.items() if value != MISSING}
     given = {key: value for key, value in given.items() if key in section.model_fields or key not in idle}
@@ -306,7 +308,7 @@ def drop_inactive(section: type[Section], values: dict[str, Any]) -> dict[str, A
 
 
 def plain_values(value: Any) -> Any:
-    """Sections, tuples and paths as the dicts, lists and texts that YAML would give."""
+    """Convert sections, tuples and paths to the dicts, lists and texts that YAML would give."""
     if isinstance(value, BaseModel):
         return plain_values(value.model_dump())
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""Keys that may be written in two sections: brings them to the one that the library reads.
+"""Moves keys that may be written in two sections to the section that the library reads.
 
 NeMo RL has the settings of every engine under `vllm_cfg`; here they are keys of `engine`, and files, overrides and
-interpolations may use either name (`Section.written_in`). Each file is brought to one spelling before files are merged,
-so that a later one wins whichever it uses. Invariant: in a tree that `unified` returns, each key has one place.
+interpolations may use either name (`Section.written_in`). Keys are moved in each file before files are merged, so that
+a later file wins whichever name it uses. Invariant: in a tree that `unified` returns, each key has one place.
 """
 
 import re
@@ -18,12 +18,12 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def unified(schema: type[BaseModel], tree: Any, *, newer_wins: bool = False) -> Any:
-    """A copy of a tree with every key in its own section.
+    """Return a copy of a tree with every key in its own section.
 
     Args:
         schema: section that `tree` is.
         tree: plain dicts and lists.
-        newer_wins: what stands in the other section was written later; otherwise the two may not differ.
+        newer_wins: values in the other section were written later and win; otherwise the two may not differ.
 
     Raises:
         ConfigError: a key has one value in its own section and another one in the other.
@@ -32,7 +32,7 @@ def unified(schema: type[BaseModel], tree: Any, *, newer_wins: bool = False) -> 
 
 
 def in_own_section(schema: type[BaseModel], text: str) -> str:
-    """A dotted path or a text with interpolations, such that keys are named where they stand."""
+    """Rewrite a dotted path, or a text with interpolations, to the sections that hold the keys."""
     for other, (own, keys) in _shared(schema).items():
         text = re.sub(rf"(?<![^.{{]){other}\.({'|'.join(keys)})(?![^.}}])", rf"{own}.\1", text)
     return text
@@ -40,7 +40,7 @@ def in_own_section(schema: type[BaseModel], text: str) -> str:
 
 @cache
 def _shared(schema: type[BaseModel]) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """In the section and below it: the other section, by name, with the own one and the keys that both take."""
+    """Return, for the section and all below it: other section name -> (own section name, keys that both accept)."""
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
     for name, field in schema.model_fields.items():
         for below in Slot.of(field.annotation, field.metadata).sections:
@@ -60,7 +60,7 @@ def _unified(slot: Slot, tree: Any, schema: type[BaseModel], newer_wins: bool) -
     moved = dict(tree)
     section = slot.section_for(tree)
     for other, own in getattr(section, "written_in", {}).items():
-        both = (moved.get(other), moved.get(own) or {})  # what is no section is refused with the schema's own words
+        both = (moved.get(other), moved.get(own) or {})  # the schema itself refuses values that are no section
         if section is not None and all(isinstance(part, Mapping) for part in both):
             moved[other], moved[own] = _moved(moved, other, own, _shared(section)[other][1], newer_wins)
     return {key: _unified(slot.child(key, moved) or FREE, value, schema, newer_wins) for key, value in moved.items()}
@@ -69,7 +69,7 @@ def _unified(slot: Slot, tree: Any, schema: type[BaseModel], newer_wins: bool) -
 def _moved(
     tree: Mapping[str, Any], other: str, own: str, keys: tuple[str, ...], newer_wins: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both sections, after the move of `keys`."""
+    """Return both sections after moving `keys`."""
     given = {key: value for key, value in tree[other].items() if key in keys}
     kept = dict(tree.get(own) or {})
     differing = [key for key, value in given.items() if key in kept and kept[key] != value]

@@ -1,6 +1,6 @@
-"""Reads the shape of the schema: which keys may stand where in a config tree.
+"""Reads the structure of the schema: the allowed keys at each place of a config tree.
 
-Loading, key checks, overrides and the reference page all ask here instead of inspecting pydantic types themselves.
+Loading, key checks, overrides and the reference page use this module instead of inspecting pydantic types themselves.
 Invariant: a `Slot` describes places in a tree of plain dicts and lists; it never holds a value. Every pydantic model of
 this package is a `Section` (section.py), so "a section" is "a model" here.
 """
@@ -28,7 +28,7 @@ class NamedSections:
 
     Attributes:
         typed_dict: a `TypedDict` whose keys are the names with a schema.
-        later: feature of each name that belongs to one that does not exist yet.
+        later: names of features that do not exist yet, each with its feature.
     """
 
     typed_dict: type
@@ -42,7 +42,7 @@ class NamedSections:
 
     @property
     def sections(self) -> Mapping[str, type[BaseModel]]:
-        """Section class of each name that has one."""
+        """Return the section class of each name that has one."""
         return inspect.get_annotations(self.typed_dict, eval_str=True)
 
 
@@ -52,7 +52,7 @@ class Slot:
 
     Attributes:
         sections: classes that a mapping at this place may be.
-        item: the place of a list's elements, if a list may stand here.
+        item: the place of a list's elements, if this may be a list.
         values: the place of each value, if this is a mapping from free names to sections.
         named: names with a schema in an otherwise free mapping.
         annotation: the type written in the schema (None for free places).
@@ -68,7 +68,7 @@ class Slot:
 
     @classmethod
     def of(cls, annotation: Any, metadata: Iterable[Any] = ()) -> Slot:
-        """The place that a field with this annotation describes."""
+        """Return the place that a field with this annotation describes."""
         metadata = tuple(metadata)
         item = next((get_args(a)[0] for a in _options(annotation) if get_origin(a) is list), None)
         values = next((get_args(a)[1] for a in _options(annotation) if get_origin(a) is dict), None)
@@ -84,22 +84,22 @@ class Slot:
 
     @classmethod
     def of_section(cls, section: type[BaseModel]) -> Slot:
-        """The place that holds exactly this section."""
+        """Return the place that holds exactly this section."""
         return cls(sections=(section,), annotation=section)
 
     @property
     def optional(self) -> bool:
-        """Whether null is a value of its own here."""
+        """True if null is an allowed value with its own meaning."""
         return self.annotation is None or type(None) in _options(self.annotation)
 
     @property
     def is_mapping(self) -> bool:
-        """Whether keys stand here, and null is no value of its own."""
+        """True if this is a mapping for which null has no meaning of its own."""
         kinds = [*self.sections, *(a for a in _options(self.annotation) if get_origin(a) is dict)]
         return bool(kinds) and not self.optional
 
     def section_for(self, keys: Iterable[str]) -> type[BaseModel] | None:
-        """The section that a mapping with these keys most likely is."""
+        """Return the section that a mapping with these keys most likely is."""
         if len(self.sections) == 1:
             return self.sections[0]
         given = set(keys)
@@ -107,18 +107,18 @@ class Slot:
         return ranked[0] if ranked else None
 
     def later_for(self, keys: Iterable[str]) -> Later:
-        """The keys of a mapping at this place whose features do not exist yet."""
+        """Return the keys of a mapping at this place whose features do not exist yet."""
         if self.named is not None:
             return Later(dict(self.named.later), {})
         section = self.section_for(keys)
         return Later(getattr(section, "later", {}), getattr(section, "neutral", {}))
 
     def child(self, key: str | int, value: Any) -> Slot | None:
-        """The place below `key` of `value`; None if the schema has no such key.
+        """Return the place below `key` of `value`; None if the schema has no such key.
 
         Args:
             key: a mapping key, or an index if `value` is a list.
-            value: the dict or list that stands at this place.
+            value: the dict or list at this place.
         """
         if isinstance(value, list):
             return self.item or FREE
@@ -138,7 +138,7 @@ FREE = Slot()
 
 @cache
 def _slot_in(section: type[BaseModel], key: str) -> Slot | None:
-    """The place below a key of a section; None if it has no such key."""
+    """Return the place below a key of a section; None if it has no such key."""
     field = section.model_fields.get(key)
     if field is not None:
         return Slot.of(field.annotation, field.metadata)
@@ -146,7 +146,7 @@ def _slot_in(section: type[BaseModel], key: str) -> Slot | None:
 
 
 def known_keys(section: type[BaseModel]) -> set[str]:
-    """Every key a user may write in this section, the ones without effect included."""
+    """Return every key that a user may write in this section, including those without effect."""
     extra = (getattr(section, kind, {}) for kind in ("later", "ignored", "moved"))
     return set(section.model_fields).union(*extra)
 
@@ -154,12 +154,12 @@ def known_keys(section: type[BaseModel]) -> set[str]:
 def mappings_in(
     slot: Slot, tree: Any, path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[Slot, Mapping[str, Any], tuple[str | int, ...]]]:
-    """Every mapping of a tree below places of the schema: its place, itself and its path.
+    """Yield every mapping of a tree below places of the schema: its place, the mapping and its path.
 
     Args:
         slot: the place of `tree`.
         tree: plain dicts and lists.
-        path: of `tree`.
+        path: path of `tree`.
     """
     if isinstance(tree, Mapping):
         yield slot, tree, path
@@ -182,7 +182,7 @@ def find_slot(root: type[BaseModel], path: Sequence[str | int], tree: Any) -> Sl
 
 
 def value_at(tree: Any, path: Sequence[str | int], default: Any = None) -> Any:
-    """The value below `path` in plain dicts and lists; `default` where the path ends early."""
+    """Return the value below `path` in plain dicts and lists; `default` if the path does not exist."""
     for part in path:
         if isinstance(tree, Mapping) and part in tree:
             tree = tree[part]
@@ -194,7 +194,7 @@ def value_at(tree: Any, path: Sequence[str | int], default: Any = None) -> Any:
 
 
 def type_text(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """A type as a reader of the reference page sees it, for example `int > 0 or null`."""
+    """Return a type as text for the reference page, for example `int > 0 or null`."""
     metadata = tuple(metadata)
     only = next((m for m in metadata if isinstance(m, Only)), None)
     if only is not None:
@@ -242,7 +242,7 @@ def _value_text(value: Any) -> str:
 
 
 def _options(annotation: Any) -> list[Any]:
-    """The members of a union, with `Annotated` taken off; the annotation itself if it is no union."""
+    """Return the members of a union without `Annotated`; the annotation itself if it is not a union."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _options(get_args(annotation)[0])

@@ -1,1 +1,1 @@
-"""From YAML files and `key=value` overrides to a checked configuration."""
+"""Turns YAML files and `key=value` overrides into a checked configuration."""

@@ -1,4 +1,4 @@
-"""Which algorithm a configuration file is for."""
+"""Finds the algorithm that a configuration file is for."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,17 +22,17 @@ ALGORITHMS: Mapping[str, type[MasterConfig] | type[EvalMasterConfig]] = {
 
 
 def algorithm_of(path: str | Path) -> str:
-    """The algorithm that a file is for, by the sections that it and its parents have.
+    """Return the algorithm that a file is for, by the sections of the file and its parents.
 
     Raises:
-        ConfigError: the file cannot be read, or it has the section of no algorithm, or of several.
+        ConfigError: the file cannot be read, or it has the sections of no algorithm or of several.
     """
     content = load_config_with_inheritance(path)
     found = [name for name in ALGORITHMS if name in content]
     if "ppo" in content and not found:
-        return "grpo"  # its relative, which names what is missing
+        return "grpo"  # GRPO's schema names the missing section in its error
     if len(found) != 1:
         sections = ", ".join(f"{name}:" for name in ALGORITHMS)
         has = f"has the sections {', '.join(found)}" if found else f"has none of the sections {sections}"
-        raise ConfigError(f"{path} {has}, so it is unclear which algorithm it is for. Say it with --algorithm.")
+        raise ConfigError(f"{path} {has}, so it is unclear which algorithm it is for. Give --algorithm.")
     return found[0]

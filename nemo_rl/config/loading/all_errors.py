@@ -1,7 +1,7 @@
-"""Everything that keeps a file from loading, at once: for those who come with configurations of NeMo RL.
+"""Collects all errors of a configuration file, for users who bring configurations of NeMo RL.
 
-`load_config` stops at the first stage that finds something; here every stage goes on with what the one before it left.
-Invariant: what is found is about keys and values; whether the files they name are on this machine is not asked.
+`load_config` stops at the first stage that finds an error; here every stage continues with the keys that the stage
+before it accepted. Invariant: the errors are about keys and values; files that they name need not exist here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,9 +24,9 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def obstacles(path: str | Path, algorithm: str, overrides: Sequence[str] = ()) -> list[str]:
-    """What keeps a configuration from loading, key by key; nothing if it loads.
+    """Return the errors of a configuration, key by key; an empty list if it loads.
 
-    Rules between keys are asked once every key is right by itself.
+    Rules between keys are checked only after every single key is right.
 
     Args:
         path: YAML file.
@@ -45,7 +45,7 @@ def obstacles(path: str | Path, algorithm: str, overrides: Sequence[str] = ()) -
 
 
 def _known(schema: type[MasterConfig] | type[EvalMasterConfig], layer: Layer, found: list[str]) -> Layer:
-    """A file without its unknown keys, which are added to `found`."""
+    """Return a file without its unknown keys; add a message for each of them to `found`."""
     content: Any = OmegaConf.to_container(layer.content)
     for path, sentence in list(unknown_keys(schema, content)):
         found.append(f"{layer.path}: {sentence}")
@@ -54,7 +54,7 @@ def _known(schema: type[MasterConfig] | type[EvalMasterConfig], layer: Layer, fo
 
 
 def _unbuilt_environments(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
-    """Rows that one of NeMo RL's environments grades that is not here; a run asks its registry of environments."""
+    """Yield data entries whose environment exists in NeMo RL but not here; a run checks its own registry instead."""
     entries: list[tuple[str, str | None]] = []
     if isinstance(config, EvalMasterConfig):
         entries = [("data", config.data.env_name)]

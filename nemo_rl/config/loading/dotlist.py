@@ -1,7 +1,7 @@
-"""Overrides as OmegaConf's dotlist, the grammar of `run_eval.py` in NeMo RL, in terms of Hydra's grammar.
+"""Rewrites overrides in OmegaConf's dotlist grammar, which `run_eval.py` of NeMo RL takes, to Hydra's grammar.
 
-In a dotlist everything after the first `=` is one YAML value, and a key that is missing is added. Invariant: what is
-already in Hydra's grammar (`+key=value`, `~key`) passes unchanged.
+In a dotlist everything after the first `=` is one YAML value, and a missing key is added. Invariant: an override that
+is already in Hydra's grammar (`+key=value`, `~key`) passes unchanged.
 """
 
 import json
@@ -46,6 +46,6 @@ def _in_hydra_grammar(value: Any) -> str:
         return "[" + ",".join(map(_in_hydra_grammar, value)) + "]"
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)
-    # Within quotes only a quote is escaped, and backslashes that stand right before one.
+    # Within quotes only a quote is escaped, and backslashes directly before one.
     escaped = re.sub(r'(\\+)(?="|$)', r"\1\1", str(value)).replace('"', '\\"')
     return f'"{escaped}"'

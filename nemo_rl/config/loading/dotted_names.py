@@ -1,7 +1,7 @@
-"""Names with dots in overrides: an environment that is the dotted path of a class, `env.my_env.Env.key=value`.
+"""Handles names with dots in overrides: an environment given by the dotted path of a class, `env.my_env.Env.key=value`.
 
-Hydra's grammar divides a key at its dots. Invariant: a name that the configuration has as one key, or that a data entry
-has as its environment, stays one key.
+Hydra's grammar divides a key at its dots. Invariant: a name that is one key of the configuration, or the environment of
+a data entry, stays one key.
 """
 
 import re
@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 DOT = "\x1f"
-"""Stands for the dots of a name while an override is applied."""
+"""Replaces the dots of a name while an override is applied."""
 
 
 def names_in(key: str, tree: Any) -> list[str]:
-    """Names with dots that an override's key contains, the longest first.
+    """Return the names with dots that an override's key contains, the longest first.
 
     Args:
         key: dotted key, for example `env.my_env.Env.key`.
@@ -24,25 +24,25 @@ def names_in(key: str, tree: Any) -> list[str]:
 
 
 def joined(key: str, names: list[str]) -> str:
-    """The key with the dots of these names replaced."""
+    """Return the key with the dots of these names replaced."""
     for name in names:
         key = _place_of(name).sub(name.replace(".", DOT), key)
     return key
 
 
 def with_names(tree: Any, names: list[str]) -> Any:
-    """The tree with the dots of these keys replaced."""
+    """Return the tree with the dots of these keys replaced."""
     table = {name: name.replace(".", DOT) for name in names}
     return _renamed(tree, lambda key: table.get(key, key))
 
 
 def with_dots(tree: Any) -> Any:
-    """The tree with its own names again."""
+    """Return the tree with the dots restored."""
     return _renamed(tree, shown)
 
 
 def shown(text: Any) -> Any:
-    """A key or a message as a user writes it."""
+    """Return a key or a message as a user writes it."""
     return text.replace(DOT, ".") if isinstance(text, str) else text
 
 
@@ -53,7 +53,7 @@ def _renamed(tree: Any, rename: Any) -> Any:
 
 
 def _dotted_keys(tree: Any) -> Iterator[str]:
-    """Keys with dots, and environments with dots that data entries name."""
+    """Yield keys with dots, and environments with dots that data entries name."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if isinstance(key, str) and "." in key:

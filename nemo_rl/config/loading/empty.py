@@ -1,7 +1,6 @@
-"""What is written without a value: sections whose keys are all commented out, and texts of shell variables that are not
-set.
+"""Handles keys without a value: sections whose keys are all commented out, and texts of unset shell variables.
 
-Invariant: an empty section changes nothing, and an empty text is not taken for a value.
+Invariant: an empty section changes nothing, and an empty text is never used as a value.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,9 +14,9 @@ from nemo_rl.config.loading.sources import Sources, dotted_path
 
 
 def keep_sections(schema: type[BaseModel], tree: Any) -> Any:
-    """A copy of a file's content in which `section:` without keys is an empty mapping, which inherits all.
+    """Return a copy of a file's content in which `section:` without keys is an empty mapping, which inherits all.
 
-    YAML reads it as null, which stays where it is a value of its own (`policy.generation`, `data.validation`).
+    YAML reads such a section as null. Null is kept where it has a meaning (`policy.generation`, `data.validation`).
 
     Args:
         schema: section that `tree` is.
@@ -37,13 +36,13 @@ def _kept(slot: Slot, tree: Any) -> Any:
 
 
 def without_value(schema: type[BaseModel], values: Any, unresolved: Any, sources: Sources) -> Iterator[str]:
-    """A sentence for each key of the schema that holds an empty text.
+    """Yield a sentence for each key of the schema that holds an empty text.
 
     Args:
         schema: section that `values` is.
         values: plain dicts and lists, interpolations resolved.
-        unresolved: the same with interpolations, which only repeat what is empty elsewhere.
-        sources: who wrote what.
+        unresolved: the same with interpolations; a key that only repeats another empty key is not reported.
+        sources: the file or override that wrote each key.
     """
     for slot, below, path in mappings_in(Slot.of_section(schema), values):
         for key, value in below.items():
@@ -56,7 +55,7 @@ def without_value(schema: type[BaseModel], values: Any, unresolved: Any, sources
 
 
 def _empty_in(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """Places of empty texts in a value that is a text or a list of texts."""
+    """Yield the places of empty texts in a value that is a text or a list of texts."""
     if value == "":
         yield path
     if isinstance(value, list):

@@ -1,6 +1,6 @@
 """Reads YAML files that inherit from others by a `defaults:` key.
 
-Produces the layers of a configuration, parents first, for loading.py. Invariant: a path in `defaults:` is relative to
+It returns the layers of a configuration, parents first, for load.py. Invariant: a path in `defaults:` is relative to
 the file that names it; interpolations stay unresolved, so a child also changes what depends on the key it overrides.
 """
 
@@ -18,7 +18,7 @@ from nemo_rl.config.base.paths import find_path
 from nemo_rl.utils.errors import ConfigError
 
 MOST_VALUES = 1_000_000
-"""Values that a file may stand for once its anchors are expanded."""
+"""Most values in a file after its anchors are expanded."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def load_config_with_inheritance(config_path: str | Path, base_dir: str | Path |
 
 
 def resolve_path(base_path: Path, path: str) -> Path:
-    """`path` itself if absolute, else below `base_path`."""
+    """Return `path` itself if absolute, else below `base_path`."""
     return Path(path) if Path(path).is_absolute() else Path(base_path) / path
 
 
@@ -97,7 +97,7 @@ def _drop_replaced(base: Any, child: Any) -> None:
     for key, value in child.items():
         below = base.get(key) if isinstance(base, dict) else None
         if isinstance(base, dict) and {type(below), type(value)} == {dict, list}:
-            # OmegaConf merges neither into the other.
+            # OmegaConf cannot merge a mapping with a list or a single value.
             del base[key]
             below = None
         if not isinstance(value, dict):
@@ -127,10 +127,10 @@ def _read(path: Path, children: tuple[Path, ...]) -> list[Layer]:
 
 
 def _refuse_too_much(path: Path) -> None:
-    """Count a file's values before its anchors are expanded: a few lines can stand for more than memory holds.
+    """Count a file's values before its anchors are expanded: a few lines can expand to more than memory holds.
 
     Raises:
-        ConfigError: there are too many.
+        ConfigError: the file has too many values.
     """
     text = path.read_text(encoding="utf-8")
     root = yaml.compose(text, Loader=yaml.SafeLoader) if "*" in text else None
@@ -142,7 +142,7 @@ def _refuse_too_much(path: Path) -> None:
 
 
 def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node stands for, at most `MOST_VALUES + 1`; `known` has those of nodes that were seen."""
+    """Return the number of values in an expanded node, at most `MOST_VALUES + 1`; `known` caches it by node."""
     if id(node) not in known:
         known[id(node)] = MOST_VALUES + 1  # for a node that contains itself
         children = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []

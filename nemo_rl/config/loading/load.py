@@ -1,9 +1,9 @@
-"""From YAML files and overrides to a typed, checked configuration.
+"""Turns YAML files and overrides into a typed, checked configuration.
 
 Programs call `load_config`. Order: read files (inheritance.py), refuse unknown keys (unknown_keys.py), merge, fill in
 the schema's defaults (section.py), apply overrides (overrides.py), resolve interpolations, validate types, make paths
-absolute, check keys against each other. Invariant: whatever is wrong with a configuration is a `ConfigError` raised
-here, before anything starts.
+absolute, check keys against each other. Invariant: every error in a configuration is a `ConfigError` raised here,
+before anything starts.
 """
 
 import logging
@@ -64,7 +64,7 @@ def load_config[Config: Section](
 def config_of[Config: Section](
     tree: Mapping[str, Any] | DictConfig, schema: type[Config], *, check: bool = True
 ) -> Config:
-    """Make a configuration of what a program holds: a dict, or an OmegaConf config.
+    """Make a configuration from a dict or an OmegaConf config of a program.
 
     Args:
         tree: keys and values as in a file.
@@ -103,7 +103,7 @@ def _loaded[Config: Section](
 
 
 def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[str]) -> tuple[DictConfig, Sources]:
-    """The tree of files and overrides with the schema's defaults, interpolations unresolved, and who wrote what.
+    """Merge files, overrides and the schema's defaults; return the unresolved tree and the source of each value.
 
     Raises:
         ConfigError: an override is wrong.
@@ -151,7 +151,7 @@ def make_paths_absolute(config: MasterConfig) -> None:
 
 
 def _make_absolute(paths: list[tuple[Section, str]]) -> None:
-    """Make the values at these keys of sections absolute, where they name something that exists."""
+    """Make the paths at these keys of sections absolute, if they exist."""
     for section, key in paths:
         value = getattr(section, key)
         found = None if value is None else find_path(value)
@@ -160,7 +160,7 @@ def _make_absolute(paths: list[tuple[Section, str]]) -> None:
 
 
 def layers_of(schema: type[Section], files: Sequence[Layer]) -> list[Layer]:
-    """The files of a configuration, parents first, with every key in its own section; empty sections inherit all."""
+    """Return the files, parents first, with every key in its own section; empty sections inherit all."""
     return [_in_own_sections(schema, layer) for layer in files]
 
 
@@ -173,7 +173,7 @@ def _in_own_sections(schema: type[Section], layer: Layer) -> Layer:
 
 
 def _names_elsewhere(schema: type[Section], override: Override) -> bool:
-    """Whether the mapping that an override sets has keys that belong into another section, to be moved."""
+    """Return whether the mapping that an override sets has keys to be moved to another section."""
     value = None if override.type == OverrideType.DEL else override.value()
     if not isinstance(value, dict):
         return False
@@ -184,7 +184,9 @@ def _names_elsewhere(schema: type[Section], override: Override) -> bool:
 def validated[Config: Section](
     schema: type[Config], tree: DictConfig, sources: Sources
 ) -> tuple[Config, dict[str, Any]]:
-    """The typed configuration and its plain values; a wrong value is reported where it is written, not used.
+    """Return the typed configuration and its plain values.
+
+    A wrong value is reported for the key where it is written, not for keys that refer to it.
 
     Raises:
         ConfigError: with a line for each wrong value and each key of a feature that does not exist yet.
@@ -212,7 +214,7 @@ def validated[Config: Section](
 
 
 def _take_out_not_built(schema: type[Section], values: Any, sources: Sources) -> list[str]:
-    """Delete keys that switch features on which do not exist yet; a line for each."""
+    """Delete keys that switch on features that do not exist yet; return a line for each."""
     lines = []
     for slot, below, path in list(mappings_in(Slot.of_section(schema), values)):
         for key, refusal in list(slot.later_for(below).switched_on(below)):
@@ -233,23 +235,23 @@ def _unresolvable(error: OmegaConfBaseException, sources: Sources) -> ConfigErro
 
 
 def _tell_idle(schema: type[Section], values: dict[str, Any], sources: Sources) -> None:
-    """Say once which keys that the user wrote have no effect here."""
+    """Log once which keys that the user wrote have no effect here."""
     written, off = [], set()
     for slot, tree, path in mappings_in(Slot.of_section(schema), values):
         if tree.get("enabled") is False or path in off or path[:-1] in off:
-            off.add(path)  # what is switched off has no effect anyway
+            off.add(path)  # the keys of a disabled section have no effect anyway
             continue
         section = slot.section_for(tree)
         reasons = section.without_effect(tree) if section is not None and issubclass(section, Section) else {}
         places = [((*path, key), reasons[key]) for key in tree if key in reasons]
-        off |= {place for place, _ in places}  # said once for all its keys
+        off |= {place for place, _ in places}  # one report covers all keys below the place
         written += [f"{dotted_path(place)} ({reason})" for place, reason in places if sources.has(place)]
     if written:
         logger.info("Keys without effect: %s", ", ".join(written))
 
 
 def _escaped(value: Any) -> Any:
-    """Texts that contain `${` written so that reading them back does not resolve anything."""
+    """Escape `${` in texts, so that reading them back resolves nothing."""
     if isinstance(value, dict):
         return {key: _escaped(below) for key, below in value.items()}
     if isinstance(value, list):

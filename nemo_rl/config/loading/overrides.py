@@ -1,6 +1,6 @@
 """Command-line overrides in Hydra's grammar.
 
-`a.b=c` sets a key that exists, `+a.b=c` adds one, `++a.b=c` does either, `~a.b` takes one away; lists are replaced by
+`a.b=c` sets a key that exists, `+a.b=c` adds one, `++a.b=c` does either, `~a.b` removes one; lists are replaced by
 `a.l=[1,2]` and changed at an index by `a.l.0=9`. Invariant: an override that cannot be applied is quoted in the error,
 with an example that works; a key that is known to the schema exists, whether or not a file writes it.
 """
@@ -25,7 +25,7 @@ from nemo_rl.utils.errors import ConfigError
 
 _EXAMPLES = (
     "Write key=value (grpo.num_prompts_per_step=8), +key=value to add a key, ++key=value to set or add, "
-    "~key to take one away."
+    "~key to remove one."
 )
 _ABSENT = object()
 
@@ -54,7 +54,7 @@ def parse_override(text: str) -> Override:
     """Read one override.
 
     Raises:
-        OverridesError: the text is no override, or asks for a sweep over several values.
+        OverridesError: the text is not an override, or is a sweep over several values.
     """
     try:
         override = OverridesParser.create().parse_override(text)
@@ -64,7 +64,7 @@ def parse_override(text: str) -> Override:
         raise OverridesError(f"cannot read the override {text[:40]!r}...: it is nested too deeply.") from None
     if override.is_sweep_override():
         raise OverridesError(
-            f"the override {text!r} stands for several runs (a sweep), which is not possible here. "
+            f"the override {text!r} is a sweep over several runs, which is not possible here. "
             f"For a list write {_list_example(override, text)}; for a text with commas put it in "
             f"quotes inside quotes: '{override.key_or_group}=\"a,b\"'."
         )
@@ -116,7 +116,7 @@ def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override
         override.type = OverrideType.FORCE_ADD
     _clear_other_kind(cfg, override, value_at(tree, path))
     if slot is not None and not slot.sections and isinstance(value_at(tree, path), dict):
-        OmegaConf.set_struct(cfg, False)  # a mapping of free names takes further ones
+        OmegaConf.set_struct(cfg, False)  # a mapping with free names accepts new ones
     already_null = override.type == OverrideType.DEL and value_at(tree, path, _ABSENT) is None
     if not already_null:
         apply_override(cfg, override)
@@ -128,7 +128,7 @@ def _refuse_marker(path: Sequence[str], override: Override) -> None:
     if OVERRIDE_MARKER in path or (isinstance(value, dict) and OVERRIDE_MARKER in value):
         raise OverridesError(
             f"cannot apply the override {override.input_line!r}: {OVERRIDE_MARKER} is for files, where it drops what a "
-            "file below has written in the same mapping. Here take away single keys, with ~key."
+            "parent file has written in the same mapping. In an override remove single keys with ~key."
         )
 
 
@@ -137,25 +137,25 @@ def _refuse_null_section(slot: Slot | None, override: Override) -> None:
         key = shown(override.key_or_group)
         raise OverridesError(
             f"cannot apply the override {override.input_line!r}: {key} is a section, which null does not switch off. "
-            f"Set its keys, or take away what files write in it with ~{key}."
+            f"Set its keys, or remove what files write in it with ~{key}."
         )
 
 
 def _refuse_unknown_environment(path: Sequence[str], tree: Any, override: Override) -> None:
-    """Before Hydra's advice to add the key, which would make an environment of another name."""
+    """Refuse an unknown environment before Hydra advises to add the key, which would make a new environment."""
     environments = tree.get("env") or {}
     if path[0] != "env" or len(path) < 3 or override.type != OverrideType.CHANGE or path[1] in environments:
         return
     known = ", ".join(shown(name) for name in environments) or "none"
     raise OverridesError(
         f"cannot apply the override {override.input_line!r}: there is no environment {path[1]!r}. Environments in env: "
-        f"{known}. One with a dotted name is found when env has it, or a data entry has it as env_name; write env_name "
+        f"{known}. A dotted name is found if it is in env or the env_name of a data entry; write env_name "
         "before its keys, and +key=value for a key that it does not have yet."
     )
 
 
 def _clear_other_kind(cfg: DictConfig, override: Override, current: Any) -> None:
-    """Let a list take the place of a mapping and the other way round, which OmegaConf cannot merge."""
+    """Let a list replace a mapping, or a mapping a list; OmegaConf cannot merge them."""
     value = None if override.type == OverrideType.DEL else override.value()
     if (isinstance(current, dict) and isinstance(value, list)) or (
         isinstance(current, list) and isinstance(value, dict)
@@ -168,7 +168,7 @@ def _below_list(tree: Any, path: Sequence[str]) -> bool:
 
 
 def _is_dormant(schema: type[BaseModel], path: Sequence[str], tree: Any) -> bool:
-    """Whether the path leads into a key that is accepted without being part of the schema."""
+    """Return whether the path leads into a key that is accepted but not part of the schema."""
     for depth, key in enumerate(path):
         slot = find_slot(schema, path[:depth], tree)
         above = value_at(tree, path[:depth])

@@ -18,7 +18,7 @@ _ABSENT = object()
 
 @dataclass
 class Sources:
-    """Writers of a configuration, the earliest first.
+    """Files and overrides that wrote a configuration, the earliest first.
 
     Attributes:
         layers: file name and plain content of each layer.
@@ -30,11 +30,11 @@ class Sources:
 
     @classmethod
     def of_layers(cls, layers: Sequence[Layer]) -> "Sources":
-        """The sources of a configuration before overrides."""
+        """Return the sources of a configuration before overrides."""
         return cls([(str(x.path), OmegaConf.to_container(x.content)) for x in layers])
 
     def of(self, path: Sequence[str | int]) -> str:
-        """What set the value at `path`: an override, a file or the schema."""
+        """Return the name of what set the value at `path`: an override, a file or the schema."""
         dotted = dotted_path(path)
         for key, text in reversed(self.overrides):
             if dotted == key or dotted.startswith(f"{key}.") or key.startswith(f"{dotted}."):
@@ -42,11 +42,11 @@ class Sources:
         return self._file_of(path) or "a default of the schema"
 
     def has(self, path: Sequence[str | int]) -> bool:
-        """Whether a file or an override sets `path`."""
+        """Return whether a file or an override sets `path`."""
         return self._file_of(path) is not None or any(dotted_path(path) == key for key, _ in self.overrides)
 
     def _file_of(self, path: Sequence[str | int]) -> str | None:
-        """The last file that sets `path`, unless a later one replaces a mapping above it as a whole."""
+        """Return the last file that sets `path`, unless a later file replaces a mapping above it as a whole."""
         for name, content in reversed(self.layers):
             if self.is_written(path, content):
                 return name
@@ -56,12 +56,12 @@ class Sources:
 
     @staticmethod
     def is_written(path: Sequence[str | int], content: Any) -> bool:
-        """Whether a file with this content sets `path`."""
+        """Return whether a file with this content sets `path`."""
         return value_at(content, path, _ABSENT) is not _ABSENT
 
 
 def _replaces(path: Sequence[str | int], content: Any) -> bool:
-    """Whether a file drops what earlier ones wrote at `path`: by the marker, or by a value that has no keys."""
+    """Return whether a file drops earlier values at `path`: by the marker, or by a value that has no keys."""
     above = [value_at(content, path[:depth], _ABSENT) for depth in range(1, len(path))]
     return any(
         value is not _ABSENT and (not isinstance(value, Mapping) or value.get(OVERRIDE_MARKER) is True)
@@ -70,5 +70,5 @@ def _replaces(path: Sequence[str | int], content: Any) -> bool:
 
 
 def dotted_path(path: Sequence[str | int]) -> str:
-    """A path as users write it in overrides: `data.train.0.seed`."""
+    """Return a path as users write it in overrides: `data.train.0.seed`."""
     return ".".join(str(part) for part in path)

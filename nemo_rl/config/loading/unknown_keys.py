@@ -1,7 +1,7 @@
-"""Refuses keys that the schema does not have and says which one was probably meant.
+"""Refuses keys that the schema does not have and names the key that was probably meant.
 
-Every file is checked, and the whole again after overrides. Invariant: the message names the file or override, the full
-key and the nearest valid key.
+Every file is checked, and the merged configuration again after overrides. Invariant: the message names the file or
+override, the full key and the nearest valid key.
 """
 
 import difflib
@@ -33,7 +33,7 @@ def refuse_unknown_keys(schema: type[BaseModel], tree: Any, where: str) -> None:
 
 
 def unknown_keys(schema: type[BaseModel], tree: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """The path of each key that the schema does not have, with a sentence for people."""
+    """Yield the path of each key that the schema does not have, with a sentence for the user."""
     for slot, values, path in mappings_in(Slot.of_section(schema), tree):
         for key in values:
             if key != OVERRIDE_MARKER and slot.child(key, values) is None:
@@ -41,7 +41,7 @@ def unknown_keys(schema: type[BaseModel], tree: Any) -> Iterator[tuple[tuple[str
 
 
 def explain_unknown(schema: type[BaseModel], path: Sequence[str | int], tree: Any) -> str:
-    """One sentence on the first key of `path` that the schema does not have, or why it is missing."""
+    """Return a sentence about the first key of `path` that is unknown or not set."""
     slot, value = Slot.of_section(schema), tree
     for depth, key in enumerate(path):
         child = slot.child(key, value)
@@ -77,7 +77,7 @@ def _nearest(key: str, parent: Sequence[str | int], siblings: list[str], schema:
 
 
 def _all_keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-    """Each key's last name with its dotted path; the shallowest path of a name comes last."""
+    """Yield each key's last name with its dotted path; the shallowest path of a name comes last."""
     for name, field in section.model_fields.items():
         slot = Slot.of(field.annotation, field.metadata)
         below = {type_.__name__: type_ for type_ in slot.sections}

@@ -1,6 +1,6 @@
-"""Turns pydantic's findings into short messages for people.
+"""Turns pydantic's errors into short messages for users.
 
-Invariant: each line says the key, what was given, what is allowed and who set it.
+Invariant: each line names the key, the given value, the allowed values and the file or override that set it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,16 @@ _OWN_SENTENCES = {"metric_name", "moved", "scheduler"}
 
 
 def problem_lines(schema: type[BaseModel], details: Sequence[ErrorDetails], tree: Any, sources: Sources) -> list[str]:
-    """A line for each of pydantic's findings on `tree`, the values that were validated."""
+    """Return a line for each of pydantic's errors on `tree`, the values that were validated."""
     precise = [e for e in details if e["type"] not in _BRANCH_ERRORS]
     return list(dict.fromkeys(_line(schema, e, tree, sources) for e in precise or details))
 
 
 def without_followers(details: Sequence[ErrorDetails], tree: Any, unresolved: Any) -> list[ErrorDetails]:
-    """The findings on values that are written as such, not on those that only follow another key.
+    """Return the errors of values that are written in files or overrides, not of keys that only refer to another key.
 
     Args:
-        details: pydantic's findings.
+        details: pydantic's errors.
         tree: the values that were validated.
         unresolved: the same values with their interpolations.
     """
@@ -64,7 +64,7 @@ def _allowed(schema: type[BaseModel], path: Sequence[str | int], tree: Any) -> s
 
 
 def _path_in(tree: Any, loc: Sequence[str | int]) -> list[str | int]:
-    """The parts of pydantic's location that are keys; it also names members of unions."""
+    """Return the parts of pydantic's location that are keys; the location also names members of unions."""
     path: list[str | int] = []
     for part in loc:
         here = value_at(tree, path)
@@ -74,7 +74,7 @@ def _path_in(tree: Any, loc: Sequence[str | int]) -> list[str | int]:
 
 
 def short(value: Any) -> str:
-    """A value in a message."""
+    """Return a value as text for a message."""
     text = "null" if value is None else repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

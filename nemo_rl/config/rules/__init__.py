@@ -1,1 +1,1 @@
-"""Rules between keys, each stated once; a rule yields one text for each finding."""
+"""Checks keys against each other; a rule yields one text for each error it finds."""

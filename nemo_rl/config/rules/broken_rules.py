@@ -1,4 +1,4 @@
-"""What a rule yields: one text for each finding, with the values given, the rule and a way out."""
+"""Reports the findings of rules: one text for each, with the given values, the rule and a fix."""
 
 from collections.abc import Iterable, Iterator
 
@@ -21,7 +21,7 @@ def report_findings(findings: Iterable[str]) -> None:
 
 
 def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of `step` around `value`, as text: "Nearest values: 48, 64."."""
+    """Return the multiples of `step` around `value` as text: "Nearest values: 48, 64."."""
     below = value // step * step
     near = [below, below + step] if below else [step]
     return f"Nearest value{'s' if len(near) > 1 else ''}: {', '.join(map(str, near))}."

@@ -1,6 +1,6 @@
-"""Checks of data entries, environments and of the files that a configuration names.
+"""Checks data entries, environments and the files that a configuration names.
 
-Invariant: nothing is read or downloaded; only names and the existence of local paths are looked at.
+Invariant: nothing is read or downloaded; only names and the existence of local paths are checked.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,11 +29,11 @@ NEED_PATH = (
     "PreferenceDataset",
     "BinaryFeedbackDataset",
 )
-"""Data sets that read `data_path` and have no place of their own."""
+"""Data sets that read `data_path` and have no other source."""
 
 
 def check_data(data: DataConfig, environments: Mapping[str, Any]) -> Findings:
-    """Each data entry names a known data set and a configured environment."""
+    """Check that each data entry names a known data set and a configured environment."""
     if not data.train_entries and not data.is_handed_in:
         yield (
             "data.train is empty. Name a data set, for example data.train.dataset_name=arithmetic, or a "
@@ -49,7 +49,7 @@ def check_data(data: DataConfig, environments: Mapping[str, Any]) -> Findings:
 
 
 def check_environment(place: str, env_name: str | None, environments: Collection[str]) -> Findings:
-    """The environment that grades answers is one of `env`.
+    """Check that the environment that grades answers is one of `env`.
 
     Args:
         place: key of the entry that names it.
@@ -67,7 +67,7 @@ def check_environment(place: str, env_name: str | None, environments: Collection
 
 
 def check_unused(environments: Collection[str], used: Collection[str | None]) -> Findings:
-    """An environment of the user's own is one that data names; those of the library may stay from an inherited file.
+    """Check that data names each user-defined environment; built-in ones may be unused, from an inherited file.
 
     Args:
         environments: names in `env`.
@@ -83,13 +83,13 @@ def check_unused(environments: Collection[str], used: Collection[str | None]) ->
             + (
                 f"For the environment {meant} write env={{{meant}: {{key: value}}}}, or env.{meant}.key=value after it."
                 if meant
-                else f"Set data.default.env_name={name}, or take it away with ~env.{name}."
+                else f"Set data.default.env_name={name}, or remove it with ~env.{name}."
             )
         )
 
 
 def check_data_files(data: DataConfig) -> Findings:
-    """Data, prompts and system messages exist where they can only be local."""
+    """Check that data, prompts and system messages exist where they can only be local files."""
     seen: set[str] = set()
     for name, entry in named_entries(data):
         for key, is_path in (
@@ -104,7 +104,7 @@ def check_data_files(data: DataConfig) -> Findings:
 
 
 def check_model_files(section: str, policy: PolicyConfig) -> Findings:
-    """Model, tokenizer and template exist where they can only be local."""
+    """Check that model, tokenizer and template exist where they can only be local files."""
     yield from _missing(f"{section}.model_name", policy.model_name, looks_local(policy.model_name))
     tokenizer = policy.tokenizer
     if tokenizer.name != policy.model_name:
@@ -116,7 +116,7 @@ def check_model_files(section: str, policy: PolicyConfig) -> Findings:
 
 
 def named_entries(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    """The entries of train and validation with the key under which they are written."""
+    """Yield the entries of train and validation, each with its key."""
     for side, entries in (("train", data.train), ("validation", data.validation)):
         if isinstance(entries, list):
             yield from ((f"data.{side}.{i}", entry) for i, entry in enumerate(entries))
@@ -125,7 +125,7 @@ def named_entries(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
 
 
 def check_dataset(name: str, entry: DatasetConfig, known: Sequence[str]) -> Findings:
-    """The entry names data that exists.
+    """Check that the entry names data that exists.
 
     Args:
         name: key of the entry.
@@ -161,7 +161,7 @@ def _check_arithmetic(name: str, entry: DatasetConfig) -> Findings:
 
 
 def check_operands(place: str, low: int, high: int) -> Findings:
-    """Generated problems have a range of numbers."""
+    """Check that the range of numbers of generated problems is not empty."""
     if low > high:
         yield f"{place}min_operand={low} is above {place}max_operand={high}."
 

@@ -1,4 +1,4 @@
-"""Checks between keys for on-policy distillation.
+"""Checks keys of on-policy distillation against each other.
 
 Vocabularies are compared in `algorithms.teacher`, which may read tokenizers.
 """
@@ -12,13 +12,13 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 
 
 def check_teacher(policy: PolicyConfig, teacher: TeacherConfig, cluster: ClusterConfig) -> Findings:
-    """The teacher is a language model that can read the student's answers, on devices that exist."""
+    """Check that the teacher is a language model, can read the student's answers, and has devices."""
     yield from _check_placement(teacher, cluster)
     yield from check_backend("teacher", teacher)
     for key in teacher.adapter_keys:
         yield f"teacher.{key}.enabled=true adds untrained adapters. Set it to false."
     if teacher.reward_model_cfg.enabled:
-        yield "teacher.reward_model_cfg.enabled=true makes a model that scores answers as wholes. Set it to false."
+        yield "teacher.reward_model_cfg.enabled=true makes a model that scores whole answers. Set it to false."
     longest = policy.max_total_sequence_length
     if teacher.max_total_sequence_length < longest:
         yield (
@@ -50,7 +50,7 @@ def _check_placement(teacher: TeacherConfig, cluster: ClusterConfig) -> Findings
 
 
 def check_distillation_loss(loss: DistillationLossConfig) -> Findings:
-    """The weight belongs to the loss that was chosen."""
+    """Check that the weight of the mixed loss leaves both of its parts."""
     if loss.kl_type == "mixed" and loss.mixed_kl_weight in (0.0, 1.0):
         alone = "forward" if loss.mixed_kl_weight == 1 else "reverse"
         yield (

@@ -1,7 +1,7 @@
-"""How the ranks of generation divide into engines, from `engine` and the ranks of each machine.
+"""Checks that the generation ranks of each machine divide into engines.
 
-What a model's sizes allow is checked by `models.generation.vllm.check`, which reads the model. Invariant: an engine
-never spans machines.
+`models.generation.vllm.check` checks the sizes against the model, which it reads. Invariant: an engine never spans
+machines.
 """
 
 from nemo_rl.config.base.part_names import is_own_class
@@ -15,22 +15,22 @@ _OWN_KEYS = {
     "distributed_executor_backend": None,
     "data_parallel_size": None,
 }
-"""Arguments of vLLM that decide how many processes an engine has, and the keys that mean them here."""
+"""Arguments of vLLM that decide how many processes an engine has, and the keys to use instead."""
 
 
 def ranks_of_engine(engine: EngineConfig) -> int:
-    """Processes of one engine, each with its device."""
+    """Return the number of processes of one engine, each with its own device."""
     return engine.tensor_parallel_size * engine.pipeline_parallel_size
 
 
 def check_engines(section: str, generation: GenerationConfig, ranks: int, key: str) -> Findings:
-    """The ranks of each machine divide into engines of the size that was asked for.
+    """Check that the ranks of each machine divide into engines of the requested size.
 
     Args:
         section: name of the section of `generation`.
         generation: the section.
         ranks: ranks of generation on each machine.
-        key: what sets that number.
+        key: key that sets that number.
     """
     engine = generation.engine
     tensor, stages, experts = (
@@ -40,7 +40,7 @@ def check_engines(section: str, generation: GenerationConfig, ranks: int, key: s
     )
     for argument in _OWN_KEYS.keys() & generation.vllm_kwargs.keys():
         own = _OWN_KEYS[argument]
-        advice = f"Write {section}.{own}." if own else "Take it out."
+        advice = f"Write {section}.{own}." if own else "Remove it."
         yield f"{section}.vllm_kwargs.{argument} decides which processes an engine has, which Ray must know. {advice}"
     if generation.engine_kwargs and not is_own_class(generation.backend):
         yield (

@@ -1,4 +1,4 @@
-"""Checks between keys of an evaluation, and the names of the data sets it knows.
+"""Checks keys of an evaluation against each other, and lists its data sets.
 
 Invariant: a rule reads nothing but names and the existence of local paths.
 """
@@ -19,24 +19,24 @@ LOCALES = (
     *("AR-XY", "BN-BD", "DE-DE", "ES-LA", "FR-FR", "HI-IN", "ID-ID"),
     *("IT-IT", "JA-JP", "KO-KR", "PT-BR", "SW-KE", "YO-NG", "ZH-CN"),
 )
-"""Languages of the translated MMLU, as they stand in names such as mmlu_DE-DE."""
+"""Languages of the translated MMLU, as written in names such as mmlu_DE-DE."""
 
 TRANSLATED_MMLU = tuple(f"mmlu_{locale}" for locale in LOCALES)
 MULTIPLE_CHOICE_NAMES = ("gpqa", "gpqa_diamond", "mmlu", "mmlu_pro", *TRANSLATED_MMLU)
 EVAL_DATASET_NAMES = ("aime2024", "aime2025", "gsm8k", "math", "math500", ARITHMETIC, *MULTIPLE_CHOICE_NAMES)
-"""Built-in data sets of evaluations; those of training (`RESPONSE_DATASET_NAMES`) can be used too."""
+"""Built-in data sets for evaluation; `RESPONSE_DATASET_NAMES`, for training, can be used too."""
 
 _FORMAT_SUFFIXES = {"csv": (".csv",), "json": (".json", ".jsonl", ".ndjson"), "jsonl": (".jsonl", ".ndjson")}
 
 
 def is_local_dataset(name: str) -> bool:
-    """Whether `data.dataset_name` is the path of a file rather than a name."""
+    """Return whether `data.dataset_name` is the path of a file rather than a name."""
     known = not name or name in EVAL_DATASET_NAMES or name in RESPONSE_DATASET_NAMES
     return not known and (looks_local(name) or find_path(name) is not None)
 
 
 def check_sampling(wanted: EvalConfig, generation: EvalGenerationConfig, data: EvalDataConfig) -> Findings:
-    """The metric fits the number of samples, and the samples differ."""
+    """Check that the metric fits the number of samples, and that the samples differ."""
     n, k = wanted.num_tests_per_prompt, wanted.k_value
     if k > n:
         yield (
@@ -59,7 +59,7 @@ def check_sampling(wanted: EvalConfig, generation: EvalGenerationConfig, data: E
 
 
 def check_eval_data(data: EvalDataConfig, environments: Mapping[str, Any]) -> Findings:
-    """The data set exists and its environment can grade it."""
+    """Check that the data set exists and its environment can grade it."""
     yield from _check_name(data)
     yield from check_environment("data", data.env_name, environments)
     yield from check_unused(environments, {data.env_name})
@@ -102,7 +102,7 @@ def _check_verifier(data: EvalDataConfig, verifier: str) -> Findings:
 
 
 def check_eval_files(paths: Iterable[tuple[str, Section, str]]) -> Findings:
-    """Files and folders that can only be local exist.
+    """Check that files and folders that can only be local exist.
 
     Args:
         paths: name of a section, the section, and one of its keys that may name a file.

@@ -1,7 +1,7 @@
-"""Rules between the keys of `loss_fn`, and between them and the run.
+"""Checks the keys of `loss_fn` against each other and against the run.
 
-`GRPOMasterConfig.check` asks for all of them before anything starts; `losses.policy_gradient` asks for
-`check_loss_options` again, for those who make a loss without a run.
+`GRPOMasterConfig.check` runs all of these rules before anything starts; `losses.policy_gradient` runs
+`check_loss_options` again, because a loss can be made without a run.
 """
 
 from nemo_rl.config.rules.broken_rules import Findings
@@ -11,7 +11,7 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 
 
 def check_loss(grpo: GRPOConfig, policy: PolicyConfig, loss: ClippedPGLossConfig) -> Findings:
-    """Loss options contradict neither each other nor the run."""
+    """Check that loss options contradict neither each other nor the run."""
     penalty = f"loss_fn.reference_policy_kl_penalty={loss.reference_policy_kl_penalty:g}"
     if grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty != 0:
         yield (
@@ -32,7 +32,7 @@ def check_loss(grpo: GRPOConfig, policy: PolicyConfig, loss: ClippedPGLossConfig
 
 
 def check_loss_options(loss: ClippedPGLossConfig) -> Findings:
-    """The options of one loss do not contradict each other."""
+    """Check that the options of one loss do not contradict each other."""
     yield from _check_ratio(loss)
     yield from _check_sequences(loss)
     yield from _check_importance_sampling(loss)
@@ -41,7 +41,7 @@ def check_loss_options(loss: ClippedPGLossConfig) -> Findings:
 def _check_ratio(loss: ClippedPGLossConfig) -> Findings:
     if loss.disable_ppo_ratio and loss.use_cispo:
         yield (
-            "loss_fn.use_cispo=true shapes the probability ratio, which loss_fn.disable_ppo_ratio=true takes away. "
+            "loss_fn.use_cispo=true shapes the probability ratio, which loss_fn.disable_ppo_ratio=true removes. "
             "Keep one of the two."
         )
     if loss.use_cispo and loss.ratio_clip_c is not None:
@@ -64,7 +64,7 @@ def _check_ratio(loss: ClippedPGLossConfig) -> Findings:
 
 
 def _check_sequences(loss: ClippedPGLossConfig) -> Findings:
-    """Whether tokens or sequences are averaged fits the level of the ratio."""
+    """Check that the loss averages over tokens or sequences as the level of the ratio requires."""
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
         yield (
             "loss_fn.sequence_level_importance_ratios=true (GSPO) gives every sequence one ratio, so its loss is a "

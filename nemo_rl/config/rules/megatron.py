@@ -1,4 +1,4 @@
-"""Rules on `policy.megatron_cfg`, for any model: options that belong together, and the schedule."""
+"""Checks `policy.megatron_cfg` for any model: options that need each other, and the schedule."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +14,11 @@ _HOLDS = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-"""What the linear layers of Megatron Core are in a Hugging Face model."""
+"""Linear layers of a Hugging Face model that each layer of Megatron Core holds."""
 
 
 def check_megatron(section: str, config: MegatronConfig) -> Findings:
-    """Options that need each other are there together.
+    """Check that options that need each other are set together.
 
     Args:
         section: name of the model's section.
@@ -42,12 +42,12 @@ def check_megatron(section: str, config: MegatronConfig) -> Findings:
 
 
 def check_offloading(section: str, policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
-    """An optimizer in host memory is one that Megatron Core can save and load; on CPUs there is none.
+    """Check that Megatron Core can save and load an optimizer in host memory; on CPUs the option has no effect.
 
     Args:
         section: name of the model's section.
         policy: the section.
-        cluster: where it is trained.
+        cluster: cluster where the model is trained.
     """
     optimizer = policy.megatron_cfg.optimizer
     if not (policy.megatron_cfg.enabled and optimizer.optimizer_cpu_offload and cluster.uses_gpu):
@@ -66,7 +66,7 @@ def check_offloading(section: str, policy: PolicyConfig, cluster: ClusterConfig)
 
 
 def _check_adapters(keys: str, config: MegatronConfig) -> Findings:
-    """Adapters are on layers that Megatron Core has."""
+    """Check that adapters are on layers that Megatron Core has."""
     for key in ("target_modules", "exclude_modules"):
         for pattern in getattr(config.peft, key):
             last = pattern.rpartition(".")[2]
@@ -81,19 +81,19 @@ def _check_adapters(keys: str, config: MegatronConfig) -> Findings:
 
 
 def check_adapters_of_experts(section: str, config: MegatronConfig, fields: Mapping[str, Any]) -> Findings:
-    """What adapters ask of a mixture of experts; a dense model has nothing that these options would move.
+    """Check the options of a mixture of experts with adapters; in a dense model they have no effect.
 
     Args:
         section: name of the model's section.
         config: its `megatron_cfg`.
-        fields: the model in the terms of Megatron Core's `TransformerConfig`.
+        fields: the model's fields of Megatron Core's `TransformerConfig`.
     """
     keys, rate = f"{section}.megatron_cfg", config.moe_router_bias_update_rate
     if not config.peft.enabled or "num_moe_experts" not in fields:
         return
     if config.moe_shared_expert_overlap:
         yield (
-            f"{keys}.moe_shared_expert_overlap=true gives layers of shared experts inputs that adapters do not know. "
+            f"{keys}.moe_shared_expert_overlap=true gives shared experts inputs that adapters cannot handle. "
             f"Set it to false with {keys}.peft.enabled=true."
         )
     asked = config.moe_router_enable_expert_bias
@@ -106,7 +106,7 @@ def check_adapters_of_experts(section: str, config: MegatronConfig, fields: Mapp
 
 
 def check_megatron_schedule(section: str, config: MegatronConfig) -> Findings:
-    """The schedule rises to the learning rate, ends at or below it, and knows when.
+    """Check that the schedule rises to the learning rate, ends at or below it, and sets the steps that it needs.
 
     Args:
         section: name of the model's section.

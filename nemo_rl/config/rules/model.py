@@ -1,6 +1,6 @@
-"""Rules on the section of one model, whichever it is: its backend, what training needs, its microbatches.
+"""Checks the section of any single model: its backend, the keys that training needs, its microbatches.
 
-Runs ask for them under the name of the section; workers ask again, for those who build one without a run.
+Runs apply these rules under the name of the section; workers apply them again, because they can be built without a run.
 """
 
 import math
@@ -13,14 +13,14 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 
 
 def check_backend(section: str, policy: PolicyConfig) -> Findings:
-    """Exactly one backend trains, or answers as `section`."""
+    """Check that exactly one backend is enabled in `section`."""
     own, sections = policy.training_backend, ("dtensor_cfg", "megatron_cfg")
     asked = [f"{section}.{name}.enabled=true" for name in sections if getattr(policy, name).enabled]
     asked += [f"{section}.training_backend.name={own.name}"] if own is not None else []
     if not asked:
         yield (
             f"{section}.dtensor_cfg.enabled=false leaves no training backend. Set it or {section}.megatron_cfg.enabled "
-            f"to true, or name a backend of your own: {section}.training_backend.name."
+            f"to true, or name your own backend: {section}.training_backend.name."
         )
     if len(asked) > 1:
         others = [
@@ -36,12 +36,12 @@ def check_backend(section: str, policy: PolicyConfig) -> Findings:
     if policy.megatron_cfg.enabled and policy.dtensor_cfg.lora_cfg.enabled:
         yield (
             f"{section}.dtensor_cfg.lora_cfg.enabled=true belongs to {section}.dtensor_cfg. Set it to false; adapters "
-            f"of Megatron Core are asked for by {section}.megatron_cfg.peft.enabled=true."
+            f"of Megatron Core are enabled by {section}.megatron_cfg.peft.enabled=true."
         )
 
 
 def check_trainable(policy: PolicyConfig) -> Findings:
-    """A model that is trained has an optimizer, and computes in a format that holds small gradients."""
+    """Check that a trained model has an optimizer and a number format that can represent small gradients."""
     if policy.megatron_cfg.enabled:
         yield from check_megatron_schedule("policy", policy.megatron_cfg)
     elif policy.optimizer is None:
@@ -49,21 +49,21 @@ def check_trainable(policy: PolicyConfig) -> Findings:
     yield from _check_finite(policy)
     if policy.precision == "float16":
         yield (
-            "policy.precision=float16 loses gradients below 6e-8, and there is no loss scaling that would save them. "
+            "policy.precision=float16 loses gradients below 6e-8, and there is no loss scaling to prevent that. "
             "Use bfloat16, which has the range of float32, or float32."
         )
 
 
 def _check_finite(policy: PolicyConfig) -> Findings:
-    """Arguments of optimizer and schedule, which have no keys of their own, are finite numbers."""
+    """Check that arguments of optimizer and schedule are finite numbers; the schema has no keys for them."""
     written = policy.model_dump(include={"optimizer", "scheduler"})
     for key, value in _numbers(written, "policy"):
         if not math.isfinite(value):
-            yield f"{key}={value} is not a finite number, and would make every weight one. Write a finite one."
+            yield f"{key}={value} is not finite, and would make every weight infinite or NaN. Write a finite number."
 
 
 def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
-    """All floats at and below a value, each with its dotted key."""
+    """Yield all floats at and below a value, each with its dotted key."""
     if isinstance(value, float):
         yield key, value
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
@@ -72,7 +72,7 @@ def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
 
 
 def check_budgets(section: str, model: PolicyConfig, longest: int, keys: tuple[str, ...]) -> Findings:
-    """One way of forming microbatches is on, and each of them can hold the longest sequence.
+    """Check that packing and dynamic batching are not both on, and that microbatches hold the longest sequence.
 
     Args:
         section: name of the section.

@@ -1,7 +1,7 @@
-"""Which keys may differ between a checkpoint's configuration and that of the run that goes on from it.
+"""Decides which keys may differ between a checkpoint's configuration and that of the run that resumes from it.
 
-A changed key is either applied from the next step on, or refused because the checkpoint holds a state that belongs to
-the old value, or because the numbers before and after it would not be those of one experiment. Invariant: a key that
+A changed key is either applied from the next step on, or refused. It is refused if the checkpoint holds a state that
+belongs to the old value, or if results before and after the change would not be comparable. Invariant: a key that
 `APPLIED` does not name is refused unless `checkpointing.allow_changed` names it.
 """
 
@@ -83,15 +83,15 @@ APPLIED: dict[str, tuple[str, ...]] = {
     ),
     "limits and defaults of data sets": ("data.max_bad_row_share", "data.default"),
 }
-"""Patterns of keys that a resumed run takes over, by what they are about; a section stands for all its keys, and
-`policy.` also for `teacher.`. `data.default` reaches the entries of `data.train`, which are compared themselves."""
+"""Patterns of keys that a resumed run may change, by topic; a section means all its keys, and `policy.` also means
+`teacher.`. `data.default` fills the entries of `data.train`, which are compared themselves."""
 
 _ABSENT = "(absent)"
 
 
 @dataclass(frozen=True)
 class ChangedKey:
-    """A key whose value is not the checkpoint's.
+    """A key whose value differs from the checkpoint's.
 
     Attributes:
         key: dotted path.
@@ -105,7 +105,7 @@ class ChangedKey:
 
     @property
     def is_applied(self) -> bool:
-        """Whether a resumed run takes the new value over without being asked to."""
+        """True if a resumed run accepts the new value without `checkpointing.allow_changed`."""
         section, _, rest = self.key.partition(".")
         names = {self.key, f"policy.{rest}"} if section == "teacher" else {self.key}
         patterns = [pattern for group in APPLIED.values() for pattern in group]
@@ -117,13 +117,13 @@ class ChangedKey:
 
 
 def changed_keys(config: BaseModel, stored: Mapping[str, Any]) -> list[ChangedKey]:
-    """Keys that differ from a stored configuration.
+    """Return the keys that differ from a stored configuration.
 
     A key of the schema that one side does not have belongs to another version of the library and is left out.
 
     Args:
         config: the configuration of this run.
-        stored: what `config.model_dump(mode="json")` was when the checkpoint was written.
+        stored: `config.model_dump(mode="json")` at the time when the checkpoint was written.
     """
     return list(_walk(config, stored, ""))
 

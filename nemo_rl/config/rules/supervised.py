@@ -1,4 +1,4 @@
-"""Checks between keys for SFT, DPO and reward-model training."""
+"""Checks keys of SFT, DPO and reward-model training against each other."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -23,13 +23,13 @@ def check_supervised(
     data: DataConfig,
     cluster: ClusterConfig,
 ) -> Findings:
-    """What every supervised run needs: a trainable policy, batches that divide, validation data."""
+    """Check that a supervised run has a trainable policy, batches that divide, and validation data."""
     if algorithm.max_num_steps == 0:
         yield f"{section}.max_num_steps=0 trains nothing. Use -1 for all of the data, or a number of steps."
     if algorithm.val_batches == 0:
         yield f"{section}.val_batches=0 validates on nothing. Use -1 for all of the data, or {section}.val_period=0."
     if policy.generation is not None:
-        yield "policy.generation must be null: this run reads answers and writes none. Leave the section out."
+        yield "policy.generation must be null: this run samples no answers. Leave the section out."
     yield from chain(
         check_backend("policy", policy),
         check_trainable(policy),
@@ -40,7 +40,7 @@ def check_supervised(
 
 
 def check_datasets(data: DataConfig, known: Sequence[str]) -> Findings:
-    """Each data entry names a data set of the right kind.
+    """Check that each data entry names a data set of the right kind.
 
     Args:
         data: the section.
@@ -53,7 +53,7 @@ def check_datasets(data: DataConfig, known: Sequence[str]) -> Findings:
 
 
 def check_best_metric(checkpointing: CheckpointingConfig, data: DataConfig) -> Findings:
-    """The metric that ranks checkpoints is one that a validation reports."""
+    """Check that validation reports the metric that ranks checkpoints."""
     metric = checkpointing.metric_name or ""
     side, _, bare = metric.partition(":")
     sets = [entry.name for entry in data.validation_entries]
@@ -68,7 +68,7 @@ def check_best_metric(checkpointing: CheckpointingConfig, data: DataConfig) -> F
 
 
 def check_pair_budget(policy: PolicyConfig) -> Findings:
-    """A microbatch has room for both answers of the longest pair."""
+    """Check that a microbatch has room for both answers of the longest pair."""
     needed = 2 * policy.max_total_sequence_length
     for name in ("sequence_packing", "dynamic_batching"):
         section = getattr(policy, name)
@@ -81,13 +81,13 @@ def check_pair_budget(policy: PolicyConfig) -> Findings:
 
 
 def check_language_model(policy: PolicyConfig) -> Findings:
-    """The policy predicts tokens."""
+    """Check that the policy predicts tokens."""
     if policy.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg.enabled=true belongs to run_rm.py: this run trains a language model."
 
 
 def check_reward_model(policy: PolicyConfig) -> Findings:
-    """The policy scores sequences."""
+    """Check that the policy scores sequences."""
     if not policy.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg.enabled=false, but run_rm.py trains a scalar head. Set it to true."
     for key in policy.adapter_keys:
@@ -98,7 +98,7 @@ def check_reward_model(policy: PolicyConfig) -> Findings:
 
 
 def check_dpo(dpo: DPOConfig) -> Findings:
-    """Loss options belong to the loss that was chosen."""
+    """Check that loss options belong to the chosen loss."""
     loss = dpo.preference_loss
     if dpo.preference_loss_weight == 0 and dpo.sft_loss_weight == 0:
         yield "dpo.preference_loss_weight=0 and dpo.sft_loss_weight=0 leave no loss. Give one of them a weight."
@@ -127,7 +127,7 @@ def check_dpo(dpo: DPOConfig) -> Findings:
 
 
 def _not_with_kto(dpo: DPOConfig) -> Findings:
-    """KTO is one term per answer, on sums of log-probabilities."""
+    """Refuse options that KTO ignores: it has one term per answer, on sums of log-probabilities."""
     for key, neutral in (
         ("preference_loss_weight", 1.0),
         ("sft_loss_weight", 0.0),
@@ -143,7 +143,7 @@ def _not_with_kto(dpo: DPOConfig) -> Findings:
 
 
 def check_pair_data(dpo: DPOConfig, data: DataConfig) -> Findings:
-    """Labelled answers and margins are for the losses that take them."""
+    """Check that labelled answers and margins are used only with losses that take them."""
     for name, entry in named_entries(data):
         if entry.margin_key is not None and dpo.preference_loss in ("ipo", "orpo", "kto"):
             yield (

@@ -1,7 +1,6 @@
-"""How many ranks train, score as teacher and generate, from `cluster`, `teacher.colocated` and `policy.generation`.
+"""Computes the numbers of policy, teacher and engine ranks from `cluster`, `teacher.colocated`, `policy.generation`.
 
-Invariant: the numbers follow from configuration alone; whether the machines exist is found out by
-`nemo_rl.distributed`.
+Invariant: the numbers follow from configuration alone; `nemo_rl.distributed` checks that the machines exist.
 """
 
 import math
@@ -16,12 +15,12 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.utils.errors import ConfigError
 
 _FACTORS = ("pp", "dp_replicate", "cp", "tp")
-"""Axes whose sizes a section gives and whose product divides the ranks."""
+"""Axes with a size in the section; their product divides the number of ranks."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where policy and generation run.
+    """Machines and ranks of policy and generation.
 
     Attributes:
         policy_nodes: machines with policy ranks.
@@ -52,7 +51,7 @@ def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
     Colocated, both use all of them. Separate on GPUs, one machine is split by
     `colocated.resources.gpus_per_node`; several machines are divided by `colocated.resources.num_nodes`.
     Separate on CPUs, engines are additional processes on the same machines, unless `resources.num_nodes` gives them
-    machines of their own.
+    their own machines.
     """
     nodes, ranks = cluster.num_nodes, cluster.policy_ranks_per_node
     if policy.generation is None or policy.generation.colocated.enabled:
@@ -69,7 +68,7 @@ def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
 
 
 def students_share(cluster: ClusterConfig, placement: TeacherPlacementConfig) -> ClusterConfig:
-    """The cluster that a teacher of its own leaves to policy and generation; all of it when they share.
+    """Return the part of the cluster left to policy and generation; all of it if the teacher shares their devices.
 
     Separate on GPUs, one machine is split by `resources.gpus_per_node`; several machines are divided by
     `resources.num_nodes`. Separate on CPUs, teacher ranks are additional processes on the same machines.
@@ -83,7 +82,7 @@ def students_share(cluster: ClusterConfig, placement: TeacherPlacementConfig) ->
 
 
 def teachers_share(cluster: ClusterConfig, placement: TeacherPlacementConfig) -> ClusterConfig:
-    """The machines and ranks of a teacher that does not share the policy's devices."""
+    """Return the machines and ranks of a teacher that does not share the policy's devices."""
     resources = placement.resources
     if not cluster.uses_gpu:
         return cluster.model_copy(update={"ranks_per_node": resources.ranks_per_node or 1})
@@ -93,7 +92,7 @@ def teachers_share(cluster: ClusterConfig, placement: TeacherPlacementConfig) ->
 
 
 def model_ranks(cluster: ClusterConfig, models: Sequence[PolicyConfig]) -> list[int]:
-    """Ranks of each model of a run, the policy first; a teacher has the policy's unless it is placed elsewhere."""
+    """Return the ranks of each model, the policy first; a colocated teacher has as many as the policy."""
     policy, *others = models
     apart = [model.colocated for model in others if isinstance(model, TeacherConfig) and not model.colocated.enabled]
     for placement in apart:
@@ -104,10 +103,10 @@ def model_ranks(cluster: ClusterConfig, models: Sequence[PolicyConfig]) -> list[
 
 
 def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:
-    """Sizes of the parallel axes and of the expert view; `dp_shard` takes what the others leave.
+    """Return the sizes of the parallel axes and of the expert mesh; `dp_shard` takes the remaining ranks.
 
     Raises:
-        ConfigError: the ranks do not divide into the axes that are given, or a stage's ranks into those of experts.
+        ConfigError: the ranks do not divide into the given axes, or a stage's ranks into those of experts.
     """
     section = policy.backend_section
     asked = {axis: section.size(axis) for axis in _FACTORS}
@@ -125,7 +124,7 @@ def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:
 
 
 def _check_expert_ranks(section: BackendSection, sharing: int, ranks: int) -> None:
-    """The ranks that share a copy of a stage divide among its experts, and among the parts of each expert."""
+    """Check that the ranks of one copy of a stage divide into the expert and expert-tensor axes."""
     parts, size = section.size("etp"), section.size("ep")
     if sharing % (parts * size) == 0:
         return
@@ -142,14 +141,14 @@ def _check_expert_ranks(section: BackendSection, sharing: int, ranks: int) -> No
 
 
 def row_length_multiple(policy: PolicyConfig) -> int:
-    """Tokens that the length of a row is a multiple of, so that the ranks that share a row get equal parts."""
+    """Return the tokens that a row length must be a multiple of, so that ranks that share a row get equal parts."""
     return math.lcm(policy.make_sequence_length_divisible_by, row_parts(policy))
 
 
 def row_parts(policy: PolicyConfig) -> int:
-    """Equal parts that a row is cut into.
+    """Return the number of equal parts of a row.
 
-    A context-parallel rank has two equal chunks of a row; sequence-parallel ranks divide what it has.
+    A context-parallel rank has two equal chunks of a row; sequence-parallel ranks divide those again.
     """
     section = policy.backend_section
     cp, sharing = section.size("cp"), section.size("tp")
@@ -158,12 +157,12 @@ def row_parts(policy: PolicyConfig) -> int:
 
 
 def _product(section: BackendSection, axes: Iterable[str]) -> str:
-    """The sizes above 1 as the user writes them."""
+    """Return the sizes above 1 as the user writes them."""
     return " x ".join(f"{section.size_keys[axis]}={section.size(axis)}" for axis in axes if section.size(axis) > 1)
 
 
 def _nearest_sizes(section: BackendSection, ranks: int) -> str:
-    """The largest smaller sizes, one key changed each, that divide the ranks."""
+    """Return the largest smaller sizes that divide the ranks, each with one key changed."""
     copies = math.prod(map(section.size, _FACTORS))
     fitting = []
     for axis in _FACTORS:
@@ -174,6 +173,6 @@ def _nearest_sizes(section: BackendSection, ranks: int) -> str:
 
 
 def data_parallel_ranks(cluster: ClusterConfig, policy: PolicyConfig) -> int:
-    """Groups of ranks that work on different samples."""
+    """Return the number of groups of ranks that work on different samples."""
     sizes = parallel_sizes(policy, plan_topology(cluster, policy).policy_ranks)
     return sizes["dp_replicate"] * sizes["dp_shard"]

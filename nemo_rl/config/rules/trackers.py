@@ -1,7 +1,7 @@
 """Checks that the trackers of `logger` can report, without importing them.
 
-Runs before Ray starts, and again when the trackers are made. Invariant: nothing is sent anywhere; an MLflow server is
-only connected to.
+The check runs before Ray starts, and again when the trackers are made. Invariant: nothing is sent; the check only opens
+a connection to an MLflow server.
 """
 
 import configparser
@@ -23,7 +23,7 @@ _INSTALL = {
     "swanlab": "the extra: uv sync --extra swanlab",
 }
 _SERVER_S = 5.0
-"""How long an MLflow server may take to accept a connection."""
+"""Seconds that an MLflow server may take to accept a connection."""
 _WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 _WITHOUT_SWANLAB_LOGIN = ("offline", "local", "disabled")
 
@@ -56,7 +56,7 @@ def check_trackers(config: LoggerConfig) -> None:
 
 
 def tracking_address(section: MlflowConfig) -> str | None:
-    """Where MLflow is told to keep runs; None where nothing says so."""
+    """Return the address where MLflow keeps runs; None if none is configured."""
     return section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None
 
 
@@ -82,7 +82,7 @@ def _check_mlflow(address: str) -> None:
 
 
 def _has_wandb_login() -> bool:
-    """Whether W&B finds a key where it looks for one, or needs none."""
+    """Return whether W&B finds an API key where it looks for one, or needs none."""
     if os.environ.get("WANDB_MODE") in _WITHOUT_LOGIN:
         return True
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -100,8 +100,9 @@ def _has_wandb_login() -> bool:
 
 
 def _has_swanlab_login() -> bool:
-    """Whether SwanLab finds a key where it looks for one, or needs none; what files say that set more than the key is
-    left to it.
+    """Return whether SwanLab finds an API key where it looks for one, or needs none.
+
+    Files that set more than the key are left to SwanLab.
     """
     if os.environ.get("SWANLAB_MODE") in _WITHOUT_SWANLAB_LOGIN or os.environ.get("SWANLAB_API_KEY"):
         return True

@@ -1,6 +1,6 @@
-"""Checks between keys: batches, lengths, rewards and advantages, generation, validation.
+"""Checks keys against each other: batches, lengths, rewards and advantages, generation, validation.
 
-Paths and data entries are in `data`, loss options in `loss`.
+Paths and data entries are checked in `data`, loss options in `loss`.
 """
 
 from typing import Protocol
@@ -25,7 +25,7 @@ from nemo_rl.utils.errors import ConfigError
 def check_batches(
     section: str, algorithm: RolloutTrainingConfig, policy: PolicyConfig, cluster: ClusterConfig
 ) -> Findings:
-    """Rollouts divide into optimizer updates, updates into ranks and microbatches, on a `cluster` for both."""
+    """Check that rollouts divide into optimizer updates, and updates into the ranks and microbatches of `cluster`."""
     topology = plan_topology(cluster, policy)
     if topology.policy_ranks < 1:
         yield (
@@ -57,7 +57,7 @@ def _machines(cluster: ClusterConfig) -> str:
 
 
 def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
-    """An optimizer update divides into ranks and microbatches, and is made where Megatron Core can save it."""
+    """Check that an update divides into ranks and microbatches, and that Megatron Core can save the optimizer."""
     yield from check_offloading("policy", policy, cluster)
     topology = plan_topology(cluster, policy)
     try:
@@ -87,7 +87,7 @@ def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
 
 
 def check_lengths(policy: PolicyConfig, data: DataConfig) -> Findings:
-    """Answers, prompts and token budgets fit the sequence length."""
+    """Check that answers, prompts and token budgets fit the sequence length."""
     total = policy.max_total_sequence_length
     limit = f"policy.max_total_sequence_length={total}"
     yield from check_budgets("policy", policy, total, ("train_mb_tokens", "logprob_mb_tokens"))
@@ -111,7 +111,7 @@ def _check_answer_lengths(generation: GenerationConfig, total: int) -> Findings:
         return
     if context > total:
         yield (
-            f"policy.generation.engine.max_model_len={context} lets the engine write sequences longer "
+            f"policy.generation.engine.max_model_len={context} lets the engine sample sequences longer "
             f"than policy.max_total_sequence_length={total}. Set both to the same value."
         )
     elif new_tokens > context:
@@ -122,7 +122,7 @@ def _check_answer_lengths(generation: GenerationConfig, total: int) -> Findings:
 
 
 def check_grpo(grpo: GRPOConfig) -> Findings:
-    """Group size and dynamic sampling agree, and so do the keys of rewards."""
+    """Check that group size, dynamic sampling and the keys of rewards fit together."""
     group = f"grpo.num_generations_per_prompt={grpo.num_generations_per_prompt}"
     estimator = grpo.adv_estimator
     if grpo.num_generations_per_prompt == 1:
@@ -151,7 +151,7 @@ def check_grpo(grpo: GRPOConfig) -> Findings:
 
 
 def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
-    """Options of the advantage estimator belong to the one that was chosen."""
+    """Check that options of the advantage estimator belong to the chosen estimator."""
     estimator = grpo.adv_estimator
     low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
     if (low is not None and low > 0) or (high is not None and high < 0):
@@ -176,7 +176,7 @@ def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
 
 
 def check_early_stop(section: str, algorithm: RolloutTrainingConfig) -> Findings:
-    """A metric that ends the run exists and has a threshold."""
+    """Check that a metric that ends the run exists and has a threshold."""
     metric, threshold = algorithm.stop_at_validation_metric, algorithm.stop_at_validation_threshold
     several = algorithm.val_num_generations_per_prompt > 1
     known = [name for name in VALIDATION_METRICS if several or name != PASS_K]
@@ -196,7 +196,7 @@ def check_early_stop(section: str, algorithm: RolloutTrainingConfig) -> Findings
 
 
 def check_reward_scaling(scaling: RewardScalingConfig) -> Findings:
-    """The source range is not empty."""
+    """Check that the source range is not empty."""
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         yield (
             f"grpo.reward_scaling.source_min={scaling.source_min:g} must be below "
@@ -205,7 +205,7 @@ def check_reward_scaling(scaling: RewardScalingConfig) -> Findings:
 
 
 def check_reward_shaping(shaping: RewardShapingConfig) -> Findings:
-    """The chosen penalty has its values."""
+    """Check that the values of the chosen penalty are set."""
     if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
         return
     needed = ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty")
@@ -218,12 +218,12 @@ def check_reward_shaping(shaping: RewardShapingConfig) -> Findings:
 
 
 def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
-    """Training and generation each have a backend and devices."""
+    """Check that training and generation each have a backend and devices."""
     yield from check_backend("policy", policy)
     yield from check_trainable(policy)
     generation = policy.generation
     if policy.reward_model_cfg.enabled:
-        yield "policy.reward_model_cfg.enabled=true makes a model that scores and cannot write. Set it to false."
+        yield "policy.reward_model_cfg.enabled=true makes a model that cannot sample answers. Set it to false."
     if generation is None:
         yield "policy.generation is null, but the policy samples answers. Write a policy.generation section."
         return
@@ -253,16 +253,16 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
 
 
 def _ranks_key(generation: GenerationConfig, cluster: ClusterConfig) -> str:
-    """The key that sets how many ranks of each machine generate."""
+    """Return the key that sets how many ranks of each machine generate."""
     key = "gpus_per_node" if cluster.uses_gpu else "ranks_per_node"
     if generation.colocated.enabled:
-        way_out = "" if cluster.uses_gpu else ", or policy.generation.colocated.enabled=false for processes of its own"
+        way_out = "" if cluster.uses_gpu else ", or policy.generation.colocated.enabled=false for separate processes"
         return f"cluster.{key}{way_out}"
     return f"policy.generation.colocated.resources.{key}"
 
 
 def _check_logprobs_mode(generation: GenerationConfig) -> Findings:
-    """The engine's log-probs are those of the distribution that it samples from."""
+    """Check that the engine's log-probs are those of the distribution that it samples from."""
     changed = [
         f"{key}={value}"
         for key, value, unchanged in (
@@ -282,7 +282,7 @@ def _check_logprobs_mode(generation: GenerationConfig) -> Findings:
 
 
 def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Findings:
-    """Weights can go from trainers to engines in the way that was asked for."""
+    """Check that weights can go from trainers to engines over the requested transport."""
     asked, colocated = generation.weight_sync.transport, generation.colocated.enabled
     if asked == "cuda_ipc" and not (cluster.uses_gpu and colocated):
         yield (
@@ -297,7 +297,7 @@ def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Fi
 
 
 class ValidationCadence(Protocol):
-    """The keys that ask for validation, in the section of any algorithm."""
+    """The keys of any algorithm's section that request validation."""
 
     val_period: int
     val_at_start: bool
@@ -305,7 +305,7 @@ class ValidationCadence(Protocol):
 
 
 def check_validation(section: str, cadence: ValidationCadence, data: DataConfig) -> Findings:
-    """Validation is only asked for where there is validation data."""
+    """Check that there is validation data if validation is requested."""
     wanted = [
         f"{section}.{key}={str(value).lower()}"
         for key, value in (
@@ -318,7 +318,7 @@ def check_validation(section: str, cadence: ValidationCadence, data: DataConfig)
     split = any(entry.split_validation_size > 0 for entry in data.train_entries)
     if wanted and data.train_entries and not data.validation_entries and not split:
         yield (
-            f"{wanted[0]} asks for validation, but there is no validation data. Set data.validation, or "
+            f"{wanted[0]} requests validation, but there is no validation data. Set data.validation, or "
             f"data.train.split_validation_size=0.05, or switch validation off ({wanted[0].split('=')[0]}="
             f"{'0' if 'period' in wanted[0] else 'false'})."
         )

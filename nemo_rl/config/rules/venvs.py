@@ -1,4 +1,4 @@
-"""The kinds of workers that `cluster.venvs` names are those of the run."""
+"""Checks that the kinds of workers in `cluster.venvs` are those of the run."""
 
 from collections.abc import Collection
 
@@ -8,11 +8,11 @@ from nemo_rl.utils.did_you_mean import did_you_mean
 
 
 def check_venvs(cluster: ClusterConfig, kinds: Collection[str]) -> Findings:
-    """Each name is a kind of worker.
+    """Check that each name is a kind of worker.
 
     Args:
         cluster: the section.
-        kinds: of the run.
+        kinds: kinds of workers of the run.
     """
     for name in cluster.venvs:
         if name not in kinds:

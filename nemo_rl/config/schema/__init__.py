@@ -1,1 +1,1 @@
-"""The sections: every key with its type, default, unit and one sentence."""
+"""Defines the sections: every key with its type, default, unit and one sentence."""

@@ -1,6 +1,6 @@
 """Keys of `checkpointing`: when a run is saved, where, and which saves are kept.
 
-Invariant: a metric is always named with its side, `val:` or `train:`.
+Invariant: a metric name always begins with `val:` or `train:`.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -28,7 +28,7 @@ MetricName = Annotated[str, AfterValidator(_has_side)]
 
 
 class CheckpointingConfig(Section):
-    """Saving and keeping checkpoints; a run started again resumes from the newest one."""
+    """Saving and keeping checkpoints; a run that is started again resumes from the newest one."""
 
     later: ClassVar[dict[str, str]] = {
         "ft_save_period": "extra crash-recovery saves",
@@ -36,8 +36,8 @@ class CheckpointingConfig(Section):
         "pretrained_checkpoint": "starting from a Megatron checkpoint (policy.model_name names a Hugging Face model)",
     }
     ignored: ClassVar[dict[str, str]] = {
-        "is_peft": "what trains is what is saved: adapters alone where only they do",
-        "peft_config": "what trains is what is saved: adapters alone where only they do",
+        "is_peft": "trained weights are saved: only adapters where only they are trained",
+        "peft_config": "trained weights are saved: only adapters where only they are trained",
         "model_cache_dir": "models are cached where Hugging Face caches them",
         "model_repo_id": "the model is named by policy.model_name",
     }
@@ -48,7 +48,7 @@ class CheckpointingConfig(Section):
     )
     metric_name: MetricName | None = Field(
         default="val:accuracy",
-        description="Metric that ranks checkpoints, as val:<name> or train:<name>; null: newest first.",
+        description="Metric that ranks checkpoints, as val:<name> or train:<name>; null: newer ones rank higher.",
     )
     higher_is_better: bool = Field(default=True, description="Whether a larger metric is better.")
     keep_top_k: PositiveInt | None = Field(
@@ -61,31 +61,31 @@ class CheckpointingConfig(Section):
     )
     signal_grace_s: PositiveFloat = Field(
         default=600.0,
-        description="Seconds from SIGTERM, SIGINT, SIGHUP or SIGUSR1 in which the running step and its checkpoint have "
-        "to be done; then the run ends without one.",
+        description="Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which the running step and its checkpoint "
+        "have to be done; then the run ends without a checkpoint.",
     )
     save_optimizer: bool = Field(
-        default=True, description="Store the optimizer state; without it a resumed run starts it anew."
+        default=True, description="Store the optimizer state; without it a resumed run starts with a new one."
     )
     allow_changed: list[str] = Field(
         default_factory=list,
         description="Keys or sections that may differ from the configuration of the checkpoint a run resumes from, "
-        "for example [data.train, grpo.seed]; policy.optimizer also lets a lost optimizer state start anew.",
+        "for example [data.train, grpo.seed]; policy.optimizer also allows a resume without an optimizer state.",
     )
     is_async: bool = Field(
         default=False,
-        description="Copy the state of the ranks into host memory and write it while training goes on; a checkpoint "
+        description="Copy the state of the ranks into host memory and write it while training continues; a checkpoint "
         "counts when it is complete.",
     )
     save_consolidated: bool = Field(
         default=False,
-        description="Also write policy/weights/model/consolidated: the model in policy.precision and its tokenizer, "
-        "a folder to hand on.",
+        description="Also write policy/weights/model/consolidated: a self-contained folder with the model in "
+        "policy.precision and its tokenizer.",
     )
     model_save_format: Annotated[Literal["safetensors", "torch_save"], Only(("safetensors",), "torch_save")] | None = (
         Field(default="safetensors", description="File format of the weights; null means safetensors.")
     )
 
     def allows(self, key: str) -> bool:
-        """Whether `allow_changed` names a key or a section it is in."""
+        """Return whether `allow_changed` names a key or a section it is in."""
         return any(key == allowed or key.startswith(f"{allowed}.") for allowed in self.allow_changed)

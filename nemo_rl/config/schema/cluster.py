@@ -1,6 +1,6 @@
 """Keys of `cluster`: devices, processes, deadlines.
 
-Invariant: the choice of device is made here once; every other package asks `uses_gpu` or `host.device`.
+Invariant: the choice of device is made here once; every other package reads `uses_gpu` or `host.device`.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -20,21 +20,21 @@ EnvVars = dict[str, Annotated[str, BeforeValidator(_as_text)]]
 
 
 class TimeoutsConfig(Section):
-    """The longest that each phase may take; afterwards the run stops and names what was waited for."""
+    """Deadlines of the phases; a run that misses one stops and names what it waited for."""
 
     setup_s: PositiveFloat = Field(default=900.0, description="Seconds to start all workers and engines.")
     rollout_s: PositiveFloat = Field(default=3600.0, description="Seconds for the rollouts of one step.")
     engine_silence_s: PositiveFloat = Field(
         default=300.0,
-        description="Seconds that a generation engine with open requests may go without a sign of life, four times as "
-        "many while its process computes. Then it is ended and replaced like one that died.",
+        description="Seconds that a generation engine with open requests may stay silent, four times this while its "
+        "process computes. Then the engine is stopped and replaced like a crashed one.",
     )
     train_s: PositiveFloat = Field(default=3600.0, description="Seconds for one training or logprob call.")
     weight_sync_s: PositiveFloat = Field(default=600.0, description="Seconds to move weights to the engines.")
     environment_s: PositiveFloat = Field(
         default=600.0,
         description="Seconds for an environment to answer one sample. A batch that takes longer is stepped again "
-        "sample by sample, so that only a sample that alone takes longer gets an error.",
+        "sample by sample; a single sample that takes longer gets an error.",
     )
     checkpoint_s: PositiveFloat = Field(default=1800.0, description="Seconds to write or read a checkpoint.")
     venv_s: PositiveFloat = Field(
@@ -48,16 +48,16 @@ class VenvConfig(Section):
 
     extras: list[str] | None = Field(
         default=None,
-        description="An environment with the dependencies of nemo_rl and these of its extras, and nothing else; null: "
+        description="Make an environment with the dependencies of nemo_rl and of these extras, and nothing else; null: "
         "the packages of the driver.",
     )
     packages: list[str] = Field(
         default_factory=list,
-        description="Requirements to add, as pip takes them; a wheel or a folder by its path. Packages that are there "
-        "already stay as they are unless they are named here.",
+        description="Requirements to add, in pip's syntax; a wheel or a folder by its path. Packages that are already "
+        "installed keep their version unless they are named here.",
     )
     py_executable: str | None = Field(
-        default=None, description="An interpreter that every node has, in place of an environment that is made."
+        default=None, description="Path of an interpreter that every node has, used instead of making an environment."
     )
 
     @model_validator(mode="after")
@@ -82,8 +82,8 @@ class ClusterConfig(Section):
     gpus_per_node: NonNegativeInt = Field(default=1, description="GPUs used on each machine.")
     gpu_memory_gb: PositiveFloat | None = Field(
         default=None,
-        description="Gibibytes of each GPU, for predictions of memory on machines that are elsewhere; null: what the "
-        "GPUs here have, and 80 in a dry run where there are none.",
+        description="Gibibytes of each GPU, for predictions of memory on other machines; null: the memory of the GPUs "
+        "of this machine, or 80 in a dry run without GPUs.",
     )
     ranks_per_node: PositiveInt | None = Field(
         default=None,
@@ -95,30 +95,30 @@ class ClusterConfig(Section):
     )
     max_actor_restarts: NonNegativeInt = Field(
         default=10,
-        description="Restarts before a run stops: of generation engines in all, of an environment in a row without an "
-        "answer in between.",
+        description="Restarts after which a run stops: of all generation engines together, or of one environment "
+        "without an answer in between.",
     )
     venvs: dict[str, VenvConfig] = Field(
         default_factory=dict,
-        description="Python environments of their own, for `policy` (with a teacher), `generation` or an environment "
-        "by its name in env; all others use the driver's interpreter.",
+        description="Separate Python environments, for `policy` (with a teacher), `generation` or an environment by "
+        "its name in env; all other workers use the driver's interpreter.",
     )
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig, description="Deadlines of the phases.")
     master_port_range_low: int | None = Field(
-        default=1400, ge=1, le=65535, description="Lowest port for the meeting point of worker processes."
+        default=1400, ge=1, le=65535, description="Lowest port for the rendezvous of worker processes."
     )
     master_port_range_high: int | None = Field(
-        default=1999, ge=1, le=65535, description="Highest port for the meeting point of worker processes."
+        default=1999, ge=1, le=65535, description="Highest port for the rendezvous of worker processes."
     )
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether policy and engines run on GPUs."""
+        """True if policy and engines run on GPUs."""
         return self.device == "cuda"
 
     @property
     def policy_ranks_per_node(self) -> int:
-        """Policy processes on one machine, with null replaced by its meaning."""
+        """Policy processes on one machine; null is replaced by the default."""
         if self.ranks_per_node is not None:
             return self.ranks_per_node
         return self.gpus_per_node if self.uses_gpu else 1

@@ -1,4 +1,4 @@
-"""Keys of `data`: which data sets are trained and validated on, and how rows become prompts.
+"""Keys of `data`: data sets for training and validation, and the conversion of rows to prompts.
 
 Invariant: a key that an entry of `train` or `validation` leaves out comes from `data.default`.
 """
@@ -12,7 +12,7 @@ from nemo_rl.config.base.names import GENERATED_DATASETS
 from nemo_rl.config.base.section import Section, Seed, derived
 
 Operand = Annotated[int, Field(ge=-(10**15), le=10**15)]
-"""A number of a generated problem, whose sums every tokenizer and verifier reads exactly."""
+"""A number in a generated problem; the bound keeps sums exact for every tokenizer and verifier."""
 
 _MEDIA = "multimodal data"
 _TEXT = "training on plain text"
@@ -54,12 +54,13 @@ class DatasetDefaults(Section):
     )
     repeat: PositiveInt = Field(
         default=1,
-        description="How often the rows come, one copy of all of them after another: validation then averages over "
-        "several answers to a prompt. Rows set aside by split_validation_size come once.",
+        description="Number of times all rows are repeated, one complete copy after another: validation then averages "
+        "over several answers to a prompt. Rows set aside by split_validation_size come once.",
     )
     name: Annotated[str, Field(pattern=r"^[\w-]+$")] | None = Field(
         default=None,
-        description="Validates these rows apart from the others, as validation-<name>/ (SFT, DPO and reward models).",
+        description="Name under which these rows are validated separately, as validation-<name>/ (SFT, DPO and reward "
+        "models).",
     )
     seed: Seed = Field(default=42, description="Seed of the split and of generated tasks.")
     input_key: str | None = Field(
@@ -109,12 +110,12 @@ class DatasetConfig(DatasetDefaults):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """The numbers of generated problems belong to the data sets that generate some."""
+        """Report the keys of generated problems where the data set generates none."""
         return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
 
 
 def numbers_without_effect(dataset_name: str | None) -> dict[str, str]:
-    """Keys of generated problems that change nothing for this data set, with the reason."""
+    """Return the keys of generated problems that have no effect for this data set, with the reason."""
     if dataset_name in GENERATED_DATASETS:
         return {}
     return dict.fromkeys(("num_samples", "min_operand", "max_operand"), "only arithmetic data sets generate problems")
@@ -137,12 +138,12 @@ def _as_default(key: str) -> str:
 type InRows = Literal["report", "allow", "as_text", "leave_out"]
 type FromTools = Literal["as_text", "as_tokens"]
 IN_ROWS = (
-    "Rows whose texts hold control tokens such as <|im_end|>: report counts them and encodes the tokens as such, allow "
-    "says nothing, as_text encodes them as ordinary text, leave_out counts the rows as unusable."
+    "Rows whose texts hold control tokens such as <|im_end|>: report counts the rows and encodes the tokens as such, "
+    "allow does so without a report, as_text encodes them as ordinary text, leave_out counts the rows as unusable."
 )
 FROM_TOOLS = (
     "Control tokens in texts of environments and tools (observations, messages of the role tool in rows): as_text "
-    "encodes them as ordinary text, which cannot end or begin a turn, as_tokens as the tokens."
+    "encodes them as ordinary text, which cannot end or begin a turn; as_tokens encodes them as the tokens."
 )
 
 
@@ -179,7 +180,7 @@ class DataConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Old spellings that say nothing: null, and a name beside data that has one."""
+        """Report old spellings without effect: null, and a name next to data that already has one."""
         written = {key: place for key, place in cls.moved.items() if key in values}
         dead = {key for key in written if values[key] is None} | ({"dataset_name"} if values.get("train") else set())
         return {**super().without_effect(values), **{key: place for key, place in written.items() if key in dead}}
@@ -191,7 +192,7 @@ class DataConfig(Section):
     )
     max_input_seq_length: PositiveInt | None = derived(
         "${policy.max_total_sequence_length}",
-        "Longest prompt in tokens; longer ones are cut to a stub and masked; null: no limit.",
+        "Longest prompt in tokens; longer ones are cut short and excluded from the loss; null: no limit.",
     )
     shuffle: bool = Field(default=True, description="Draw training prompts in a seeded random order.")
     num_workers: NonNegativeInt = Field(default=1, description="Processes that prepare prompts; 0: in the driver.")
@@ -205,11 +206,11 @@ class DataConfig(Section):
 
     @property
     def is_handed_in(self) -> bool:
-        """Whether a program brings the data, so that no entry names any."""
+        """Return True if a program passes the data, so that no entry names any."""
         return self._handed_in
 
     def handed_in(self) -> "DataConfig":
-        """This section for data that a program brings in place of `train` and `validation`."""
+        """Return this section for data that a program passes in place of `train` and `validation`."""
         own = self.model_copy(update={"train": None, "validation": None})
         own._handed_in = True
         return own

@@ -1,7 +1,7 @@
 """Keys of `env`: one entry for each environment of a run, by name.
 
-Invariant: built-in environments have a schema; any other name belongs to a user's environment and its mapping reaches
-it untouched.
+Invariant: built-in environments have a schema; any other name belongs to a user's environment, which gets its mapping
+unchanged.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from nemo_rl.config.base.structure import NamedSections
 
 
 class MathEnvironmentConfig(Section):
-    """Compares the model's final answer with the known one."""
+    """Comparison of the model's final answer with the known one."""
 
     num_workers: PositiveInt = Field(default=8, description="Processes that check answers.")
     stop_strings: list[str] | None = Field(
@@ -22,7 +22,7 @@ class MathEnvironmentConfig(Section):
         description="Texts that end the answers this environment grades, besides policy.generation.stop_strings.",
     )
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = Field(
-        default="math", description="How answers are compared: as mathematics or as a choice letter."
+        default="math", description="Kind of comparison: as mathematics or as a choice letter."
     )
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = Field(
         default="hf_math_verify", description="Rule for mathematics: math-verify, or DAPO's strict match."
@@ -33,7 +33,7 @@ class MathEnvironmentConfig(Section):
 
 
 def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[str] | None:
-    """Texts that end the answers an environment grades, of environments with a schema."""
+    """Return the stop strings of an environment that has a schema."""
     section = environments.get(name or "")
     return section.stop_strings if isinstance(section, MathEnvironmentConfig) else None
 

@@ -1,4 +1,4 @@
-"""Keys of `logger`: where metrics and samples of a run go.
+"""Keys of `logger`: destinations of a run's metrics and samples.
 
 Invariant: every tracker has an `<name>_enabled` switch and a section with its own keys.
 """
@@ -38,7 +38,7 @@ class MlflowConfig(Section):
         description="Address of a server or of a database (sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI, or "
         "without it a database in the run's folder, exp_NNN/mlflow/mlflow.db.",
     )
-    artifact_location: str | None = Field(default=None, description="Where a new experiment puts artifacts.")
+    artifact_location: str | None = Field(default=None, description="Place where a new experiment puts artifacts.")
     run_id: str | None = Field(default=None, description="Existing run to continue; null: a new one.")
 
 
@@ -50,7 +50,7 @@ class SwanlabConfig(Section):
 
 
 class LoggerConfig(Section):
-    """Console, trackers and files; each run writes below log_dir/exp_NNN."""
+    """Console, trackers and files; each run writes to its own folder log_dir/exp_NNN."""
 
     ignored: ClassVar[dict[str, str]] = {
         "gpu_monitoring": "machine metrics are not reported yet",

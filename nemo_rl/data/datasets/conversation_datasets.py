@@ -1,7 +1,7 @@
-"""Data sets of whole conversations, for supervised training.
+"""Reads data sets of whole conversations, for supervised training.
 
-`response_datasets` registers them. Invariant: a usable conversation ends with an assistant message; tool calls and tool
-descriptions reach the chat template as the mappings it expects.
+`response_datasets` registers them. Invariant: a usable conversation ends with an assistant message; the chat template
+gets tool calls and tool descriptions as the mappings that it expects.
 """
 
 import math
@@ -46,11 +46,11 @@ class MessagesDataset(RawDataset):
         return FormattedRows(table, self.columns(), self.to_messages, self.config.env_name)
 
     def columns(self) -> list[str]:
-        """Columns that `to_messages` reads."""
+        """Return the columns that `to_messages` reads."""
         return [self.chat_key]
 
     def to_messages(self, row: Row) -> list[dict[str, Any]]:
-        """The conversation of a raw row.
+        """Return the conversation of a raw row.
 
         Raises:
             RowError: The row cannot be used; the message says why.
@@ -61,8 +61,8 @@ class MessagesDataset(RawDataset):
 class OpenAIFormatDataset(MessagesDataset):
     """Conversations in OpenAI's format, with tool calls, tool answers and tool descriptions.
 
-    `system_key` names a column with a system message, `system_prompt` is the one of rows without,
-    `tool_key` names the column of tool descriptions (a list, or its JSON text).
+    `system_key` names a column with a system message, `system_prompt` is the system message of rows
+    without one, `tool_key` names the column of tool descriptions (a list, or its JSON text).
     """
 
     def __init__(self, config: DatasetConfig, role: str = TRAIN) -> None:
@@ -74,11 +74,11 @@ class OpenAIFormatDataset(MessagesDataset):
         return ToolRows(table, self.columns(), self.to_messages, self.config.env_name, tool_key=self.tool_key)
 
     def columns(self) -> list[str]:
-        """Messages, system message and tools."""
+        """Return the columns of messages, system message and tools."""
         return [key for key in (self.chat_key, self.config.system_key, self.tool_key) if key]
 
     def to_messages(self, row: Row) -> list[dict[str, Any]]:
-        """The conversation, its system message first."""
+        """Return the conversation, its system message first."""
         tools_of(row, self.tool_key)
         messages = super().to_messages(row)
         system = self.config.system_prompt
@@ -107,7 +107,7 @@ class OpenAssistantDataset(MessagesDataset):
     _ROLES = {"prompter": "user", "assistant": ASSISTANT}
 
     def columns(self) -> list[str]:
-        """The root of the tree."""
+        """Return the column of the root of the tree."""
         return ["prompt"]
 
     def to_messages(self, row: Row) -> list[dict[str, Any]]:
@@ -138,10 +138,10 @@ def _rank(reply: Mapping[str, Any]) -> float:
 
 
 def checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
-    """Messages as the chat template takes them.
+    """Check messages and return them in the form of the chat template.
 
     Raises:
-        RowError: They are no conversation that ends with an assistant message which says something.
+        RowError: The messages are not a conversation that ends with an assistant message with text or tool calls.
     """
     checked = message_list(messages, key)
     if not checked or checked[-1]["role"] != ASSISTANT:
@@ -150,10 +150,10 @@ def checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
 
 
 def message_list(messages: Any, key: str) -> list[dict[str, Any]]:
-    """Messages with a known role and text as content, whichever role is last.
+    """Return messages with a known role and text as content; the last one may have any role.
 
     Raises:
-        RowError: One of them has not, or they are no list.
+        RowError: A message has an unknown role or no text, or the messages are not a list.
     """
     if not isinstance(messages, list):
         raise RowError(f"{key!r} is {kind_of(messages)}, not a list of messages")
@@ -181,10 +181,10 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def message_text(content: Any, number: int) -> str:
-    """The text of a message, which may stand in a list of typed parts.
+    """Return the text of a message, which may be given as a list of typed parts.
 
     Raises:
-        RowError: It is neither, or one of the parts is not text.
+        RowError: The content is neither, or one of the parts is not text.
     """
     what = f"the content of message {number}"
     if content is None:

@@ -1,4 +1,4 @@
-"""Problems with known answers, under NeMo RL's path; re-export only, see `nemo_rl.evals.datasets`."""
+"""Re-exports problems with known answers under NeMo RL's path, see `nemo_rl.evals.datasets`."""
 
 from nemo_rl.compat.public_names import public_names
 

@@ -1,6 +1,6 @@
-"""Data sets of single answers that were found good or bad.
+"""Reads data sets of single answers that are labelled good or bad.
 
-Pairs of `preference_datasets` serve as well: the preferred answer of a pair is desirable, the other one undesirable.
+Pairs of `preference_datasets` work too: the preferred answer of a pair is desirable, the other one undesirable.
 Invariant: a formatted row has `feedback`: `context` and `completion` (messages) and `desirable`.
 """
 
@@ -63,7 +63,7 @@ class BinaryFeedbackDataset(RawDataset):
 
 
 class AnswersOfPairs(RowView):
-    """Each answer of a pair as a row of its own: row 2i is the preferred answer of pair i, row 2i + 1 the other."""
+    """Each answer of a pair as a separate row: row 2i is the preferred answer of pair i, row 2i + 1 the other."""
 
     def __init__(self, pairs: Any) -> None:
         super().__init__(pairs, np.arange(2 * len(pairs)) // 2)

@@ -1,6 +1,6 @@
-"""Data sets that a program hands in, in place of those that the configuration names.
+"""Prepares data sets that a program passes in place of those that the configuration names.
 
-Invariant: they pass the same early checks as configured ones: what cannot be used is found before Ray starts.
+Invariant: they pass the same early checks as configured ones, so unusable data is found before Ray starts.
 """
 
 import copy
@@ -16,7 +16,7 @@ from nemo_rl.data.datasets.setup import CHECKED_ROWS, TRIED_ROWS, RunData
 from nemo_rl.utils.errors import DataError
 
 UNNAMED = "default"
-"""Name of the validation rows that are reported as `validation/`, where sets are handed in by name."""
+"""Name of the validation rows that are reported as `validation/`, if data sets are passed by name."""
 
 
 class GivenRows(Dataset[Any]):
@@ -26,14 +26,14 @@ class GivenRows(Dataset[Any]):
         rows: Data with `len()` and `[i]`, each row what a processor returns.
 
     Raises:
-        DataError: It has no length or no index.
+        DataError: The data has no length or no index.
     """
 
     def __init__(self, rows: Any) -> None:
         if not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")):
             raise DataError(
                 f"a data set of type {type(rows).__name__} has no len() and [i]. Use an AllTaskProcessedDataset, or "
-                "any object with both; what is made on the way (an IterableDataset) cannot be resumed."
+                "any object with both; an IterableDataset cannot be resumed."
             )
         self.rows = rows
 
@@ -44,25 +44,25 @@ class GivenRows(Dataset[Any]):
         return dict(self.rows[idx])
 
     def place(self, idx: int) -> tuple[str, int]:
-        """Type of the data set and number of a row."""
+        """Return the type of the data set and the number of a row."""
         return type(self.rows).__name__, idx
 
 
 def given_data(dataset: Any, val_dataset: Any, config: DataConfig, *, sampled: bool) -> RunData:
-    """The data of a run from what was handed in.
+    """Make the data of a run from the data sets of a program.
 
     Args:
         dataset: Training rows: an `AllTaskProcessedDataset`, data of another run, or anything with `len()` and `[i]`.
         val_dataset: Validation rows of the same kinds, or by name; None for no validation.
-        config: `data` of the configuration, of which `train` and `validation` are not looked at.
+        config: `data` of the configuration; `train` and `validation` in it are ignored.
         sampled: Rows are prompts, which name their environment as `task_name`; else they are trained on as they are.
 
     Raises:
-        DataError: A set is of no such kind, too many of its first rows cannot be used, or they name no task.
+        DataError: A data set is of another kind, too many of its first rows cannot be used, or they name no task.
     """
     if isinstance(dataset, Mapping):
         raise DataError(
-            "training data by name needs one data loader for each set, which is not built yet; hand in one."
+            "training data by name needs one data loader for each set, which is not built yet; pass one data set."
         )
     bad_rows: list[BadRow] = []
     share = config.max_bad_row_share
@@ -74,13 +74,13 @@ def given_data(dataset: Any, val_dataset: Any, config: DataConfig, *, sampled: b
 
 
 def checked_rows(dataset: Any, max_bad_row_share: float, sampled: bool, bad_rows: list[BadRow]) -> MixedDataset:
-    """Rows that were handed in, after a look at the first ones; arguments and errors as `given_data`.
+    """Check the first rows of a program's data set and return it; arguments and errors as in `given_data`.
 
     Args:
         dataset: The rows.
-        max_bad_row_share: As the key of `data`.
+        max_bad_row_share: See the key of `data`.
         sampled: Rows are prompts.
-        bad_rows: Gets those that are left out.
+        bad_rows: Rows that are left out are appended here.
     """
     if isinstance(dataset, MixedDataset):
         return dataset
@@ -94,11 +94,11 @@ def checked_rows(dataset: Any, max_bad_row_share: float, sampled: bool, bad_rows
 
 
 def _tasks(rows: MixedDataset) -> set[str]:
-    """The tasks of the first rows."""
+    """Return the tasks of the first rows."""
     tasks = {rows[idx].get("task_name") for idx in range(min(TRIED_ROWS, len(rows)))}
     if None in tasks:
         raise DataError(
-            "a row that was handed in has no task_name, by which the environment that rewards it is found. Let the "
+            "a row of the data set has no task_name, which names the environment that rewards it. Let the "
             "processor set it."
         )
     return {str(task) for task in tasks}

@@ -1,6 +1,6 @@
-"""Location and raw rows of a named data set: from the hub, a mirror or a file.
+"""Finds and loads the raw rows of a named data set: from the hub, a mirror or a file.
 
-Invariant: a name means the same columns wherever the rows come from.
+Invariant: a name means the same columns for every source of the rows.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from nemo_rl.data.datasets.rows.readers import RowTable, is_file_path, read_file
 from nemo_rl.utils.errors import DataError
 
 if TYPE_CHECKING:
-    # Imported where a data set is loaded.
+    # The library is imported only when a data set is loaded.
     import datasets
 
 
@@ -25,10 +25,10 @@ class HubSource:
         path: Hub id.
         input_key: Column of the question.
         output_key: Column of the answer.
-        subsets: Hub configurations, joined; None is the only one.
+        subsets: Hub configurations to join; None means the only one.
         split: Split used for training.
         validation_split: Split used when the data set is the validation set.
-        section: Config section that names the data set, for messages; None is `data.<role>`.
+        section: Config section that names the data set, for messages; None means `data.<role>`.
     """
 
     path: str | None
@@ -41,7 +41,7 @@ class HubSource:
 
 
 def load_table(config: DatasetConfig, role: str, source: HubSource) -> RowTable:
-    """The raw rows of an entry: from its file, a mirror or the hub.
+    """Load the raw rows of an entry: from its file, a mirror or the hub.
 
     Raises:
         DataError: There is nothing to read, or it cannot be read.

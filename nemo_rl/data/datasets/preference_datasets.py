@@ -1,7 +1,7 @@
-"""Data sets of preferred and rejected answers, by name.
+"""Reads data sets of preferred and rejected answers, by name.
 
 Invariant: a formatted row has `pair`: `context` (messages) and two `completions`, each with `rank` and `completion`
-(messages), the lower rank preferred; a pair whose two answers are the same is no pair.
+(messages); the lower rank is preferred. A pair of equal answers is refused.
 """
 
 import math
@@ -29,7 +29,7 @@ _SPEAKERS = {"Human": "user", "Assistant": ASSISTANT}
 
 
 class PairDataset(RawDataset):
-    """Pairs from a local file, a mirror or the hub; a subclass says how a row is read.
+    """Pairs from a local file, a mirror or the hub; a subclass reads the rows.
 
     Args:
         config: The entry of `data.train` or `data.validation`.
@@ -48,11 +48,11 @@ class PairDataset(RawDataset):
         self.take_rows(table, rows)
 
     def columns(self) -> list[str]:
-        """Columns that `to_pair` reads."""
+        """Return the columns that `to_pair` reads."""
         raise NotImplementedError
 
     def to_pair(self, row: Row) -> Pair:
-        """The pair of a raw row.
+        """Return the pair of a raw row.
 
         Raises:
             RowError: The row cannot be used; the message says why.
@@ -60,10 +60,10 @@ class PairDataset(RawDataset):
         raise NotImplementedError
 
     def margin_of(self, row: Row, key: str) -> float:
-        """The number in a column.
+        """Return the number in a column.
 
         Raises:
-            RowError: There is none, or it is negative.
+            RowError: The column has no number, or a negative one.
         """
         value = value_of(row, key)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -82,15 +82,15 @@ class PairDataset(RawDataset):
 class PreferenceDataset(PairDataset):
     """Rows `{context: messages, completions: [{rank, completion: messages}, ...]}`.
 
-    Of several completions the best and the worst make the pair.
+    The best and the worst of several completions make the pair.
     """
 
     def columns(self) -> list[str]:
-        """Context and completions."""
+        """Return the columns of context and completions."""
         return ["context", "completions"]
 
     def to_pair(self, row: Row) -> Pair:
-        """The completions of lowest and highest rank."""
+        """Return the completions of lowest and highest rank."""
         return ranked_pair(row)
 
 
@@ -103,11 +103,11 @@ class BinaryPreferenceDataset(PairDataset):
     """
 
     def columns(self) -> list[str]:
-        """Prompt, chosen and rejected."""
+        """Return the columns of prompt, chosen and rejected."""
         return [self.config.prompt_key or "prompt", *self._answer_keys()]
 
     def to_pair(self, row: Row) -> Pair:
-        """Prompt and answers, or two conversations with the same beginning."""
+        """Make a pair from prompt and answers, or from two conversations with the same beginning."""
         prompt_key = self.config.prompt_key or "prompt"
         chosen, rejected = (value_of(row, key) for key in self._answer_keys())
         if self._reads_prompt(row, prompt_key, chosen):
@@ -131,15 +131,15 @@ class BinaryPreferenceDataset(PairDataset):
 class HelpSteer3Dataset(PairDataset):
     """HelpSteer3: two responses, `overall_preference` below 0 for the first and above 0 for the second.
 
-    As `margin_key`, `overall_preference` counts without its sign.
+    If `margin_key` is `overall_preference`, its absolute value is the margin.
     """
 
     def columns(self) -> list[str]:
-        """Context, responses and the preference."""
+        """Return the columns of context, responses and the preference."""
         return ["context", "response1", "response2", _PREFERENCE]
 
     def to_pair(self, row: Row) -> Pair:
-        """The response that the sign prefers, and the other one."""
+        """Make a pair of the response that the sign prefers and the other one."""
         preference = value_of(row, _PREFERENCE)
         if not _is_number(preference) or preference == 0:
             raise RowError("'overall_preference' prefers neither response")
@@ -149,15 +149,15 @@ class HelpSteer3Dataset(PairDataset):
         )
 
     def margin_of(self, row: Row, key: str) -> float:
-        """The number in a column; the sign of `overall_preference` only says which response is preferred."""
+        """Return the number in a column; of `overall_preference` the absolute value."""
         return abs(row[_PREFERENCE]) if key == _PREFERENCE else super().margin_of(row, key)
 
 
 def ranked_pair(row: Row) -> Pair:
-    """The best and the worst of a row's `completions`.
+    """Make a pair of the best and the worst of a row's `completions`.
 
     Raises:
-        RowError: There are no two ranks, or a message cannot be used.
+        RowError: There are no two different ranks, or a message cannot be used.
     """
     completions = value_of(row, "completions")
     if not isinstance(completions, list) or not all(isinstance(c, Mapping) for c in completions):
@@ -177,7 +177,7 @@ def _is_number(value: Any) -> bool:
 
 
 def make_pair(context: Messages, chosen: Messages, rejected: Messages) -> Pair:
-    """A formatted pair.
+    """Return a formatted pair.
 
     Raises:
         RowError: The two answers are the same.
@@ -191,10 +191,10 @@ def make_pair(context: Messages, chosen: Messages, rejected: Messages) -> Pair:
 
 
 def parse_transcript(text: str, key: str) -> Messages:
-    r"""Messages of a text written as "\n\nHuman: ...\n\nAssistant: ...".
+    r"""Return the messages of a text written as "\n\nHuman: ...\n\nAssistant: ...".
 
     Raises:
-        RowError: The text does not begin so, or does not end with an answer that says something.
+        RowError: The text does not begin this way, or does not end with an answer that is not empty.
     """
     parts = _TURNS.split(text)
     if parts[0].strip() or len(parts) < 3:
@@ -206,16 +206,16 @@ def parse_transcript(text: str, key: str) -> Messages:
 
 
 def whole_conversation(value: Any, key: str) -> Messages:
-    """A conversation that ends with an answer: a list of messages, or a text as `parse_transcript` reads it.
+    """Return a conversation that ends with an answer, from a list of messages or a text for `parse_transcript`.
 
     Raises:
-        RowError: It is neither, or cannot be used.
+        RowError: The value is neither, or cannot be used.
     """
     return parse_transcript(value, key) if isinstance(value, str) else checked_messages(value, key)
 
 
 def _split_shared(chosen: Messages, rejected: Messages) -> Pair:
-    """Two whole conversations as their shared beginning and the last message of each."""
+    """Split two whole conversations into their shared beginning and the last message of each."""
     if chosen[:-1] != rejected[:-1]:
         raise RowError("chosen and rejected differ before their last message")
     if len(chosen) < 2:
@@ -224,10 +224,10 @@ def _split_shared(chosen: Messages, rejected: Messages) -> Pair:
 
 
 def prompt_messages(value: Any, key: str) -> Messages:
-    """A prompt: a text or a list of messages, which does not have to end with an assistant message.
+    """Return the messages of a prompt: a text or a list of messages, which may end with any role.
 
     Raises:
-        RowError: It is neither.
+        RowError: The value is neither.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": text_of({key: value}, key)}]
@@ -237,10 +237,10 @@ def prompt_messages(value: Any, key: str) -> Messages:
 
 
 def answer_messages(row: Row, key: str) -> Messages:
-    """An answer: a text or a list of messages.
+    """Return the messages of an answer: a text or a list of messages.
 
     Raises:
-        RowError: It is neither, or empty.
+        RowError: The value is neither, or empty.
     """
     value = value_of(row, key)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Formatted rows as data with token ids, processed when they are asked for.
+"""Turns formatted rows into data with token ids; a row is processed when it is read.
 
 Invariant: `dataset[i]` depends on the rows only, so any worker process and any resumed run gives the same datum.
 """
@@ -28,7 +28,7 @@ from nemo_rl.utils.errors import DataError, DeadlineExceededError
 logger = logging.getLogger(__name__)
 
 ROW_LIMIT_S = 60.0
-"""Seconds for one row; a chat template or a processor may loop for ever on what it did not expect."""
+"""Seconds for one row; a chat template or a processor may loop forever on unexpected input."""
 
 TaskProcessors = TaskDataProcessFnCallable | Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
 TaskPreprocessors = TaskDataPreProcessFnCallable | Mapping[str, TaskDataPreProcessFnCallable]
@@ -39,15 +39,15 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
 
     Args:
         dataset: Rows with `[i]` and `len()`; with a mapping of processors each row has `task_name`.
-        tokenizer: Given to the processors.
-        default_task_data_spec: Prompts of a task that brings none of its own.
+        tokenizer: Passed to the processors.
+        default_task_data_spec: Prompts of tasks without their own.
         task_data_processors: One processor for all rows, or (spec, processor) by task name.
         task_data_preprocessors: Applied to a row before its processor: one, or by task name.
-        max_seq_length: Longest prompt in tokens; None is no limit.
+        max_seq_length: Longest prompt in tokens; None means no limit.
 
     Attributes:
-        stand_in: Datum without weight that is given, with the reason as `fault`, in place of a row that cannot be
-            processed; None lets the error of such a row through. `leave_out_unusable` makes it.
+        stand_in: Datum without weight that replaces a row that cannot be processed, with the reason as `fault`; None
+            raises the error of such a row. `leave_out_unusable` sets it.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             return datum
 
     def leave_out_unusable(self, num_tried: int, *, over_long: bool) -> list[BadRow]:
-        """Process the first rows now and leave out those that cannot be used; later ones get the `stand_in`.
+        """Process the first rows now and leave out those that cannot be used; later ones are replaced by `stand_in`.
 
         Args:
-            num_tried: How many rows.
-            over_long: Whether a row above `max_seq_length` is one of them; else it is counted in a warning.
+            num_tried: Number of rows to process.
+            over_long: Whether to leave out rows above `max_seq_length`; else a warning counts them.
 
         Returns:
             The rows left out.
@@ -124,7 +124,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         cut_to_stub(self.stand_in, self.max_seq_length)
         if num_weightless and not over_long:
             logger.warning(
-                "%d of the first %d rows of %s are %s tokens: they are not sampled and do not train.",
+                "%d of the first %d rows of %s are %s tokens; they are not sampled and not trained on.",
                 num_weightless,
                 num_tried,
                 self.place(0)[0],
@@ -164,12 +164,12 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         return datum
 
     def place(self, idx: int) -> tuple[str, int]:
-        """File (or data set) and line of a row."""
+        """Return the file (or data set) and line of a row."""
         return row_place(self.dataset, idx)
 
 
 def _reason(error: Exception) -> str:
-    """Why a row cannot be processed, in one line."""
+    """Return the reason why a row cannot be processed, in one line."""
     text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())
 
@@ -182,7 +182,7 @@ class RowsWithPlace(Protocol):
     def __getitem__(self, idx: int, /) -> DatumSpec: ...
 
     def place(self, idx: int) -> tuple[str, int]:
-        """File (or data set) and line of a row."""
+        """Return the file (or data set) and line of a row."""
 
 
 class MixedDataset(Dataset[DatumSpec]):
@@ -207,7 +207,7 @@ class MixedDataset(Dataset[DatumSpec]):
         return datum
 
     def place(self, idx: int) -> tuple[str, int]:
-        """File (or data set) and line of a row."""
+        """Return the file (or data set) and line of a row."""
         part, position = self._find(idx)
         return part.place(position)
 

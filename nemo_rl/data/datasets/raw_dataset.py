@@ -1,4 +1,4 @@
-"""Formatted rows of one data set, before tokenisation.
+"""Holds the formatted rows of one data set, before tokenisation.
 
 Invariant: a formatted row has `messages` (the last one is the answer) and `task_name`; rows are checked when the object
 is made and formatted when they are read.
@@ -24,7 +24,7 @@ FormattedRow = dict[str, Any]
 
 _SCAN_ROWS = 1000
 _ODD_VALUE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What a value that no check foresaw makes Python raise."""
+"""Errors that Python raises for values that no check covers."""
 
 
 class RawDataset:
@@ -51,27 +51,27 @@ class RawDataset:
 
     @property
     def task_name(self) -> str | None:
-        """Environment that grades its answers, by which a mapping of processors finds theirs."""
+        """Environment that grades the answers; a mapping of processors uses it as key."""
         return self.data_config.env_name
 
     @property
     def task_spec(self) -> TaskDataSpec:
-        """The texts around its rows, as `AllTaskProcessedDataset` takes them."""
+        """Prompt and system texts of the rows, for `AllTaskProcessedDataset`."""
         entry = self.data_config
         return TaskDataSpec(entry.env_name, entry.prompt_file, entry.system_prompt_file)
 
     @property
     def processor(self) -> TaskDataProcessFnCallable:
-        """What turns its rows into data, as `AllTaskProcessedDataset` takes it."""
+        """Function that turns rows into data, for `AllTaskProcessedDataset`."""
         return get_processor(self.data_config.processor)
 
     def take_rows(self, table: RowTable, rows: "FormattedRows") -> None:
-        """Hold the usable rows of a table."""
+        """Use the usable rows of a table as this data set."""
         self.dataset, self.bad_rows, self.num_rows = rows, rows.bad_rows, table.num_rows
         self.first_columns = tuple(table.rows[0]) if len(table.rows) else ()
 
     def draw_rows(self, max_samples: int | None, seed: int) -> None:
-        """Keep at most this many of the usable rows, in the file's order; all of them where there are fewer.
+        """Keep at most this many of the usable rows, in the file's order; all of them if there are fewer.
 
         Args:
             max_samples: None keeps all.
@@ -113,14 +113,14 @@ class FormattedRows(Sequence[FormattedRow]):
 
     Args:
         table: Raw rows with places.
-        columns: Columns that `format_row` reads; only these are looked at in the check.
+        columns: Columns that `format_row` reads; only these are checked.
         format_row: Returns the messages of a raw row, or raises `RowError`.
         task_name: Put into every row.
-        key: Where what `format_row` returns is put.
+        key: Key for the value that `format_row` returns.
 
     Attributes:
-        table: the rows that it was made of.
-        indices: [rows] int64, which of them are usable.
+        table: the raw rows.
+        indices: [rows] int64, indices of the usable rows.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class FormattedRows(Sequence[FormattedRow]):
         return {**row, self._key: self._format_row(row), "task_name": self._task_name}
 
     def place(self, position: int) -> tuple[str, int]:
-        """File (or data set) and line of a row."""
+        """Return the file (or data set) and line of a row."""
         return self.table.name, self.table.lines[int(self.indices[position])]
 
 
@@ -169,7 +169,7 @@ class RowView(Sequence[FormattedRow]):
 
     Attributes:
         rows: the sequence.
-        indices: [rows] int64, places in it.
+        indices: [rows] int64, indices into it.
     """
 
     def __init__(self, rows: Sequence[FormattedRow], indices: np.ndarray) -> None:
@@ -183,19 +183,19 @@ class RowView(Sequence[FormattedRow]):
         return self.rows[int(self.indices[position])]
 
     def place(self, position: int) -> tuple[str, int]:
-        """File (or data set) and line of a row."""
+        """Return the file (or data set) and line of a row."""
         return row_place(self.rows, int(self.indices[position]))
 
 
 def row_place(rows: Sequence[FormattedRow], position: int) -> tuple[str, int]:
-    """Place of a row; rows without one get their position."""
+    """Return the place of a row; rows without a place get their position."""
     if isinstance(rows, FormattedRows | RowView):
         return rows.place(position)
     return type(rows).__name__, position
 
 
 def _scan(table: RowTable, columns: Sequence[str]) -> Iterator[tuple[int, Row | None]]:
-    """Every row with at least `columns`; None for a row of a table that is not UTF-8."""
+    """Yield every row with at least `columns`; None for a row of a table that is not UTF-8."""
     rows = table.rows
     if not is_table(rows):
         yield from enumerate(rows)

@@ -1,7 +1,7 @@
-"""From an entry of the config to its rows: built-in names, files, and classes of the user's.
+"""Loads the rows of a config entry: from built-in names, files, or user-defined classes.
 
-Each kind of rows (conversations, pairs, labelled answers) has one table of names. Invariant: a name is looked up and
-its rows are split in one way, whatever the kind.
+Each kind of rows (conversations, pairs, labelled answers) has one table of names. Invariant: every kind looks up names
+and splits rows in the same way.
 """
 
 import inspect
@@ -25,10 +25,10 @@ DatasetFactory = Callable[[DatasetConfig, str], RawDataset]
 
 
 def own_messages(row: Row) -> list[dict[str, str]]:
-    """The conversation of a row of a user's class.
+    """Return the conversation of a row of a user's class.
 
     Raises:
-        RowError: It has none.
+        RowError: The row has none.
     """
     messages = value_of(row, "messages")
     if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, Mapping) for m in messages):
@@ -46,8 +46,8 @@ class DatasetKind:
     Attributes:
         usual: name of the data set that reads a `data_path` without a name.
         named: factories by name.
-        key: what a formatted row holds its content under.
-        own_row: takes the content out of a row of a user's class.
+        key: key of the content in a formatted row.
+        own_row: returns the content of a row of a user's class.
     """
 
     usual: str
@@ -92,7 +92,7 @@ class ExternalDataset(RawDataset):
     """A user's class, named by its dotted path.
 
     It is called with the keys of the entry that are set (`data_path`, `split`, `seed` ...) and must
-    have `dataset`, a sequence of rows with `messages`; `val_dataset` is optional: rows that validate, whether
+    have `dataset`, a sequence of rows with `messages`; `val_dataset` is optional: validation rows, used whether
     the class is named in `data.train`, in `data.validation` or in both.
     """
 
@@ -119,7 +119,7 @@ class ExternalDataset(RawDataset):
             self.num_rows += len(held_out)
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Split, unless the class did it already."""
+        """Split the rows, unless the class did it already."""
         if not self.brings_validation:
             super().split_train_validation(test_size, seed)
 
@@ -130,12 +130,12 @@ class ExternalDataset(RawDataset):
 
 
 def _check_arguments(kind: Callable[..., Any], keys: Mapping[str, Any], name: str) -> None:
-    """Whether a user's class takes the keys of its entry; what it raises itself then keeps its own words."""
+    """Check that a user's class takes the keys of its entry, so that other errors it raises stay unchanged."""
     if not callable(kind):
         raise DataError(f"dataset_name {name!r} is a {type(kind).__name__}, not a class. Give the path of a class.")
     try:
         signature = inspect.signature(kind)
-    except ValueError:  # of a type that is written in C
+    except ValueError:  # raised for types that are written in C
         return
     try:
         signature.bind(**keys)
@@ -147,9 +147,9 @@ def _check_arguments(kind: Callable[..., Any], keys: Mapping[str, Any], name: st
 
 
 def held_out_rows(raw: RawDataset, config: DatasetConfig, validation: Iterable[DatasetConfig]) -> Any:
-    """The rows of an entry that validate beside those of `data.validation`, or None.
+    """Return the rows of a training entry that are used for validation, or None.
 
-    A class that brings such rows and is named in `data.validation` too gives them there, once.
+    A class that has such rows and is also named in `data.validation` provides them there, once.
     """
     brings = isinstance(raw, ExternalDataset) and raw.brings_validation
     named = brings and any(entry.dataset_name == config.dataset_name for entry in validation)

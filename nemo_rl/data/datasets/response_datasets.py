@@ -1,7 +1,7 @@
-"""Data sets of questions and answers, by name.
+"""Reads data sets of questions and answers, by name.
 
-Invariant: a name means the same columns wherever the rows come from: the hub, a mirror (`data_path`) or a file. A new
-data set is one line of `DATASET_REGISTRY`, or a class with one hook.
+Invariant: a name means the same columns for every source: the hub, a mirror (`data_path`) or a file. To add a data set,
+add one line to `DATASET_REGISTRY`, or a class with one hook.
 """
 
 import re
@@ -47,11 +47,11 @@ class ResponseDataset(RawDataset):
         self.take_rows(table, FormattedRows(table, self.columns(), self.to_messages, config.env_name))
 
     def columns(self) -> list[str]:
-        """Columns that `to_messages` reads."""
+        """Return the columns that `to_messages` reads."""
         return [self.input_key, self.output_key]
 
     def to_messages(self, row: Row) -> list[dict[str, str]]:
-        """The conversation of a raw row; the last message is the answer.
+        """Return the conversation of a raw row; the last message is the answer.
 
         Raises:
             RowError: The row cannot be used; the message says why.
@@ -68,7 +68,7 @@ class GSM8KDataset(ResponseDataset):
     _FINAL = re.compile(r"####\s*(\S.*?)\s*$")
 
     def to_messages(self, row: Row) -> list[dict[str, str]]:
-        """Question and final number."""
+        """Return question and final number."""
         question, answer = super().to_messages(row)
         final = self._FINAL.search(answer["content"])
         if final is None:
@@ -80,11 +80,11 @@ class DAPOMathDataset(ResponseDataset):
     """DAPO-Math: the question is the first message of `prompt`, the answer is nested."""
 
     def columns(self) -> list[str]:
-        """The two nested columns."""
+        """Return the two nested columns."""
         return ["prompt", "reward_model"]
 
     def to_messages(self, row: Row) -> list[dict[str, str]]:
-        """First prompt message and `reward_model.ground_truth`."""
+        """Return the first prompt message and `reward_model.ground_truth`."""
         prompt, reward_model = value_of(row, "prompt"), value_of(row, "reward_model")
         if not isinstance(prompt, list) or not isinstance(prompt[0], Mapping):
             raise RowError(f"'prompt' is {kind_of(prompt)}, not a list of messages")
@@ -100,11 +100,11 @@ class SquadDataset(ResponseDataset):
     """SQuAD: the context is the system message, the first answer text is the answer."""
 
     def columns(self) -> list[str]:
-        """Context, question and answers."""
+        """Return the columns of context, question and answers."""
         return ["context", "question", "answers"]
 
     def to_messages(self, row: Row) -> list[dict[str, str]]:
-        """Context, question, first answer."""
+        """Return context, question and first answer."""
         answers = value_of(row, "answers")
         texts = answers.get("text") if isinstance(answers, Mapping) else None
         if not isinstance(texts, list):

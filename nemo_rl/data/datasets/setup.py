@@ -1,8 +1,8 @@
-"""From `data` of the config to prompts, conversations, or pairs of answers, to train and validate on.
+"""Loads prompts, conversations or pairs of answers for training and validation, as `data` of the config names them.
 
-Runs before Ray starts. Invariant: every row is either usable or reported with its place. What can be known without a
-model (unknown names, missing files, bad rows, prompt files and chat templates that do not fit) is an error here, for as
-many rows of each data set as are rendered at the start; later ones are reported when they are drawn and do not train.
+Runs before Ray starts. Invariant: every row is either usable or reported with its place. Errors that need no model
+(unknown names, missing files, bad rows, prompt files and chat templates that do not fit) are raised here, for the rows
+of each data set that are rendered at the start; later rows are reported when they are drawn and are not trained on.
 """
 
 import logging
@@ -32,10 +32,10 @@ from nemo_rl.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 TRIED_ROWS = 100
-"""Prompts of each data set that are rendered at the start."""
+"""Number of prompts of each data set that are rendered at the start."""
 
 CHECKED_ROWS = 2000
-"""Conversations of each data set that are rendered at the start, because one that is too long does not train."""
+"""Number of conversations of each data set that are rendered at the start; too long ones are not trained on."""
 
 type Loader = Callable[[DatasetConfig, str], RawDataset]
 type Processor = Callable[..., Any]
@@ -43,7 +43,7 @@ type Processor = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RunData:
-    """What the functions of this file return.
+    """Training and validation rows of a run; the functions of this file return it.
 
     Attributes:
         train: Training rows.
@@ -112,14 +112,14 @@ def setup_feedback_data(tokenizer: TokenizerType, data_config: SupervisedDataCon
 
 @dataclass(frozen=True)
 class _Part:
-    """How one entry of the config becomes rows of tokens.
+    """The functions that turn one entry of the config into rows of tokens.
 
     Attributes:
-        load: reads its rows.
+        load: reads the rows.
         process: turns a row into tokens.
-        num_tried: rows that are rendered now.
-        over_long: whether a row that is too long is a bad one.
-        stop_strings: end the answers to its prompts.
+        num_tried: number of rows that are rendered now.
+        over_long: whether a row that is too long counts as a bad row.
+        stop_strings: texts that end the answers to its prompts.
     """
 
     load: Loader
@@ -132,7 +132,7 @@ class _Part:
 def _setup_supervised(
     tokenizer: TokenizerType, data_config: SupervisedDataConfig, load: Loader, usual: Processor
 ) -> RunData:
-    """`sft_processor` stands for the usual processor; a user's own decides on its own what is around a row."""
+    """Set up supervised data; `sft_processor` means the usual processor, a user's processor adds its own texts."""
     parts = []
     for entry, _ in _entries(data_config):
         process: Processor = get_processor(entry.processor)

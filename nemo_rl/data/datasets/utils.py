@@ -1,4 +1,4 @@
-"""Small helpers for rows and entries of data sets, under NeMo RL's names."""
+"""Merges data sets and fills in config entries, under NeMo RL's names."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -10,7 +10,7 @@ from nemo_rl.utils.errors import DataError
 
 
 def merge_datasets(datasets_: list[Any]) -> Any:
-    """Several sets of rows one after another, as one.
+    """Join several data sets, one after another.
 
     Args:
         datasets_: Hugging Face data sets, or anything with `len()` and `[i]`.
@@ -19,7 +19,7 @@ def merge_datasets(datasets_: list[Any]) -> Any:
         A Hugging Face data set if all are, else an object with `len()` and `[i]`; a single one as it is.
 
     Raises:
-        DataError: There is none, or Hugging Face data sets differ in their columns' types.
+        DataError: No data set is given, or Hugging Face data sets differ in their columns' types.
     """
     if not datasets_:
         raise DataError("merge_datasets needs at least one data set, got none.")
@@ -38,7 +38,7 @@ def merge_datasets(datasets_: list[Any]) -> Any:
 def update_single_dataset_config(
     data_config: MutableMapping[str, Any], default_data_config: Mapping[str, Any] | None
 ) -> None:
-    """Give an entry of `data.train` or `data.validation` the values of `data.default` that it leaves out, in place."""
+    """Fill an entry of `data.train` or `data.validation` with missing values from `data.default`, in place."""
     for key, value in (default_data_config or {}).items():
         if key not in data_config:
             data_config[key] = value

@@ -1,6 +1,6 @@
-"""What a message says: a text, or a list of typed parts.
+"""Reads the content of a message: a text, or a list of typed parts.
 
-Invariant: a part that is not text is refused by `content_text`, through which all code takes the text of a content.
+Invariant: all code reads the text of a content with `content_text`, which refuses parts that are not text.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,17 +12,17 @@ from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
 from nemo_rl.utils.errors import DataError
 
 TOOL_ROLES = frozenset(("environment", "function", "ipython", "tool"))
-"""Roles whose texts are written by programs, and by whatever these have read."""
+"""Roles whose texts come from programs, which may pass on text from elsewhere."""
 
 
 @dataclass(frozen=True)
 class TextRules:
-    """Whose texts are encoded as ordinary text, also where they contain control tokens such as `<|im_end|>`.
+    """Rules on which texts are encoded as ordinary text even if they contain control tokens such as `<|im_end|>`.
 
     Attributes:
-        rows: those of rows of data; control tokens that the vocabulary does not mark as special, such as `<think>` in
-            Qwen's, stay what they are.
-        tools: those of environments, and of the roles of `TOOL_ROLES` in rows.
+        rows: whether this holds for texts in rows of data; control tokens that the vocabulary does not mark as special,
+            such as `<think>` in Qwen's, stay tokens.
+        tools: whether this holds for texts of environments, and of the roles of `TOOL_ROLES` in rows.
     """
 
     rows: bool = False
@@ -30,7 +30,7 @@ class TextRules:
 
 
 def text_rules(data: DataConfig | EvalDataConfig) -> TextRules:
-    """The rules of a `data` section."""
+    """Return the rules of a `data` section."""
     return TextRules(rows=data.control_tokens_in_rows == "as_text", tools=data.control_tokens_from_tools == "as_text")
 
 
@@ -52,14 +52,14 @@ type Content = str | list[TextPart | ImagePart]
 
 
 def content_text(content: Any, what: str = "the content of a message") -> str:
-    """The text of a content, its parts joined.
+    """Return the text of a content, its parts joined.
 
     Args:
-        content: From a message.
-        what: The content's name in messages.
+        content: The content of a message.
+        what: The content's name in errors.
 
     Raises:
-        DataError: It is neither a text nor a list of parts, or a part is not text.
+        DataError: The content is neither a text nor a list of parts, or a part is not text.
     """
     if isinstance(content, str):
         return content
@@ -75,7 +75,7 @@ def content_text(content: Any, what: str = "the content of a message") -> str:
 
 
 def _kind(part: Any) -> str:
-    """The type of a part, or what stands in the place of one."""
+    """Return the type of a part, or a description of a malformed part."""
     if not isinstance(part, Mapping):
         return type(part).__name__
     kind = str(part.get("type"))
@@ -83,7 +83,7 @@ def _kind(part: Any) -> str:
 
 
 def with_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with lists of parts joined to texts, as chat templates for text take them.
+    """Return the messages with lists of parts joined to texts, for chat templates that accept only text.
 
     Raises:
         DataError: A part is not text.

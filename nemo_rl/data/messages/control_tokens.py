@@ -1,14 +1,14 @@
-"""Control tokens in texts that must not have any: find them, and encode them as the ordinary text they are written as.
+"""Finds control tokens in texts that must not have any, and encodes them as ordinary text.
 
-A tokenizer reads `<|im_end|>` as the token that ends a turn whoever wrote it, the chat template or the text of a tool.
+A tokenizer reads `<|im_end|>` as the token that ends a turn, whether the chat template or the text of a tool wrote it.
 
-    quoted(message)   each control token in a text gets a mark in its place, which no text contains by chance
-    render_chat       the chat template moves, trims and joins texts, marks included
-    encode            what the template wrote becomes control tokens, what marks stand for becomes ordinary tokens
-    shown             the rendered text with the marks replaced, for people
+    quoted(message)   replaces each control token in a text by a mark, which no text contains by chance
+    render_chat       lets the chat template move, trim and join texts with their marks
+    encode            turns the template's control tokens into tokens, and marked ones into ordinary tokens
+    shown             returns the rendered text with the marks replaced, for messages
 
 A copy of the tokenizer, in which control tokens have secret spellings, encodes marked texts: the template's control
-tokens are respelled, marks are replaced by what they stand for, and all of it is encoded in one piece. Invariant: a
+tokens are respelled, marks are replaced by the original text, and all of it is encoded in one piece. Invariant: a
 text without marks is encoded by the tokenizer itself, and a mark changes nothing about the tokens around it.
 """
 
@@ -25,7 +25,7 @@ from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import TOOL_ROLES, TextRules
 
 _FIRST_PRIVATE, _NUM_PRIVATE = 0xF0000, 0xFFFD
-"""Characters without a meaning (Unicode's private use, plane 15), which no normalizer changes."""
+"""Characters without a meaning (Unicode's private use area, plane 15), which no normalizer changes."""
 _WORD_JOINER = "\u2060"
 
 
@@ -38,7 +38,7 @@ _MARKS = re.compile(f"{_MARK}(.)", re.DOTALL)
 
 
 def is_marked(text: str) -> bool:
-    """Whether a text has to be encoded by `ControlTokens.encode`."""
+    """Return whether a text has to be encoded by `ControlTokens.encode`."""
     return _MARK in text
 
 
@@ -49,8 +49,8 @@ class ControlTokens:
         tokenizer: its vocabulary and chat template decide what a control token is.
 
     Attributes:
-        special: those that the vocabulary marks as special.
-        written: those, and tokens that the vocabulary adds and the chat template writes, such as `<tool_call>`.
+        special: tokens that the vocabulary marks as special.
+        written: these, and tokens that the vocabulary adds and the chat template writes, such as `<tool_call>`.
     """
 
     def __init__(self, tokenizer: TokenizerType) -> None:
@@ -70,25 +70,25 @@ class ControlTokens:
         self._respelled: Tokenizer | None = None
 
     def first_in(self, text: str, *, of_tools: bool = False) -> str | None:
-        """The first special token in a text, or with `of_tools` the first control token; None without any."""
+        """Return the first special token in a text, or with `of_tools` the first control token; None if none."""
         found = self._find[self.written if of_tools else self.special].search(text)
         return None if found is None else found[0]
 
     def quoted(self, message: Message, *, of_tools: bool) -> Message:
-        """The message with a mark in the place of each control token of its texts.
+        """Return the message with each control token of its texts replaced by a mark.
 
         Args:
-            message: whatever the chat template takes.
-            of_tools: all control tokens; else those that are special.
+            message: a message of any form that the chat template accepts.
+            of_tools: replace all control tokens; else only special ones.
         """
         return self._quote(message, self.written if of_tools else self.special)
 
     def quoted_chat(self, messages: Sequence[Message], rules: TextRules) -> list[Message]:
-        """The messages, quoted as the rules say."""
+        """Return the messages, quoted by the rules."""
         return [self._by_role(message, rules) for message in messages]
 
     def quoted_tools(self, tools: list[dict[str, Any]] | None, rules: TextRules) -> list[dict[str, Any]] | None:
-        """Descriptions of tools that came with a row, quoted as the rules say."""
+        """Return the tool descriptions of a row, quoted by the rules."""
         return self._quote(tools, self.special) if rules.rows else tools
 
     def _by_role(self, message: Message, rules: TextRules) -> Message:
@@ -97,7 +97,7 @@ class ControlTokens:
         return self.quoted(message, of_tools=False) if rules.rows else message
 
     def _quote(self, value: Any, tokens: tuple[str, ...]) -> Any:
-        """The same mappings and lists with quoted texts; what has nothing to quote is returned as it is."""
+        """Return a copy of mappings and lists with quoted texts; a value without control tokens is not copied."""
         if not tokens:
             return value
         if isinstance(value, str):
@@ -112,7 +112,7 @@ class ControlTokens:
 
     def _quote_text(self, text: str, tokens: tuple[str, ...]) -> str:
         quoted = self._find[tokens].sub(lambda found: self._mark(found[0]), text)
-        # A half at either end of a text could become whole with what the template writes next to it.
+        # A part of a token at either end of a text could become whole with the template's text next to it.
         head, tail = self._fragments[tokens]
         begin = len(quoted) - len(quoted.lstrip())
         if found := head.match(quoted, begin):
@@ -125,7 +125,7 @@ class ControlTokens:
         return quoted
 
     def _holds_any(self, text: str, tokens: tuple[str, ...]) -> bool:
-        """Whether the tokenizer finds control tokens that are not written so, as `<EOS>` for `<eos>`."""
+        """Return whether the tokenizer finds control tokens in another spelling, such as `<EOS>` for `<eos>`."""
         numbers = {self._tokenizer.convert_tokens_to_ids(token) for token in tokens} - {self._tokenizer.unk_token_id}
         return not numbers.isdisjoint(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -135,7 +135,7 @@ class ControlTokens:
         return _MARK + chr(_FIRST_PRIVATE + self._literals.index(literal))
 
     def shown(self, text: str) -> str:
-        """A text with marks as it reads."""
+        """Return a text with its marks replaced by the original text."""
         return _MARKS.sub(self._literal, text) if is_marked(text) else text
 
     def _literal(self, mark: re.Match[str]) -> str:
@@ -143,9 +143,9 @@ class ControlTokens:
         return self._literals[number] if 0 <= number < len(self._literals) else ""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text with marks; adds no special tokens."""
+        """Return the token ids of a text with marks; add no special tokens."""
         if not self._can_respell():
-            # Invisible characters keep the tokenizer from reading it.
+            # Invisible characters prevent the tokenizer from finding the token.
             broken = _MARKS.sub(lambda mark: _with_joiners(self._literal(mark)), text)
             return list(self._tokenizer(broken, add_special_tokens=False, verbose=False)["input_ids"])
         if self._respelled is None:
@@ -158,7 +158,7 @@ class ControlTokens:
 
 
 def control_tokens_of(tokenizer: TokenizerType) -> ControlTokens:
-    """The control tokens of a tokenizer, as its vocabulary and template are now."""
+    """Return the control tokens of a tokenizer with its current vocabulary and template."""
     return _made(tokenizer, str(tokenizer.chat_template), len(getattr(tokenizer, "added_tokens_decoder", ())))
 
 
@@ -168,7 +168,7 @@ def _made(tokenizer: TokenizerType, template: str, num_added: int) -> ControlTok
 
 
 def _without_characters(tokens: Sequence[str]) -> tuple[str, ...]:
-    """Each once, the longest first, without single characters: a "!" that pads is still a "!"."""
+    """Return each token once, the longest first, without single characters: a "!" that pads is still a "!"."""
     return tuple(sorted({token for token in tokens if len(token.strip()) > 1}, key=lambda token: (-len(token), token)))
 
 
@@ -177,7 +177,7 @@ def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _fragments(tokens: Collection[str]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """The ends of control tokens at the beginning of a text, and beginnings of them at its end."""
+    """Return patterns of suffixes of control tokens at a text's beginning, and of prefixes at its end."""
     ends = sorted({token[cut:] for token in tokens for cut in range(1, len(token))}, key=len, reverse=True)
     beginnings = sorted({token[:cut] for token in tokens for cut in range(1, len(token))}, key=len, reverse=True)
     tail = "|".join(map(re.escape, beginnings))
@@ -193,7 +193,7 @@ def _spelling(number: int) -> str:
 
 
 def _respelled(tokenizer: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
-    """A copy in which control tokens have other texts and the same numbers."""
+    """Return a copy in which control tokens have other texts and the same ids."""
     description = json.loads(tokenizer.to_str())
     new = {token: _spelling(number) for number, token in enumerate(tokens)}
     for token in description["added_tokens"]:
@@ -216,6 +216,6 @@ def _respelled(tokenizer: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _touches(pair: Sequence[str] | str, tokens: Collection[str]) -> bool:
-    """Whether a merge takes or makes one of the tokens."""
+    """Return whether a merge uses or produces one of the tokens."""
     left, right = pair.split(" ", 1) if isinstance(pair, str) else pair
     return left in tokens or right in tokens or left + right in tokens

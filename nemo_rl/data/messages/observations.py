@@ -1,9 +1,10 @@
-"""What an environment's message adds to the tokens of a conversation.
+"""Renders an environment's message to the tokens that it adds to a conversation.
 
-The sampled tokens stay as they are; behind them comes what the chat template writes between the end of an assistant
-turn and the beginning of the next one: the token that ends the turn unless it was sampled, the message, and the header
-of the next turn. It is taken from a short chat of its own, since templates render earlier turns of a real one
-differently (Qwen3 drops their reasoning). Invariant: no token is rendered twice, and none of the conversation again.
+The sampled tokens stay as they are. After them comes the text that the chat template writes between the end of an
+assistant turn and the beginning of the next one: the token that ends the turn unless it was sampled, the message, and
+the header of the next turn. This text is taken from a separate short chat, since templates may render earlier turns of
+the real conversation differently (Qwen3 drops their reasoning). Invariant: no token is rendered twice, and the
+conversation is never rendered again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +24,13 @@ _QUESTION = {"role": "user", "content": "QUESTION"}
 _ANSWER = "ANSWER"
 _SAID = "OBSERVATION"
 _LONGEST_OPENING = 256
-"""Most tokens of the header of an assistant turn and of words that a prompt begins it with."""
+"""Most tokens of an assistant turn's header plus the words with which a prompt may begin the turn."""
 _TEMPLATE_ROLES = {"environment": "user"}
-"""Roles that chat templates do not know, and the one under which a message is rendered instead."""
+"""Roles that chat templates do not know, and the role under which their messages are rendered."""
 
 
 def template_message(observation: Mapping[str, Any]) -> Message:
-    """An observation as the chat template takes it: a role that it knows, and text.
+    """Convert an observation to a message for the chat template: a known role, and text.
 
     Raises:
         DataError: a part is not text, or not valid Unicode.
@@ -47,11 +48,11 @@ def template_message(observation: Mapping[str, Any]) -> Message:
 
 
 class ObservationRenderer:
-    """Tokens of observations.
+    """Renders observations to tokens.
 
     Args:
         tokenizer: without a chat template all observations are bare text.
-        rules: whether control tokens in observations are ordinary text; None is `TextRules()`.
+        rules: whether control tokens in observations are ordinary text; None means `TextRules()`.
     """
 
     def __init__(self, tokenizer: TokenizerType, rules: TextRules | None = None) -> None:
@@ -62,10 +63,10 @@ class ObservationRenderer:
     def token_ids(
         self, observation: Mapping[str, Any], message_log: LLMMessageLogType, prompt_length: int
     ) -> torch.Tensor:
-        """What comes behind the last turn of a conversation: [t] int64.
+        """Return the tokens that follow the last turn of a conversation: [t] int64.
 
-        Through the chat template if the prompt went through it, which shows in the header of the assistant's turn;
-        otherwise the bare text.
+        They come from the chat template if the prompt does, which the header of the assistant's turn shows; otherwise
+        they are the bare text.
 
         Args:
             observation: `role` and `content`; "environment" is rendered as "user".
@@ -84,7 +85,7 @@ class ObservationRenderer:
         )
 
     def message(self, observation: Mapping[str, Any]) -> Message:
-        """An observation as `render_chat` takes it, its control tokens quoted as the rules say.
+        """Convert an observation to a message for `render_chat`; its control tokens are quoted by the rules.
 
         Raises:
             DataError: a part is not text.
@@ -93,7 +94,7 @@ class ObservationRenderer:
         return control_tokens_of(self._tokenizer).quoted(message, of_tools=True) if self._rules.tools else message
 
     def first_of_prompt(self, chat: Chat, observation: Mapping[str, Any]) -> Message:
-        """The one entry of a prompt's log with an observation as its last message.
+        """Return the single log entry of a prompt whose last message is an observation.
 
         Raises:
             DataError: the content is not text, or the template refuses the chat.
@@ -104,12 +105,12 @@ class ObservationRenderer:
         return prompt_entry(quoted, self._tokenizer, rules=TextRules(rows=False, tools=False))
 
     def control_token_in(self, observation: Mapping[str, Any]) -> str | None:
-        """The first control token in the text of an observation, whatever becomes of it."""
+        """Return the first control token in the text of an observation, whether or not it is quoted."""
         text = template_message(observation)["content"]
         return control_tokens_of(self._tokenizer).first_in(text, of_tools=True)
 
     def _is_chat(self, prompt_end: torch.Tensor) -> bool:
-        """Whether the template's header of an assistant turn is at the end of a prompt, words put behind it or not."""
+        """Return whether a prompt ends with the template's header of an assistant turn, with or without more words."""
         if self._tokenizer.chat_template is None:
             return False
         text = self._tokenizer.decode(prompt_end, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -117,19 +118,19 @@ class ObservationRenderer:
 
     @cached_property
     def _opening(self) -> str:
-        """The header of an assistant turn; empty where the template writes none."""
+        """Return the header of an assistant turn; empty if the template writes none."""
         closed, opened = (
             render_chat([_QUESTION], self._tokenizer, add_generation_prompt=header) for header in (False, True)
         )
         return opened.removeprefix(closed).strip() if opened.startswith(closed) else ""
 
     def _added(self, message: Message) -> str:
-        """The text behind an assistant's words once `message` follows them."""
+        """Return the text after an assistant's words when `message` follows them."""
         chat = [_QUESTION, {"role": "assistant", "content": _ANSWER}, message]
         return render_chat(chat, self._tokenizer, add_generation_prompt=True).partition(_ANSWER)[2]
 
     def _find_head(self, role: str) -> str:
-        """What the template writes between an assistant's words and those of a message of this role."""
+        """Return the text that the template writes between an assistant's words and a message of this role."""
         head, found, _ = self._added({"role": role, "content": _SAID}).partition(_SAID)
         if not found:
             raise DataError(
@@ -140,7 +141,7 @@ class ObservationRenderer:
         return head
 
     def _continuation(self, added: str, head: str, written: list[int]) -> torch.Tensor:
-        """Tokens of `added` without those of its `head` that end `written` already.
+        """Return the tokens of `added` without those of its `head` that `written` already ends with.
 
         Some templates write white space before the token that ends a turn; a model that ended its turn did not.
         """
@@ -153,6 +154,6 @@ class ObservationRenderer:
 
 
 def _overlap(written: Sequence[int], head: Sequence[int]) -> int:
-    """Length of the longest beginning of `head` that ends `written`."""
+    """Return the length of the longest prefix of `head` that `written` ends with."""
     longest = min(len(written), len(head))
     return next((size for size in range(longest, 0, -1) if list(written[-size:]) == list(head[:size])), 0)

@@ -1,7 +1,7 @@
-"""Render chats to text and text to token ids: the one place where prompts become tokens.
+"""Renders chats to text and encodes text to token ids; all prompts become tokens here.
 
-Invariant: special tokens come from the chat template, so nothing is doubled, and from texts only where nobody quoted
-them (`control_tokens`).
+Invariant: special tokens come from the chat template, so none is doubled; they come from texts only where they are not
+quoted (`control_tokens`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from nemo_rl.utils.errors import DataError
 
 _CHARACTERS_PER_TOKEN = 8
 _CUT_MARGIN = 512
-"""More than the bytes of the longest token of any vocabulary."""
+"""A number of bytes above the length of the longest token of any vocabulary."""
 
 
 def render_chat(
@@ -27,7 +27,7 @@ def render_chat(
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Text of the chat under the tokenizer's chat template.
+    """Render a chat to text with the tokenizer's chat template.
 
     Raises:
         DataError: The tokenizer has no chat template, the template refuses these messages, or one of their parts
@@ -57,16 +57,17 @@ def render_chat(
 
 
 def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None) -> torch.Tensor:
-    """Token ids [T] int64 of rendered text; adds no special tokens.
+    """Encode rendered text to token ids [T] int64; add no special tokens.
 
     Args:
-        text: Rendered text, with marks of `control_tokens` or without.
-        tokenizer: Encodes it.
-        longest: The caller has no use for a text of more tokens, so of such a text a beginning with more tokens
-            than that may do; None encodes all of it. Megabytes would take seconds and gigabytes.
+        text: Rendered text, with or without marks of `control_tokens`.
+        tokenizer: The tokenizer.
+        longest: Most tokens that the caller can use. Of a longer text only a prefix with more tokens than this may be
+            encoded, because megabytes of text would take seconds and gigabytes of memory; None encodes all of it.
     """
     if longest is not None:
-        # A cut in the middle of a token adds fewer tokens than the margin: with that many more, so has the whole text.
+        # Cutting a token in the middle adds fewer tokens than the margin. If the prefix exceeds `longest` by more than
+        # the margin, the whole text is too long as well.
         end = _CHARACTERS_PER_TOKEN * (longest + _CUT_MARGIN)
         while end < len(text):
             beginning = _encode(text[:end], tokenizer)

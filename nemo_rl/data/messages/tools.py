@@ -1,4 +1,4 @@
-"""Descriptions of tools that come with a row, as chat templates take them."""
+"""Reads the tool descriptions of a row for chat templates."""
 
 import json
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from nemo_rl.data.bad_rows import RowError
 
 
 def tools_of(row: Mapping[str, Any], key: str = "tools") -> list[dict[str, Any]] | None:
-    """The tool descriptions of a row, a list or its JSON text; None without any.
+    """Return the tool descriptions of a row, given as a list or its JSON text; None without any.
 
     Raises:
-        RowError: They are not a list of objects.
+        RowError: The descriptions are not a list of objects.
     """
     tools = row.get(key)
     if isinstance(tools, str) and tools.strip():
@@ -24,10 +24,10 @@ def tools_of(row: Mapping[str, Any], key: str = "tools") -> list[dict[str, Any]]
 
 
 def parsed_json(text: str, what: str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
-        RowError: It is not valid JSON.
+        RowError: The text is not valid JSON.
     """
     try:
         return json.loads(text)

@@ -1,14 +1,14 @@
-"""Where each message of a conversation lies in its rendered chat.
+"""Finds the span of each message of a conversation in its rendered chat.
 
-Invariant: the spans cover the rendered chat without gap or overlap, and the span of an assistant turn is what a model
-would have to write: from the end of the generation prompt to the token that ends the turn, and not one character more.
+Invariant: the spans cover the rendered chat without gap or overlap, and the span of an assistant turn is exactly the
+text that a model would have to sample: from the end of the generation prompt to the token that ends the turn.
 
-Two ways, tried in order:
+Two methods, tried in order:
 
-1. Prefixes. The chat up to a message, rendered alone, is the beginning of the whole chat. Exact.
+1. Prefixes. The chat up to a message, rendered alone, is the beginning of the whole chat. This is exact.
 2. Markers, for templates that render a turn differently once later ones follow (Qwen3 leaves `<think>` out
-   of earlier turns). The text that opens an assistant turn and the token that closes it are found in the
-   rendered chat; where their number or their content does not fit the messages, the chat is refused.
+   of earlier turns). The text that opens an assistant turn and the token that closes it are searched in the
+   rendered chat; if their number or their content does not fit the messages, the chat is refused.
 """
 
 import os
@@ -30,7 +30,7 @@ class ChatRenderer:
 
     Attributes:
         messages: the whole conversation.
-        tokenizer: its chat template renders.
+        tokenizer: tokenizer whose chat template is used.
         tools: tool descriptions, or None.
     """
 
@@ -39,17 +39,17 @@ class ChatRenderer:
     tools: list[dict[str, Any]] | None = None
 
     def text(self, count: int, *, opened: bool = False) -> str:
-        """The first `count` messages; `opened` adds the header of an assistant turn."""
+        """Render the first `count` messages; `opened` adds the header of an assistant turn."""
         if count == 0 and not opened:
             return ""
         return render_chat(self.messages[:count], self.tokenizer, add_generation_prompt=opened, tools=self.tools)
 
 
 def message_ends(chat: ChatRenderer, full_text: str, *, header_is_prompt: bool) -> list[int]:
-    """End of each message's text in `full_text`; a message begins where the one before it ends.
+    """Return the end of each message's text in `full_text`; a message begins where the one before it ends.
 
     The header of an assistant turn belongs to the message before it if `header_is_prompt`. White space
-    behind the token that closes an assistant turn belongs to the next message: no model writes it.
+    after the token that closes an assistant turn belongs to the next message: no model samples it.
 
     Args:
         chat: the conversation.
@@ -57,7 +57,7 @@ def message_ends(chat: ChatRenderer, full_text: str, *, header_is_prompt: bool) 
         header_is_prompt: whether headers are left out of assistant turns.
 
     Raises:
-        DataError: the template rewrites earlier turns in a way that leaves their place unknown.
+        DataError: the template rewrites earlier turns so that their spans cannot be found.
     """
     ends: list[int] = []
     for position, message in enumerate(chat.messages):
@@ -76,7 +76,7 @@ def message_ends(chat: ChatRenderer, full_text: str, *, header_is_prompt: bool) 
 
 
 def _prefix_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> int:
-    """End of a message that another one of the prompt follows; where the two are one turn, the other has it all."""
+    """Return the end of a message that another prompt message follows; if both share a turn, the latter gets it all."""
     try:
         text = chat.text(position + 1)
     except DataError:  # the template wants a user message before the chat may end
@@ -85,7 +85,7 @@ def _prefix_end(chat: ChatRenderer, full_text: str, position: int, start: int) -
 
 
 def _turn_start(chat: ChatRenderer, full_text: str, position: int, start: int, header_is_prompt: bool) -> int:
-    """Where the assistant turn `position` begins."""
+    """Return the start of the assistant turn `position`."""
     before, opened = chat.text(position), chat.text(position, opened=True)
     if full_text.startswith(before):
         shared = len(os.path.commonprefix([full_text, opened]))
@@ -100,7 +100,7 @@ def _turn_start(chat: ChatRenderer, full_text: str, position: int, start: int, h
 
 
 def _turn_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> int:
-    """Where the assistant turn `position` ends."""
+    """Return the end of the assistant turn `position`."""
     text = chat.text(position + 1)
     closer = closing_token(text, chat.tokenizer)
     if full_text.startswith(text):
@@ -114,7 +114,7 @@ def _turn_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> 
 
 
 def closing_token(text: str, tokenizer: TokenizerType) -> str | None:
-    """The special token that a rendered chat ends with, white space aside; None if there is none."""
+    """Return the special token that ends a rendered chat, ignoring trailing white space; None if there is none."""
     stripped = text.rstrip()
     return next((token for token in _special_tokens(tokenizer) if stripped.endswith(token)), None)
 
@@ -126,7 +126,7 @@ def _special_tokens(tokenizer: TokenizerType) -> tuple[str, ...]:
 
 
 def _check_contents(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> None:
-    """Each assistant turn holds what its message says, reasoning aside, which templates move or drop."""
+    """Check that each assistant turn holds its message's text, except reasoning, which templates move or drop."""
     start = 0
     for position, (message, end) in enumerate(zip(chat.messages, ends, strict=True)):
         content = message.get("content")
@@ -140,6 +140,6 @@ def _check_contents(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> 
 def _unknown_place(chat: ChatRenderer, position: int) -> DataError:
     return DataError(
         f"the chat template renders message {position} (role {chat.messages[position]['role']!r}) differently "
-        "once later messages follow, and its tokens cannot be told from theirs. Use a chat template that only "
+        "once later messages follow, so its tokens cannot be distinguished from theirs. Use a chat template that only "
         "appends (policy.tokenizer.chat_template), or split the conversation."
     )

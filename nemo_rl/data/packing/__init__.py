@@ -1,4 +1,4 @@
-"""Sequence packing and microbatch plans (re-exports)."""
+"""Re-exports sequence packing and microbatch plans."""
 
 from nemo_rl.data.packing.algorithms import (
     ConcatenativePacker,

@@ -1,6 +1,6 @@
-"""Bin packing: which sequences share a bin so that few tokens are wasted.
+"""Packs sequences into bins so that few tokens are wasted.
 
-Invariant: every sequence lands in exactly one bin, no bin exceeds its capacity, and the same lengths always give the
+Invariant: every sequence is in exactly one bin, no bin exceeds its capacity, and the same lengths always give the
 same bins.
 """
 
@@ -60,7 +60,7 @@ class SequencePacker(ABC):
 
         Raises:
             DataError: A sequence is longer than the capacity, or there are fewer sequences than
-                bins asked for.
+                requested bins.
         """
         self._check(sequence_lengths)
         started = time.perf_counter()
@@ -75,7 +75,7 @@ class SequencePacker(ABC):
 
     @abstractmethod
     def _pack(self, sequence_lengths: Sequence[int]) -> list[list[int]]:
-        """Pack sequences that are known to fit, with no care for the number of bins."""
+        """Pack sequences that are known to fit, without regard to the number of bins."""
 
     def _check(self, sequence_lengths: Sequence[int]) -> None:
         too_long = [(i, n) for i, n in enumerate(sequence_lengths) if n > self.bin_capacity]
@@ -89,15 +89,15 @@ class SequencePacker(ABC):
             )
 
     def reset_metrics(self) -> None:
-        """Forget the statistics."""
+        """Reset the statistics."""
         self.metrics.reset()
 
     def compute_metrics(self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Statistics of one packing (see `PackingMetrics.calculate_stats_only`)."""
+        """Return the statistics of one packing (see `PackingMetrics.calculate_stats_only`)."""
         return self.metrics.calculate_stats_only(sequence_lengths, bins, self.bin_capacity)
 
     def get_aggregated_metrics(self) -> dict[str, float]:
-        """Totals over the `pack` calls, when `collect_metrics` is on."""
+        """Return the totals over the `pack` calls, when `collect_metrics` is on."""
         return self.metrics.get_aggregated_stats()
 
     def print_metrics(self) -> None:
@@ -214,7 +214,7 @@ def spread_bins(bins: list[list[int]], costs: Sequence[int], num_bins: int) -> N
     """Split bins in place until there are `num_bins`, the heaviest that can be split first.
 
     Raises:
-        DataError: There are fewer rows than bins asked for.
+        DataError: There are fewer rows than requested bins.
     """
     num_rows = sum(len(rows) for rows in bins)
     if num_rows < num_bins:
@@ -261,7 +261,7 @@ def _room(rows: list[tuple[int, int]], capacity: int) -> int:
 
 
 def _pop_largest_fitting(items: list[tuple[int, int]], room: int) -> tuple[int, int] | None:
-    """Take the longest item of at most `room` out of `items` (sorted, shortest first)."""
+    """Remove the longest item of at most `room` from `items` (sorted, shortest first) and return it."""
     position = bisect_right(items, (room, 1))
     return items.pop(position - 1) if position else None
 
@@ -269,7 +269,7 @@ def _pop_largest_fitting(items: list[tuple[int, int]], room: int) -> tuple[int, 
 def _add_mediums(
     bins: list[list[tuple[int, int]]], medium: list[tuple[int, int]], capacity: int
 ) -> list[list[tuple[int, int]]]:
-    """Give each bin, forward, the longest medium that fits; return the bins that got none."""
+    """Add to each bin, from the first on, the longest medium item that fits; return the bins that got none."""
     without = []
     for rows in bins:
         item = _pop_largest_fitting(medium, _room(rows, capacity))
@@ -281,7 +281,7 @@ def _add_mediums(
 
 
 def _add_small_pairs(bins: list[list[tuple[int, int]]], small: list[tuple[int, int]], capacity: int) -> None:
-    """Give each bin, backward, the shortest small and the longest small that still fits."""
+    """Add to each bin, from the last on, the shortest small item and the longest small one that still fits."""
     for rows in reversed(bins):
         room = _room(rows, capacity)
         if len(small) < 2 or small[0][0] + small[1][0] > room:

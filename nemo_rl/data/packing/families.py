@@ -1,7 +1,7 @@
-"""Rows that begin with the same prompt, the samples of a group and the answers of a pair, found by their tokens.
+"""Finds rows that begin with the same prompt by their tokens: samples of a group, answers of a pair.
 
-Invariant: the last token of a prompt stays with each row. Its successor is the first that counts, so each row scores
-tokens of its own only, and no gradient depends on the order in which rows meet at one token.
+Invariant: the last token of a prompt stays in each row. The token after it is the first one that counts, so each row
+scores only its own tokens, and no gradient depends on the order of the rows that share a token.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -11,37 +11,37 @@ from typing import Any
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 _LEAST_TOKENS = 8
-"""Prompts of fewer tokens are not worth the keys that are laid out for them."""
+"""Fewest tokens of a shared prompt; below this, the additional keys cost more than sharing saves."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Rows that begin alike.
+    """Rows that begin with the same tokens.
 
     Attributes:
-        rows: their places in the batch, in order.
-        shared: tokens that all of them begin with; 0 for a row by itself.
+        rows: their indices in the batch, in order.
+        shared: number of tokens at the beginning that all of them share; 0 for a single row.
     """
 
     rows: list[int]
     shared: int
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """Tokens laid out for them, of rows with these lengths in the batch."""
+        """Return the number of tokens laid out for the family; `lengths` are those of all rows of the batch."""
         return self.shared + sum(lengths[row] - self.shared for row in self.rows)
 
     def keys(self, lengths: Sequence[int]) -> int:
-        """Keys that attention lays out for them: the prompt's, and each row's with the prompt before it."""
+        """Return the number of attention keys: those of the prompt, and of each row with the prompt before it."""
         prompt = self.shared if len(self.rows) > 1 else 0
         return prompt + sum(lengths[row] for row in self.rows)
 
 
 def find_families(rows: BatchedDataDict[Any]) -> list[Family]:
-    """Group rows by their prompt: what stands before the first token that the policy wrote, but for its last token.
+    """Group rows by their prompt: the tokens before the first sampled token, without the last of them.
 
     Args:
-        rows: `input_ids [b, T]`, and `token_mask [b, T]`, 1 on tokens that the policy wrote. Without the mask nothing
-            says where prompts end, and each row is by itself.
+        rows: `input_ids [b, T]`, and `token_mask [b, T]`, 1 on tokens that the policy sampled. Without the mask the
+            ends of prompts are unknown, and each row is its own family.
 
     Returns:
         Every row in one family, families in the order of their first rows.
@@ -60,7 +60,7 @@ def find_families(rows: BatchedDataDict[Any]) -> list[Family]:
 def divide_families(
     families: Sequence[Family], lengths: Sequence[int], most_tokens: int, most_keys: int | None = None
 ) -> Iterator[Family]:
-    """Families of at most so many tokens and keys each, where rows allow it; rows of a family stay in order."""
+    """Divide families so that each has at most the given tokens and keys, if its rows do; keep the order of rows."""
     for family in families:
         taken: list[int] = []
         tokens = keys = family.shared

@@ -1,6 +1,6 @@
-"""How well bins are filled.
+"""Measures how well bins are filled.
 
-Numbers only; nothing here changes a packing.
+Nothing here changes a packing.
 """
 
 import logging
@@ -17,7 +17,7 @@ class PackingMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything counted so far."""
+        """Reset all counts."""
         self._num_calls = 0
         self._num_sequences = 0
         self._num_bins = 0
@@ -49,7 +49,7 @@ class PackingMetrics:
     def calculate_stats_only(
         self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int
     ) -> dict[str, float]:
-        """Statistics of one packing, without adding it to the totals.
+        """Return the statistics of one packing, without adding it to the totals.
 
         Returns:
             `num_sequences`, `num_bins`, `total_tokens`; `average_utilization` (tokens over bins x
@@ -75,7 +75,7 @@ class PackingMetrics:
         }
 
     def get_aggregated_stats(self) -> dict[str, float]:
-        """Totals over all packings seen; empty before the first."""
+        """Return the totals over all packings so far; empty before the first."""
         if not self._num_calls:
             return {}
         overall = self._num_tokens / self._bin_tokens if self._bin_tokens else 0.0

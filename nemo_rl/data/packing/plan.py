@@ -1,6 +1,6 @@
-"""Decide which rows of a batch go to which data-parallel shard and in which microbatch.
+"""Decides which rows of a batch go to which data-parallel shard and in which microbatch.
 
-The policy follows the plan; it never decides for itself. Invariant: every row appears exactly once, every shard has the
+The policy follows the plan and decides nothing itself. Invariant: every row appears exactly once, every shard has the
 same number of non-empty microbatches (so collectives match), and equal lengths give an equal plan.
 """
 
@@ -15,7 +15,7 @@ from nemo_rl.utils.errors import DataError
 
 @dataclass(frozen=True)
 class FixedSize:
-    """`size` rows a microbatch; rows of similar length share one, so that little of it is padding."""
+    """`size` rows in a microbatch; rows of similar length share one, to keep padding small."""
 
     size: int
 
@@ -37,7 +37,8 @@ class Packed:
     """Sequence packing: the rows of a microbatch are laid end to end.
 
     Each row counts with its length rounded up to `round_to`; a microbatch stays within `capacity`. Where prompts are
-    shared (`plan_families`), attention's keys stay within `keys_per_token` times as many, 2 at least; None: no limit.
+    shared (`plan_families`), attention keys stay within `keys_per_token` x `capacity`; `keys_per_token` is at least 2,
+    None means no limit.
     """
 
     capacity: int
@@ -47,7 +48,7 @@ class Packed:
 
     @property
     def most_keys(self) -> int | None:
-        """Keys of a microbatch, at the most."""
+        """Largest number of keys in a microbatch; None: no limit."""
         return None if self.keys_per_token is None else self.capacity * self.keys_per_token
 
 
@@ -70,7 +71,7 @@ class MicrobatchPlan:
         return len(self.shards[0])
 
     def shard_rows(self, shard: int) -> list[int]:
-        """Rows of one shard, microbatch after microbatch."""
+        """Return the rows of one shard, microbatch after microbatch."""
         return [row for rows in self.shards[shard] for row in rows]
 
     @cached_property
@@ -80,7 +81,7 @@ class MicrobatchPlan:
 
     @cached_property
     def restore_order(self) -> list[int]:
-        """Positions that bring concatenated results back: `results[restore_order]`."""
+        """Positions that restore the batch's order: `results[restore_order]`."""
         positions = [0] * len(self.row_order)
         for position, row in enumerate(self.row_order):
             positions[row] = position
@@ -95,7 +96,7 @@ def plan_microbatches(
     Args:
         lengths: Tokens of each row (B numbers).
         num_shards: Data-parallel ranks.
-        strategy: How rows are grouped into microbatches; sizes and budgets count rows.
+        strategy: Grouping of rows into microbatches; sizes and budgets count rows.
         group_size: Consecutive rows that share a microbatch, 2 for pairs of answers.
 
     Raises:
@@ -140,14 +141,14 @@ def plan_microbatches(
 def plan_families(
     families: Sequence[Family], lengths: Sequence[int], num_shards: int, strategy: Packed
 ) -> MicrobatchPlan:
-    """Plan rows of which a microbatch holds the prompt once, where they share one.
+    """Plan rows that share prompts; a microbatch holds the prompt of a family once.
 
-    Families that stay together take fewer tokens, parts of them let shards come out equal: of some ways to divide them
-    the one whose busiest shard has least to do. Attention lays a prompt's keys out before each of its rows, and the
-    backward pass keeps them, so a batch whose microbatches have too many keys is planned again with keys as a cost.
+    Whole families take fewer tokens, divided families balance the shards better. Several divisions are tried, and the
+    plan whose busiest shard has the least work is used. Attention lays out a prompt's keys before each of its rows, and
+    the backward pass keeps them, so a batch whose microbatches have too many keys is planned again with keys as a cost.
 
     Args:
-        families: of all rows.
+        families: families of all rows.
         lengths: tokens of each row.
         num_shards: data-parallel ranks.
         strategy: how microbatches are packed.
@@ -165,7 +166,7 @@ def plan_families(
 def _plan_parts(
     families: Sequence[Family], lengths: Sequence[int], num_shards: int, strategy: Packed
 ) -> MicrobatchPlan:
-    """The best of some ways to divide families; all rows by themselves where none is possible."""
+    """Return the best plan among several divisions of the families; all rows single if none is possible."""
     busiest: dict[int, MicrobatchPlan] = {}
     if any(family.shared for family in families) and max(lengths) <= strategy.capacity:
         total = sum(family.tokens(lengths) for family in families)
@@ -176,14 +177,14 @@ def _plan_parts(
             try:
                 plan = _plan_within_keys(tokens, [family.keys(lengths) for family in together], num_shards, strategy)
             except DataError:
-                continue  # too few parts for as many microbatches on each shard
+                continue  # too few parts to give each shard the same number of microbatches
             most = max(sum(tokens[family] for family in plan.shard_rows(shard)) for shard in range(num_shards))
             busiest.setdefault(most, _with_rows(plan, [family.rows for family in together]))
     return busiest[min(busiest)] if busiest else plan_microbatches(lengths, num_shards, strategy)
 
 
 def _keys_of_microbatches(plan: MicrobatchPlan, families: Sequence[Family], lengths: Sequence[int]) -> Iterator[int]:
-    """Keys that attention lays out in each microbatch, whose rows of one family share its prompt."""
+    """Yield the number of attention keys of each microbatch; rows of one family share its prompt."""
     family_of = {row: number for number, family in enumerate(families) for row in family.rows}
     for batch in (batch for shard in plan.shards for batch in shard):
         rows: dict[int, list[int]] = {}
@@ -193,7 +194,7 @@ def _keys_of_microbatches(plan: MicrobatchPlan, families: Sequence[Family], leng
 
 
 def _plan_within_keys(tokens: Sequence[int], keys: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
-    """Plan units by their tokens, or, where a microbatch would then have too many keys, by the scarcer of the two."""
+    """Plan units by tokens; if a microbatch would have too many keys, by the scarcer of tokens and keys."""
     plan = plan_microbatches(tokens, num_shards, strategy)
     most = strategy.most_keys
     batches = [batch for shard in plan.shards for batch in shard]
@@ -204,7 +205,7 @@ def _plan_within_keys(tokens: Sequence[int], keys: Sequence[int], num_shards: in
 
 
 def _with_rows(plan: MicrobatchPlan, units: Sequence[Sequence[int]]) -> MicrobatchPlan:
-    """A plan of units as one of their rows."""
+    """Convert a plan of units to a plan of their rows."""
     return MicrobatchPlan(
         [[[row for unit in batch for row in units[unit]] for batch in shard] for shard in plan.shards]
     )
@@ -213,7 +214,7 @@ def _with_rows(plan: MicrobatchPlan, units: Sequence[Sequence[int]]) -> Microbat
 def _plan_groups(
     lengths: Sequence[int], num_shards: int, strategy: MicrobatchStrategy, group_size: int
 ) -> MicrobatchPlan:
-    """Plan groups as if each were one row, and put their rows in its place."""
+    """Plan groups as if each were one row, and replace each group by its rows."""
     if len(lengths) % group_size:
         raise DataError(f"{len(lengths)} rows do not divide into groups of {group_size}.")
     groups = [lengths[start : start + group_size] for start in range(0, len(lengths), group_size)]
@@ -277,10 +278,10 @@ def _group_by_length(costs: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _deal(bins: list[list[int]], costs: Sequence[int], num_shards: int) -> MicrobatchPlan:
-    """Deal bins to shards, most expensive first and in turns of alternating direction.
+    """Deal bins to shards, most expensive first, in rounds of alternating direction.
 
-    Bins that run at the same time on different shards then cost about the same, and the most
-    memory is asked for in the first microbatch.
+    Bins that run at the same time on different shards then cost about the same, and the first
+    microbatch needs the most memory.
     """
     shards: list[list[list[int]]] = [[] for _ in range(num_shards)]
     order = sorted(range(len(bins)), key=lambda i: (-costs[i], i))

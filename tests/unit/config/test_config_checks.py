@@ -154,7 +154,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["policy.precision=float16"], r"policy.precision=float16 loses gradients .*Use bfloat16"),
     (["data.max_input_seq_length=513"], r"max_input_seq_length=513 is longer .*=512"),
     (["policy.generation.max_new_tokens=513"], r"max_new_tokens=513 is more than .*=512"),
-    (["policy.generation.vllm_cfg.max_model_len=600"], r"max_model_len=600 lets the engine write .*=512"),
+    (["policy.generation.vllm_cfg.max_model_len=600"], r"max_model_len=600 lets the engine sample .*=512"),
     (["policy.generation.vllm_cfg.max_model_len=100"], r"max_new_tokens=512 does not fit .*max_model_len=100"),
     # grpo
     (["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=8"], "leaves no other answer"),
@@ -232,8 +232,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["data.train.split_validation_size=1.0"], r"less than 1"),
     (["checkpointing.checkpoint_must_save_by=4h"], r"checkpoint_must_save_by='4h'"),
     # validation and data
-    (["grpo.val_period=5"], r"grpo\.val_period=5 asks for validation, but there is no validation data"),
-    (["grpo.val_at_start=true"], r"grpo\.val_at_start=true asks for validation"),
+    (["grpo.val_period=5"], r"grpo\.val_period=5 requests validation, but there is no validation data"),
+    (["grpo.val_at_start=true"], r"grpo\.val_at_start=true requests validation"),
     (["data.train=null"], r"data\.train is empty"),
     (["data.train.dataset_name=null"], r"data\.train names no data"),
     (["data.train.dataset_name=ResponseDataset"], r"ResponseDataset needs data\.train\.data_path"),

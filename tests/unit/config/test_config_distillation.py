@@ -81,7 +81,7 @@ def test_a_teacher_section_as_long_as_a_policy_section_is_accepted() -> None:
             ["teacher.megatron_cfg.enabled=true", "teacher.megatron_cfg.peft.enabled=true"],
             r"teacher\.megatron_cfg\.peft\.enabled=true adds untrained",
         ),
-        (["teacher.reward_model_cfg.enabled=true"], "scores answers as wholes"),
+        (["teacher.reward_model_cfg.enabled=true"], "scores whole answers"),
         ([*CUDA, APART], r"needs teacher\.colocated\.resources\.gpus_per_node"),
         ([*CUDA, APART, "teacher.colocated.resources.gpus_per_node=8"], "leaves no device for the policy"),
         (
@@ -98,7 +98,7 @@ def test_a_teacher_section_as_long_as_a_policy_section_is_accepted() -> None:
         (["distillation.stop_at_validation_metric=accuracy"], r"needs both distillation\.stop_at"),
         (["policy.generation=null"], r"policy\.generation is null, but the policy samples answers"),
         (["distillation.topk_logits=3"], "topk_logits_k"),
-        (["data.validation=null"], r"distillation\.val_period=10 asks for validation"),
+        (["data.validation=null"], r"distillation\.val_period=10 requests validation"),
     ],
 )
 def test_contradictions_are_refused(overrides, words) -> None:

@@ -54,7 +54,7 @@ def test_separate_engines_on_cpus_get_ranks_of_their_own(resources: dict[str, in
             ["+policy.generation.vllm_kwargs={tensor_parallel_size: 2}"],
             r"vllm_kwargs\.tensor_parallel_size decides .* Write policy\.generation\.engine\.tensor_parallel_size",
         ),
-        (["+policy.generation.vllm_kwargs={data_parallel_size: 2}"], r"data_parallel_size decides .* Take it out"),
+        (["+policy.generation.vllm_kwargs={data_parallel_size: 2}"], r"data_parallel_size decides .* Remove it"),
     ],
 )  # fmt: skip
 def test_refused(minimal: Path, overrides: list[str], message: str) -> None:

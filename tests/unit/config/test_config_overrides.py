@@ -194,7 +194,7 @@ def test_keys_of_an_environment_in_a_file_and_its_python_environment(write_yaml)
     [
         (f"env.{OWN}.target=20", "there is no environment 'my_rewards'. Environments in env: math"),
         (f"+env.{OWN}.target=20", "env.my_rewards is used by no data: env_name of the data entries is math"),
-        ("+env.mine.target=20", "Set data.default.env_name=mine, or take it away with ~env.mine"),
+        ("+env.mine.target=20", "Set data.default.env_name=mine, or remove it with ~env.mine"),
         ("grpo=null", "grpo is a section, which null does not switch off"),
         ("env.math=null", "env.math is a section"),
         ("checkpointing.checkpoint_dir=", r"checkpointing.checkpoint_dir is empty \(set by the override"),

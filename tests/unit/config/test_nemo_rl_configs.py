@@ -479,7 +479,7 @@ def test_the_command_line(
     assert "'grpo.vall_period'. Did you mean 'grpo.val_period'?" in lines[2]
     assert lines[3].startswith("  - policy.quant_cfg=") and "not built yet: quantised training" in lines[3]
     assert run(checker, monkeypatch, str(SHAPES / "common.yaml")) == 1
-    assert "Say it with --algorithm" in capsys.readouterr().out
+    assert "Give --algorithm" in capsys.readouterr().out
     assert run(checker, monkeypatch, str(good), "sft.val_batches=0", "--algorithm", "sft") == 1
     assert "sft.val_batches=0 validates on nothing" in capsys.readouterr().out
     assert run(checker, monkeypatch, str(tmp_path / "missing.yaml")) == 1

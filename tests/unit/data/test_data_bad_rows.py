@@ -155,7 +155,7 @@ def test_damaged_and_missing_files(tmp_path):
     for name, message in [
         ("cut.jsonl.gz", "cannot be read"),
         ("no.parquet", "cannot be read as .parquet"),
-        ("rows.xlsx", r"no known kind; allowed: \*\.jsonl"),
+        ("rows.xlsx", r"an unknown kind; allowed: \*\.jsonl"),
         ("cutt.jsonl.gz", r"does not exist.*Did you mean cut\.jsonl\.gz"),
         ("none/rows.jsonl", "Neither does its folder"),
         ("folder.jsonl", "is a folder, though it is named like a file"),

@@ -118,7 +118,7 @@ def test_a_position_in_changed_data_keeps_epoch_and_number_of_rows(dataset, capl
     whole = epochs(build_loader(shorter, 5, shuffle=shuffle, seed=8), 3)
     assert epochs(new, 2) == [whole[1][2:], whole[2]]
     assert "num_rows was 23 and is 22, batch_size was 4 and is 5, seed was 7 and is 8" in caplog.text
-    assert "Epoch 2 goes on behind 10 of its 22 rows" in caplog.text
+    assert "epoch 2 resumes after 10 of its 22 rows" in caplog.text
     assert ("new order" in caplog.text) is shuffle
 
 

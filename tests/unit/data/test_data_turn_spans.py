@@ -173,7 +173,7 @@ def test_a_template_that_drops_turns_is_refused(minimind, monkeypatch):
         "{% for m in messages %}{% if loop.last %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endif %}"
     )
     monkeypatch.setattr(minimind, "chat_template", forgetful + "{% endfor %}")
-    with pytest.raises(DataError, match="cannot be told from theirs"):
+    with pytest.raises(DataError, match="cannot be distinguished from theirs"):
         trained(minimind, chat(MULTI_TURN))
 
 

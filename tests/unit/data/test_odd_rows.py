@@ -154,7 +154,7 @@ def test_an_object_that_has_a_key_twice_costs_its_row(tmp_path, name):
     path.write_text("\n".join(rows) if name.endswith("l") else f"[{','.join(rows)}]")
     table = read_file(str(path))
     assert list(table.rows) == [{"a": 3}]
-    assert [row.reason for row in table.bad_rows] == [f"the key '{key}' stands twice in one object" for key in "ac"]
+    assert [row.reason for row in table.bad_rows] == [f"the key '{key}' occurs twice in one object" for key in "ac"]
 
 
 @pytest.mark.parametrize(

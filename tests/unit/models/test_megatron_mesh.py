@@ -372,7 +372,7 @@ def test_options_of_experts_are_refused_with_adapters_where_there_are_experts(tm
     assert refused("qwen3_moe", **rate) == ""
     assert "moe_router_bias_update_rate=0.001 moves biases of routers" in refused("qwen3_moe", **rate, **bias)
     assert "moe_router_bias_update_rate=0.001 moves biases" in refused("deepseek_v3", **rate)
-    assert "gives layers of shared experts inputs" in refused("deepseek_v3", moe_shared_expert_overlap=True)
+    assert "gives shared experts inputs" in refused("deepseek_v3", moe_shared_expert_overlap=True)
 
 
 def test_a_folder_for_converted_models_is_answered(

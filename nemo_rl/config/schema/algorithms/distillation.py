@@ -20,7 +20,7 @@ CROSS_TOKENIZER = "distillation across tokenizers"
 
 
 class DistillationConfig(RolloutTrainingConfig):
-    """On-policy distillation: the student answers, the teacher says how it would have gone on at every token."""
+    """On-policy distillation: the student answers, the teacher gives its next-token distribution at every token."""
 
     num_prompts_per_step: PositiveInt = Field(
         default=128, description="Prompts drawn from the data for each training step."
@@ -39,7 +39,7 @@ class DistillationConfig(RolloutTrainingConfig):
         default=20, ge=-1, description="Validate every this many steps; 0 or -1: only at start or end."
     )
     val_batch_size: PositiveInt | None = Field(
-        default=64, description="Prompts in one validation batch; null: all at once."
+        default=64, description="Prompts in one validation batch; null: all in one batch."
     )
     max_val_samples: PositiveInt | None = Field(
         default=512, description="Prompts validated in total; null: all of the validation data."
@@ -69,8 +69,8 @@ class DistillationLossConfig(NamedPartConfig):
     )
     kl_type: Literal["forward", "reverse", "mixed"] = Field(
         default="mixed",
-        description="forward: KL(teacher || student), covers all that the teacher says; reverse: KL(student || "
-        "teacher), keeps to what the teacher says most; mixed: a weighted sum.",
+        description="forward: KL(teacher || student), covers all tokens that the teacher finds likely; reverse: "
+        "KL(student || teacher), favours the teacher's most likely tokens; mixed: a weighted sum.",
     )
     mixed_kl_weight: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.5, description="With mixed: weight of the forward part; the reverse part has the rest."
@@ -83,13 +83,13 @@ class DistillationLossConfig(NamedPartConfig):
 
 
 class TeacherResourcesConfig(Section):
-    """What the teacher gets when it does not share the policy's devices."""
+    """Devices of a teacher that does not share the policy's devices."""
 
     gpus_per_node: PositiveInt | None = Field(
         default=None, description="GPUs of each teacher machine; needed when not colocated on GPUs."
     )
     num_nodes: PositiveInt | None = Field(
-        default=None, description="Machines for the teacher only; null on one machine, which is split."
+        default=None, description="Machines for the teacher only; null with one machine, whose devices are divided."
     )
     ranks_per_node: PositiveInt | None = Field(
         default=None, description="Teacher processes on each machine when not colocated on the CPU; null: 1."
@@ -97,7 +97,7 @@ class TeacherResourcesConfig(Section):
 
 
 class TeacherPlacementConfig(Section):
-    """Whether the teacher shares devices with the policy."""
+    """Sharing of devices between teacher and policy."""
 
     enabled: bool = Field(default=True, description="Teacher and policy take turns on the same devices.")
     resources: TeacherResourcesConfig = Field(
@@ -106,7 +106,7 @@ class TeacherPlacementConfig(Section):
 
 
 class TeacherConfig(PolicyConfig):
-    """The model that scores the student's answers; what it only shares with `policy` follows it."""
+    """The model that scores the student's answers; keys that it shares with `policy` default to the policy's."""
 
     place: ClassVar[str] = "teacher"
     idle: ClassVar[dict[str, str]] = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Keys of `dpo`: direct preference optimisation and its relatives.
+"""Keys of `dpo`: direct preference optimisation and its variants.
 
 Invariant: a variant is a value of `preference_loss`; it changes the loss and nothing else.
 """
@@ -22,13 +22,13 @@ class DPOConfig(SupervisedConfig):
     )
     val_global_batch_size: PositiveInt = Field(default=8, description="Pairs of one validation batch.")
     reference_policy_kl_penalty: PositiveFloat = Field(
-        default=0.05, description="Beta: the factor between a log-probability ratio and a reward."
+        default=0.05, description="Beta: the factor that turns a log-probability ratio into a reward."
     )
     preference_loss: PreferenceLossName = Field(
         default="sigmoid",
         description="Loss on a pair: sigmoid (DPO), ipo, hinge, robust (noisy labels), rpo (DPO plus likelihood of "
-        "the chosen answer), simpo and orpo (both without a reference); or kto, on single answers that are desirable "
-        "or not, where batch sizes count answers.",
+        "the chosen answer), simpo and orpo (both without a reference); or kto, a loss on single answers labelled "
+        "desirable or undesirable, for which batch sizes count answers.",
     )
     preference_loss_weight: NonNegativeFloat = Field(default=1.0, description="Weight of the preference loss.")
     sft_loss_weight: NonNegativeFloat = Field(
@@ -42,7 +42,7 @@ class DPOConfig(SupervisedConfig):
         "Divide the log-likelihood of the chosen answer by its length; rpo and orpo always do.",
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        default=0.0, description="Share of pairs assumed to be labelled the wrong way round, for sigmoid and robust."
+        default=0.0, description="Share of pairs whose labels are assumed to be swapped, for sigmoid and robust."
     )
     target_margin: NonNegativeFloat = Field(
         default=0.5, description="SimPO's gamma: reward by which the chosen answer should lead."

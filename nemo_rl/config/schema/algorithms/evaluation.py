@@ -30,14 +30,14 @@ class EvalEngineConfig(EngineConfig):
 
 
 class EvalGenerationConfig(GenerationConfig):
-    """The model and how it samples."""
+    """The model and its sampling."""
 
     ignored: ClassVar[dict[str, str]] = {
         key: reason for key, reason in GenerationConfig.ignored.items() if key != "model_name"
     }
 
     idle: ClassVar[dict[str, str]] = {
-        "colocated": "there is no policy beside the engines",
+        "colocated": "there is no policy next to the engines",
         "weight_sync": "engines read the weights themselves",
         **dict.fromkeys(("val_temperature", "val_top_k", "val_top_p"), "an evaluation samples in one way"),
     }
@@ -57,7 +57,7 @@ class EvalGenerationConfig(GenerationConfig):
         "${.engine.max_model_len}",
         "Most tokens of one answer; prompt and answer together end at max_model_len.",
     )
-    engine: EvalEngineConfig = Field(default_factory=EvalEngineConfig, description="The engine, whichever it is.")
+    engine: EvalEngineConfig = Field(default_factory=EvalEngineConfig, description="Keys that every engine reads.")
 
 
 class EvalTokenizerConfig(TokenizerConfig):
@@ -67,28 +67,28 @@ class EvalTokenizerConfig(TokenizerConfig):
 
 
 class EvalConfig(Section):
-    """What is measured, and where the answers are kept."""
+    """The metric, and the folder where answers are kept."""
 
     moved: ClassVar[dict[str, str]] = {"pass_k_value": "write eval.k_value"}
 
     metric: Literal["pass@k", "cons@k"] = Field(
         default="pass@k",
-        description="The score: pass@k, a right answer among k; or cons@k, the majority of k answers is right.",
+        description="The score: pass@k counts a right answer among k; cons@k counts a right majority of k answers.",
     )
     num_tests_per_prompt: PositiveInt = Field(default=1, description="Answers sampled per prompt.")
     k_value: PositiveInt = Field(default=1, description="The k of the metric, at most num_tests_per_prompt.")
     seed: Seed = Field(default=42, description="Seed of the samples.")
     save_path: str | None = Field(
         default=None,
-        description="Folder for answers and results; started again with the same folder, an evaluation goes on. "
-        "null: nothing is written.",
+        description="Folder for answers and results; an evaluation that is started again with the same folder "
+        "continues. null: nothing is written.",
     )
     max_rollout_turns: PositiveInt = Field(
         default=1, description="Most turns of model and environment in one conversation."
     )
     signal_grace_s: PositiveFloat = Field(
         default=600.0,
-        description="Seconds from SIGTERM, SIGINT, SIGHUP or SIGUSR1 in which the prompts under way have to be "
+        description="Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which the pending prompts have to be "
         "answered and written to save_path; then the evaluation ends without them.",
     )
 
@@ -98,7 +98,7 @@ class EvalDataConfig(Section):
 
     ignored: ClassVar[dict[str, str]] = {
         "num_workers": "prompts are prepared in the driver",
-        "shuffle": "problems are asked in the order of the data set",
+        "shuffle": "problems keep the order of the data set",
     }
     idle: ClassVar[dict[str, str]] = {
         "file_format": "the ending of the name decides; a format that disagrees with it is refused",
@@ -106,7 +106,7 @@ class EvalDataConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """The numbers of generated problems belong to the data set that generates some."""
+        """Report the keys of generated problems where the data set generates none."""
         return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
 
     dataset_name: str | None = Field(
@@ -134,11 +134,9 @@ class EvalDataConfig(Section):
     )
     max_input_seq_length: PositiveInt | None = derived(
         "${generation.engine.max_model_len}",
-        "Longest prompt in tokens; longer ones are not asked and count as not solved; null: no limit.",
+        "Longest prompt in tokens; longer ones are not sampled and count as not solved; null: no limit.",
     )
-    repeat: PositiveInt = Field(
-        default=1, description="How often the problems are asked, one round of all of them after another."
-    )
+    repeat: PositiveInt = Field(default=1, description="Number of rounds in which all problems are sampled.")
     max_samples: PositiveInt | None = Field(
         default=None, description="Ask only this many problems, a seeded random choice; null: all."
     )

@@ -1,6 +1,6 @@
-"""Keys of `grpo`: the cadence of the training loop and how rewards become advantages.
+"""Keys of `grpo`: steps of the training loop, and the computation of advantages from rewards.
 
-Lengths and batch sizes of the model live in `policy`.
+Lengths and batch sizes of the model are in `policy`.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ AdvantageEstimatorName = Annotated[
 
 
 class AdvantageEstimatorConfig(NamedPartConfig):
-    """How a group's rewards become advantages; the keys from normalize_rewards on are those of the built-in names."""
+    """The formula that turns a group's rewards into advantages; the keys from normalize_rewards on are those of the built-in names."""
 
     name: AdvantageEstimatorName = Field(
         default="grpo",
@@ -34,12 +34,13 @@ class AdvantageEstimatorConfig(NamedPartConfig):
     )
     normalize_rewards: bool = derived(
         "${..normalize_rewards}",
-        "Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo whitens its sum "
-        "over the batch in any case.",
+        "Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo always whitens "
+        "its sum over the batch.",
     )
     std_level: Literal["group", "batch"] = Field(
         default="group",
-        description="With normalize_rewards: the deviation of the prompt's rewards, or of all rewards of the step.",
+        description="With normalize_rewards: use the deviation of the prompt's rewards (group), or of all rewards of "
+        "the step (batch).",
     )
     use_leave_one_out_baseline: bool = derived(
         "${..use_leave_one_out_baseline}",
@@ -51,7 +52,7 @@ class AdvantageEstimatorConfig(NamedPartConfig):
     kl_to_go: bool = Field(
         default=False,
         description="REINFORCE++ with use_kl_in_reward: subtract the KL of this and all later tokens, as its paper "
-        "does; false: this token's alone, as NeMo RL does.",
+        "does; false: the KL of this token only, as NeMo RL does.",
     )
     reward_weights: list[float] | None = Field(
         default=None, description="GDPO: weight of each reward component, in order; null: all 1."
@@ -73,18 +74,18 @@ class RewardShapingConfig(Section):
 
     enabled: bool = Field(
         default=False,
-        description="Apply the length penalties below to each total reward; gdpo's advantages are made of components, "
-        "which have no penalty.",
+        description="Apply the length penalties below to each total reward; gdpo's advantages come from the components "
+        "and do not change.",
     )
     max_response_length: PositiveInt | None = derived(
         "${policy.max_total_sequence_length}",
-        "Answer length in tokens at which the penalty is full; all turns count (in NeMo RL the first only), since "
+        "Answer length in tokens at which the full penalty applies; all turns count (in NeMo RL only the first), since "
         "all of them are trained on.",
     )
     overlong_buffer_length: NonNegativeInt | None = Field(
         default=128,
-        description="Tokens before max_response_length over which the penalty grows linearly; more tokens than that "
-        "give the shortest answer a part of the penalty.",
+        description="Tokens before max_response_length over which the penalty grows linearly; a value above "
+        "max_response_length gives even the shortest answer a part of the penalty.",
     )
     overlong_buffer_penalty: NonNegativeFloat | None = Field(
         default=1.0, description="Penalty at max_response_length, subtracted from the reward."
@@ -92,7 +93,7 @@ class RewardShapingConfig(Section):
     limit_overlong_penalty: bool = Field(
         default=False,
         description="Keep the penalty of longer answers at overlong_buffer_penalty, as DAPO's paper does; false: it "
-        "grows on at the same rate, as NeMo RL does. Without a buffer it is always limited.",
+        "continues to grow at the same rate, as in NeMo RL. Without a buffer it is always limited.",
     )
     stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
@@ -101,7 +102,7 @@ class RewardShapingConfig(Section):
 
 
 class GRPOConfig(RolloutTrainingConfig):
-    """Group relative policy optimisation: steps, groups, validation and reward treatment."""
+    """Group relative policy optimisation: steps, groups, validation and processing of rewards."""
 
     later: ClassVar[dict[str, str]] = {
         "async_grpo": "asynchronous training",
@@ -127,7 +128,7 @@ class GRPOConfig(RolloutTrainingConfig):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """More prompts for dynamic sampling that is off."""
+        """Report batch_multiplier where dynamic sampling is off."""
         idle = not values.get("use_dynamic_sampling") and values.get("batch_multiplier", 1) != 1
         told = {"batch_multiplier": "use_dynamic_sampling is false"} if idle else {}
         return {**super().without_effect(values), **told}
@@ -155,12 +156,13 @@ class GRPOConfig(RolloutTrainingConfig):
     )
     use_dynamic_sampling: bool = Field(
         default=False,
-        description="DAPO: drop prompts whose rewards, scaled, are all equal and draw others instead; with "
-        "the leave-one-out baseline too, where NeMo RL drops single answers whose peers are all equal.",
+        description="DAPO: drop prompts whose scaled rewards are all equal and draw others instead; this also holds "
+        "with the leave-one-out baseline, where NeMo RL drops single answers whose peers are all equal.",
     )
     batch_multiplier: Annotated[float, Field(ge=1)] = Field(
         default=1.0,
-        description="With dynamic sampling: prompts drawn per round over num_prompts_per_step; without it no effect.",
+        description="With dynamic sampling: each round draws num_prompts_per_step times this many prompts; without it "
+        "no effect.",
     )
     dynamic_sampling_max_gen_batches: PositiveInt = Field(
         default=10, description="With dynamic sampling: rounds of one step after which the run saves and ends."
@@ -168,12 +170,12 @@ class GRPOConfig(RolloutTrainingConfig):
     seq_logprob_error_threshold: PositiveFloat | None = Field(
         default=None,
         description="Mask a sequence whose mean ratio of training to generation probability exceeds this (its reward "
-        "stays in the baseline of the others); null: never.",
+        "still counts in the baseline of the other answers); null: never.",
     )
     skip_reference_policy_logprobs_calculation: bool = Field(
         default=False,
         description="Assert that the reference policy never runs: true is refused unless "
-        "loss_fn.reference_policy_kl_penalty=0, where it never does.",
+        "loss_fn.reference_policy_kl_penalty=0, in which case it is not needed.",
     )
 
     @model_validator(mode="after")

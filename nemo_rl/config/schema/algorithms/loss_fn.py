@@ -13,11 +13,11 @@ from nemo_rl.config.schema.named_part import NamedPartConfig
 
 
 class ClippedPGLossConfig(NamedPartConfig):
-    """How the clipped policy-gradient loss is formed."""
+    """The clipped policy-gradient loss."""
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """The dual clip of a ratio that is not there."""
+        """Report the dual clip where the loss has no ratio."""
         told = {"ratio_clip_c": "disable_ppo_ratio takes the ratio away"} if values.get("disable_ppo_ratio") else {}
         return {**super().without_effect(values), **(told if values.get("ratio_clip_c") is not None else {})}
 
@@ -28,23 +28,24 @@ class ClippedPGLossConfig(NamedPartConfig):
     )
     reference_policy_kl_penalty: float = Field(
         default=0.01,
-        description="Weight of the KL term against the reference policy; 0 switches it off, a negative one drives the "
-        "policy away from the reference. With top_k or top_p both "
-        "sides are filtered (in NeMo RL neither), so that the KL is that of the distribution that is sampled from.",
+        description="Weight of the KL term against the reference policy; 0 switches it off, a negative weight drives "
+        "the policy away from the reference. With top_k or top_p both distributions are filtered (in NeMo RL neither), "
+        "so that the KL is that of the distribution that is sampled from.",
     )
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field(
         default="k3",
-        description="Estimator of the per-token KL divergence; the gradients of k1 and k3 are those of the divergence "
-        "in expectation, that of k2 is about twice as large.",
+        description="Estimator of the per-token KL divergence; in expectation the gradients of k1 and k3 equal that of "
+        "the divergence, the gradient of k2 is about twice as large.",
     )
     kl_input_clamp_value: NonNegativeFloat | None = Field(
         default=20.0,
-        description="Bound in nats on the log ratio before the KL estimator, beyond which a token has no gradient of "
-        "the KL term; null: none.",
+        description="Bound in nats on the log ratio before the KL estimator; beyond it a token gets no gradient from "
+        "the KL term. null: none.",
     )
     kl_output_clamp_value: NonNegativeFloat | None = Field(
         default=10.0,
-        description="Bound in nats on a token's weighted KL estimate, beyond which it has no gradient; null: none.",
+        description="Bound in nats on a token's weighted KL estimate; beyond it the token gets no gradient from the KL "
+        "term. null: none.",
     )
     use_on_policy_kl_approximation: bool = Field(
         default=False,
@@ -52,15 +53,15 @@ class ClippedPGLossConfig(NamedPartConfig):
     )
     sequence_level_kl_weight: bool = Field(
         default=False,
-        description="Take the KL term's weight as the geometric mean over the sequence instead of for each token: with "
-        "use_on_policy_kl_approximation the ratio itself, without it only its gradient.",
+        description="Weight the KL term by the ratio's geometric mean over the sequence instead of each token's ratio: "
+        "with use_on_policy_kl_approximation by its value, without it only by its gradient.",
     )
     use_kl_in_reward: bool = Field(
         default=False, description="Subtract the KL term from the reward instead of adding it to the loss."
     )
     ratio_clip_min: NonNegativeFloat = Field(
         default=0.2,
-        description="Lower clip epsilon: the ratio is clipped below 1 - ratio_clip_min; from 1 on it never is.",
+        description="Lower clip epsilon: the ratio is clipped below 1 - ratio_clip_min; 1 or more: never.",
     )
     ratio_clip_max: Annotated[float, Field(gt=-1)] = Field(
         default=0.2,
@@ -72,8 +73,8 @@ class ClippedPGLossConfig(NamedPartConfig):
     disable_ppo_ratio: bool = Field(
         default=False,
         description="Use the REINFORCE loss -A log p, without ratio and clipping (ratio_clip_c has no effect, and "
-        "sequence_level_importance_ratios is about the correction weights alone); with force_on_policy_ratio the value "
-        "is -A, the gradient the same.",
+        "sequence_level_importance_ratios changes only the correction weights); with force_on_policy_ratio the value "
+        "is -A and the gradient the same.",
     )
     force_on_policy_ratio: bool = Field(
         default=False, description="Take the ratio as exactly 1; needs one optimizer update per rollout batch."
@@ -84,27 +85,27 @@ class ClippedPGLossConfig(NamedPartConfig):
     )
     sequence_level_importance_ratios: bool = Field(
         default=False,
-        description="GSPO: one ratio per sequence, the geometric mean over its tokens, and one correction weight, "
-        "their product; needs token_level_loss=false.",
+        description="GSPO: one ratio per sequence, the geometric mean over its tokens, and one correction weight per "
+        "sequence, the product over its tokens; needs token_level_loss=false.",
     )
     token_level_loss: bool = Field(
         default=True, description="Average the loss over all tokens (true) or over sequences first (false)."
     )
     constant_sample_length: PositiveFloat | None = Field(
         default=None,
-        description="Dr.GRPO: divide the sum over tokens by this many tokens for each sample that counts, for example "
-        "max_new_tokens, instead of by the tokens that count; null: off.",
+        description="Dr.GRPO: divide the sum over tokens by this many tokens per sample that counts, for example "
+        "max_new_tokens, instead of by the number of tokens that count; null: off.",
     )
     use_importance_sampling_correction: bool = Field(
         default=False, description="Weight tokens by training over generation probability to undo mismatch."
     )
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = Field(
         default=None,
-        description="What happens to correction weights out of bounds: tis clamps them, icepop zeroes the token, "
+        description="Treatment of correction weights out of bounds: tis clamps them, icepop zeroes the token, "
         "seq-mask-tis zeroes the whole sequence; null: there are no bounds.",
     )
     truncated_importance_sampling_ratio: PositiveFloat | None = Field(
-        default=None, description="Upper bound of the correction weight; needed by each type."
+        default=None, description="Upper bound of the correction weight; every type needs it."
     )
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = Field(
         default=None,
@@ -113,5 +114,5 @@ class ClippedPGLossConfig(NamedPartConfig):
     positive_example_nll_weight: NonNegativeFloat = Field(
         default=0.0,
         description="VAPO: weight of the negative log-likelihood of answers with a positive reward, summed over their "
-        "tokens and divided by what the rest of the loss is divided by; 0 switches it off.",
+        "tokens and divided by the same number as the rest of the loss; 0 switches it off.",
     )

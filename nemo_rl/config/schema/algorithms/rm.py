@@ -1,6 +1,6 @@
 """Keys of `rm`: training of a reward model on pairs of answers.
 
-The head is asked for by `policy.reward_model_cfg`, not here.
+`policy.reward_model_cfg` gives the model its scalar head.
 """
 
 from pydantic import Field, NonNegativeFloat

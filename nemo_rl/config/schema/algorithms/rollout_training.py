@@ -1,6 +1,6 @@
-"""Keys that all algorithms share in which the policy itself writes what it learns from: GRPO and distillation.
+"""Keys shared by the algorithms that train on the policy's own answers: GRPO and distillation.
 
-Steps, prompts and validation only; how a batch becomes a loss is in the algorithm's own section.
+They cover steps, prompts and validation; keys of the loss are in the algorithm's own section.
 """
 
 from pydantic import Field, PositiveInt
@@ -31,8 +31,8 @@ class RolloutTrainingConfig(Section):
     seed: Seed = Field(default=42, description="Seed of data order, initialisation and sampling.")
     overlong_filtering: bool = Field(
         default=False,
-        description="Give answers that hit the length limit no weight in the loss; their rewards stay in the baseline "
-        "of the others.",
+        description="Exclude answers that hit the length limit from the loss; their rewards still count in the "
+        "baseline of the other answers.",
     )
     val_period: int = Field(
         default=10, ge=-1, description="Validate every this many steps; 0 or -1: only at start or end."
@@ -43,7 +43,7 @@ class RolloutTrainingConfig(Section):
     val_at_start: bool = Field(default=False, description="Validate before the first step.")
     val_at_end: bool = Field(default=False, description="Validate after the last step.")
     val_batch_size: PositiveInt | None = Field(
-        default=256, description="Prompts in one validation batch; null: all at once."
+        default=256, description="Prompts in one validation batch; null: all in one batch."
     )
     max_val_samples: PositiveInt | None = Field(
         default=256, description="Prompts validated in total; null: all of the validation data."
@@ -54,7 +54,7 @@ class RolloutTrainingConfig(Section):
         "reward above 0.",
     )
     stop_at_validation_metric: str | None = Field(
-        default=None, description="Validation metric, e.g. accuracy, that ends the run early; null: none."
+        default=None, description="Validation metric, e.g. accuracy, that can end the run early; null: none."
     )
     stop_at_validation_threshold: float | None = Field(
         default=None, description="Value of stop_at_validation_metric at which the run ends."

@@ -1,6 +1,6 @@
 """Keys of `sft`: supervised fine-tuning.
 
-What a conversation looks like is in `data`, not here.
+The format of a conversation is set in `data`.
 """
 
 from pydantic import Field

@@ -1,4 +1,4 @@
-"""Keys that SFT, DPO and reward-model training share: cadence, the policy and the data.
+"""Keys that SFT, DPO and reward-model training share: steps, the policy and the data.
 
 Invariant: nothing here generates, so `policy.generation` is null, and a training step is one optimizer update.
 """
@@ -14,7 +14,7 @@ from nemo_rl.config.schema.model.parallel import DynamicBatchingConfig, Sequence
 from nemo_rl.config.schema.model.policy import PolicyConfig
 
 CountOrAll = Annotated[int, Field(ge=-1)]
-"""A number, or -1 for all there is."""
+"""A count, or -1 for all."""
 
 _PAIR_TRAIN_TOKENS = "${mul:2,${mul:${..max_total_sequence_length},${..train_micro_batch_size}}}"
 _PAIR_LOGPROB_TOKENS = "${mul:2,${mul:${..max_total_sequence_length},${..logprob_batch_size}}}"
@@ -44,8 +44,7 @@ class SupervisedConfig(Section):
     )
     val_micro_batch_size: PositiveInt = Field(
         default=1,
-        description="Samples of one validation pass of a rank, where neither packing nor dynamic batching "
-        "forms the passes.",
+        description="Samples of one validation pass of a rank, if neither packing nor dynamic batching is on.",
     )
 
 
@@ -92,7 +91,7 @@ class SupervisedDatasetDefaults(DatasetDefaults):
     env_name: str | None = Field(default=None, description="Not used: nothing is rewarded here.")
     processor: str | None = Field(
         default="sft_processor",
-        description="Function that turns a row into tokens; sft_processor stands for the usual one of pairs, too.",
+        description="Function that turns a row into tokens; for pairs, sft_processor means the usual one of pairs.",
     )
 
 
@@ -105,12 +104,12 @@ class SupervisedDataConfig(DataConfig):
         default_factory=SupervisedDatasetDefaults, description="Values for entries that leave them out."
     )
     add_bos: bool = Field(
-        default=True, description="Begin with the beginning-of-sequence token where the chat template does not."
+        default=True, description="Add the beginning-of-sequence token where the chat template does not."
     )
     add_eos: bool = Field(
-        default=True, description="End with the end-of-sequence token where the chat template ends with no such token."
+        default=True, description="Add the end-of-sequence token where the chat template does not end with one."
     )
     add_generation_prompt: bool = Field(
         default=True,
-        description="Count the header of an assistant turn to the prompt, as when generating; false: it is trained on.",
+        description="Count the header of an assistant turn as prompt, as in generation; false: it is trained on.",
     )

@@ -1,4 +1,4 @@
-"""Keys of `policy.generation`: sampling, the engine, and how weights reach it.
+"""Keys of `policy.generation`: sampling, the engine, and the transfer of weights to it.
 
 Invariant: lengths and precision follow the policy unless they are set here.
 """
@@ -26,15 +26,15 @@ EngineName = Annotated[str, PartName(("vllm", "hf", "megatron"), _NO_ENGINES)]
 
 
 class ColocatedResourcesConfig(Section):
-    """What generation gets when it does not share the policy's devices."""
+    """Devices of generation when it does not share the policy's devices."""
 
     gpus_per_node: PositiveInt | None = Field(
         default=None, description="GPUs of each generation machine; needed when not colocated on GPUs."
     )
     num_nodes: PositiveInt | None = Field(
         default=None,
-        description="Machines for generation only; null on one machine, which is split, and on the CPU, where engines "
-        "then run beside the policy.",
+        description="Machines for generation only; null with one machine, whose devices are divided, and on the CPU, "
+        "where engines then run on the policy's machines.",
     )
     ranks_per_node: PositiveInt | None = Field(
         default=None, description="Engine ranks on each machine when not colocated on the CPU; null: one engine."
@@ -42,7 +42,7 @@ class ColocatedResourcesConfig(Section):
 
 
 class ColocatedConfig(Section):
-    """Whether engines share devices with the policy."""
+    """Sharing of devices between engines and policy."""
 
     enabled: bool = Field(default=True, description="Engines and policy take turns on the same devices.")
     resources: ColocatedResourcesConfig = Field(
@@ -51,11 +51,11 @@ class ColocatedConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    """How the policy's weights reach the engines."""
+    """Transfer of the policy's weights to the engines."""
 
     transport: Literal["auto", "shared_memory", "collective", "cuda_ipc"] = Field(
         default="auto",
-        description="Carrier of the weights; auto: shared_memory on CPUs of one machine, cuda_ipc when "
+        description="Transport of the weights; auto: shared_memory on CPUs of one machine, cuda_ipc when "
         "colocated on GPUs, else collective.",
     )
     bucket_size_mb: PositiveInt = Field(
@@ -68,12 +68,12 @@ class WeightSyncConfig(Section):
     max_mult_prob_error: Annotated[float, Field(ge=1)] | None = Field(
         default=1.05,
         description="Largest mean ratio of probabilities between trainer and engine (token_mult_prob_error) in the "
-        "first batch of a run; beyond it the run stops before its first update. null: not compared.",
+        "first batch of a run; above it the run stops before its first update. null: not compared.",
     )
 
 
 class EngineConfig(Section):
-    """What every engine reads. Each key may be written under `vllm_cfg` too, as NeMo RL does."""
+    """Keys that every engine reads. Each key may be written under `vllm_cfg` too, as in NeMo RL."""
 
     max_model_len: PositiveInt = derived(
         "${...max_total_sequence_length}",
@@ -88,8 +88,8 @@ class EngineConfig(Section):
     )
     kv_cache_memory_mb: PositiveInt | None = Field(
         default=None,
-        description="Mebibytes of KV cache of an engine; null: from gpu_memory_utilization on GPUs, what 256 sequences "
-        "take but at most 256 on the CPU.",
+        description="Mebibytes of KV cache of an engine; null: on GPUs from gpu_memory_utilization, on the CPU what "
+        "256 sequences take, but at most 256.",
     )
     kv_cache_dtype: Annotated[str, Only(("auto",), "A quantised KV cache")] = Field(
         default="auto", description="Number format of the KV cache."
@@ -106,14 +106,14 @@ class EngineConfig(Section):
     )
     expert_parallel_size: PositiveInt = Field(
         default=1,
-        description="Ranks that divide the experts of a layer among them: tensor_parallel_size; 1: each expert is "
+        description="Ranks that divide the experts of a layer among them: 1 or tensor_parallel_size; 1: each expert is "
         "divided over the ranks of a stage.",
     )
     env_vars: EnvVars | None = Field(default=None, description="Environment variables of the engine's process.")
 
 
 class VllmConfig(Section):
-    """What only vLLM reads; the keys of `engine` may be written here too."""
+    """Keys that only vLLM reads; the keys of `engine` may be written here too."""
 
     later: ClassVar[dict[str, str]] = {
         "enable_return_routed_experts": "router replay",
@@ -147,19 +147,19 @@ class VllmConfig(Section):
     }
 
     idle: ClassVar[dict[str, str]] = {
-        "async_engine": "prompts reach the engine one by one, and answers come back as they end, in any case",
+        "async_engine": "prompts always reach the engine one by one, and answers come back as they end",
     }
 
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = Field(
         default="processed_logprobs",
         description="Log-probs that the engine reports: those of the distribution it samples from (processed), or of "
-        "the model without temperature, top_k, top_p and bad_words (raw). Training takes raw ones only where both are "
-        "the same, since its importance ratios are wrong otherwise.",
+        "the model without temperature, top_k, top_p and bad_words (raw). Training accepts raw ones only where both "
+        "are the same, since its importance ratios are wrong otherwise.",
     )
     enable_prefix_caching: bool | None = Field(
         default=None,
-        description="Keep the key-value cache of common beginnings of prompts, which changes no result beyond "
-        "rounding; null: vLLM decides.",
+        description="Reuse the key-value cache of common prompt prefixes; results change by rounding only. null: vLLM "
+        "decides.",
     )
     async_engine: bool = Field(
         default=False, description="No effect: prompts reach the engine one by one, and answers come back as they end."
@@ -167,7 +167,7 @@ class VllmConfig(Section):
 
 
 class McoreGenerationConfig(Section):
-    """The engine of Megatron Core, as NeMo RL's files describe it; here it reads `engine` and one key of this."""
+    """Section of NeMo RL for Megatron Core's engine; only one key of it has an effect, all others are in `engine`."""
 
     later: ClassVar[dict[str, str]] = {
         "expose_http_server": "an HTTP server on the engines",
@@ -224,19 +224,21 @@ class GenerationConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """What is written for the engine of Megatron Core, with another one."""
+        """Report the section of Megatron Core's engine where another engine is chosen."""
         told = {"mcore_generation_config": "backend is not megatron"} if values.get("backend") != "megatron" else {}
         return {**super().without_effect(values), **told}
 
     backend: EngineName = Field(
         default="vllm",
-        description="Engine: vllm; hf, a plain Hugging Face model, which needs nothing; megatron, a Megatron Core "
-        "model on one rank; or the dotted path of a class.",
+        description="Engine: vllm; hf, a plain Hugging Face model without further dependencies; megatron, a Megatron "
+        "Core model on one rank; or the dotted path of a class.",
     )
     temperature: NonNegativeFloat = Field(
         default=1.0, description="Sampling temperature; 0 takes the most likely token (not for training)."
     )
-    top_p: TopP = Field(default=1.0, description="Sample from the smallest set with this much probability.")
+    top_p: TopP = Field(
+        default=1.0, description="Sample from the smallest set of tokens whose probabilities add up to this."
+    )
     top_k: TopK | None = Field(default=None, description="Sample from the k most likely tokens; null or -1: from all.")
     max_new_tokens: PositiveInt = derived(
         "${..max_total_sequence_length}",
@@ -245,12 +247,12 @@ class GenerationConfig(Section):
     stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer.")
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(
         default=None,
-        description="Texts that are never written, each as its tokens, with or without a space before it. The trainer "
-        "does not know of them: what probability they have in the model counts as mismatch with the engine.",
+        description="Texts that are never sampled, each as its tokens, with or without a space before it. The trainer "
+        "ignores this key: the probability that the model gives to these texts counts as mismatch with the engine.",
     )
     stop_token_ids: list[NonNegativeInt] | None = Field(
         default=None,
-        description="More tokens that end an answer, beside the tokenizer's end-of-sequence token and those of the "
+        description="More tokens that end an answer, besides the tokenizer's end-of-sequence token and those of the "
         "model's generation_config.",
     )
     val_temperature: NonNegativeFloat = derived(
@@ -271,8 +273,8 @@ class GenerationConfig(Section):
     weight_sync: WeightSyncConfig = Field(
         default_factory=WeightSyncConfig, description="Transfer of weights to the engines."
     )
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine, whichever it is.")
-    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig, description="What only vLLM reads.")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="Keys that every engine reads.")
+    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig, description="Keys that only vLLM reads.")
     vllm_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="More arguments for vLLM's engine, passed on unchecked."
     )
@@ -281,7 +283,7 @@ class GenerationConfig(Section):
         description="Arguments of an engine named by its dotted path; it gets them as EngineSettings.engine_kwargs.",
     )
     mcore_generation_config: McoreGenerationConfig = Field(
-        default_factory=McoreGenerationConfig, description="What only the engine of Megatron Core reads, in NeMo RL."
+        default_factory=McoreGenerationConfig, description="Keys of Megatron Core's engine in NeMo RL."
     )
 
     @model_validator(mode="after")
@@ -293,7 +295,7 @@ class GenerationConfig(Section):
 
     @property
     def greedy_choice(self) -> str | None:
-        """The setting that leaves one answer for each prompt, None where answers differ."""
+        """The setting that makes all answers to a prompt the same; None where answers differ."""
         if self.temperature == 0:
             return "temperature=0"
         return "top_k=1" if self.top_k == 1 else None

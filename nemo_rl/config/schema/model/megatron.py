@@ -1,7 +1,7 @@
 """Keys of `policy.megatron_cfg`: training with Megatron Core.
 
 Names, meanings and defaults are NeMo RL's. Invariant: a fusion or kernel that only Transformer Engine has is used where
-that is installed; without it the same numbers are computed by plain PyTorch.
+Transformer Engine is installed; elsewhere plain PyTorch computes the same numbers.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class MegatronOptimizerConfig(Section):
     lr: PositiveFloat = Field(default=5.0e-6, description="Highest learning rate.")
     min_lr: NonNegativeFloat = Field(default=5.0e-7, description="Learning rate at the end of a decay.")
     weight_decay: NonNegativeFloat = Field(
-        default=0.01, description="Default of scheduler.start_weight_decay and end_weight_decay, which are what counts."
+        default=0.01, description="Default of scheduler.start_weight_decay and end_weight_decay; only those are used."
     )
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="Decay of Adam's mean of gradients.")
     adam_beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="Decay of Adam's mean of squares.")
@@ -43,16 +43,16 @@ class MegatronOptimizerConfig(Section):
         default=True, description="Divide float32 weights and moments among data-parallel ranks (ZeRO-1)."
     )
     use_precision_aware_optimizer: bool = Field(
-        default=True, description="Transformer Engine's Adam, which holds its state itself; without it torch's."
+        default=True, description="Use Transformer Engine's Adam, which holds its own state; without it torch's Adam."
     )
     optimizer_cpu_offload: bool = Field(
-        default=False, description="On GPUs: hold optimizer state in host memory, and update there."
+        default=False, description="On GPUs: hold the optimizer state in host memory and update it there."
     )
     optimizer_offload_fraction: float = Field(
-        default=0.0, ge=0.0, le=1.0, description="Share of the state that optimizer_cpu_offload is about."
+        default=0.0, ge=0.0, le=1.0, description="Share of the optimizer state that optimizer_cpu_offload moves."
     )
     overlap_cpu_optimizer_d2h_h2d: bool = Field(
-        default=False, description="With optimizer_cpu_offload: copy while the update goes on."
+        default=False, description="With optimizer_cpu_offload: copy during the update."
     )
     clip_grad: NonNegativeFloat | None = derived(
         "${...max_grad_norm}", "Norm to which the whole gradient is clipped; 0 or null: no clipping."
@@ -65,16 +65,16 @@ class MegatronSchedulerConfig(Section):
     lr_decay_style: Annotated[
         Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"],
         Only(("constant", "linear", "cosine", "inverse-square-root"), "warmup-stable-decay schedules"),
-    ] = Field(default="constant", description="How the learning rate falls after the warm-up.")
+    ] = Field(default="constant", description="Shape of the learning-rate decay after the warm-up.")
     lr_decay_iters: PositiveInt | None = Field(
-        default=1000, description="Steps after which it is optimizer.min_lr; null: only with constant."
+        default=1000, description="Steps until the learning rate is optimizer.min_lr; null only with constant."
     )
     lr_warmup_iters: NonNegativeInt = Field(default=13, description="Steps of a linear rise to optimizer.lr.")
     lr_warmup_init: NonNegativeFloat = Field(default=5.0e-7, description="Learning rate at the start of the rise.")
     start_weight_decay: NonNegativeFloat = derived("${..optimizer.weight_decay}", "Weight decay of the first step.")
     end_weight_decay: NonNegativeFloat = derived("${..optimizer.weight_decay}", "Weight decay after lr_decay_iters.")
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="How the weight decay rises."
+        default="constant", description="Shape of the rise of the weight decay."
     )
 
 
@@ -89,15 +89,15 @@ class MegatronDDPConfig(Section):
 
     grad_reduce_in_fp32: bool = Field(
         default=True,
-        description="Hold and sum gradients in float32, as the other backend does; false takes half the memory, and "
-        "loses small gradients where many microbatches make an update.",
+        description="Hold and sum gradients in float32, as the other backend does; false takes half the memory and "
+        "loses small gradients when an update has many microbatches.",
     )
     overlap_grad_reduce: bool = Field(
-        default=True, description="Sum gradients while the backward pass of the last microbatch goes on."
+        default=True, description="Sum gradients during the backward pass of the last microbatch."
     )
     overlap_param_gather: bool = Field(
         default=True,
-        description="Gather updated weights while the forward pass goes on; needs the distributed optimizer.",
+        description="Gather updated weights during the forward pass; needs the distributed optimizer.",
     )
 
 
@@ -112,7 +112,7 @@ MEGATRON_LINEAR_LAYERS = (
     "linear_kv_down_proj",
     "linear_kv_up_proj",
 )
-"""Last parts of the names of Megatron Core's linear layers; those behind `linear_fc2` are of latent attention."""
+"""Last parts of the names of Megatron Core's linear layers; those after `linear_fc2` belong to latent attention."""
 
 
 class MegatronPeftConfig(AdapterConfig):
@@ -125,15 +125,15 @@ class MegatronPeftConfig(AdapterConfig):
     target_modules: list[str] = Field(
         default_factory=list,
         description="Layers to adapt: last parts of Megatron Core's names (linear_qkv, linear_proj, linear_fc1, "
-        "linear_fc2, those of latent attention), longer names or wildcards; none: all but exclude_modules. Routed "
-        "experts and the output head have no adapters.",
+        "linear_fc2, the layers of latent attention), longer names or wildcards; an empty list: all but "
+        "exclude_modules. Routed experts and the output head have no adapters.",
     )
     lora_A_init_method: Literal["xavier", "uniform"] = Field(
-        default="xavier", description="First values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."
+        default="xavier", description="Initial values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."
     )
     lora_B_init_method: Annotated[
         Literal["zero", "xavier", "uniform"], Only(("zero",), "adapters that change the model before it is trained")
-    ] = Field(default="zero", description="First values of B; zero: a new adapter changes nothing.")
+    ] = Field(default="zero", description="Initial values of B; zero: a new adapter changes nothing.")
     lora_dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
         BeforeValidator(lambda name: None if name == "None" else name),  # as NeMo RL's own files write null
@@ -141,7 +141,7 @@ class MegatronPeftConfig(AdapterConfig):
 
 
 class MegatronCheckpointConfig(Section):
-    """Writing of checkpoints; `checkpointing` says when and where."""
+    """Writing of checkpoints; the section `checkpointing` sets when and where."""
 
     ignored: ClassVar[dict[str, str]] = dict.fromkeys(
         (
@@ -202,12 +202,12 @@ class MegatronConfig(BackendSection):
         "radio_force_cpe_eval_mode": NO_SUCH_PART,
         "use_fused_linear_logprobs": "log-probs are always computed chunk by chunk, see policy.logprob_chunk_size",
         "use_fused_weighted_squared_relu": "computed without a fused kernel, with the same numbers",
-        "use_gloo_process_groups": "groups for checkpoints are made where there is need of them",
+        "use_gloo_process_groups": "process groups for checkpoints are made where they are needed",
     }
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Options of a recomputation that is off, and the rate of a bias that is left out."""
+        """Report options of recomputation where it is off, and the rate of a bias that the model does not have."""
         off = not values.get("activation_checkpointing")
         options = ("recompute_granularity", "recompute_modules")
         told = {key: "activation_checkpointing is false" for key in options if off}
@@ -219,8 +219,8 @@ class MegatronConfig(BackendSection):
     tensor_model_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each layer.")
     sequence_parallel: bool = Field(
         default=False,
-        description="Split norms and dropout along the sequence between tensor-parallel ranks; mixtures of experts "
-        "need it to be trained with those.",
+        description="Split norms and dropout along the sequence between tensor-parallel ranks; required to train "
+        "mixtures of experts with tensor parallelism.",
     )
     context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
     pipeline_model_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
@@ -228,16 +228,17 @@ class MegatronConfig(BackendSection):
         default=None, description="Chunks of layers of each stage; above 1 the schedule is interleaved; null: 1."
     )
     num_layers_in_first_pipeline_stage: PositiveInt | None = Field(
-        default=None, description="Layers of the first stage; null: as many as the others."
+        default=None, description="Layers of the first stage; null: as many as in the other stages."
     )
     num_layers_in_last_pipeline_stage: PositiveInt | None = Field(
-        default=None, description="Layers of the last stage; null: as many as the others."
+        default=None, description="Layers of the last stage; null: as many as in the other stages."
     )
     expert_model_parallel_size: PositiveInt = Field(
-        default=1, description="Ranks that share the experts of a layer, among those of data, context and tensor axes."
+        default=1,
+        description="Ranks that share the experts of a layer; they come from the data, context and tensor axes.",
     )
     expert_tensor_parallel_size: PositiveInt = Field(
-        default=1, description="Ranks that share each expert, among the same."
+        default=1, description="Ranks that share each single expert; they come from the same axes."
     )
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass to save memory."
@@ -247,71 +248,76 @@ class MegatronConfig(BackendSection):
     )
     recompute_modules: (
         list[Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]] | None
-    ) = Field(default=None, description="With selective: what is computed again; null: [core_attn].")
+    ) = Field(default=None, description="With selective: the modules to recompute; null: [core_attn].")
     freeze_moe_router: bool = Field(default=True, description="Do not train the routers of mixtures of experts.")
     moe_router_dtype: Literal["fp32", "fp64"] | None = Field(
         default="fp64", description="Number format of routing; null: policy.precision."
     )
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(
         default="none",
-        description="Loss that spreads tokens evenly over experts, if any: of a microbatch's tokens, "
-        "of each sequence's, or of all ranks'.",
+        description="Loss that spreads tokens evenly over experts, if any: computed over the tokens of a microbatch, "
+        "of each sequence, or of all ranks.",
     )
     moe_aux_loss_coeff: NonNegativeFloat | None = Field(
         default=None, description="Factor of that loss; null: router_aux_loss_coef of the model's configuration, or 0."
     )
     moe_router_enable_expert_bias: bool | None = Field(
-        default=None, description="A bias per expert in the choice of experts; null: as the model has it."
+        default=None, description="Add a bias per expert in the choice of experts; null: as in the model."
     )
     moe_router_bias_update_rate: NonNegativeFloat = Field(
-        default=0.0, description="By how much that bias moves per update towards experts with few tokens."
+        default=0.0, description="Change of that bias per update, in favour of experts with few tokens."
     )
     moe_router_num_groups: PositiveInt | None = Field(
-        default=None, description="Groups that experts are chosen from; null: as the model has it."
+        default=None, description="Number of groups that the experts are divided into; null: as in the model."
     )
     moe_router_group_topk: PositiveInt | None = Field(
-        default=None, description="Groups that a token's experts come from; null: as the model has it."
+        default=None, description="Number of groups that the experts of a token come from; null: as in the model."
     )
     moe_token_dispatcher_type: Annotated[
         Literal["alltoall", "allgather", "flex"], Only(("alltoall", "allgather"), _DEEPEP)
-    ] = Field(default="alltoall", description="How tokens reach the ranks of their experts.")
+    ] = Field(default="alltoall", description="Way in which tokens reach the ranks of their experts.")
     moe_per_layer_logging: bool = Field(
-        default=False, description="Report the load of experts of each layer too, as moe/layer_<n>/load_max and so on."
+        default=False, description="Also report the load of experts of each layer, as moe/layer_<n>/load_max and so on."
     )
     moe_grouped_gemm: bool | None = Field(
         default=None,
-        description="One product for all experts of a rank, with Transformer Engine; null: where that is installed.",
+        description="Compute all experts of a rank in one product, with Transformer Engine; null: where it is "
+        "installed.",
     )
     moe_permute_fusion: bool = Field(
         default=True, description="Sort tokens by expert in one kernel, with Transformer Engine."
     )
     moe_shared_expert_overlap: bool = Field(
-        default=False, description="Compute shared experts while tokens travel; needs alltoall."
+        default=False, description="Compute shared experts while tokens are exchanged; needs alltoall."
     )
     apply_rope_fusion: bool = Field(default=True, description="Rotate heads in one kernel, with Transformer Engine.")
     bias_activation_fusion: bool = Field(
-        default=True, description="Bias and activation function of a layer in one kernel, on GPUs."
+        default=True, description="Apply bias and activation function of a layer in one kernel, on GPUs."
     )
     gradient_accumulation_fusion: bool = Field(
-        default=False, description="Add a weight's gradient to the sum in its product, on GPUs with Transformer Engine."
+        default=False,
+        description="Add a weight's gradient to the sum in the matrix product that computes it, on GPUs "
+        "with Transformer Engine.",
     )
     transformer_impl: Literal["local", "transformer_engine"] | None = Field(
-        default=None, description="Layers of plain PyTorch, or of Transformer Engine; null: the latter where installed."
+        default=None,
+        description="Use layers of PyTorch (local) or of Transformer Engine; null: the latter where installed.",
     )
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = Field(
-        default=None, description="Attention kernels of Transformer Engine; null: it chooses."
+        default=None, description="Attention kernels of Transformer Engine; null: Transformer Engine chooses."
     )
     empty_unused_memory_level: Literal[0, 1, 2] = Field(
-        default=1, description="Free cached GPU memory never, after each update (1), or also before it (2)."
+        default=1, description="Free cached GPU memory never (0), after each update (1), or also before it (2)."
     )
     model_overrides: dict[str, Any] = Field(
-        default_factory=dict, description="Fields of Megatron Core's TransformerConfig to change; they win."
+        default_factory=dict,
+        description="Fields of Megatron Core's TransformerConfig to change; they override all others.",
     )
     freeze_config: FreezeConfig = Field(
         default_factory=FreezeConfig, description="Parts of a model that are not trained, in NeMo RL."
     )
     checkpoint: MegatronCheckpointConfig = Field(
-        default_factory=MegatronCheckpointConfig, description="How this backend's checkpoints are written."
+        default_factory=MegatronCheckpointConfig, description="Writing of this backend's checkpoints."
     )
     peft: MegatronPeftConfig = Field(default_factory=MegatronPeftConfig, description="Low-rank adapters.")
     distributed_data_parallel_config: MegatronDDPConfig = Field(

@@ -1,4 +1,4 @@
-"""Keys of `policy` that say how the model is spread and fed: training backends, batching, packing.
+"""Keys of `policy` for training backends, parallelism, batching and packing.
 
 Invariant: these keys change speed and memory, never the result; only `lora_cfg` changes what is trained.
 """
@@ -15,13 +15,13 @@ from nemo_rl.config.schema.cluster import EnvVars
 
 
 class BackendSection(Section):
-    """What the sections of all training backends have: sizes of parallel axes under keys of their own."""
+    """Base of the sections of training backends: sizes of parallel axes, each under the backend's own key."""
 
     size_keys: ClassVar[Mapping[str, str]] = {}
     """Axis (`parallel_layout.AXES`, `ep`, `etp`, `virtual`) -> key of its size; an axis without one has size 1."""
 
     def size(self, axis: str) -> int:
-        """The size of an axis that is asked for."""
+        """Return the configured size of an axis."""
         return getattr(self, self.size_keys[axis]) or 1 if axis in self.size_keys else 1
 
 
@@ -30,17 +30,17 @@ _LOGPROB_TOKENS = "${mul:${..max_total_sequence_length},${..logprob_batch_size}}
 
 
 class AdapterConfig(Section):
-    """What the sections on adapters have in common."""
+    """Base of the sections on adapters."""
 
     enabled: bool = Field(default=False, description="Freeze the model and train adapters on its linear layers.")
     dim: PositiveInt = Field(default=8, description="Rank of the adapters.")
-    alpha: PositiveInt = Field(default=32, description="The adapters' product is scaled by alpha / dim.")
+    alpha: PositiveInt = Field(default=32, description="Scale of the adapters: their product is times alpha / dim.")
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability in the adapters.")
     dropout_position: Literal["pre", "post"] = Field(
         default="post", description="Dropout on the adapter's input (pre) or on its output (post)."
     )
     exclude_modules: list[str] = Field(
-        default_factory=list, description="Layers to leave as they are, named like target_modules."
+        default_factory=list, description="Layers without adapters, named like target_modules."
     )
 
 
@@ -49,14 +49,14 @@ class LoraConfig(AdapterConfig):
 
     ignored: ClassVar[dict[str, str]] = {"use_triton": "adapters are plain matrix products"}
 
-    match_all_linear: bool = Field(default=True, description="Adapt every linear layer but the output head.")
+    match_all_linear: bool = Field(default=True, description="Adapt every linear layer except the output head.")
     target_modules: list[str] = Field(
         default_factory=list,
         description="Layers to adapt, with match_all_linear: false: full names, last parts (q_proj) or wildcards; "
-        "none: all but exclude_modules.",
+        "an empty list: all but exclude_modules.",
     )
     lora_A_init: Literal["xavier", "uniform"] = Field(
-        default="xavier", description="First values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."
+        default="xavier", description="Initial values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."
     )
 
     @model_validator(mode="after")
@@ -93,7 +93,7 @@ class FreezeConfig(Section):
 
 
 class AutomodelConfig(Section):
-    """How NeMo RL's Automodel library loads a model."""
+    """Options of NeMo RL's Automodel library for loading a model."""
 
     ignored: ClassVar[dict[str, str]] = {
         "backend": "it chooses kernels of the Automodel library; models are built from their Hugging Face class",
@@ -101,14 +101,16 @@ class AutomodelConfig(Section):
     }
     idle: ClassVar[dict[str, str]] = {"force_hf": "models are always built from their Hugging Face class"}
 
-    force_hf: bool = Field(default=True, description="Build the model from its Hugging Face class, as is always done.")
+    force_hf: bool = Field(
+        default=True, description="No effect: models are always built from their Hugging Face class."
+    )
     freeze_config: FreezeConfig = Field(
         default_factory=FreezeConfig, description="Parts of a model that are not trained, in NeMo RL."
     )
 
 
 class MoeParallelizerConfig(Section):
-    """Sharding of experts that ranks share."""
+    """Sharding of experts that are divided among ranks."""
 
     idle: ClassVar[dict[str, str]] = {
         "ignore_router_for_ac": "a recomputed router decides as it did before",
@@ -156,7 +158,7 @@ class DTensorConfig(BackendSection):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Options of an axis that has one rank."""
+        """Report the options of an axis that has one rank."""
         told = {
             key: f"{axis} is 1"
             for key, (axis, default) in _OF_AN_AXIS.items()
@@ -170,8 +172,8 @@ class DTensorConfig(BackendSection):
     )
     activation_checkpointing: bool | Literal["selective"] = Field(
         default=False,
-        description="Recompute activations in the backward pass to save memory: true all of a decoder layer's, "
-        "selective those that are no matrix product and no attention's output.",
+        description="Recompute activations in the backward pass to save memory: true recomputes all of a decoder "
+        "layer, selective all except the outputs of matrix products and attention.",
     )
     dp_replicate_size: PositiveInt = Field(
         default=1, description="Copies of the sharded model (HSDP): parameters are gathered within a copy only."
@@ -183,8 +185,8 @@ class DTensorConfig(BackendSection):
     context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
     context_parallel_method: Literal["all_gather", "ulysses"] = Field(
         default="all_gather",
-        description="How attention sees the whole sequence: keys and values are gathered, or tokens are exchanged for "
-        "heads (Ulysses).",
+        description="Way in which attention sees the whole sequence: keys and values are gathered, or tokens are "
+        "exchanged for heads (Ulysses).",
     )
     pipeline_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
     virtual_pipeline_size: PositiveInt = Field(
@@ -192,16 +194,16 @@ class DTensorConfig(BackendSection):
     )
     expert_parallel_size: PositiveInt = Field(default=1, description="Ranks that share the experts of a layer.")
     moe_parallelizer: MoeParallelizerConfig = Field(
-        default_factory=MoeParallelizerConfig, description="How shared experts are sharded."
+        default_factory=MoeParallelizerConfig, description="Sharding of experts that are divided among ranks."
     )
     moe_aux_loss_coeff: NonNegativeFloat | None = Field(
         default=None,
-        description="Factor of the loss that spreads tokens evenly over experts, which costs one more forward pass; "
-        "null: router_aux_loss_coef of the model's configuration where that sets output_router_logits, else 0.",
+        description="Factor of the loss that spreads tokens evenly over experts, which needs one more forward pass; "
+        "null: router_aux_loss_coef of the model's configuration if it sets output_router_logits, else 0.",
     )
     freeze_moe_router: bool = Field(default=False, description="Do not train the routers of mixtures of experts.")
     custom_parallel_plan: str | None = Field(
-        default=None, description="Dotted path of a tensor-parallel plan for models that bring none."
+        default=None, description="Dotted path of a tensor-parallel plan for models that have none."
     )
     automodel_kwargs: AutomodelConfig = Field(
         default_factory=AutomodelConfig, description="Loading of the model in NeMo RL."
@@ -211,14 +213,14 @@ class DTensorConfig(BackendSection):
 
 
 class TrainingBackendConfig(BackendSection):
-    """A training backend of your own, in place of the sections of the library's."""
+    """Your own training backend, in place of a built-in one."""
 
     size_keys: ClassVar[Mapping[str, str]] = _SIZE_KEYS
 
     name: Annotated[str, PartName(())] = Field(
         description="Dotted path of a class, derived from nemo_rl.models.training.backends.TrainingBackend."
     )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="What the backend wants to know.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Options that the backend reads.")
     pipeline_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
     dp_replicate_size: PositiveInt = Field(default=1, description="Copies of the sharded model.")
     context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
@@ -245,7 +247,7 @@ class DynamicBatchingConfig(Section):
 
 
 _ANOTHER_NAME = {"modified_ffd": "modified_first_fit_decreasing"}
-"""A name of a packing algorithm that files for NeMo RL use although it has none of that name."""
+"""A packing algorithm's name in configuration files for NeMo RL, although NeMo RL has no such algorithm."""
 
 
 class SequencePackingConfig(Section):
@@ -260,7 +262,7 @@ class SequencePackingConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """A name that no algorithm has stands for the default."""
+        """Report an algorithm name that means the default."""
         other = values.get("algorithm") in _ANOTHER_NAME
         told = {"algorithm": f"{values['algorithm']} is read as the default"} if other else {}
         return {**super().without_effect(values), **told}
@@ -277,26 +279,26 @@ class SequencePackingConfig(Section):
     algorithm: Annotated[
         Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"],
         BeforeValidator(lambda name: _ANOTHER_NAME.get(name, name) if isinstance(name, str) else name),
-    ] = Field(default="modified_first_fit_decreasing", description="How sequences are assigned to rows.")
+    ] = Field(default="modified_first_fit_decreasing", description="Algorithm that assigns sequences to rows.")
     share_prompts: bool = Field(
         default=True,
-        description="Compute the prompt of several packed sequences once; the same scores and gradients up to "
-        "rounding. With the DTensor backend, without context and pipeline parallelism, for models of which only "
-        "attention connects tokens and whose experts are not trained.",
+        description="Compute the prompt of several packed sequences once; scores and gradients are the same up to "
+        "rounding. Only with the DTensor backend, without context and pipeline parallelism, for models in which only "
+        "attention connects tokens and experts are not trained.",
     )
     max_keys_per_token: int = Field(
         default=4,
         ge=2,
-        description="With share_prompts: attention's keys and values in a packed row, as a multiple of its token "
-        "budget. A shared prompt's are laid out before each of its sequences and kept for the backward pass; more than "
-        "this start another row. Predictions of memory count them.",
+        description="With share_prompts: most keys and values of attention in a packed row, as a multiple of its token "
+        "budget. Those of a shared prompt are repeated before each of its sequences and kept for the backward pass; "
+        "above this limit another row is started. Predictions of memory count them.",
     )
     sequence_length_round: PositiveInt = Field(
         default=64, description="No effect: packed rows are rounded up to make_sequence_length_divisible_by only."
     )
     microbatch_order: Literal["packer", "largest_first"] = Field(
         default="packer",
-        description="No effect: a rank's packed rows always run largest first, so that memory is asked for at once.",
+        description="No effect: a rank's packed rows always run largest first, so that peak memory is reached early.",
     )
 
 
@@ -308,7 +310,7 @@ class SchedulerConfig(Section):
 
 
 class SchedulerMilestones(Section):
-    """Where a list of schedules switches from one to the next."""
+    """Steps at which a list of schedules switches from one to the next."""
 
     milestones: list[PositiveInt] = Field(description="Steps at which the next schedule of the list takes over.")
 
@@ -324,5 +326,5 @@ class OptimizerConfig(Section):
             "betas": [0.9, 0.999],
             "eps": 1e-8,
         },
-        description="Arguments of the class; written whole, they are not merged with these.",
+        description="Arguments of the class; a mapping in a file replaces this default as a whole.",
     )

@@ -1,7 +1,7 @@
 """Keys of `policy`: the model, its tokenizer, batches, optimizer and generation.
 
 A teacher or reward model may reuse `PolicyConfig` under another name. Invariant: derived defaults refer to other keys
-relatively, so the section works at any place of a file.
+by relative paths, so the section works at any place of a file.
 """
 
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ class RewardModelConfig(Section):
 
     enabled: bool = Field(default=False, description="Give the model a scalar head (reward models).")
     reward_model_type: Literal["bradley_terry"] = Field(
-        default="bradley_terry", description="What the score means: the log-odds of being preferred."
+        default="bradley_terry", description="Meaning of the score: the log-odds of being preferred."
     )
 
 
@@ -103,7 +103,7 @@ class PolicyConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Optimizer and schedule of the other backend."""
+        """Report optimizer and schedule where Megatron Core has its own."""
         told = super().without_effect(values)
         section = values.get("megatron_cfg")
         if not (isinstance(section, Mapping) and section.get("enabled") is True):
@@ -137,12 +137,12 @@ class PolicyConfig(Section):
     )
     logprob_chunk_size: PositiveInt | None = Field(
         default=None,
-        description="Tokens whose vocabulary is held at a time in log-prob work, which changes no result; null: 512 on "
-        "CPUs, 2048 on GPUs.",
+        description="Tokens whose logits are held at a time when log-probs are computed; it changes no result. null: "
+        "512 on CPUs, 2048 on GPUs.",
     )
     make_sequence_length_divisible_by: PositiveInt = derived(
         "${.dtensor_cfg.tensor_parallel_size}",
-        "Sequence lengths are padded to a multiple of this many tokens, and of what their ranks divide them by.",
+        "Sequence lengths are padded to a multiple of this many tokens, and of the number of ranks that share them.",
     )
     max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="Norm to which the whole gradient is clipped; null: no clipping."
@@ -154,7 +154,7 @@ class PolicyConfig(Section):
     )
     optimizer: OptimizerConfig | None = Field(
         default_factory=OptimizerConfig,
-        description="The optimizer, unless megatron_cfg has it; null: a model that only answers.",
+        description="The optimizer, unless megatron_cfg has it; null: the model is not trained.",
     )
     scheduler: Annotated[SchedulerList, AfterValidator(_ends_with_milestones)] | SchedulerConfig | None = Field(
         default=None,
@@ -171,7 +171,7 @@ class PolicyConfig(Section):
         default_factory=MegatronConfig, description="The Megatron Core training backend."
     )
     training_backend: TrainingBackendConfig | None = Field(
-        default=None, description="A training backend of your own, with the two others disabled."
+        default=None, description="Your own training backend, with the two others disabled."
     )
     dynamic_batching: DynamicBatchingConfig = Field(
         default_factory=DynamicBatchingConfig, description="Microbatches by token budget."
@@ -188,7 +188,7 @@ class PolicyConfig(Section):
 
     @property
     def backend_section(self) -> DTensorConfig | MegatronConfig | TrainingBackendConfig:
-        """The section of the backend that trains: parallel sizes and processes."""
+        """The section of the training backend: parallel sizes and processes."""
         return self.training_backend or (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg)
 
     @property

@@ -1,10 +1,10 @@
-"""Generated sums: the task of the quick start.
+"""Generates sums, the task of the quick start.
 
 Chosen with `dataset_name: arithmetic`; needs no file and no network. Invariant: training and validation never share a
-sum, whatever their seeds and sizes.
+sum, for all seeds and sizes.
 
-The split is a property of the sum itself: a hash of its sorted operands puts one sum in ten into
-validation, the rest into training. So `37+85` and `85+37` are on the same side.
+The split depends on the sum alone: a hash of its sorted operands puts one sum in ten into
+validation, the rest into training. So `37+85` and `85+37` are in the same split.
 """
 
 from collections.abc import Sequence
@@ -58,8 +58,8 @@ class ArithmeticRows(Sequence[FormattedRow]):
 class ArithmeticDataset(RawDataset):
     """Sums of integers, determined by the arguments alone.
 
-    As long as the split has that many different sums, none comes twice (for up to two million
-    possible sums; beyond that repeats are rare).
+    No sum is repeated if the split has enough different sums (for up to two million possible sums;
+    above that, repeats are rare).
 
     Args:
         split: "train" or "validation".
@@ -100,7 +100,7 @@ class ArithmeticDataset(RawDataset):
 
     @classmethod
     def of_entry(cls, config: DatasetConfig, role: str = TRAIN) -> Self:
-        """The sums that an entry of `data.train` or `data.validation` asks for."""
+        """Make the sums for an entry of `data.train` or `data.validation`."""
         return cls(
             split=config.split or role,
             num_samples=config.num_samples,
@@ -111,7 +111,7 @@ class ArithmeticDataset(RawDataset):
         )
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Add validation sums beside the training sums, which stay as they are.
+        """Add validation sums; the training sums stay as they are.
 
         Args:
             test_size: Number of validation sums, or (below 1) their share of the training sums.
@@ -130,7 +130,7 @@ class ArithmeticDataset(RawDataset):
 
 
 def is_validation(operands: np.ndarray) -> np.ndarray:
-    """Which sums [N, num_operands] belong to validation: [N] bool."""
+    """Return [N] bool: whether each of the sums [N, num_operands] belongs to validation."""
     hashed = np.zeros(len(operands), dtype=np.uint64)
     for column in np.sort(operands, axis=1).astype(np.int64).view(np.uint64).T:
         hashed = _mix(hashed ^ column)
@@ -138,7 +138,7 @@ def is_validation(operands: np.ndarray) -> np.ndarray:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The SplitMix64 step (Steele et al. 2014): a bijection that scatters close numbers."""
+    """Apply the SplitMix64 step (Steele et al. 2014), a bijection that scatters close numbers."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -148,7 +148,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 def _draw_enumerated(
     rng: np.random.Generator, split: str, num_samples: int, limits: tuple[int, int, int]
 ) -> np.ndarray:
-    """A random order of all sums of the split, begun again as often as needed."""
+    """Return all sums of the split in a random order, repeated as often as needed."""
     low, high, num_operands = limits
     axes = np.meshgrid(*[np.arange(low, high + 1)] * num_operands, indexing="ij")
     sums = np.stack([axis.ravel() for axis in axes], axis=1)

@@ -1,8 +1,8 @@
-"""Generated sums with written-out steps: the data of the quick starts of SFT, DPO and reward models.
+"""Generates sums with written-out steps, the data of the quick starts of SFT, DPO and reward models.
 
-`arithmetic_sft` answers `37+85=` with `7+5=12;30+80=110;12+110=122`; `arithmetic_preference` sets a copy with one wrong
-result beside it. Invariant: rows depend on the configuration alone, and training and validation share no sum (see
-`arithmetic`).
+`arithmetic_sft` answers `37+85=` with `7+5=12;30+80=110;12+110=122`; `arithmetic_preference` pairs this answer with a
+copy that has one wrong result. Invariant: rows depend on the configuration alone, and training and validation share no
+sum (see `arithmetic`).
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class WorkedSumsDataset(RawDataset):
         self.num_rows = len(self.dataset)
 
     def split_train_validation(self, test_size: float, seed: int) -> None:
-        """Add validation sums beside the training sums, which stay as they are."""
+        """Add validation sums; the training sums stay as they are."""
         self._sums.split_train_validation(test_size, seed)
         if self._sums.val_dataset is not None:
             self.val_dataset = self._rows(self._sums.val_dataset, VALIDATION)
@@ -101,7 +101,7 @@ class PairRows(Sequence[FormattedRow]):
 
 
 def steps_of(problem: str) -> list[list[int]]:
-    """The additions that lead to a sum, digit by digit: `[left, right, result]` each.
+    """Return the additions that lead to a sum, digit by digit, each as `[left, right, result]`.
 
     Example:
         >>> steps_of("37+85=")
@@ -121,5 +121,5 @@ def steps_of(problem: str) -> list[list[int]]:
 
 
 def write_out(steps: Sequence[Sequence[int]]) -> str:
-    """The steps as text."""
+    """Return the steps as text."""
     return ";".join(f"{a}+{b}={c}" for a, b, c in steps)

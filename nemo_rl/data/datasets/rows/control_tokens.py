@@ -1,7 +1,7 @@
-"""Rows whose texts hold control tokens: counted and reported once for each data set, or left out.
+"""Finds rows whose texts hold control tokens, and reports them once for each data set or leaves them out.
 
-Tables of Arrow are searched column by column, rows in memory one by one; only rows in which something was found are
-formatted. Invariant: what is counted is in a text that reaches the chat template.
+Arrow tables are searched column by column, rows in memory one by one; only rows with a match are formatted. Invariant:
+a counted token is in a text that reaches the chat template.
 """
 
 import logging
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TEXT_KEYS = ("messages", "pair", "feedback", "choice", "tools")
-"""Where formatted rows have the texts that are rendered; of rows with none of them all texts are searched."""
+"""Keys under which formatted rows hold the texts that are rendered; in rows without these keys all texts are searched.
+"""
 _ESCAPED = r"\\u00"
-"""JSON within a text may spell a character so."""
+"""Escaped form in which JSON within a text may write a character."""
 _BATCH_ROWS = 10_000
 _LOOKED_AT = 2000
-"""Rows that are searched of a data set whose rows are made when they are read."""
+"""Number of rows that are searched in a data set that makes its rows when they are read."""
 
 
 def check_control_tokens(
@@ -37,13 +38,13 @@ def check_control_tokens(
     """Report the rows of a data set whose texts hold special tokens, or leave them out.
 
     Args:
-        name: of the data set, for people.
-        rows: formatted.
-        control: the tokens.
+        name: name of the data set, for messages.
+        rows: formatted rows.
+        control: the control tokens.
         policy: value of `data.control_tokens_in_rows`.
 
     Returns:
-        The rows that stay, and those left out.
+        The rows to use, and the rows left out.
     """
     if policy == "allow" or not control.special:
         return rows, []
@@ -72,7 +73,7 @@ def check_control_tokens(
 
 
 def rows_with_control_tokens(rows: Sequence[FormattedRow], control: ControlTokens) -> tuple[dict[int, str], int]:
-    """Positions of rows whose texts hold special tokens, each with the first one, and how many rows were searched."""
+    """Return the positions of rows with special tokens, each with the first token, and the number of searched rows."""
     if not len(rows):
         return {}, 0
     candidates = _candidates(rows, _Search(control.special))
@@ -90,7 +91,7 @@ def rows_with_control_tokens(rows: Sequence[FormattedRow], control: ControlToken
 
 
 class _Search:
-    """Finds texts that may hold one of some tokens.
+    """Finds texts that may hold one of the given tokens.
 
     Attributes:
         pattern: regular expression of Python and of Arrow.
@@ -99,16 +100,16 @@ class _Search:
     def __init__(self, tokens: Sequence[str]) -> None:
         self.pattern = "|".join((*map(re.escape, tokens), _ESCAPED))
         self._find = re.compile(self.pattern).search
-        # Looking for a few short texts first is ten times as fast as the expression.
+        # Searching a few short texts first is ten times as fast as the regular expression.
         self._beginnings = tuple({token[:2] for token in (*tokens, "\\u00")})
 
     def may_match(self, text: str) -> bool:
-        """Whether one of the tokens may be in a text."""
+        """Return whether one of the tokens may be in a text."""
         return any(beginning in text for beginning in self._beginnings) and self._find(text) is not None
 
 
 def _candidates(rows: Any, search: _Search) -> np.ndarray | None:
-    """[rows] bool: whether a row may hold one of the tokens; None where looking means making the rows."""
+    """Return [rows] bool: whether a row may hold one of the tokens; None if a search would have to make the rows."""
     if isinstance(rows, RowView):
         below = _candidates(rows.rows, search)
         return None if below is None else below[rows.indices]
@@ -125,7 +126,7 @@ def _candidates(rows: Any, search: _Search) -> np.ndarray | None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value, nested ones too."""
+    """Yield all texts in a value, including nested ones."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -137,7 +138,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _any_text(value: Any, test: Callable[[str], bool]) -> bool:
-    """As `any(map(test, _texts(value)))`, in a third of the time."""
+    """Return `any(map(test, _texts(value)))` in a third of the time."""
     if isinstance(value, str):
         return test(value)
     if isinstance(value, dict):
@@ -158,7 +159,7 @@ def _in_table(table: "pyarrow.Table", pattern: str) -> np.ndarray:
 
 
 def _in_array(array: Any, pattern: str) -> np.ndarray:
-    """[values] bool of an Arrow array, nested ones too; what cannot be searched counts as found."""
+    """Return [values] bool of an Arrow array, nested ones too; values that cannot be searched count as matches."""
     import pyarrow
     import pyarrow.compute
 

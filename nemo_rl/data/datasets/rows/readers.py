@@ -1,7 +1,7 @@
-"""Read local files of rows, keeping the place of each.
+"""Reads local files of rows and keeps the place of each row.
 
-Text files are read as bytes and decoded row by row, so one broken row costs one row. Invariant: `rows[i]` came from
-`lines[i]`; whatever is not a row is in `bad_rows`.
+Text files are read as bytes and decoded row by row, so a broken row affects no other row. Invariant: `rows[i]` comes
+from `lines[i]`; everything that is not a row is in `bad_rows`.
 """
 
 import csv
@@ -22,7 +22,7 @@ from nemo_rl.data.bad_rows import BadRow, RowError
 from nemo_rl.utils.errors import DataError
 
 if TYPE_CHECKING:
-    # Imported where a table is read: data sets that are made up or come from text files need none of it.
+    # Imported only when a table is read: generated data sets and text files do not need it.
     import datasets
 
 NOT_UTF8 = "not valid UTF-8"
@@ -36,7 +36,7 @@ _BOM = b"\xef\xbb\xbf"
 _MAX_CSV_FIELD = 2**31 - 1
 
 type Record = tuple[int, Mapping[str, Any] | str]
-"""Line where a row begins, and the row, or what is wrong with it."""
+"""Line where a row begins, and the row, or the reason why it cannot be used."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class RowTable:
         name: Path of the file, or name of the data set.
         rows: Mappings from column to value, by position.
         lines: Place of each row (see `BadRow.line`), as long as `rows`.
-        bad_rows: What could not be read as a row.
+        bad_rows: Lines or records that could not be read as a row.
     """
 
     name: str
@@ -57,20 +57,20 @@ class RowTable:
 
     @property
     def num_rows(self) -> int:
-        """Rows read and rows that could not be read, together."""
+        """Number of rows, including those that could not be read."""
         return len(self.rows) + len(self.bad_rows)
 
 
 def is_file_path(data_path: str) -> bool:
-    """Whether the text names a local file (by existing, or by its suffix) and not a hub id."""
+    """Return whether the text names a local file (it exists, or has a file's suffix) and not a hub id."""
     return Path(data_path).expanduser().is_file() or _kind(Path(data_path)) is not None
 
 
 def read_file(data_path: str) -> RowTable:
-    """Read a local file; its kind is told by its suffix.
+    """Read a local file; its suffix decides its kind.
 
     Raises:
-        DataError: The file does not exist, is of no known kind, or is damaged as a whole.
+        DataError: The file does not exist, is of an unknown kind, or is damaged as a whole.
     """
     path = Path(data_path).expanduser()
     kind = _kind(path)
@@ -81,7 +81,7 @@ def read_file(data_path: str) -> RowTable:
     if not path.is_file():
         raise DataError(f"data_path {data_path!r} does not exist.{_near_names(path)}")
     if kind is None:
-        raise DataError(f"data_path {data_path!r} is of no known kind; allowed: {ALLOWED_FILES}.")
+        raise DataError(f"data_path {data_path!r} is of an unknown kind; allowed: {ALLOWED_FILES}.")
     if kind in TABLE_SUFFIXES:
         return table_of(data_path, _read_table(path, kind))
     content = _read_bytes(path)
@@ -95,7 +95,7 @@ def read_file(data_path: str) -> RowTable:
 
 
 def is_table(rows: Any) -> "TypeGuard[datasets.Dataset]":
-    """Whether rows are a Hugging Face data set; nothing is where the library was never imported."""
+    """Return whether rows are a Hugging Face data set; False without an import if the library is not loaded."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(rows, library.Dataset)
 
@@ -160,7 +160,7 @@ def _read_table(path: Path, kind: str) -> "datasets.Dataset":
 
 
 def _json_lines_rows(content: bytes) -> Iterator[Record]:
-    """One JSON object a line; blank lines are no rows."""
+    """Yield one JSON object per line; skip blank lines."""
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             yield number, _parse_line(line)
@@ -175,13 +175,13 @@ def _parse_line(line: bytes) -> dict[str, Any] | str:
         return NOT_UTF8
     except (json.JSONDecodeError, RecursionError):
         return "not valid JSON"
-    except ValueError:  # of `int`
+    except ValueError:  # raised by `int`
         return TOO_LONG_NUMBER
     return value if isinstance(value, dict) else NOT_AN_OBJECT
 
 
 def _json_array_rows(name: str, content: bytes) -> Iterator[Record]:
-    """One array of objects; undecodable bytes become surrogates, so they spoil only their row."""
+    """Yield the objects of an array; undecodable bytes become surrogates, so they affect only their own row."""
     text = content.decode("utf-8", errors="surrogateescape")
     for line, value in _array_items(name, text):
         if isinstance(value, RowError):
@@ -195,7 +195,7 @@ def _json_array_rows(name: str, content: bytes) -> Iterator[Record]:
 
 
 def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
-    """Line where each item begins, and the item, or what is wrong with it."""
+    """Yield the line where each item begins, and the item, or the reason why it cannot be used."""
     faults: list[RowError] = []
 
     def read_int(digits: str) -> int:
@@ -234,28 +234,28 @@ def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
         except json.JSONDecodeError as error:
             raise DataError(
                 f"data_path {name!r} is not a valid JSON array: {error.msg} at line {error.lineno}, "
-                f"column {error.colno}. Repair it, or write one object a line as *.jsonl, where "
-                "a broken line costs one row."
+                f"column {error.colno}. Fix it, or write one object per line as *.jsonl, where "
+                "a broken line affects only one row."
             ) from error
         position += text[position] == ","
 
 
 def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; which of two values of a key is meant nobody can tell.
+    """Return a JSON object; refuse a repeated key, because its meaning is unclear.
 
     Raises:
-        RowError: a key stands in it twice.
+        RowError: a key occurs twice.
     """
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in made if keys.count(key) > 1)
-        raise RowError(f"the key {twice!r} stands twice in one object")
+        raise RowError(f"the key {twice!r} occurs twice in one object")
     return made
 
 
 def _csv_rows(name: str, content: bytes) -> Iterator[Record]:
-    """Comma-separated values with a header line; every row needs as many fields as the header."""
+    """Yield rows of comma-separated values with a header line; a row needs as many fields as the header."""
     csv.field_size_limit(_MAX_CSV_FIELD)
     text = content.decode("utf-8", errors="surrogateescape")
     records = _csv_records(io.StringIO(text, newline="").readlines())
@@ -277,10 +277,10 @@ def _csv_rows(name: str, content: bytes) -> Iterator[Record]:
 
 
 def _csv_records(lines: list[str]) -> Iterator[tuple[int, list[str] | str]]:
-    """Line where each record begins, and its fields, or what is wrong with its quotes.
+    """Yield the line where each record begins, and its fields, or the error in its quotes.
 
-    A quote that is never closed would swallow the rest of the file, so after such a record reading
-    goes on at the line below its first.
+    A quote that is never closed would extend to the end of the file, so after such a record reading
+    continues at the line after its first line.
     """
     start = 0
     while start < len(lines):

@@ -1,6 +1,6 @@
-"""Take values out of raw rows, saying what is wrong with them.
+"""Reads values from raw rows and reports unusable ones.
 
-Invariant: a value is either usable or a `RowError` with a phrase for people.
+Invariant: a value is either usable or raises a `RowError` with a readable reason.
 """
 
 import math
@@ -11,7 +11,7 @@ from nemo_rl.data.datasets.raw_dataset import Row
 
 
 def text_of(row: Row, key: str) -> str:
-    """The text of a column; numbers are written out (43.0 as "43").
+    """Return the text of a column; numbers are written out (43.0 as "43").
 
     Raises:
         RowError: The key is missing, or its value is empty, not text, or not valid Unicode.
@@ -23,10 +23,10 @@ def text_of(row: Row, key: str) -> str:
 
 
 def plain_text(value: Any, what: str) -> str:
-    """A text, which may be empty; numbers are written out (43.0 as "43").
+    """Return a value as text, which may be empty; numbers are written out (43.0 as "43").
 
     Args:
-        value: From a row.
+        value: A value of a row.
         what: The value's name in messages.
 
     Raises:
@@ -51,7 +51,7 @@ def plain_text(value: Any, what: str) -> str:
 
 
 def value_of(row: Row, key: str) -> Any:
-    """The value of a column.
+    """Return the value of a column.
 
     Raises:
         RowError: The key is missing, or its value is null or an empty list.
@@ -64,6 +64,6 @@ def value_of(row: Row, key: str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for messages."""
+    """Return the kind of a value, for messages."""
     names = {bool: "true/false", list: "a list", dict: "an object", str: "text"}
     return names.get(type(value), f"a {type(value).__name__}")
