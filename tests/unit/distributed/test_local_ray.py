@@ -64,7 +64,7 @@ def test_a_death_within_ray_is_named_and_ends_the_run_in_order(victim: str, wait
     role = {"gcs_server": "control service", "raylet": "node manager"}[victim]
     pids = [int(word) for word in done.stdout.split("PIDS")[1].splitlines()[0].split()]
     message = f"RayDiedError: The {role} of this run's Ray ({victim}, pid {pids[1 if victim == 'gcs_server' else 2]})"
-    assert f"{message} was killed by SIGKILL; without it the run cannot go on" in done.stderr
+    assert f"{message} was killed by SIGKILL; the run cannot continue without it" in done.stderr
     assert float(done.stdout.split("CLOSED")[1].split()[0]) < 10
     end = time.monotonic() + 10
     while (left := [pid for pid in pids if process_start_ticks(pid) is not None]) and time.monotonic() < end:

@@ -10,7 +10,7 @@ LIBRARIES = (
     "xgrammar",
     "compressed_tensors.quantization",
 )
-"""Half of what vLLM takes to import, for `distributed.fork_server`; none of it is vLLM's own."""
+"""Half of what vLLM takes to import, for `optimizations.fork_server`; none of it is vLLM's own."""
 CPU_SEQUENCES = 128
 """Sequences that an engine runs at once on the CPU, at the most."""
 
