@@ -32,6 +32,7 @@ from nemo_rl.distributed.cluster.local_ray import LOOPBACK, local_ray_has_died, 
 from nemo_rl.distributed.cluster.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
 from nemo_rl.distributed.cluster.node_health import lost_nodes
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port
+from nemo_rl.optimizations.switch import Choice
 from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ResourceInsufficientError
 
@@ -74,6 +75,7 @@ def init_ray(
     env_vars: Mapping[str, str] | None = None,
     include_dashboard: bool = False,
     log_to_driver: bool = False,
+    optimizations: Choice = "auto",
 ) -> None:
     """Connect this process to Ray; do nothing if it is connected already.
 
@@ -85,7 +87,8 @@ def init_ray(
         num_cpus: logical CPUs of a local cluster; None takes the machine's count.
         env_vars: environment of all workers, on top of this process's own.
         include_dashboard: start Ray's dashboard with a local cluster.
-        log_to_driver: repeat the workers' output on this process's console.
+        log_to_driver: repeat what workers write on this process's console.
+        optimizations: value of `cluster.optimizations`, for a local cluster.
 
     Raises:
         ConfigError: no Ray cluster answers at RAY_ADDRESS.
@@ -114,6 +117,7 @@ def init_ray(
             env_vars=env_vars or {},
             include_dashboard=include_dashboard,
             log_to_driver=log_to_driver,
+            optimizations=optimizations,
         )
     session_dir = Path(context.address_info["session_dir"])
     logger.info("Ray %s; worker logs in %s", address or "started locally", session_dir / "logs")

@@ -255,7 +255,7 @@ def _started(
     cluster = config.cluster
     settings = engine_settings(config.policy, cluster, config.eval.seed, load_weights=True)
     settings = replace(settings, can_sleep=False)
-    init_ray()
+    init_ray(optimizations=cluster.optimizations)
     name = config.data.env_name
     with ExitStack() as resources:
         running = start_environment(environment, config.env.get(name, {}), cluster, resources)
@@ -271,7 +271,8 @@ def _started(
         limits = RolloutLimits(
             config.generation.engine.max_model_len, config.eval.max_rollout_turns, cluster.timeouts.rollout_s
         )
-        runner = RolloutRunner(engines, {name: running}, tokenizer, limits, loop, text_rules(config.data))
+        rules = text_rules(config.data)
+        runner = RolloutRunner(engines, {name: running}, tokenizer, limits, loop, rules, cluster.optimizations)
         yield Asker(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False))
 
 

@@ -44,8 +44,9 @@ from nemo_rl.models.generation.interfaces import (
     VersionSpan,
 )
 from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.optimizations.garbage_collection import search_all_objects_rarely
+from nemo_rl.optimizations.switch import Choice, is_on
 from nemo_rl.utils.errors import ConfigError, DataError
-from nemo_rl.utils.garbage import search_all_objects_rarely
 from nemo_rl.utils.seed import derive_seed
 
 __getattr__ = public_names(__name__)
@@ -135,6 +136,7 @@ class RolloutRunner:
         limits: bounds.
         loop: where the coroutines run.
         text_rules: whose control tokens are ordinary text; None is `TextRules()`.
+        optimizations: value of `cluster.optimizations`.
     """
 
     def __init__(
@@ -145,8 +147,10 @@ class RolloutRunner:
         limits: RolloutLimits,
         loop: EventLoopThread,
         text_rules: TextRules | None = None,
+        optimizations: Choice = "auto",
     ):
         self._generation = generation
+        self._optimizations: Choice = optimizations
         self._environments = environments
         self._tokenizer = tokenizer
         self._text_rules = text_rules or TextRules()
@@ -204,7 +208,7 @@ class RolloutRunner:
         key: RolloutKey,
         hand_over: Callable[[list[Trajectory]], None],
     ) -> dict[str, float]:
-        if prompts.size * num_generations >= _MANY_SAMPLES:
+        if prompts.size * num_generations >= _MANY_SAMPLES and is_on("garbage_collection", self._optimizations):
             search_all_objects_rarely()
         starts = [start for group in range(prompts.size) for start in _starts(prompts, group, num_generations)]
         for start in starts:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nemo_rl"
 
 LAYERS: list[set[str]] = [
-    {"config", "utils", "host", "files", "compat"},
+    {"config", "utils", "optimizations"},
     {"distributed"},
     {"losses", "data", "weight_sync"},
     {"models"},
@@ -31,7 +31,7 @@ LAYERS: list[set[str]] = [
     {"algorithms", "evals"},
     {"doctor"},
 ]
-SHARED_LAYERS = [{"config", "utils", "host", "files", "compat"}]
+SHARED_LAYERS = [{"config", "utils", "optimizations"}]
 """Packages of one layer that may import each other, as long as no circle of files arises."""
 
 LEVELS: dict[str, list[set[str]]] = {
@@ -58,7 +58,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "data/datasets/processed_dataset.py": "chat template and processor may be the user's own code",
     "distributed/cluster/local_ray.py": "Ray raises a plain Exception when its parts do not start in time",
     "distributed/worker_groups.py": "clean-up goes on whatever part of it fails",
-    "distributed/fork_server.py": "nothing of the program that was forked may run on in a worker",
+    "optimizations/fork_server.py": "nothing of the program that was forked may run on in a worker",
     "environments/client.py": "a batch's failure is relayed to each waiting coroutine",
     "environments/grading/worker_main.py": "the verifier may be the user's own code",
     "models/dtensor/proof/children.py": "whatever the code of an architecture raises is the answer of a proof",

@@ -133,7 +133,7 @@ def _start_workers(
 ) -> Workers:
     """Start environments in the background, then engines and models; blocks until those are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
-    init_ray(str(folders.log_dir))
+    init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
     environments = start_environments(config, recipe.data.task_env.values(), recipe.environments, resources)
     places = place_roles(cluster, {name: role.section for name, role in recipe.roles.items()})
     reserve(places.values(), config, resources)
@@ -170,7 +170,13 @@ def _connect(
         config.policy.max_total_sequence_length, algorithm.max_rollout_turns, cluster.timeouts.rollout_s
     )
     runner = RolloutRunner(
-        workers.engines, workers.environments, recipe.tokenizer, limits, loop, text_rules(config.data)
+        workers.engines,
+        workers.environments,
+        recipe.tokenizer,
+        limits,
+        loop,
+        text_rules(config.data),
+        cluster.optimizations,
     )
     memory = share_memory(config, recipe.roles, workers)
     refitter = make_refitter(config.policy, cluster, policy, workers.engines, memory)

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from nemo_rl.algorithms.setup.preflight import check_host, check_models
 from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config
-from nemo_rl.distributed.fork_server import start_fork_server
 from nemo_rl.host.stop_signals import leave_at_once
+from nemo_rl.optimizations.fork_server import start_fork_server
+from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import ConfigError, NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
 
@@ -61,7 +62,7 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
         if known.dry_run:
             return _dry_run(config)
         check_host(config)
-        if not config.cluster.uses_gpu:
+        if not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):
             start_fork_server(partial(_engine_libraries, config))
         check_models(config)
         run(config)

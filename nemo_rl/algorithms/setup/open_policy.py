@@ -39,7 +39,7 @@ class OpenPolicy(Policy):
         tokenizer = get_tokenizer(config.tokenizer)
         check_training_packages(config, cluster)
         training_backend(config).check(config, plan_topology(cluster, config).policy_ranks)
-        init_ray()
+        init_ray(optimizations=cluster.optimizations)
         self._places = make_clusters(cluster, config)[0]
         with ExitStack() as undo:
             undo.callback(self._places.shutdown)
@@ -52,6 +52,7 @@ class OpenPolicy(Policy):
                 threads_per_rank=cluster.threads_per_rank,
                 seed=seed,
                 venv=cluster.venvs.get("policy"),
+                optimizations=cluster.optimizations,
             )
             undo.pop_all()
 

@@ -71,6 +71,7 @@ def start_role(
         threads_per_rank=cluster.threads_per_rank,
         seed=seed,
         venv=cluster.venvs.get("policy"),
+        optimizations=cluster.optimizations,
     )
 
 

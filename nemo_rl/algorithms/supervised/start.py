@@ -85,7 +85,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         backends.log_hyperparams(config.model_dump())
         role = Role(config.policy, keeps_reference=recipe.keeps_reference)
         tell_memory(config.cluster, {"policy": role})
-        init_ray(str(folders.log_dir))
+        init_ray(str(folders.log_dir), optimizations=config.cluster.optimizations)
         where = place_roles(config.cluster, {"policy": config.policy})["policy"]
         reserve([where], config, resources)
         seed, resume_path = config.algorithm.seed, folders.resume_path

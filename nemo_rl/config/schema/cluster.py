@@ -5,14 +5,23 @@ Invariant: the choice of device is made here once; every other package reads `us
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.section import Section
+from nemo_rl.optimizations.table import OPTIMIZATIONS
 
 
 def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _known_optimizations(choice: str | list[str]) -> str | list[str]:
+    unknown = [] if isinstance(choice, str) else [name for name in choice if name not in OPTIMIZATIONS]
+    if unknown:
+        allowed = ", ".join(OPTIMIZATIONS)
+        raise PydanticCustomError("optimizations", f"unknown {', '.join(unknown)}; name some of: {allowed}")
+    return choice
 
 
 EnvVars = dict[str, Annotated[str, BeforeValidator(_as_text)]]
@@ -102,6 +111,12 @@ class ClusterConfig(Section):
         default_factory=dict,
         description="Separate Python environments, for `policy` (with a teacher), `generation` or an environment by "
         "its name in env; all other workers use the driver's interpreter.",
+    )
+    optimizations: Annotated[Literal["auto", "none"] | list[str], AfterValidator(_known_optimizations)] = Field(
+        default="auto",
+        description="Speed-ups of start-up and CPU steps that change no result: `auto` takes all whose libraries have "
+        "the versions that they were written for, `none` takes none, a list of names only those "
+        "(docs/design-docs/optimizations.md).",
     )
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig, description="Deadlines of the phases.")
     master_port_range_low: int | None = Field(

@@ -1,15 +1,8 @@
-"""Start Ray on this machine for one run, with only the processes that a run uses.
+"""Start Ray on this machine for one run that has no cluster to join; `optimizations.lean_ray` leaves out what runs do
+not use.
 
-This is for runs that have no cluster to join. The processes left out serve users who inspect a cluster from outside or
-clusters whose machines change; actors, tasks and objects work as usual.
-
-    gcs_server, raylet                               started by Ray, needed
-    two agents of the raylet                         replaced by `ray_agents`: 130 MB, two seconds of each start
-    autoscaler monitor, log monitor, dashboard       left out: 300 MB and seconds of a laptop's start
-        an idle worker for each core                     left out: a run starts the workers it needs
-
-Ray does not survive the end of its gcs_server or raylet. By itself it reports this after a minute, or as the death of
-some worker, or it ends the driver from C++ silently. So one thread for each of the two waits for its end and logs it
+Ray does not survive the death of its gcs_server or raylet. It reports that after a minute, or reports the death of
+some worker instead, or ends the driver from C++ silently. So a thread waits for the end of each of them and logs it
 immediately, and every long wait of the controller calls `check_local_ray` once a second to end the run in order.
 """
 
@@ -19,7 +12,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import traceback
@@ -35,31 +27,27 @@ from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private.node import Node
 
-from nemo_rl.distributed import ray_agents, ray_worker
 from nemo_rl.distributed.cluster.start_checks import ray_folder, require_startable_ray
-from nemo_rl.distributed.fork_server import server_socket
 from nemo_rl.host.memory import machine_bytes
 from nemo_rl.host.stop_signals import result_with_handlers
+from nemo_rl.optimizations.lean_ray import LeanStart, lean_start
+from nemo_rl.optimizations.switch import Choice
 from nemo_rl.utils.errors import DeadlineExceededError, RayDiedError, ResourceInsufficientError
 
 logger = logging.getLogger(__name__)
 
 LIVENESS_PERIOD_S = 1.0
-"""Seconds a wait may last without calling `check_local_ray`."""
+"""Seconds between two calls of `check_local_ray` in a long wait."""
 
 LOOPBACK = "127.0.0.1"
 _CPU_OBJECT_STORE_BYTES = 1 << 30
-_UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server")
 _SYSTEM_CONFIG = {
-    "prestart_worker_first_driver": False,
-    "enable_worker_prestart": False,
-    # The gcs_server is not restarted. After SIGTERM it can hang, and waits would not end; so time out after 20 s.
+    # No process starts the gcs_server again; after SIGTERM it can hang without answering, so that waits would not end.
     "gcs_rpc_server_reconnect_timeout_s": 20,
 }
-_SETUP_WORKER = str(Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py")
 _START_ATTEMPTS = 3
 _START_S = 300.0
-"""Seconds for all attempts together; Ray's own deadlines end each attempt within a minute."""
+"""Seconds for all attempts; Ray's own deadlines end each attempt within a minute."""
 _ROLES = {"gcs_server": "control service", "raylet": "node manager"}
 
 _noting = threading.Lock()
@@ -68,41 +56,43 @@ _is_exiting = False
 
 
 def start_local_ray(
-    *, num_cpus: int | None, env_vars: Mapping[str, str], include_dashboard: bool, log_to_driver: bool
+    *,
+    num_cpus: int | None,
+    env_vars: Mapping[str, str],
+    include_dashboard: bool,
+    log_to_driver: bool,
+    optimizations: Choice,
 ) -> Any:
     """Start Ray under 127.0.0.1; it ends with this process.
 
     Args:
         num_cpus: logical CPUs; None takes the machine's count.
         env_vars: environment of all workers, on top of this process's own.
-        include_dashboard: start the dashboard and the daemons that it needs.
-        log_to_driver: repeat the workers' output on this process's console.
+        include_dashboard: start the dashboard, and the daemons around it.
+        log_to_driver: repeat what workers write on this process's console.
+        optimizations: value of `cluster.optimizations`; without effect with a dashboard or `log_to_driver`.
 
     Returns:
         The result of `ray.init`.
 
     Raises:
         ResourceInsufficientError: Ray did not start.
-        DeadlineExceededError: the attempts did not finish in time.
+        DeadlineExceededError: the attempts took too long.
     """
     require_startable_ray()
-    # Otherwise Ray replaces 127.0.0.1 by an address that the network can reach, and all of its processes listen
-    # there. The environment variable tells Ray's other processes the same.
+    # Without this Ray replaces 127.0.0.1 by an address that the network can reach, and all of its processes
+    # listen there. The variable has the same effect in Ray's other processes.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    is_lean = not (include_dashboard or log_to_driver)
-    # Ray would import the dashboard's dependencies only to check whether it could start one.
-    unasked = {"get_dashboard_dependency_error": _no_dashboard} if is_lean else {}
-    unused = _UNUSED_DAEMONS if is_lean else ()
-    starter = {"start_ray_process": partial(_start_lean, services.start_ray_process)} if is_lean else {}
-    # Workers inherit the environment in which Ray starts.
+    lean = LeanStart() if include_dashboard or log_to_driver else lean_start(optimizations)
+    # Workers inherit the environment that Ray starts in.
     with (
         _environment(
             {**env_vars, **_token_without_home(), **_whole_paths(), ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
         ),
-        _replaced(Node, dict.fromkeys(unused, _start_nothing)),
-        _replaced(services, {"ConsolePopen": _OwnSession, **starter}),
-        # While Ray starts, its handler would take seconds to drain the node.
-        _replaced(ray_utils, {"set_sigterm_handler": _keep_handler, **unasked}),
+        _replaced(Node, lean.node),
+        _replaced(services, {"ConsolePopen": _OwnSession, **lean.services}),
+        # Ray's handler would drain the node for seconds while it starts.
+        _replaced(ray_utils, {"set_sigterm_handler": _keep_handler, **lean.utils}),
     ):
         start = partial(
             _init_patiently,
@@ -113,7 +103,7 @@ def start_local_ray(
             log_to_driver=log_to_driver,
             logging_level=logging.WARNING,
             _node_ip_address=LOOPBACK,
-            _system_config=_SYSTEM_CONFIG,
+            _system_config={**_SYSTEM_CONFIG, **lean.system_config},
         )
         context = connected_within(start, _START_S, "Ray did not start on this machine", _start_advice())
     node: Any = ray._private.worker._global_node
@@ -122,9 +112,9 @@ def start_local_ray(
 
 
 def _token_without_home() -> dict[str, str]:
-    """Make an authentication token for this Ray's processes if Ray cannot store one in `~/.ray`.
+    """Return a token for Ray's processes as a variable, where Ray could not write one to `~/.ray`.
 
-    Ray writes the token file when a user first starts it, and fails if the home folder is read-only.
+    Ray writes the file on a user's first start, and fails where the home folder is read-only.
     """
     home = Path(os.path.expanduser("~")) / ".ray"
     given = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -141,15 +131,15 @@ def _token_without_home() -> dict[str, str]:
 
 
 def _whole_paths() -> dict[str, str]:
-    """Make RAY_TMPDIR absolute: Ray's daemons have other working folders, and would wait for files in the wrong one."""
+    """Return RAY_TMPDIR as an absolute path: Ray's daemons have other working directories."""
     given = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR"))
     return {} if given is None or os.path.isabs(given) else {"RAY_TMPDIR": str(ray_folder().parent)}
 
 
 class _OwnSession(services.ConsolePopen):
-    """A daemon of Ray that does not receive signals to the run's terminal or process group.
+    """A daemon of Ray in its own session, which no signal to the run's terminal or process group reaches.
 
-    Ctrl-C, a closed terminal and `kill -- -<group>` then reach the driver alone, which ends the daemons in order.
+    Ctrl-C, a closed terminal and `kill -- -<group>` then reach only the driver, which ends the rest in order.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -157,11 +147,11 @@ class _OwnSession(services.ConsolePopen):
 
 
 def check_local_ray() -> None:
-    """Check that the Ray this process started is complete, or that the joined cluster still answers (`joined_ray`).
+    """Check that the daemons of this process's Ray are alive; of a joined cluster those that `joined_ray` watches.
 
     Raises:
-        RayDiedError: its gcs_server or raylet has ended. The remaining Ray processes that this process started, and all
-            workers, are ended too, so that no other wait lasts and no process is left.
+        RayDiedError: gcs_server or raylet has ended. The other daemons that this process started, and all workers, are
+            ended too, so that no other wait continues and no process is left over.
     """
     if _death is None:
         return
@@ -181,15 +171,15 @@ def _watch(node: Node) -> None:
 
 
 def expect_deaths() -> None:
-    """Let `note_death` take effect from here until this process ends."""
+    """Let `note_death` take effect from now on, until this process ends."""
     global _death
     _death = None
-    # Registered after Ray's own handler, so it runs before Ray ends the daemons.
+    # Registered after Ray's own handler, so called before Ray ends the daemons.
     atexit.register(_expect_ends)
 
 
 def note_death(node: Node, what: str, obituary: str) -> None:
-    """Log the end of a daemon and let every wait raise; do nothing if this process has disconnected from that Ray."""
+    """Make every wait end with an error, and log it immediately; do nothing after this process has left that Ray."""
     global _death
     with _noting:
         # `ray.shutdown` disconnects the worker from its node before it ends the daemons.
@@ -201,7 +191,7 @@ def note_death(node: Node, what: str, obituary: str) -> None:
 def _await_end(node: Node, name: str, process: subprocess.Popen[bytes]) -> None:
     process.wait()
     what = f"The {_ROLES[name]} of this run's Ray ({name}, pid {process.pid})"
-    note_death(node, what, _obituary(what, process.returncode, f"{node.get_logs_dir_path()}/{name}.out"))
+    note_death(node, what, _death_message(what, process.returncode, f"{node.get_logs_dir_path()}/{name}.out"))
 
 
 def _expect_ends() -> None:
@@ -210,11 +200,11 @@ def _expect_ends() -> None:
 
 
 def local_ray_has_died() -> bool:
-    """Return whether Ray is known to have died; calls to its gcs_server would then block until Ray gives up."""
+    """Return whether Ray is known to be dead; calls to its gcs_server would block until Ray gives up."""
     return _death is not None
 
 
-def _obituary(what: str, status: int, log_path: str) -> str:
+def _death_message(what: str, status: int, log_path: str) -> str:
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     return (
         f"{what} {how}; the run cannot continue without it, and all of its workers were ended. If no user killed it, "
@@ -224,16 +214,16 @@ def _obituary(what: str, status: int, log_path: str) -> str:
 
 
 def connected_within(start: Callable[[], Any], timeout_s: float, what: str, advice: str) -> Any:
-    """Call a function that connects this process to Ray, on a thread that lasts as long as this process.
+    """Connect this process to Ray on a thread that lasts as long as the process.
 
-    The calling thread waits in Python, where signals are handled immediately; Ray's C++ code would delay them. The
-    thread must last because the kernel ends Ray's daemons together with the thread that started them
-    (PR_SET_PDEATHSIG).
+    The calling thread waits in Python, so that signals are handled immediately; Ray's C++ code would delay them. The
+    thread must last because the kernel ends Ray's daemons with their parent (PR_SET_PDEATHSIG), which is the thread
+    that started them.
 
     Args:
         start: calls `ray.init`.
-        timeout_s: seconds that it may take.
-        what: start of the error message.
+        timeout_s: seconds it may take.
+        what: beginning of the error message.
         advice: end of the error message.
 
     Raises:
@@ -251,7 +241,7 @@ def connected_within(start: Callable[[], Any], timeout_s: float, what: str, advi
             threading.Event().wait()
 
     log = logging.getLogger("ray._private.worker")
-    log.addFilter(_says_something_new)
+    log.addFilter(_is_unexpected)
     threading.Thread(target=run, name="ray-start", daemon=True).start()
     try:
         return result_with_handlers(started, timeout_s)
@@ -260,16 +250,16 @@ def connected_within(start: Callable[[], Any], timeout_s: float, what: str, advi
             raise
         raise DeadlineExceededError(f"{what} within {timeout_s:g} s. {advice}") from None
     finally:
-        log.removeFilter(_says_something_new)
+        log.removeFilter(_is_unexpected)
 
 
-def _says_something_new(record: logging.LogRecord) -> bool:
-    """Return False for Ray's warning that it sets no SIGTERM handler outside the main thread; none is wanted."""
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    """Return False for Ray's warning that it sets no SIGTERM handler outside the main thread, which is intended."""
     return "SIGTERM handler is not set" not in record.getMessage()
 
 
 def _init_patiently(**arguments: Any) -> Any:
-    """Call `ray.init`, and again if it fails: Ray's deadlines for its parts (15 s) are too short on a busy machine."""
+    """Call `ray.init`, again if it fails: on a busy machine Ray's deadlines for its parts (15 s) are too short."""
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:
             return ray.init(**arguments)
@@ -277,7 +267,7 @@ def _init_patiently(**arguments: Any) -> Any:
             _end_half_started(failure)
             reason = failure
         if isinstance(reason, OSError) and not isinstance(reason, ConnectionError | TimeoutError):
-            break  # a full or read-only disk will not change
+            break  # a full or read-only disk does not change before the next attempt
         logger.warning("Ray did not start (attempt %d of %d): %s", attempt, _START_ATTEMPTS, reason)
     attempts = f"{attempt} attempt{'s' if attempt > 1 else ''}"
     raise ResourceInsufficientError(
@@ -293,7 +283,7 @@ def _start_advice() -> str:
 
 
 def _end_half_started(failure: Exception) -> None:
-    """End the processes that a failed `ray.init` started; only the error's traceback still refers to them."""
+    """End the processes that a failed `ray.init` started; only its traceback refers to them."""
     for frame, _ in traceback.walk_tb(failure.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, Node):
@@ -303,7 +293,7 @@ def _end_half_started(failure: Exception) -> None:
 
 @contextmanager
 def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Replace parts of Ray while it starts; there is no public switch for these."""
+    """Replace attributes of a part of Ray while it starts; Ray has no public switch for them."""
     originals = {name: getattr(owner, name) for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
@@ -315,36 +305,7 @@ def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _keep_handler(handler: Any) -> None:
-    """Do nothing instead of letting Ray handle SIGTERM: the program has its own handler."""
-
-
-def _start_lean(start: Callable[..., Any], command: list[str], *args: Any, **kwargs: Any) -> Any:
-    """Call `services.start_ray_process`, and give a raylet the agents of `ray_agents`."""
-    given = dict(argument.removeprefix("--").split("=", 1) for argument in command[1:] if "=" in argument)
-    if "dashboard_agent_command" in given:
-        stand_in = [sys.executable, "-I", "-S", ray_agents.__file__]
-        place = [given["session_dir"], given["node_id"]]
-        runtime_env = [*stand_in, "runtime_env", *place, given["node_ip_address"]]
-        wanted = {
-            "dashboard_agent_command": subprocess.list2cmdline([*stand_in, "dashboard", *place]),
-            "runtime_env_agent_command": f"{subprocess.list2cmdline(runtime_env)} {given['runtime_env_agent_command']}",
-        }
-        if (path := server_socket()) is not None:
-            setup = subprocess.list2cmdline([_SETUP_WORKER])
-            start_worker = subprocess.list2cmdline(["-I", "-S", ray_worker.__file__, path, _SETUP_WORKER])
-            wanted["python_worker_command"] = given["python_worker_command"].replace(setup, start_worker, 1)
-        command = [argument for argument in command if argument[2:].split("=")[0] not in wanted]
-        command += [f"--{name}={agent}" for name, agent in wanted.items()]
-    return start(command, *args, **kwargs)
-
-
-def _no_dashboard() -> ImportError:
-    """Replace the function that checks the dashboard's dependencies."""
-    return ImportError("no dashboard is wanted")
-
-
-def _start_nothing(node: Node, **_: Any) -> None:
-    """Replace a method that starts a daemon."""
+    """Replace the function that sets Ray's SIGTERM handler: the program has its own."""
 
 
 @contextmanager
@@ -362,9 +323,8 @@ def _environment(env_vars: Mapping[str, str]) -> Iterator[None]:
 
 
 def object_store_bytes() -> int | None:
-    """Return the size of a local Ray's object store in bytes.
-
-    1 GiB, or 30 % of a small machine's memory; None (Ray's own rule) on machines with GPUs.
+    """Return the size of a local Ray's object store: 1 GiB, or 30 % of a small machine's memory; with GPUs None, which
+    is Ray's own rule.
     """
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return None

@@ -13,10 +13,10 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config import VenvConfig
-from nemo_rl.distributed.fork_server import needs_own_start, server_socket
 from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
 from nemo_rl.distributed.workers.process import AsyncWorkerHost, WorkerHost
 from nemo_rl.distributed.workers.results import WorkerSeat
+from nemo_rl.optimizations.fork_server import needs_own_start, server_socket
 
 # These are read when a process starts, so the worker cannot set them. Ray starts a new process if any is given.
 _READ_AT_PROCESS_START = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "RAY_", "CUDA_VISIBLE_")

@@ -22,8 +22,8 @@ from typing import Any
 
 import ray
 
-from nemo_rl.distributed.fork_server import adopt
 from nemo_rl.distributed.ranks.rendezvous import hold_port
+from nemo_rl.optimizations.fork_server import adopt
 from nemo_rl.utils.imports import import_dotted
 
 STACK_SIGNAL = signal.SIGUSR1

@@ -1,7 +1,7 @@
 """The PyTorch-native training backend on one rank: FSDP2 over a Hugging Face model.
 
-Implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray actor, tests build it in
-plain processes; the process group must exist before.
+Implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray actor, tests build
+it in plain processes; the process group must exist before.
 
 Invariant: master weights are float32 and sharded over the data-parallel mesh; code that changes them keeps no stale
 gathered copy. With LoRA the loaded weights are the reference and do not change; weights for engines and checkpoints

@@ -1,6 +1,6 @@
 """The PyTorch-native backend for runs and tools: checks of a configuration, and checkpoints without loading a model.
 
-Checkpoints already hold safetensors under Hugging Face names (`models.dtensor.checkpoints.model_files`), so an export copies them
+Checkpoints already hold safetensors under Hugging Face names (`checkpoints.model_files`), so an export copies them
 (`huggingface.folders`), adds the tokenizer and optionally changes the dtype. Works for any head. See `adapter_export`
 for adapters without merged weights. Invariant: `verify_export` compares the folder as `transformers` reads it with the
 checkpoint as training reads it.

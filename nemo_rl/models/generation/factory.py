@@ -66,6 +66,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         hf_overrides=dict(policy.hf_config_overrides or {}),
         engine_kwargs=_engine_kwargs(policy, generation),
         env_vars=dict(engine.env_vars or {}),
+        optimizations=cluster.optimizations,
     )
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.optimizations.switch import Choice
 
 __getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.models.generation.configure"})
 
@@ -152,6 +153,7 @@ class EngineSettings:
             Megatron Core `megatron_cfg`, that section of the policy).
         env_vars: further environment of the engine's processes.
         workers_on_machine: workers of all engines on one machine, which share its cores.
+        optimizations: value of `cluster.optimizations`.
     """
 
     backend: str
@@ -173,6 +175,7 @@ class EngineSettings:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     env_vars: dict[str, str] = field(default_factory=dict)
     workers_on_machine: int = 1
+    optimizations: Choice = "auto"
 
     @property
     def num_workers(self) -> int:

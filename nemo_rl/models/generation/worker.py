@@ -24,8 +24,9 @@ from nemo_rl.models.generation.interfaces import (
     engine_of,
 )
 from nemo_rl.models.generation.registry import make_engine
+from nemo_rl.optimizations.host_allocator import keep_freed_memory
+from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import GenerationError
-from nemo_rl.utils.host_allocator import keep_freed_memory
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightReceiver
 from nemo_rl.weight_sync.transport import TransportSpec
@@ -48,7 +49,7 @@ class GenerationWorker:
         self._finished: list[tuple[str, GenerationResult]] = []
         self._failure: BaseException | None = None
         self._has_news = asyncio.Event()
-        if settings.device == "cpu":
+        if settings.device == "cpu" and is_on("host_allocator", settings.optimizations):
             keep_freed_memory()
 
     async def ready(self) -> int:

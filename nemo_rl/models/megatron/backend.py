@@ -1,7 +1,7 @@
 """The Megatron Core training backend on one rank; it combines the parts of this package.
 
-Implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray actor, tests build it in
-plain processes. The process group must exist before, and a process can hold one backend.
+Implements `models.training.interfaces.PolicyBackend`. `policy.workers.rank` builds it inside a Ray actor, tests build
+it in plain processes. The process group must exist before, and a process can hold one backend.
 
 Invariant: this rank's part of the weights is complete (no gathering is outstanding) whenever code other than a forward
 pass reads it. For 16-bit weights the optimizer keeps float32 copies. With LoRA (`policy.megatron_cfg.peft`) the

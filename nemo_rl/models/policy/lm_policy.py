@@ -53,6 +53,7 @@ from nemo_rl.models.policy.train_results import join_ranks, train_result
 from nemo_rl.models.policy.workers.base import WorkerSettings
 from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
 from nemo_rl.models.training.backends import training_backend
+from nemo_rl.optimizations.switch import Choice
 from nemo_rl.utils.errors import ConfigError
 
 _WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
@@ -81,6 +82,7 @@ class Policy(PolicyInterface):
         threads_per_rank: CPU threads of a rank; None divides the machine's cores by its ranks.
         seed: run seed, for dropout.
         venv: the ranks' Python environment (`cluster.venvs.policy`); None asks the registry.
+        optimizations: value of `cluster.optimizations`.
 
     Attributes:
         layout: what each rank is there for.
@@ -108,6 +110,7 @@ class Policy(PolicyInterface):
         threads_per_rank: int | None = None,
         seed: int = 0,
         venv: VenvConfig | None = None,
+        optimizations: Choice = "auto",
     ) -> None:
         config = PolicyConfig.of(config)
         report_findings(check_backend("policy", config))
@@ -129,6 +132,7 @@ class Policy(PolicyInterface):
             seed=seed,
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
+            optimizations=optimizations,
         )
         self.worker_group = RayWorkerGroup(
             cluster,

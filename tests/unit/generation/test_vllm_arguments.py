@@ -14,6 +14,7 @@ from nemo_rl.models.generation.vllm.settings import engine_environment
 
 OVERRIDES = """
 import json, sys
+from dataclasses import replace
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.vllm.engine import _hf_overrides, engine_arguments
 
@@ -25,6 +26,10 @@ for name, values in cases.items():
     found[name] = _hf_overrides(settings)
 cpu = EngineSettings("vllm", model, model, "cpu", "bfloat16", 64, engine_kwargs={"hf_overrides": {"a": 1}})
 found["arguments"] = engine_arguments(cpu).hf_overrides
+found["executors"] = [
+    engine_arguments(replace(cpu, optimizations=choice)).distributed_executor_backend.__name__
+    for choice in ("auto", "none", ["host_allocator"], ["decoding_bursts"])
+]
 print(json.dumps(found))
 """
 CASES: dict[str, dict[str, Any]] = {
@@ -70,3 +75,7 @@ def test_overrides_of_the_user_win_and_leave_the_others(found: dict[str, Any]) -
     assert found["of vllm_kwargs"] == {"head_dtype": "float32", "rms_norm_eps": 0.5, "vocab_size": 9}
     assert found["head of vllm_kwargs"] == {"head_dtype": "model"}
     assert found["arguments"] == {"a": 1}
+
+
+def test_bursts_are_an_executor_that_the_switch_chooses(found: dict[str, Any]) -> None:
+    assert found["executors"] == ["BurstExecutor", "UniProcExecutor", "UniProcExecutor", "BurstExecutor"]

@@ -317,6 +317,9 @@ def test_small_models_begin_with_two_threads_and_large_ones_with_all(engines):
     assert engines.look(name, threads_of_sizes, 10_000, 300_000, 1) == (1, "as they are")
     assert engines.look("latent attention", threads_of_sizes, 10_000, 10_000_000, 3) == (1, "as they are")
     assert engines.look(name, threads_of_sizes, 10_000, 60_000, 3) == (3, "as they are")
+    # Without the optimization a small model stays on one, and a large one still takes all.
+    assert engines.look(name, threads_of_sizes, 10_000, 300_000, 3, False) == (1, "as they are")
+    assert engines.look(name, threads_of_sizes, 10_000, 60_000, 3, False) == (3, "as they are")
 
 
 BURST_REQUESTS = [

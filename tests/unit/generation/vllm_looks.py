@@ -73,7 +73,7 @@ class _Cycle:
         self._counts = itertools.cycle(counts)
 
     def begin_step(self, *, reads_prompts: bool) -> None:
-        from nemo_rl.models.generation.vllm.threads import set_threads
+        from nemo_rl.optimizations.vllm.threads import set_threads
 
         set_threads(next(self._counts))
 
@@ -92,7 +92,7 @@ def threads_beside(
     """Threads after each of some windows in which other processes use so many cores, steps of 10 ms."""
     import torch
 
-    from nemo_rl.models.generation.vllm import threads
+    from nemo_rl.optimizations.vllm import threads
 
     before, found = torch.get_num_threads(), []
     clock, used = [0.0], [0.0]
@@ -111,16 +111,16 @@ def threads_beside(
     return found
 
 
-def threads_at_start(engine: Any, num_cores: int) -> tuple[int, str]:
+def threads_at_start(engine: Any, num_cores: int, adapts: bool = True) -> tuple[int, str]:
     """Threads that the engine's model begins with, and what becomes of them."""
     import torch
 
-    from nemo_rl.models.generation.vllm import threads
+    from nemo_rl.optimizations.vllm import threads
 
     runner = engine._engine.model_executor.driver_worker.model_runner
     before = torch.get_num_threads()
     threads.set_threads(1)
-    choice = threads.start_threads(runner.get_model(), runner.model_config, num_cores)
+    choice = threads.start_threads(runner.get_model(), runner.model_config, num_cores, adapts=adapts)
     found = torch.get_num_threads()
     threads.set_threads(before)
     if choice is None:
@@ -130,7 +130,7 @@ def threads_at_start(engine: Any, num_cores: int) -> tuple[int, str]:
 
 def take_bursts(engine: Any, on: bool, most_s: float = 10.0) -> None:
     """Whether several steps are taken for one turn of the scheduler; counts turns from now on."""
-    from nemo_rl.models.generation.vllm import bursts
+    from nemo_rl.optimizations.vllm import bursts
 
     bursts._MOST_S = most_s
     engine._engine.model_executor._scheduler = engine._scheduler if on else None
@@ -147,22 +147,22 @@ def bits_change(engine: Any, shape: tuple[int, int]) -> bool:
     """Whether a product of this shape depends on the number of threads."""
     import torch
 
-    from nemo_rl.models.generation.vllm.threads import thread_count_changes_bits
+    from nemo_rl.optimizations.vllm.threads import thread_count_changes_bits
 
     return thread_count_changes_bits([shape], torch.float32)
 
 
-def threads_of_sizes(engine: Any, tiny: int, small: int, num_cores: int) -> tuple[int, str]:
+def threads_of_sizes(engine: Any, tiny: int, small: int, num_cores: int, adapts: bool = True) -> tuple[int, str]:
     """As `threads_at_start`, where models below the one number of parameters are tiny, and below the other small."""
-    from nemo_rl.models.generation.vllm import threads
+    from nemo_rl.optimizations.vllm import threads
 
     with mock.patch.multiple(threads, TINY_MODEL=tiny, SMALL_MODEL=small):
-        return threads_at_start(engine, num_cores)
+        return threads_at_start(engine, num_cores, adapts)
 
 
 def busy_seconds(engine: Any, wait_s: float) -> float:
     """What other processes use of the processors while this one waits, in processor seconds."""
-    from nemo_rl.models.generation.vllm.threads import busy_seconds_of_others
+    from nemo_rl.optimizations.vllm.threads import busy_seconds_of_others
 
     before = busy_seconds_of_others()
     time.sleep(wait_s)

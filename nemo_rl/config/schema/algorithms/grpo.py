@@ -25,7 +25,7 @@ AdvantageEstimatorName = Annotated[
 
 
 class AdvantageEstimatorConfig(NamedPartConfig):
-    """The formula that turns a group's rewards into advantages; the keys from normalize_rewards on are those of the built-in names."""
+    """The formula that turns a group's rewards into advantages; normalize_rewards and later keys: built-in names only."""
 
     name: AdvantageEstimatorName = Field(
         default="grpo",

@@ -15,7 +15,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.model_executor.models.registry import ModelRegistry
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
@@ -23,6 +22,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import uniproc_executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from nemo_rl.models.generation.interfaces import (
     EngineSettings,
@@ -32,11 +32,9 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.texts import sampled_text
-from nemo_rl.models.generation.vllm.bursts import BurstExecutor
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
-from nemo_rl.models.generation.vllm.threads import ThreadChoice, cores_of_each, start_threads
 from nemo_rl.models.generation.vllm.weights import (
     begin_reload,
     finish_reload,
@@ -45,6 +43,10 @@ from nemo_rl.models.generation.vllm.weights import (
     refusing_non_finite,
 )
 from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.optimizations.switch import is_on
+from nemo_rl.optimizations.vllm.bursts import BurstExecutor
+from nemo_rl.optimizations.vllm.inspection import inspect_here
+from nemo_rl.optimizations.vllm.threads import ThreadChoice, cores_of_each, start_threads
 from nemo_rl.utils.errors import GenerationError, NonFiniteError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,8 @@ class VllmEngine(SteppedEngine):
         self._vllm_ids: dict[str, str] = {}
         arguments = engine_arguments(settings)
         if settings.device == "cpu":
-            _inspect_here(settings)
+            if is_on("model_inspection", settings.optimizations):
+                inspect_here(load_model_config(settings.model_name, settings.hf_overrides).architectures or ())
             _take_latent_attention(arguments)
         if hasattr(os, "memfd_create"):
             # vLLM would leave a file in the temporary folder.
@@ -132,7 +135,12 @@ class VllmEngine(SteppedEngine):
         if settings.device != "cpu" or settings.num_workers > 1 or "OMP_NUM_THREADS" in settings.env_vars:
             return None
         runner = self._engine.model_executor.driver_worker.model_runner
-        return start_threads(runner.get_model(), runner.model_config, cores_of_each(settings.workers_on_machine))
+        return start_threads(
+            runner.get_model(),
+            runner.model_config,
+            cores_of_each(settings.workers_on_machine),
+            adapts=is_on("engine_threads", settings.optimizations),
+        )
 
     @property
     def _scheduler(self) -> Any:
@@ -142,7 +150,7 @@ class VllmEngine(SteppedEngine):
     def _take_bursts(self, settings: EngineSettings) -> None:
         """Enable bursts on CPUs, for an engine of one process; `vllm_kwargs` may select another executor."""
         if settings.device == "cpu" and isinstance(self._engine.model_executor, BurstExecutor):
-            self._engine.model_executor.go_on_for(self._scheduler)
+            self._engine.model_executor.enable_bursts(self._scheduler)
 
     def decode(self, token_ids: list[int]) -> str | None:
         """See `SteppedEngine.decode`; None for tokenizers of other libraries, which may decode differently."""
@@ -223,7 +231,8 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len)
         values["max_num_seqs"] = CPU_SEQUENCES
         if settings.num_workers == 1:
-            values["distributed_executor_backend"] = BurstExecutor
+            takes_bursts = is_on("decoding_bursts", settings.optimizations)
+            values["distributed_executor_backend"] = BurstExecutor if takes_bursts else UniProcExecutor
     if settings.kv_cache_bytes is not None:
         values["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     else:
@@ -314,19 +323,6 @@ def sampled_logprobs(token_ids: list[int], logprobs: object) -> list[float]:
 def _nameless_file() -> str:
     """Return the address of a one-process engine's store: an unnamed file that the kernel frees with this process."""
     return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('vllm-store')}"
-
-
-def _inspect_here(settings: EngineSettings) -> None:
-    """Let vLLM inspect the model's class in this process, before its configuration is requested.
-
-    vLLM starts a Python process for each architecture that is new to the machine, to keep CUDA out of the parent.
-    Without CUDA that only imports everything a second time, which takes 10 s on a fresh machine.
-    """
-    model = load_model_config(settings.model_name, settings.hf_overrides)
-    for architecture in model.architectures or ():
-        entry = ModelRegistry.models.get(architecture)
-        if entry is not None:
-            ModelRegistry.register_model(architecture, entry.load_model_cls())
 
 
 def _take_latent_attention(arguments: EngineArgs) -> None:

@@ -10,7 +10,7 @@ LIBRARIES = (
     "xgrammar",
     "compressed_tensors.quantization",
 )
-"""Half of vLLM's import time, for `distributed.fork_server`; none of these modules belongs to vLLM."""
+"""Half of vLLM's import time, for `optimizations.fork_server`; none of these modules belongs to vLLM."""
 CPU_SEQUENCES = 128
 """Maximum number of sequences that an engine runs at the same time on the CPU."""
 

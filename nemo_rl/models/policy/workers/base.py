@@ -41,6 +41,7 @@ from nemo_rl.models.training.inputs import (
     build_topk_inputs,
 )
 from nemo_rl.models.training.interfaces import CheckpointPaths, PolicyBackend
+from nemo_rl.optimizations.switch import Choice
 from nemo_rl.utils.errors import CheckpointError, NonFiniteError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
@@ -63,6 +64,7 @@ class WorkerSettings:
         seed: run seed; each rank derives its own from it (dropout).
         init_optimizer: make optimizer and schedule.
         init_reference_model: keep the initial weights for reference log-probabilities.
+        optimizations: value of `cluster.optimizations`.
     """
 
     backend: str
@@ -74,6 +76,7 @@ class WorkerSettings:
     seed: int
     init_optimizer: bool
     init_reference_model: bool
+    optimizations: Choice = "auto"
 
     def threads(self) -> int:
         """CPU threads of this process, the same on every start on the same machine."""

@@ -12,8 +12,9 @@ from nemo_rl.distributed.ranks.process_group import init_process_group
 from nemo_rl.host.device import device_for
 from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
 from nemo_rl.models.training.finite import ANOTHER_COPY, require_finite
+from nemo_rl.optimizations.host_allocator import keep_freed_memory
+from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.host_allocator import keep_freed_memory
 from nemo_rl.utils.imports import import_dotted
 from nemo_rl.utils.seed import derive_seed, set_seed
 
@@ -45,5 +46,5 @@ class PolicyRank(PolicyWorker):
         require_finite(backend.weights_here(), f"the model {config.model_name}", ANOTHER_COPY)
         set_seed(derive_seed(settings.seed, "policy", *layout.random_path(rank)))
         super().__init__(backend, config, gives_scores=rank in layout.result_ranks)
-        if torch_device.type == "cpu":
+        if torch_device.type == "cpu" and is_on("host_allocator", settings.optimizations):
             keep_freed_memory()

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.distributed import fork_server, ray_worker
+from nemo_rl.optimizations import fork_server, ray_worker
 
 DRIVER = """
 import io, logging, os, signal, sys, tempfile
-from nemo_rl.distributed import fork_server
+from nemo_rl.optimizations import fork_server
 kept = tempfile.TemporaryDirectory()
 fork_server.PRELOADED = ("torch", "numpy")
 sys.path.insert(0, "/drivers/own")
@@ -175,7 +175,7 @@ def test_no_server_where_a_fork_is_not_safe(first: str) -> None:
     code = f"""
 {first}
 import os, sys, types
-from nemo_rl.distributed import fork_server
+from nemo_rl.optimizations import fork_server
 torch = types.SimpleNamespace(set_num_threads=lambda number: None)
 fork_server._preload = lambda: sys.modules.update(torch=torch)
 fork_server.start_fork_server()
@@ -186,7 +186,7 @@ os._exit(fork_server.server_socket() is not None)
 
 STUB = """
 import os, signal, sys, types
-from nemo_rl.distributed import fork_server
+from nemo_rl.optimizations import fork_server
 from nemo_rl.host.stop_signals import leave_at_once
 leave_at_once()
 torch = types.SimpleNamespace(set_num_threads=lambda number: None)

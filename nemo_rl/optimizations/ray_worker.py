@@ -1,9 +1,9 @@
-"""In place of Ray's `setup_worker.py`: has the fork server start a worker, or starts it as Ray would.
+"""Replace Ray's `setup_worker.py`: let the fork server start a worker, or start it as Ray would.
 
     python ray_worker.py <the server's socket> <Ray's setup_worker.py> <the worker's program> <its arguments ...>
 
-A raylet runs this as a file for each worker that it wants; nothing but the standard library is imported, since that is
-what there is to save. The process ends when the worker is there: a raylet knows its workers by what they tell it.
+A raylet runs this file for each worker that it needs. Only the standard library is imported, since other imports are
+the cost to avoid. The process ends once the worker is forked: a raylet identifies workers by their registration.
 """
 
 import json
@@ -24,14 +24,14 @@ _OOM_SCORE = "/proc/self/oom_score_adj"
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a process is started with.
+    """Arguments, environment and limits of a process.
 
     Attributes:
-        arguments: the program's file, then its arguments.
-        environment: all variables.
-        folder: where it works.
+        arguments: file of the program, then its arguments.
+        environment: all environment variables.
+        folder: working directory.
         open_files: soft and hard limit of open files.
-        oom_score: what the kernel adds to its score when memory runs out; a raylet has its workers end first.
+        oom_score: the kernel's adjustment when memory runs out; a raylet sets it so that workers are killed first.
     """
 
     arguments: Sequence[str]
@@ -42,13 +42,13 @@ class WorkerStart:
 
     @classmethod
     def of_this_process(cls, arguments: Sequence[str]) -> "WorkerStart":
-        """What this process was started with, but for its arguments."""
+        """Describe this process, with other arguments."""
         with open(_OOM_SCORE) as file:
             score = file.read().strip()
         return cls(arguments, dict(os.environ), os.getcwd(), resource.getrlimit(resource.RLIMIT_NOFILE), score)
 
     def take_limits(self) -> None:
-        """Give this process the limits; its score only where that asks for no privilege."""
+        """Apply the limits to this process; the score only where that needs no privilege."""
         soft, hard = self.open_files
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         with suppress(OSError), open(_OOM_SCORE, "w") as file:
@@ -56,14 +56,14 @@ class WorkerStart:
 
 
 def main(path: str, setup: str, *arguments: str) -> None:
-    """Start a worker."""
+    """Start a worker by the server, or else in this process."""
     own = [argument for argument in arguments if not argument.startswith((_CONTEXT, _LANGUAGE))]
     if not (own and _is_plain(arguments) and _ask(path, own)):
         os.execv(sys.executable, [sys.executable, setup, *arguments])
 
 
 def _is_plain(arguments: Sequence[str]) -> bool:
-    """Whether a worker runs Python on what every worker gets, with no environment of its own."""
+    """Return whether a worker runs Python with the interpreter and packages of all workers."""
     if f"{_LANGUAGE}PYTHON" not in arguments or arguments[0].startswith("-"):
         return False
     contexts = [argument.removeprefix(_CONTEXT) for argument in arguments if argument.startswith(_CONTEXT)]
@@ -72,7 +72,7 @@ def _is_plain(arguments: Sequence[str]) -> bool:
 
 
 def _ask(path: str, arguments: Sequence[str]) -> bool:
-    """Send a start to the server with this process's outputs; whether the worker is there."""
+    """Send this process's description and standard streams to the server; return whether it forked the worker."""
     try:
         start = WorkerStart.of_this_process(arguments)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -87,7 +87,7 @@ def _ask(path: str, arguments: Sequence[str]) -> bool:
 
 
 def receive_start(connection: socket.socket) -> tuple[WorkerStart, list[int]]:
-    """What `_ask` has sent, and descriptors of the sender's streams."""
+    """Receive what `_ask` sent: the description, and descriptors of the sender's standard streams."""
     message, descriptors, _, _ = socket.recv_fds(connection, 1, len(_STANDARD_STREAMS))
     while part := connection.recv(_CHUNK_BYTES):
         message += part

@@ -1,12 +1,14 @@
-"""Several decoding steps of the model for one turn of vLLM's scheduler, in engines of one process on the CPU.
+"""Run several decoding steps for one call of vLLM's scheduler, in engines of one process on the CPU.
 
-    vLLM: schedule, with room for a burst ─► execute_model, sample_tokens ─► take in the tokens of each request
+    vLLM: schedule, with room for a burst ─► execute_model, sample_tokens ─► add the tokens to each request
                                                                 │
                               the same requests again, one token further, until one of them ends
 
-To schedule 64 requests and to take in their tokens costs as much as a third of a model of a million parameters. While
-all of them decode, none waits and none ends, the scheduler would say the same each time: go on by one token. Invariant:
-the model sees the batches that it would see with a turn for each token, so that no bit of an answer differs.
+Scheduling 64 requests and adding their tokens costs a third of the time that a model of a million parameters takes.
+While all requests decode, none waits and none ends, the scheduler would decide the same each time: one token more.
+
+Invariant: the model gets the same batches as with one call of the scheduler for each token, so no bit of an answer
+differs.
 """
 
 import time
@@ -25,18 +27,18 @@ from vllm.v1.request import Request
 
 _MOST_STEPS = 8
 _MOST_S = 0.05
-"""A burst that has taken so long ends: new requests, aborts and weights wait for it."""
+"""Seconds after which a burst ends: new requests, aborts and weights wait for it."""
 
 
 class BurstExecutor(UniProcExecutor):
-    """vLLM's executor of one process, which samples several tokens of each request where it may."""
+    """vLLM's executor of one process, which samples several tokens of each request where possible."""
 
     _scheduler: Scheduler | None = None
     _scheduled: SchedulerOutput
 
-    def go_on_for(self, scheduler: Any) -> None:
-        """Take bursts from now on, unless what is configured needs a turn of the scheduler for each token."""
-        # Asynchronous scheduling has a scheduler of its own; recurrent states are kept as they are in each turn.
+    def enable_bursts(self, scheduler: Any) -> None:
+        """Take bursts from now on, unless the configuration needs the scheduler for each token."""
+        # Asynchronous scheduling has another scheduler class; recurrent states are stored at each call of it.
         plain = type(scheduler) is Scheduler and scheduler.connector is None and scheduler.ec_connector is None
         groups = scheduler.kv_cache_config.kv_cache_groups
         attends = all(isinstance(group.kv_cache_spec, AttentionSpec) for group in groups)
@@ -51,7 +53,7 @@ class BurstExecutor(UniProcExecutor):
         return super().execute_model(scheduler_output, non_block)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
-        """See vLLM; the answer may hold several tokens of each request."""
+        """See vLLM; the output may hold several tokens of each request."""
         output = super().sample_tokens(grammar_output)
         if self._scheduler is not None and grammar_output is None and isinstance(output, ModelRunnerOutput):
             output = self._burst(self._scheduler, output)
@@ -79,7 +81,7 @@ class BurstExecutor(UniProcExecutor):
 
 
 def most_steps(scheduler: Scheduler, scheduled: SchedulerOutput, requests: Sequence[Request]) -> int:
-    """Steps that these requests can go without the scheduler, at least the one that was scheduled."""
+    """Return how many steps these requests can take without the scheduler, with the scheduled one: at least 1."""
     all_decode = len(requests) == len(scheduled.num_scheduled_tokens) == scheduled.total_num_scheduled_tokens
     if not all_decode or scheduler.get_request_counts() != (len(requests), 0) or any(map(_needs_text, requests)):
         return 1
@@ -91,12 +93,12 @@ def most_steps(scheduler: Scheduler, scheduled: SchedulerOutput, requests: Seque
 
 
 def _needs_text(request: Request) -> bool:
-    """Whether it may end by what its text says, which vLLM sees when it has taken the tokens in."""
+    """Return whether the request may end by its text, which vLLM checks when it adds the tokens."""
     return request.sampling_params is None or bool(request.sampling_params.stop)
 
 
 def any_stops(requests: Sequence[Request], output: ModelRunnerOutput) -> bool:
-    """Whether a request ends with the token that it was given last, as vLLM's `check_stop` will find."""
+    """Return whether a request ends with its last token, as vLLM's `check_stop` will decide."""
     for request, tokens in zip(requests, output.sampled_token_ids, strict=True):
         params = request.sampling_params
         if params is None or not tokens or tokens[-1] == params.eos_token_id:
@@ -107,12 +109,12 @@ def any_stops(requests: Sequence[Request], output: ModelRunnerOutput) -> bool:
 
 
 def one_token_further(scheduled: SchedulerOutput, requests: Sequence[Request], num_steps: int) -> SchedulerOutput:
-    """What the scheduler would say next.
+    """Return what the scheduler would decide next: one more token for each request.
 
     Args:
-        scheduled: what it said; the requests count the tokens of that as computed already.
+        scheduled: its last decision; the requests already count those tokens as computed.
         requests: in the order of the model's rows.
-        num_steps: steps that were taken since, whose tokens no request counts as its output yet.
+        num_steps: steps since then, whose tokens no request counts as output yet.
     """
     request_ids = [request.request_id for request in requests]
     return replace(
@@ -132,12 +134,16 @@ def one_token_further(scheduled: SchedulerOutput, requests: Sequence[Request], n
 
 
 def joined(outputs: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
-    """The tokens and log-probabilities of all steps, by request."""
+    """Join the tokens and log-probabilities of all steps, by request.
+
+    Raises:
+        RuntimeError: vLLM changed the order of the requests.
+    """
     first, *others = outputs
     if not others:
         return first
     if any(output.req_ids != first.req_ids for output in others):
-        raise RuntimeError("vLLM has put the requests of a burst in another order.")
+        raise RuntimeError("vLLM changed the order of the requests in a burst of decoding steps.")
     rows = zip(*(output.sampled_token_ids for output in outputs), strict=True)
     return replace(
         first,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.distributed import ray_agents
+from nemo_rl.optimizations import ray_agents
 
 
 @pytest.mark.parametrize("kind", [("dashboard",), ("runtime_env", "127.0.0.1", sys.executable)])

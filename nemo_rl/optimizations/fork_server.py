@@ -1,19 +1,19 @@
-"""Workers as forks of one process that has imported what all of them import, in place of processes that import it anew.
+"""Fork workers from one process that has already imported the libraries that all workers import.
 
 Importing torch, transformers and Ray takes four processor seconds and 400 MB in each process. The program of a run on
-the CPU imports them and then forks this server, before it has threads or has read anything but its configuration:
+the CPU imports them and then forks this server, before it starts threads or reads anything but its configuration:
 
     driver (launch)  import torch ... ──► fork ──► init_ray ──► ... the run
                                            │          │ start a worker
-    fork server                            └─ serve ◄─┤ `ray_worker.py`, in place of Ray's own script, sends what it
-    worker (child of the server)               └─ fork, then Ray's worker program        was started with, and ends
+    fork server                            └─ serve ◄─┤ `ray_worker.py`, in place of Ray's script, sends its arguments
+    worker (child of the server)               └─ fork, then Ray's worker program           and environment, and ends
 
-Pages that nobody writes to are held once. A worker with a Python, a package or a variable of its own that is read
-before or while something is imported (`needs_own_start`) is started by Ray as ever; so is every worker where there is
-no server: on GPUs (CUDA does not survive a fork), in a joined cluster, in notebooks, in a program with threads.
+Memory pages that no process writes to exist once. Ray starts a worker itself if it has its own Python or packages, or a
+variable that libraries read while they are imported (`needs_own_start`). Ray also starts every worker where there is no
+server: on GPUs (CUDA does not survive a fork), in a joined cluster, in notebooks, in a program with threads.
 
-Invariant: a worker cannot tell how it was started, but for the time it took: its environment, folder, arguments,
-outputs, process group and signals are those that the raylet gave it, its threads those of its own environment.
+Invariant: a worker cannot detect how it was started, except by the time it took. Its environment, folder, arguments,
+outputs, process group and signals are those that the raylet set; its threads are those of its environment.
 """
 
 import atexit
@@ -37,9 +37,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_rl.distributed.ray_worker import WorkerStart, receive_start
 from nemo_rl.host.cores import usable_cores
 from nemo_rl.host.stop_signals import STOP_SIGNALS
+from nemo_rl.optimizations.ray_worker import WorkerStart, receive_start
 from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.imports import importing
 
@@ -53,37 +53,38 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
 )
-"""Not Ray itself, which reads once, when it is imported, which worker of which raylet it is."""
+"""Modules that the server imports. Ray is not one of them: it reads the identity of its worker when it is imported."""
 READ_WHEN_LOADED = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "20000"}
-"""What OpenMP is loaded with: Ray's default for workers, and what ranks of a policy want. PyTorch's own number of
-threads is set in each process, see `adopt`."""
+"""Variables that OpenMP is loaded with: Ray's default for workers, and the setting of policy ranks. `adopt` sets
+PyTorch's number of threads in each process."""
 _READ_EARLY = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "XDG_"),
     *("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_"),
 )
+"""Prefixes of variables that libraries read before or while they are imported."""
 _READ_LATE = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "TORCHDYNAMO_DISABLE")
-"""Of these, what `adopt` sets, what ranks are given by the run, and what is read whenever it is needed."""
+"""Exceptions: the first is set by `adopt`, the second by the run for its ranks, the third is read at each use."""
 
-_LAST_WORDS_S = 2.0
-"""How long workers may take to see that the driver has ended."""
+_END_GRACE_S = 2.0
+"""Seconds that workers get to end by themselves after the driver has ended."""
 
 _socket: str | None = None
 
 
 def start_fork_server(libraries: Callable[[], Sequence[str]] = tuple) -> None:
-    """Import `PRELOADED` here and fork the server; does nothing where that is not safe.
+    """Import `PRELOADED` in this process and fork the server; do nothing where that is not safe.
 
-    Once in a process, from its main thread. The server ends with this process.
+    Call it once in a process, from its main thread. The server ends with this process.
 
     Args:
-        libraries: names, once `PRELOADED` is imported, modules that only some workers import, and this process never;
-            the server does so while it is idle. They start no thread, and read no variable that workers have.
+        libraries: returns, once `PRELOADED` is imported, modules that only some workers import and this process does
+            not. The server imports them while it is idle. They must not start threads or read variables of workers.
     """
     global _socket
     if _socket is not None or sys.platform != "linux" or cluster_address():
         return
     if {"torch", "ray"} & sys.modules.keys():
-        logger.debug("This process has imported too much: workers are started anew.")
+        logger.debug("torch or ray is already imported: workers are not forked.")
         return
     _preload()
     more = libraries()
@@ -91,14 +92,14 @@ def start_fork_server(libraries: Callable[[], Sequence[str]] = tuple) -> None:
         try:
             _socket = _fork_server(more)
         except OSError as error:  # no room in the folder for temporary files, or its name is too long for a socket
-            logger.debug("Workers are started anew: %s.", error)
+            logger.debug("Workers are not forked: %s.", error)
     else:
-        logger.debug("This process has threads: workers are started anew.")
+        logger.debug("This process has threads: workers are not forked.")
     sys.modules["torch"].set_num_threads(_wanted_threads(os.environ) or usable_cores())
 
 
 def server_socket() -> str | None:
-    """Where the server of this process listens; None without one."""
+    """Return the path of the server's socket; None if this process has no server."""
     return _socket
 
 
@@ -107,13 +108,13 @@ def _num_threads() -> int:
 
 
 def _wanted_threads(environment: Mapping[str, str]) -> int:
-    """What OpenMP reads for the outermost level; 0 if nothing that it would take."""
+    """Return the number of threads that OpenMP reads for the outermost level; 0 if there is no valid number."""
     first = environment.get("OMP_NUM_THREADS", "").split(",")[0]
     return int(first) if first.isdigit() else 0
 
 
 def _preload() -> None:
-    """Import with OpenMP's variables as workers want them."""
+    """Import `PRELOADED` with OpenMP's variables as workers need them."""
     before = {name: os.environ.get(name) for name in READ_WHEN_LOADED}
     os.environ.update(READ_WHEN_LOADED)
     try:
@@ -128,28 +129,28 @@ def _preload() -> None:
 
 
 def _fork_server(libraries: Sequence[str]) -> str:
-    """Fork it; the path of its socket."""
+    """Fork the server; return the path of its socket."""
     ours, servers = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the program may have replaced or closed it
             stream.flush()
-    # What is alive now stays, here and in the forks; a collection that looked at it would write to its pages.
+    # All objects of now stay, here and in the forks; a collection that visits them would write to their pages.
     gc.collect()
     gc.freeze()
-    # The program may leave on these signals, and only the server would remove the folder. There they stay blocked,
-    # since it ends with the driver, for which they are meant.
+    # The program may exit on these signals, and only the server removes the folder. The server keeps them blocked,
+    # since they are meant for the driver, and the server ends when the driver ends.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         folder = Path(tempfile.mkdtemp(prefix="nrl-fork-"))
         _fork_at(folder, servers, ours, libraries)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    ours.detach()  # open until this process ends, however it ends
+    ours.detach()  # stays open until this process ends, however it ends
     return str(folder / "socket")
 
 
 def _fork_at(folder: Path, servers: socket.socket, ours: socket.socket, libraries: Sequence[str]) -> None:
-    """Fork the server to a socket in a folder, which is its own from then on."""
+    """Fork the server with a socket in a folder, which the server removes when it ends."""
     try:
         with servers, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(folder / "socket"))
@@ -163,7 +164,7 @@ def _fork_at(folder: Path, servers: socket.socket, ours: socket.socket, librarie
 
 
 def needs_own_start(environment: Mapping[str, str]) -> bool:
-    """Whether a worker with these variables cannot be a fork, since libraries have read other values already."""
+    """Return whether a worker with these variables cannot be a fork, since libraries have already read other values."""
     return any(
         name.startswith(_READ_EARLY) and READ_WHEN_LOADED.get(name) != value
         for name, value in environment.items()
@@ -172,14 +173,14 @@ def needs_own_start(environment: Mapping[str, str]) -> bool:
 
 
 def _read_before(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that are read before or while something is imported, and by which forks cannot differ."""
+    """Return the variables that libraries read before or while they are imported; forks must all have the same."""
     return {
         name: value for name, value in environment.items() if name.startswith(_READ_EARLY) and name not in _READ_LATE
     }
 
 
 def adopt(environment: Mapping[str, str]) -> None:
-    """In a worker: give what is imported already the settings that it would have read from these variables."""
+    """Apply to the imported libraries of a worker the settings that they would have read from these variables."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and (threads := _wanted_threads(environment)):
         torch.set_num_threads(threads)
@@ -198,10 +199,10 @@ def _serve(listener: socket.socket, driver: socket.socket, folder: Path, librari
             if ready:
                 _fork_worker(listener, driver)
             elif libraries:
-                with suppress(Exception), importing():  # whoever needs it will say what is wrong with it
+                with suppress(Exception), importing():  # the worker that needs it reports the error
                     importlib.import_module(libraries.pop(0))
                 if _num_threads() > 1:
-                    break  # not to be forked any more
+                    break  # a process with threads must not be forked
                 gc.freeze()
         else:
             listener.close()
@@ -212,8 +213,8 @@ def _serve(listener: socket.socket, driver: socket.socket, folder: Path, librari
 
 
 def _end_workers() -> None:
-    """Kill what does not end with the driver by itself: a worker that had yet to meet its raylet tries for a minute."""
-    end = time.monotonic() + _LAST_WORDS_S
+    """Kill workers that do not end with the driver: one that has not reached its raylet yet tries for a minute."""
+    end = time.monotonic() + _END_GRACE_S
     while (workers := _children()) and time.monotonic() < end:
         time.sleep(0.05)
     for worker in workers:
@@ -222,14 +223,14 @@ def _end_workers() -> None:
 
 
 def _children() -> list[int]:
-    """Processes that this one has forked, where the kernel lists them."""
+    """Return the ids of the processes that this one has forked; empty where the kernel does not list them."""
     with suppress(OSError):
         return [int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     return []
 
 
 def _fork_worker(listener: socket.socket, driver: socket.socket) -> None:
-    """Answer one request; what is wrong with it leaves its sender without an answer."""
+    """Answer one request; the sender of an invalid one gets no answer, and starts the worker itself."""
     connection, _ = listener.accept()
     with connection, suppress(OSError, ValueError):
         start, descriptors = receive_start(connection)
@@ -265,7 +266,7 @@ def _become_worker(start: WorkerStart, descriptors: Sequence[int]) -> NoReturn:
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # boundary: nothing of the driver's program may run here
+    except BaseException:  # boundary: code of the driver's program must not run in a worker
         traceback.print_exc()
     finally:
         with suppress(BaseException):
@@ -277,7 +278,7 @@ def _become_worker(start: WorkerStart, descriptors: Sequence[int]) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """Python's streams on this process's own descriptors; the driver may have put others in their place."""
+    """Open Python's standard streams on this process's own descriptors; the driver may have replaced them."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = open(number, "w" if number else "r", buffering=1, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
@@ -285,7 +286,7 @@ def _open_streams() -> None:
 
 
 def _forget_the_driver() -> None:
-    """Undo what the driver's program has set for itself before the server was forked."""
+    """Undo the settings that the driver's program made for itself before the server was forked."""
     _forget_exit_handlers()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -302,7 +303,7 @@ def _forget_the_driver() -> None:
 
 
 def _forget_exit_handlers() -> None:
-    """Leave to the driver what it does when it ends, such as removing its temporary folders."""
+    """Remove the driver's exit handlers, which for example remove its temporary folders."""
     atexit._clear()
     finalize: Any = weakref.finalize
     finalize._registry.clear()

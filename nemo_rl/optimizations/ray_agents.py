@@ -1,14 +1,14 @@
-"""In place of the two agents that a raylet of Ray starts and waits for; see `local_ray`.
+"""Replace the two agents that a raylet of Ray starts and waits for; see `lean_ray`.
 
     python ray_agents.py dashboard <session folder> <node id>
     python ray_agents.py runtime_env <session folder> <node id> <address> <command of Ray's agent ...>
 
-A raylet goes on once each of its agents has written the ports that it serves into files of the session. Ray's own take
-two seconds for that, most of it imports, and keep 130 MB. `dashboard` writes what Ray's agent writes without its
-optional packages, that it serves nothing, and then sleeps. `runtime_env` serves environments of workers, which many
-runs do without: it holds a port, and becomes Ray's agent when somebody knocks; the raylet tries until that answers.
+A raylet continues once each of its agents has written its ports into files of the session. Ray's own agents take two
+seconds for that, mostly imports, and keep 130 MB. `dashboard` writes that it serves nothing, as Ray's agent does
+without its optional packages, and then sleeps. `runtime_env` serves environments of workers, which many runs do not
+need: it holds a port, and becomes Ray's agent on the first connection; the raylet retries until that answers.
 
-Run as a file, with nothing but the standard library. Both end with the raylet, which started them.
+The file runs as a program and imports only the standard library. Both agents end when the raylet, their parent, ends.
 """
 
 import ctypes
@@ -27,32 +27,37 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(kind: str, session_dir: str, node_id: str, *rest: str) -> None:
-    """Write the ports; returns never."""
-    # Not who the parent is now: the raylet may have ended already.
+    """Write the ports and wait; never return."""
+    # Not `os.getppid()`: the raylet may have ended already.
     parent = int(os.environ["RAY_RAYLET_PID"])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     folder = Path(session_dir)
     if kind == "dashboard":
         for name in _DASHBOARD_PORTS:
             _write_port(folder / f"{name}_{node_id}", NOT_SERVED)
-        _sleep_beside(parent)
+        _wait_for_connection(parent)
     address, *command = rest
     with socket.create_server((address, 0)) as server:
         port = server.getsockname()[1]
         _write_port(folder / f"{_RUNTIME_ENV_PORT}_{node_id}", port)
-        _sleep_beside(parent, server)
+        _wait_for_connection(parent, server)
     os.execv(command[0], [*command, f"--runtime-env-agent-port={port}"])
 
 
 def _write_port(path: Path, port: int) -> None:
-    """Write a port so that nobody reads half of it."""
+    """Write a port in one step, so that no process reads half of it."""
     partial = path.with_name(f"{path.name}.part")
     partial.write_text(str(port))
     partial.rename(path)
 
 
-def _sleep_beside(parent: int, server: socket.socket | None = None) -> None:
-    """Wait until somebody knocks at `server`; ends the process if its parent has ended before it could be noticed."""
+def _wait_for_connection(parent: int, server: socket.socket | None = None) -> None:
+    """Wait for a connection to `server`; exit if the parent ended before the kernel was told to end this process too.
+
+    Args:
+        parent: process id of the raylet.
+        server: listening socket; None waits until the parent ends.
+    """
     while os.getppid() == parent:
         if server is None:
             time.sleep(60)

@@ -1,0 +1,86 @@
+"""The optimizations, each with the libraries that it reaches into and what it saves.
+
+Invariant: only the standard library is imported, so that the configuration can read the names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """One speed-up that can be switched off without changing any result.
+
+    Attributes:
+        name: key in `cluster.optimizations`.
+        does: what happens in place of what, for the table in the documentation.
+        saves: what is slower or larger without it.
+        modules: files that implement it, below `nemo_rl/optimizations`.
+        written_for: version of each library whose internals it relies on; `python` by major and minor version.
+    """
+
+    name: str
+    does: str
+    saves: str
+    modules: tuple[str, ...]
+    written_for: Mapping[str, str] = field(default_factory=dict)
+
+
+_ALL = (
+    Optimization(
+        "fork_server",
+        "Workers are forks of one process that has imported PyTorch and Transformers.",
+        "4 processor seconds and 400 MB for each worker process at the start",
+        ("fork_server.py", "ray_worker.py", "lean_ray.py"),
+        {"python": "3.12", "ray": "2.60.0", "torch": "2.13.0"},
+    ),
+    Optimization(
+        "ray_agents",
+        "Two small programs take the place of the agents that Ray's node manager waits for.",
+        "2 seconds and 130 MB at the start",
+        ("ray_agents.py", "lean_ray.py"),
+        {"ray": "2.60.0"},
+    ),
+    Optimization(
+        "ray_daemons",
+        "Ray starts without its autoscaler monitor, log monitor, dashboard and idle workers.",
+        "seconds and 300 MB at the start",
+        ("lean_ray.py",),
+        {"ray": "2.60.0"},
+    ),
+    Optimization(
+        "model_inspection",
+        "vLLM inspects the model's class in the engine's process, not in a new Python process.",
+        "10 seconds of the first start on a machine",
+        ("vllm/inspection.py",),
+        {"vllm": "0.32.0"},
+    ),
+    Optimization(
+        "decoding_bursts",
+        "vLLM's scheduler runs once for up to eight decoding steps of the same requests.",
+        "a third of the time that a model of a million parameters takes to decode",
+        ("vllm/bursts.py",),
+        {"vllm": "0.32.0"},
+    ),
+    Optimization(
+        "engine_threads",
+        "An engine with a small model computes on a second thread while a core is free.",
+        "a fourth to a third of the engine's time at 3 and 25 million parameters",
+        ("vllm/threads.py",),
+        {"vllm": "0.32.0", "torch": "2.13.0"},
+    ),
+    Optimization(
+        "host_allocator",
+        "glibc keeps freed memory in processes that repeat their work.",
+        "18,000 and 140,000 page faults of a training step at 1 and 25 million parameters",
+        ("host_allocator.py",),
+    ),
+    Optimization(
+        "garbage_collection",
+        "Python searches all objects a hundred times less often in runs with many samples a step.",
+        "a third of the controller's time from 4,096 samples a step",
+        ("garbage_collection.py",),
+    ),
+)
+OPTIMIZATIONS: Mapping[str, Optimization] = {each.name: each for each in _ALL}
+"""By name, in the order of a run: start of Ray, start of the engine, steps."""
