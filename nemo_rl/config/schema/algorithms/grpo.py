@@ -25,7 +25,7 @@ AdvantageEstimatorName = Annotated[
 
 
 class AdvantageEstimatorConfig(NamedPartConfig):
-    """The formula that turns a group's rewards into advantages; normalize_rewards and later keys: built-in names only."""
+    """The formula that turns a group's rewards into advantages; its other keys are for built-in names."""
 
     name: AdvantageEstimatorName = Field(
         default="grpo",
