@@ -73,10 +73,13 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
             on the main thread of their process, one after another; with more `step` must be
             thread-safe (or a coroutine function).
         gives_answers: Whether `step` takes the keyword `return_extracted_answer`.
+        post_processes_groups: Whether `global_post_process_and_metrics` is called for the samples of each prompt as
+            soon as they are finished; otherwise once for all samples of a collection.
     """
 
     max_concurrent_steps: ClassVar[int] = 1
     gives_answers: ClassVar[bool] = False
+    post_processes_groups: ClassVar[bool] = False
 
     @abc.abstractmethod
     def step(
@@ -113,7 +116,8 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         """Correct the rewards of a collection's samples if need be, and compute metrics over them.
 
         Called once for each collection (of a training step, a batch of a validation or an evaluation) with the
-        samples of this environment that have a reward, also those that were cut off.
+        samples of this environment that have a reward, also those that were cut off. With `post_processes_groups` it
+        is called for each prompt instead, and metrics are averaged over the prompts.
 
         Args:
             batch: B samples: `rewards` [B] float32, or [B, C] for C named components; `total_reward` [B] float32;

@@ -82,6 +82,8 @@ class InstantEngine:
 class InstantEnvironment:
     """Pays by the length of what was said."""
 
+    post_processes_groups = False
+
     async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
         """See `EnvironmentPort.open_episode`."""
         return EpisodeStart(metadata)
