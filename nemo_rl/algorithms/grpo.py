@@ -1,9 +1,9 @@
-"""Group relative policy optimisation (arXiv 2402.03300): how a run of it is put together, and re-exports.
+"""Build runs of group relative policy optimisation (arXiv 2402.03300), and re-export NeMo RL's names.
 
 One step: fresh weights to the engines, rollouts, log-probabilities, advantages, update (`runtime.run.train`). Every
 variant (DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO ...) is a value chosen here: a rollout source, an advantage
-estimator, a loss. Invariant: nothing that can be refused early is refused late, and below this file no code sees a raw
-configuration dict.
+estimator, a loss. Invariant: what can be refused before Ray starts is refused before; below this file no code sees a
+raw configuration dict.
 """
 
 from collections.abc import Mapping
@@ -58,23 +58,23 @@ def setup(
     loss_fn: LossFunction | None = None,
     started_at: float = 0.0,
 ) -> Run:
-    """Build a GRPO run and start its workers; what is left out is as the configuration says.
+    """Build a GRPO run and start its workers; arguments that are left out follow the configuration.
 
     Args:
-        master_config: the configuration: an object, or a dict of what a file holds, which is checked as a file is.
-        tokenizer: of the model and of the data.
-        dataset: training prompts: an `AllTaskProcessedDataset` with processors of your own, or anything with `len()`
+        master_config: the configuration: an object, or the dict that a file would hold, which is checked like a file.
+        tokenizer: tokenizer of the model and of the data.
+        dataset: training prompts: an `AllTaskProcessedDataset` with your own processors, or anything with `len()`
             and `[i]` that gives a `DatumSpec`.
         val_dataset: validation prompts of the same kinds; with `dataset` alone there is no validation.
-        environments: what rewards answers, by task name: classes, objects, actors or clients; see
+        environments: environments that reward answers, by task name: classes, objects, actors or clients; see
             `environments.user_environments.environment_of`.
-        loss_fn: a `LossFunction`. One of your own gets `prev_logprobs` in every batch.
+        loss_fn: a `LossFunction`. A loss of your own gets `prev_logprobs` in every batch.
         started_at: `time.perf_counter()` at process start, to report the time to the first step.
 
     Raises:
         ConfigError, DataError, CheckpointError: the configuration, the data or a checkpoint cannot be used; raised
             before Ray starts.
-        ResourceInsufficientError: the cluster lacks what is asked for.
+        ResourceInsufficientError: the cluster has fewer resources than requested.
     """
     handed_in = HandedIn(tokenizer, dataset, val_dataset, environments or {}, loss_fn)
     config = handed_in.checked(master_config, GRPOMasterConfig)
@@ -82,7 +82,7 @@ def setup(
 
 
 def recipe(config: GRPOMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRecipe:
-    """What makes a run that samples one of GRPO, with the parts handed in; starts nothing.
+    """Build the GRPO recipe from the configuration and user-supplied parts; start nothing.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
@@ -97,8 +97,8 @@ def recipe(config: GRPOMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRe
     wrap_source = source_wrapper(grpo.rollout_source, "grpo.rollout_source")
 
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
-        threshold = grpo.seq_logprob_error_threshold
-        return [PolicyScoring(roles["policy"], needs_prev, needs_reference, threshold), credit]
+        threshold, corrects = grpo.seq_logprob_error_threshold, corrects_staleness(config)
+        return [PolicyScoring(roles["policy"], needs_prev, needs_reference, threshold, corrects), credit]
 
     def source(fresh: FreshRollouts) -> RolloutSource:
         rollouts: RolloutSource = fresh
@@ -119,10 +119,20 @@ def recipe(config: GRPOMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRe
     )
 
 
-def forward_passes(config: GRPOMasterConfig, loss_fn: LossFunction, credit: CreditAssignment) -> tuple[bool, bool]:
-    """Whether a run needs `prev_logprobs` and reference log-probabilities; see `rollout.scoring`.
+def corrects_staleness(config: GRPOMasterConfig) -> bool:
+    """Return whether the loss handles stale tokens with `prev_logprobs` of the current policy.
 
-    A loss of another kind than the configured one gets both as that would, and `prev_logprobs` always.
+    Importance weights account for the difference to the policy that sampled; a forced ratio of 1 ignores it on purpose.
+    """
+    return config.loss_fn.use_importance_sampling_correction or config.loss_fn.force_on_policy_ratio
+
+
+def forward_passes(config: GRPOMasterConfig, loss_fn: LossFunction, credit: CreditAssignment) -> tuple[bool, bool]:
+    """Return whether a run needs `prev_logprobs` and reference log-probabilities; see `rollout.scoring`.
+
+    This holds for batches of the policy's current weights; `PolicyScoring` adds `prev_logprobs` to batches with stale
+    tokens. A loss of another kind than the configured one always gets `prev_logprobs`, and reference log-probabilities
+    if it or the configured loss needs them.
     """
     grpo = config.grpo
     samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt

@@ -1,4 +1,4 @@
-"""The teacher of a distillation run: what it may be, and what it says about a batch.
+"""Check the teacher of a distillation run, and score batches with it.
 
 `distillation.recipe` calls `check_teacher_fits` before Ray starts; `TeacherScores` is the stage of every step.
 Invariant: teacher and student mean the same token by the same id; nothing else about the two models needs to agree.
@@ -26,13 +26,13 @@ _NUM_SHOWN = 3
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """The stage that adds what the teacher says; a `runtime.run.Stage`.
+    """The stage that adds the teacher's top-k logits; a `runtime.run.Stage`.
 
     Attributes:
-        teacher: its ranks.
+        teacher: the model that scores.
         k: logits per token.
-        vocab_size: only ids below it are asked for; None for all.
-        temperature: logits are divided by it, as the student's are.
+        vocab_size: only ids below it are returned; None for all.
+        temperature: logits are divided by it, like the student's.
     """
 
     teacher: Policy
@@ -59,7 +59,7 @@ def check_teacher_fits(config: DistillationMasterConfig, tokenizer: TokenizerTyp
         tokenizer: the student's.
 
     Returns:
-        The number of token ids that the teacher may use, None for all that it has.
+        The number of token ids that the teacher may use; None for all of its vocabulary.
 
     Raises:
         ConfigError: they differ, or k is larger than the vocabulary.
@@ -96,7 +96,7 @@ def compare_vocabularies(student: TokenizerType, teacher: TokenizerType, student
     """Check that every token has the same id in both tokenizers.
 
     Raises:
-        ConfigError: they differ; not raised, only logged, where the environment says so (`SKIP_CHECK`).
+        ConfigError: they differ. Only logged if the environment variable `SKIP_CHECK` is set.
     """
     difference = _difference(student.get_vocab(), teacher.get_vocab())
     if difference is None:
@@ -113,7 +113,7 @@ def compare_vocabularies(student: TokenizerType, teacher: TokenizerType, student
 
 
 def _difference(student: Mapping[str, int], teacher: Mapping[str, int]) -> str | None:
-    """How two vocabularies differ, in words; None where they do not."""
+    """Describe how two vocabularies differ; None if they do not."""
     if student == teacher:
         return None
     tokens = sorted({*student, *teacher}, key=lambda token: (student.get(token, -1), teacher.get(token, -1)))
@@ -130,6 +130,6 @@ def _id(vocabulary: Mapping[str, int], token: str) -> str:
 
 
 def _vocab_size(model: PolicyConfig, section: str) -> int:
-    """Rows of the model's output head; may exceed the number of tokens."""
+    """Return the rows of the model's output head; may exceed the number of tokens."""
     config = load_model_config(model.model_name, model.hf_config_overrides, section=section)
     return int(config.get_text_config().vocab_size)

@@ -7,7 +7,7 @@ of the loader is an epoch and a number of batches, and a loader with a restored 
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ class PromptLoader(StatefulDataLoader):
     Attributes:
         num_over_long: Number of too long prompts so far.
         num_unusable: Number of rows so far that could not be rendered or encoded.
+        last_rows: Rows of the data set that are in the batch yielded last.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class PromptLoader(StatefulDataLoader):
         super().__init__(dataset, sampler=sampler, **kwargs)
         self.num_over_long = 0
         self.num_unusable = 0
+        self.last_rows: list[int] = []
         self._accept_changes = accept_changes
         self._max_bad_row_share = max_bad_row_share
         self._order = sampler
@@ -103,7 +105,10 @@ class PromptLoader(StatefulDataLoader):
         assert self.batch_size is not None
         self._order.begin(self._epoch, self._num_batches_done * self.batch_size)
         before, unusable_before = self.num_over_long, self.num_unusable
+        order = self._order.order(self._epoch)
         for batch in super().__iter__():
+            start = self._num_batches_done * self.batch_size
+            self.last_rows = order[start : start + self.batch_size]
             self._num_batches_done += 1
             self._note_weightless(batch)
             self._check_share(self.num_unusable - unusable_before)
@@ -118,6 +123,18 @@ class PromptLoader(StatefulDataLoader):
             )
         if self.num_unusable > unusable_before:
             logger.warning("%d rows of this epoch could not be used.", self.num_unusable - unusable_before)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch, those that do not fill its last batch included."""
+        return self._order.num_rows
+
+    def prepare(self, rows: Sequence[int]) -> Any:
+        """Make a batch of chosen rows of the data set, in this process; the position stays where it is."""
+        assert self.collate_fn is not None
+        batch = self.collate_fn([self.dataset[row] for row in rows])
+        self._note_weightless(batch)
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, its finished batches, and the settings that give them a meaning."""

@@ -47,11 +47,13 @@ class EnvironmentTraits:
         concurrency: calls that its actor runs at the same time.
         hooks: optional methods that the class overrides.
         options: Ray options of the class's decorator.
+        post_processes_groups: as `EnvironmentInterface.post_processes_groups`.
     """
 
     concurrency: int
     hooks: frozenset[str]
     options: Mapping[str, Any]
+    post_processes_groups: bool = False
 
 
 def traits_of(
@@ -92,7 +94,9 @@ def _traits_there(path: str, import_path: Sequence[str]) -> EnvironmentTraits:
 
 def _traits(loaded: tuple[EnvironmentClass, dict[str, Any]]) -> EnvironmentTraits:
     plain_class, options = loaded
-    return EnvironmentTraits(step_concurrency(plain_class), own_hooks(plain_class), options)
+    return EnvironmentTraits(
+        step_concurrency(plain_class), own_hooks(plain_class), options, plain_class.post_processes_groups
+    )
 
 
 def launch_environment_actor(

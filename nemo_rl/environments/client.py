@@ -123,6 +123,11 @@ class EnvironmentClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._incarnation: _Incarnation | None = self._launch()
 
+    @property
+    def post_processes_groups(self) -> bool:
+        """See `EnvironmentInterface.post_processes_groups`."""
+        return self._traits.post_processes_groups
+
     async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:
         """Pass the last turn of one conversation to the environment.
 

@@ -76,11 +76,14 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         gives_answers: Whether `step` takes the keyword `return_extracted_answer`.
         config_class: Dataclass or pydantic model that the environment's section has to fit, checked before Ray
             starts; None checks nothing. The environment still gets the dict.
+        post_processes_groups: Whether `global_post_process_and_metrics` is called for the samples of each prompt as
+            soon as they are finished; otherwise once for all samples of a collection.
     """
 
     max_concurrent_steps: ClassVar[int] = 1
     gives_answers: ClassVar[bool] = False
     config_class: ClassVar[type | None] = None
+    post_processes_groups: ClassVar[bool] = False
 
     @abc.abstractmethod
     def step(
@@ -117,7 +120,8 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         """Correct the rewards of a collection's samples where necessary, and compute metrics over them.
 
         Called once for each collection (of a training step, a batch of a validation or an evaluation) with the
-        samples of this environment that have a reward, also those that were cut off.
+        samples of this environment that have a reward, also those that were cut off. With `post_processes_groups` it
+        is called for each prompt instead, and metrics are averaged over the prompts.
 
         Args:
             batch: B samples: `rewards` [B] float32, or [B, C] for C named components; `total_reward` [B] float32;

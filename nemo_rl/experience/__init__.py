@@ -1,1 +1,1 @@
-"""Experience: rollouts of a policy in environments, and what they leave behind."""
+"""Rollouts of a policy in environments, and the trajectories that they produce."""

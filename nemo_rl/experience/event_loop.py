@@ -1,25 +1,106 @@
 """One asyncio loop in a background thread, on which all rollouts run.
 
-Training code is plain and synchronous; it hands a coroutine to the loop and waits with a deadline. Invariant: the
-thread is a daemon and ends with `close`.
+Training code is synchronous. It passes a coroutine to the loop and waits with a deadline (`run`, `stream`), or starts
+it and continues (`start`):
+
+    training thread                          loop thread
+    run / stream ── coroutine ─────────────► runs; cancelled when the caller stops waiting
+    start ── coroutine ── BackgroundTask ──► runs on after the call; cancelled by `BackgroundTask.cancel` or `close`
+    next wait on the loop ◄── failure ────── a background task failed and its result was not requested
+
+Invariant: the thread is a daemon and ends with `close`; the failure of a background task is raised or logged, with the
+name of the task.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from typing import Any, cast
 
 from nemo_rl.distributed.cluster.local_ray import LIVENESS_PERIOD_S, check_local_ray
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import DeadlineExceededError
 
+logger = logging.getLogger(__name__)
+
 _END = object()
 
 CLEAN_UP_S = 5.0
-"""How long a coroutine that was cancelled may take to end, to close what it opened."""
+"""Seconds that a cancelled coroutine may take to end and to release its resources."""
+
+
+class BackgroundTask[T]:
+    """A coroutine that runs on the loop independently of the call that started it.
+
+    Attributes:
+        name: for errors and logs.
+    """
+
+    def __init__(self, owner: "EventLoopThread", future: "concurrent.futures.Future[T]", name: str):
+        self.name = name
+        self._owner = owner
+        self._future = future
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has finished, failed or been cancelled."""
+        return self._future.done()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What it raised; None if it runs, has finished or was cancelled."""
+        return self._future.exception() if self.is_done and not self._future.cancelled() else None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end, whether the coroutine finishes, fails or is cancelled.
+
+        Raises:
+            DeadlineExceededError: it takes longer than `timeout_s`; the task runs on.
+            RayDiedError: the local Ray ended.
+        """
+        self._wait(timeout_s, check_local_ray)
+
+    def result(self, timeout_s: float) -> T:
+        """Wait for the end and return what the coroutine returned.
+
+        Args:
+            timeout_s: limit for the wait; the task runs on after it.
+
+        Raises:
+            DeadlineExceededError: it takes longer than `timeout_s`.
+            RayDiedError: the local Ray ended.
+            concurrent.futures.CancelledError: the task was cancelled.
+            Exception: the failure of the coroutine, or of another task whose result was not requested. A note names the
+                task.
+        """
+        self._wait(timeout_s, partial(self._owner.check, except_for=self))
+        self._owner.note_as_seen(self)
+        if self.failure is not None:
+            self.failure.add_note(f"Raised by {self.name}.")
+        return self._future.result()
+
+    def _wait(self, timeout_s: float, check: Callable[[], None]) -> None:
+        end = time.monotonic() + timeout_s
+        progress = StillWaiting(self.name, lambda: "it is running")
+        while not self.is_done:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceededError(f"{self.name} did not finish within {timeout_s:g} s.")
+            concurrent.futures.wait([self._future], timeout=min(left, LIVENESS_PERIOD_S))
+            check()
+            progress.look()
+        check()
+
+    def cancel(self) -> None:
+        """Ask the coroutine to end; returns before it has ended."""
+        self._owner.note_as_seen(self)
+        self._future.cancel()
 
 
 class EventLoopThread:
@@ -27,8 +108,51 @@ class EventLoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._background: set[BackgroundTask[Any]] = set()
+        """Tasks that run, and failed tasks whose failure has not been raised yet."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
         self._thread.start()
+
+    def start[T](self, coroutine: Coroutine[Any, Any, T], name: str) -> BackgroundTask[T]:
+        """Run a coroutine in the background.
+
+        `BackgroundTask.result` raises its failure. If the result is not requested, the next wait on this loop raises
+        the failure, or `close` logs it.
+
+        Args:
+            coroutine: the work. It sets its own deadlines; `close` cancels it.
+            name: for errors and logs.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        task = BackgroundTask(self, future, name)
+        self._background.add(task)
+        future.add_done_callback(lambda _: self._forget_if_well(task))
+        return task
+
+    def _forget_if_well(self, task: BackgroundTask[Any]) -> None:
+        if task.failure is None:
+            self.note_as_seen(task)
+
+    def check(self, except_for: BackgroundTask[Any] | None = None) -> None:
+        """Raise the errors that end every wait on this loop.
+
+        Args:
+            except_for: a task whose own failure is not raised.
+
+        Raises:
+            RayDiedError: the local Ray ended.
+            Exception: the failure of a background task whose result was not requested; a note names the task.
+        """
+        check_local_ray()
+        for task in list(self._background):
+            if task is not except_for and task.failure is not None:
+                self.note_as_seen(task)
+                task.failure.add_note(f"Raised by {task.name}, which ran in the background.")
+                raise task.failure
+
+    def note_as_seen(self, task: BackgroundTask[Any]) -> None:
+        """Forget a background task whose result or failure has reached its owner."""
+        self._background.discard(task)
 
     def run[T](self, coroutine: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
         """Run a coroutine to its end; errors as `stream`."""
@@ -50,20 +174,21 @@ class EventLoopThread:
         phase: str,
         describe: Callable[[], str] = str,
     ) -> Generator[ItemT, None, T]:
-        """Run a coroutine, and yield what it hands over on its way.
+        """Run a coroutine, and yield the items that it passes on while it runs.
 
         Args:
-            start: makes the coroutine; it hands an item over by calling the argument.
-            timeout_s: limit for all of it. A coroutine that is cancelled is awaited for `CLEAN_UP_S`.
+            start: makes the coroutine, which passes an item on by calling the argument.
+            timeout_s: limit for the whole coroutine. When it is cancelled, its end is awaited for `CLEAN_UP_S`.
             phase: for the message.
-            describe: what is waited for, asked when the time is over.
+            describe: describes the pending work; called at the deadline.
 
         Returns:
             What the coroutine returns.
 
         Raises:
             DeadlineExceededError: it takes longer than `timeout_s`; it is cancelled.
-            RayDiedError: the local Ray ended; what the coroutine made of it is dropped.
+            RayDiedError: the local Ray ended; the coroutine's own result or error is dropped.
+            Exception: what the coroutine raised, or a background task, see `check`.
         """
         end = time.monotonic() + timeout_s
         ended = threading.Event()
@@ -83,27 +208,45 @@ class EventLoopThread:
                 with contextlib.suppress(queue.Empty):
                     item = items.get(timeout=min(left, LIVENESS_PERIOD_S))
                     if item is _END:
-                        check_local_ray()
+                        self.check()
                         return future.result()
                     num_items += 1
                     yield item
                 progress.look()
-                check_local_ray()
+                self.check()
         finally:
             if future.cancel():
                 ended.wait(CLEAN_UP_S)
 
     def close(self) -> None:
-        """Cancel what still runs on the loop and stop it; what does not end by that in time is dropped in silence."""
+        """Cancel all tasks of the loop, stop it, and log failures that were never raised.
+
+        Waits at most `CLEAN_UP_S` for the tasks to end. A warning names background tasks that do not end.
+        """
         ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
         with contextlib.suppress(TimeoutError, RuntimeError):
             ended.result(CLEAN_UP_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
+        self._log_unseen()
+
+    def _log_unseen(self) -> None:
+        tasks, self._background = sorted(self._background, key=lambda task: task.name), set()
+        running = [task.name for task in tasks if not task.is_done]
+        failed = [task for task in tasks if task.failure is not None]
+        if running:
+            logger.warning("Background tasks did not end within %g s of the end: %s.", CLEAN_UP_S, ", ".join(running))
+        if failed:
+            logger.error(
+                "%d background tasks failed and their results were not requested: %s. The failure of the first one:",
+                len(failed),
+                ", ".join(task.name for task in failed),
+                exc_info=failed[0].failure,
+            )
 
 
 async def _cancel_others() -> None:
-    """Cancel all tasks of the running loop but this one, and wait for them a moment."""
+    """Cancel all other tasks of the running loop, and wait for them for half of `CLEAN_UP_S`."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -1,7 +1,7 @@
-"""Numbers about a set of trajectories, under the field's names.
+"""Compute metrics of a set of trajectories, under the field's names.
 
-Invariant: means over rewards use only samples that have one, how many do not is a metric of its own, and a mean of
-nothing is left out.
+Invariant: means over rewards use only samples that have one; how many have none is a separate metric; a mean of nothing
+is left out.
 """
 
 import math
@@ -12,12 +12,12 @@ from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory, is_righ
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean, NaN for no values."""
+    """Return the arithmetic mean, NaN for no values."""
     return sum(values) / len(values) if values else math.nan
 
 
 def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
-    """Metrics of several collections: the mean over those that have one, weighted by their trajectories."""
+    """Join metrics of several collections: for each, the mean over those that have it, weighted by trajectories."""
     values: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for collection in collections:
         for name, value in collection.metrics.items():
@@ -26,7 +26,7 @@ def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Metrics of a training collection, to be logged under `train/`; those of rewards if there is one."""
+    """Compute the metrics of a training collection, logged under `train/`; those of rewards only if there is one."""
     responses = [t.response_length for t in trajectories]
     rewards = [t.reward for t in trajectories if t.reward is not None]
     outcomes = Counter(t.outcome for t in trajectories)
@@ -59,7 +59,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _known(metrics: dict[str, float]) -> dict[str, float]:
-    """Without the means of nothing."""
+    """Leave out the means of nothing."""
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
@@ -72,10 +72,11 @@ def _component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def validation_metrics(trajectories: Sequence[Trajectory], num_generations: int) -> dict[str, float]:
-    """Metrics of a validation: `accuracy` is the mean reward, `pass_k` the share of prompts solved at least once.
+    """Compute the metrics of a validation.
 
-    An answer solves its prompt if its reward is above 0. A sample whose grading failed counts as not solved in `pass_k`
-    and is left out of `accuracy`; `num_reward_errors` says how many.
+    `accuracy` is the mean reward, `pass_k` the share of prompts that are solved at least once. An answer solves its
+    prompt if its reward is above 0. A sample whose grading failed counts as not solved in `pass_k` and is left out of
+    `accuracy`; `num_reward_errors` counts such samples.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     metrics = {

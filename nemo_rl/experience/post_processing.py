@@ -1,6 +1,6 @@
-"""What environments say about a finished collection: corrected rewards and metrics of their own.
+"""Let environments correct the rewards of finished groups and collections, and report metrics about them.
 
-Invariant: a reward that an environment leaves as it is stays the same number, bit for bit; an environment that fails
+Invariant: a reward that an environment does not change stays the same number, bit for bit; an environment that fails
 here changes nothing.
 """
 
@@ -22,7 +22,11 @@ type _Batch = BatchedDataDict[Any]
 
 
 class PostProcessor(Protocol):
-    """An environment as far as finished collections go."""
+    """The part of an environment that is about finished groups and collections."""
+
+    @property
+    def post_processes_groups(self) -> bool:
+        """See `environments.interfaces.EnvironmentInterface`."""
 
     async def global_post_process_and_metrics(self, batch: _Batch) -> tuple[_Batch, dict[str, float | int]]:
         """See `environments.interfaces.EnvironmentInterface`."""
@@ -33,12 +37,16 @@ async def post_process(
 ) -> dict[str, float]:
     """Let each environment correct the rewards of its own trajectories, in place.
 
+    Args:
+        environments: by task name; trajectories of other tasks stay as they are.
+        trajectories: of one group, or of a whole collection.
+
     Returns:
         The environments' metrics as `<environment>/<name>`.
     """
     graded: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
-        if trajectory.reward is not None:
+        if trajectory.reward is not None and trajectory.task_name in environments:
             graded.setdefault(trajectory.task_name, []).append(trajectory)
     found = await asyncio.gather(*(_post_process(name, environments[name], own) for name, own in graded.items()))
     return {f"{name}/{metric}": value for name, own in zip(graded, found, strict=True) for metric, value in own.items()}
@@ -64,7 +72,11 @@ async def _post_process(name: str, environment: PostProcessor, own: list[Traject
 
 
 def _rollout_batch(own: list[Trajectory]) -> tuple[_Batch, list[str]]:
-    """The batch that `EnvironmentInterface.global_post_process_and_metrics` documents, and names of components."""
+    """Build the batch that `EnvironmentInterface.global_post_process_and_metrics` documents.
+
+    Returns:
+        The batch and the names of the reward components.
+    """
     components = list(dict.fromkeys(name for t in own for name in t.reward_components))
     total = torch.tensor([t.reward for t in own], dtype=torch.float32)
     parts = torch.tensor([[t.reward_components.get(name, 0.0) for name in components] for t in own])

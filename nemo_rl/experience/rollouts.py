@@ -1,121 +1,58 @@
 """Turn prompts into trajectories: one coroutine per sample over generation and environment.
 
-Map of one collection:
+The unit is a group: the samples of one prompt.
 
-    collect() (training thread) ─► event loop: one _run_sample task per sample, then post_process
-        _run_sample: open episode ─► _play: generate ─► environment step ─► (again, until done or out of room)
-                     ─► close episode ─► Trajectory
+    collect(), stream() (training thread) ─► event loop: one _play_group per prompt, then post-processing
+    start_group() ─► event loop: one play_group in the background, which outlives the call
+        _play_group: one task per sample (`samples.SamplePlayer`), then post-processing where the environment allows it
 
 Samples never wait for each other, so a long one does not hold up short ones, and none waits for its episode to be
 closed: an environment that does one thing at a time may be busy with the step of another. The same code serves one and
 many turns, training, validation and evaluation.
 
-Invariant: sampled token ids stay, more only come behind them; an episode is closed however its sample ends; a sample's
-seed depends on (run seed, phase, step, group, sample, turn) and on nothing that varies between runs.
+Deadlines: a collection has one, `RolloutLimits.timeout_s` from its start, and so has each group that is started alone.
+Collections and lone groups never wait for the samples or episodes of each other.
+
+Invariant: a group has the same samples whether it is played alone or in a collection.
 """
 
 import asyncio
-import logging
-import time
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.compat.public_names import public_names
-from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import TextRules
-from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import EpisodeStart, StepResult
-from nemo_rl.experience.event_loop import EventLoopThread
-from nemo_rl.experience.post_processing import PostProcessor, post_process
-from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
-from nemo_rl.models.generation.interfaces import (
-    GenerationInterface,
-    GenerationRequest,
-    GenerationResult,
-    SamplingParams,
-    VersionSpan,
-)
-from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.experience.closings import CLOSING_S, Closings
+from nemo_rl.experience.event_loop import CLEAN_UP_S, BackgroundTask, EventLoopThread
+from nemo_rl.experience.metrics import mean_metrics
+from nemo_rl.experience.post_processing import post_process
+from nemo_rl.experience.samples import EnvironmentPort, RolloutKey, RolloutLimits, SamplePlayer
+from nemo_rl.experience.trajectory import Rollouts, Trajectory
+from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
 from nemo_rl.optimizations.garbage_collection import search_all_objects_rarely
 from nemo_rl.optimizations.switch import Choice, is_on
-from nemo_rl.utils.errors import ConfigError, DataError
-from nemo_rl.utils.seed import derive_seed
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 
 __getattr__ = public_names(__name__)
-logger = logging.getLogger(__name__)
 
-_CLOSING_S = 30.0
-"""How long a collection waits for its episodes to be closed; an environment may be busy with a step."""
 _MANY_SAMPLES = 4096
-"""Samples of a collection from which on looking for garbage among all objects took a third of the driver's time."""
-
-
-class EnvironmentPort(PostProcessor, Protocol):
-    """What a rollout needs of an environment; `environments.client.EnvironmentClient` offers it."""
-
-    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
-        """Begin one sample."""
-
-    async def step(self, message_log: list[Message], metadata: Any) -> StepResult:
-        """Take one turn."""
-
-    async def close_episode(self, metadata: Any) -> None:
-        """End one sample; never raises."""
-
-
-@dataclass(frozen=True)
-class RolloutLimits:
-    """Bounds of a rollout.
-
-    Attributes:
-        max_sequence_length: tokens of prompt and all turns.
-        max_turns: response turns.
-        timeout_s: seconds for a whole collection.
-    """
-
-    max_sequence_length: int
-    max_turns: int
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class RolloutKey:
-    """Names a collection, so that its random numbers are its own.
-
-    Attributes:
-        run_seed: seed of the run.
-        phase: "train", "validation" ...
-        step: training step.
-        round: collection within the step (dynamic sampling asks several times).
-        first_group: number of the collection's first prompt; an evaluation counts through all of its
-            batches, so that samples do not depend on the batch size.
-    """
-
-    run_seed: int
-    phase: str
-    step: int
-    round: int = 0
-    first_group: int = 0
+"""Samples of a collection from which on full garbage collections took a third of the driver's time."""
 
 
 class Collection:
     """The groups of a collection, each as soon as it is finished: the samples of one prompt, in order.
 
-    Environments may correct rewards once all groups are finished: in place, before the iteration ends.
+    Environments may correct rewards after all groups are finished: in place, before the iteration ends.
 
     Args:
-        groups: them; its value is the metrics.
+        groups: generator of the groups; it returns the metrics.
 
     Attributes:
-        metrics: what the environments have to tell, once all groups are finished.
+        metrics: reported by the environments; filled in when all groups are finished.
     """
 
     def __init__(self, groups: Generator[list[Trajectory], None, dict[str, float]]):
@@ -134,8 +71,8 @@ class RolloutRunner:
         environments: environment by task name.
         tokenizer: decodes responses that come without a text, and encodes observations.
         limits: bounds.
-        loop: where the coroutines run.
-        text_rules: whose control tokens are ordinary text; None is `TextRules()`.
+        loop: runs the coroutines.
+        text_rules: which texts have their control tokens encoded as ordinary text; None: `TextRules()`.
         optimizations: value of `cluster.optimizations`.
     """
 
@@ -152,13 +89,10 @@ class RolloutRunner:
         self._generation = generation
         self._optimizations: Choice = optimizations
         self._environments = environments
-        self._tokenizer = tokenizer
-        self._text_rules = text_rules or TextRules()
-        self._observations = ObservationRenderer(tokenizer, self._text_rules)
-        self._has_reported = False
+        self._samples = SamplePlayer(generation, environments, tokenizer, limits, text_rules)
         self._limits = limits
         self._loop = loop
-        self._closings: set[asyncio.Task[None]] = set()
+        self._started: set[BackgroundTask[Rollouts]] = set()
 
     def collect(
         self,
@@ -167,7 +101,7 @@ class RolloutRunner:
         sampling: SamplingParams,
         key: RolloutKey,
     ) -> Rollouts:
-        """As `stream`, all at once: trajectories ordered by prompt, then sample, and the metrics."""
+        """Do as `stream`, and return all trajectories together, ordered by prompt, then sample, with the metrics."""
         collection = self.stream(prompts, num_generations, sampling, key)
         trajectories = [sample for group in collection for sample in group]
         trajectories.sort(key=lambda t: (t.group_index, t.sample_index))
@@ -200,6 +134,93 @@ class RolloutRunner:
         )
         return Collection(groups)
 
+    def start_group(
+        self,
+        prompts: BatchedDataDict[Any],
+        row: int,
+        num_generations: int,
+        sampling: SamplingParams,
+        key: RolloutKey,
+    ) -> BackgroundTask[Rollouts]:
+        """Start `play_group` in the background and return immediately; `group_limit_s` bounds the wait for it.
+
+        Raises:
+            ConfigError: the prompt names an environment that does not run.
+        """
+        self._check_environments([prompts["task_name"][row]])
+        task = self._loop.start(
+            self.play_group(prompts, row, num_generations, sampling, key),
+            f"the sampling of prompt {key.first_group + row} of {key.phase} step {key.step}",
+        )
+        self._started = {task, *(other for other in self._started if not other.is_done)}
+        return task
+
+    @property
+    def group_limit_s(self) -> float:
+        """Seconds after which a started group has ended in any case, including the closing of its episodes."""
+        return self._limits.timeout_s + CLOSING_S + 2 * CLEAN_UP_S
+
+    def wait_for_groups(self) -> None:
+        """Wait until no started group is being played; failures of groups stay with their tasks.
+
+        Raises:
+            DeadlineExceededError: a group has not ended after `group_limit_s`.
+        """
+        for task in self._started:
+            task.wait(self.group_limit_s)
+        self._started.clear()
+
+    def post_process(self, groups: Sequence[Rollouts]) -> dict[str, float]:
+        """Post-process groups that were played alone, by the environments that look at whole collections.
+
+        Returns:
+            The metrics of the groups, and those of these environments.
+
+        Raises:
+            DeadlineExceededError: it takes longer than `RolloutLimits.timeout_s`.
+        """
+        return self._loop.run(self._post_process(groups), self._limits.timeout_s, "The post-processing of rollouts")
+
+    async def play_group(
+        self,
+        prompts: BatchedDataDict[Any],
+        row: int,
+        num_generations: int,
+        sampling: SamplingParams,
+        key: RolloutKey,
+    ) -> Rollouts:
+        """Sample `num_generations` responses to one prompt; the same ones that a collection of `prompts` samples.
+
+        Returns after the group's own episodes are closed, or `CLOSING_S` later. An environment with
+        `post_processes_groups` has corrected the rewards; one without does so in `post_process`.
+
+        Args:
+            prompts: collated `DatumSpec` rows.
+            row: the prompt's place among them, which is the group's index.
+            num_generations: samples.
+            sampling: how to sample.
+            key: names the collection.
+
+        Raises:
+            ConfigError: the prompt names an environment that does not run.
+            DeadlineExceededError: the group takes longer than `RolloutLimits.timeout_s`.
+        """
+        self._check_environments([prompts["task_name"][row]])
+        closings = Closings("group")
+        playing = asyncio.ensure_future(self._play_group(prompts, row, num_generations, sampling, key, closings))
+        try:
+            finished, _ = await asyncio.wait([playing], timeout=self._limits.timeout_s)
+            if not finished:
+                is_open = await asyncio.to_thread(self._generation.describe_open)
+                late = f"The rollouts of prompt {key.first_group + row} of {key.phase} step {key.step}"
+                limit = f"{self._limits.timeout_s:g} s (cluster.timeouts.rollout_s)"
+                raise DeadlineExceededError(f"{late} did not finish within {limit}.\n{is_open}".rstrip())
+            return playing.result()
+        finally:
+            if playing.cancel():
+                await asyncio.wait([playing], timeout=CLEAN_UP_S)
+            await closings.wait()
+
     async def _run_all(
         self,
         prompts: BatchedDataDict[Any],
@@ -210,191 +231,73 @@ class RolloutRunner:
     ) -> dict[str, float]:
         if prompts.size * num_generations >= _MANY_SAMPLES and is_on("garbage_collection", self._optimizations):
             search_all_objects_rarely()
-        starts = [start for group in range(prompts.size) for start in _starts(prompts, group, num_generations)]
-        for start in starts:
-            if start.task_name not in self._environments:
+        self._check_environments(prompts["task_name"])
+        closings = Closings("collection")
+
+        async def play(row: int) -> Rollouts:
+            group = await self._play_group(prompts, row, num_generations, sampling, key, closings)
+            hand_over(group.trajectories)
+            return group
+
+        try:
+            groups = await _all_or_first_failure(play(row) for row in range(prompts.size))
+        finally:
+            await closings.wait()
+        return await self._post_process(groups)
+
+    async def _play_group(
+        self,
+        prompts: BatchedDataDict[Any],
+        row: int,
+        num_generations: int,
+        sampling: SamplingParams,
+        key: RolloutKey,
+        closings: Closings,
+    ) -> Rollouts:
+        """Play the samples of one prompt, and let environments that allow it post-process them."""
+        stops = (prompts.get("stop_strings") or [None] * prompts.size)[row]
+        starts = _starts(prompts, row, num_generations)
+        samples = await _all_or_first_failure(
+            self._samples.play(start, sampling, stops, key, closings) for start in starts
+        )
+        return Rollouts(samples, await post_process(self._by_unit(groups=True), samples))
+
+    async def _post_process(self, groups: Sequence[Rollouts]) -> dict[str, float]:
+        """Let environments post-process a collection whose groups are finished."""
+        samples = [sample for group in groups for sample in group.trajectories]
+        return mean_metrics(groups) | await post_process(self._by_unit(groups=False), samples)
+
+    def _by_unit(self, *, groups: bool) -> dict[str, EnvironmentPort]:
+        """Environments that post-process groups, or those that post-process collections."""
+        return {name: each for name, each in self._environments.items() if each.post_processes_groups == groups}
+
+    def _check_environments(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._environments:
                 raise ConfigError(
-                    f"A prompt asks for environment {start.task_name!r}; running are "
+                    f"A prompt asks for environment {name!r}; running are "
                     f"{sorted(self._environments)}. Add it under `env:` or change its `env_name`."
                 )
-        stops = prompts.get("stop_strings") or [None] * prompts.size
-        groups: dict[int, list[Trajectory]] = defaultdict(list)
 
-        async def run(start: Trajectory) -> Trajectory:
-            sample = await self._run_sample(start, sampling, stops[start.group_index], key)
-            group = groups[sample.group_index]
-            group.append(sample)
-            if len(group) == num_generations:
-                hand_over(sorted(group, key=lambda t: t.sample_index))
-            return sample
 
-        failure: Exception | None = None
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(run(start)) for start in starts]
-        except ExceptionGroup as failures:
-            failure = failures.exceptions[0]
-        finally:
-            await self._wait_for_closings()
-        if failure is not None:
-            # All samples fail for the same reason as a rule. Raised here, it keeps its cause, the worker's traceback,
-            # and the others, hundreds of copies, are not printed with it.
-            raise failure
-        return await post_process(self._environments, [task.result() for task in running])
+async def _all_or_first_failure[T](coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently; the first failure cancels the others and is raised unchanged.
 
-    async def _run_sample(
-        self, sample: Trajectory, sampling: SamplingParams, prompt_stops: list[str] | None, key: RolloutKey
-    ) -> Trajectory:
-        """Play one sample in an episode of its own; fills in and returns the trajectory."""
-        if self._has_no_room(sample):
-            return sample
-        environment = self._environments[sample.task_name]
-        _remember(sample, sample.extra_env_info)
-        try:
-            started = time.perf_counter()
-            start = await environment.open_episode(sample.extra_env_info)
-            sample.environment_s += time.perf_counter() - started
-            _remember(sample, start.metadata)
-            if self._begin(sample, start):
-                await self._play(sample, sampling, prompt_stops, key)
-        finally:
-            # Started at once: where an environment has nothing to close it is over already.
-            loop = asyncio.get_running_loop()
-            closing = asyncio.Task(environment.close_episode(sample.episode), loop=loop, eager_start=True)
-            if not closing.done():
-                self._closings.add(closing)
-                closing.add_done_callback(self._closings.discard)
-        return sample
-
-    async def _wait_for_closings(self) -> None:
-        """A sample is finished before its episode is closed, a collection only after, unless that takes too long."""
-        if not self._closings:
-            return
-        _, late = await asyncio.wait(self._closings, timeout=_CLOSING_S)
-        if late:
-            logger.warning(
-                "%d episodes are not closed %g s after their collection has ended; they are closed when their "
-                "environment has time.",
-                len(late),
-                _CLOSING_S,
-            )
-
-    def _has_no_room(self, sample: Trajectory) -> bool:
-        if sample.loss_multiplier != 0 and sample.prompt_length < self._limits.max_sequence_length:
-            return False
-        sample.outcome = Outcome.PROMPT_TOO_LONG
-        return True
-
-    def _begin(self, sample: Trajectory, start: EpisodeStart[Any]) -> bool:
-        """Add the first observation to the prompt; returns False when there is nothing to play."""
-        if start.error is not None:
-            _fail(sample, start.error)
-            return False
-        if start.observation is None:
-            return True
-        try:
-            self._add_to_prompt(sample, start.observation)
-        except DataError as error:
-            _fail(sample, f"the first observation cannot be rendered: {error}")
-            return False
-        return not self._has_no_room(sample)
-
-    def _add_to_prompt(self, sample: Trajectory, observation: Message) -> None:
-        """Render the prompt with one more message: nothing is sampled yet, so nothing has to stay."""
-        if sample.chat is None:
-            raise DataError(
-                "its data processor does not say what the prompt was rendered from: give the datum `chat`, a dict "
-                "with `messages` and `tools`, or put the observation into the prompt there"
-            )
-        self._note_control_tokens(sample, observation)
-        entry = self._observations.first_of_prompt(sample.chat, observation)
-        sample.message_log = [entry]
-        sample.prompt_length = len(entry["token_ids"])
-
-    async def _play(
-        self, sample: Trajectory, sampling: SamplingParams, prompt_stops: list[str] | None, key: RolloutKey
-    ) -> None:
-        """Take turns until the environment or a limit ends the sample."""
-        stops = prompt_stops
-        while True:
-            result = await self._take_turn(sample, _with_stops(sampling, stops), key)
-            step = await self._ask_environment(sample)
-            if not _absorb(sample, step):
-                return
-            if step.terminated or sample.num_turns >= self._limits.max_turns:
-                if result.finish_reason == "length":
-                    sample.outcome = Outcome.TRUNCATED
-                return
-            try:
-                self._note_control_tokens(sample, step.observation)
-                ids = self._observations.token_ids(step.observation, sample.message_log, sample.prompt_length)
-            except DataError as error:
-                _fail(sample, f"an observation cannot be rendered: {error}")
-                return
-            if len(ids) >= self._limits.max_sequence_length - sample.length:
-                sample.outcome = Outcome.TRUNCATED
-                return
-            sample.message_log.append({**step.observation, "token_ids": ids})
-            stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
-
-    def _note_control_tokens(self, sample: Trajectory, observation: Message) -> None:
-        """Count an observation whose text holds a control token, and report the first one of this process."""
-        token = self._observations.control_token_in(observation)
-        if token is None:
-            return
-        sample.num_control_token_observations += 1
-        if not self._has_reported:
-            self._has_reported = True
-            logger.warning(
-                "An observation of %r holds the control token %r, encoded as %s (data.control_tokens_from_tools).",
-                sample.task_name,
-                token,
-                "text" if self._text_rules.tools else "that token",
-            )
-
-    async def _take_turn(self, sample: Trajectory, sampling: SamplingParams, key: RolloutKey) -> GenerationResult:
-        prefix = [t for message in sample.message_log for t in message["token_ids"].tolist()]
-        room = self._limits.max_sequence_length - len(prefix)
-        seed = derive_seed(
-            key.run_seed,
-            key.phase,
-            key.step,
-            key.round,
-            key.first_group + sample.group_index,
-            sample.sample_index,
-            sample.num_turns,
-        )
-        if room < sampling.max_new_tokens:
-            sampling = replace(sampling, max_new_tokens=room)
-        started = time.perf_counter()
-        result = await self._generation.generate(GenerationRequest(prefix, sampling, seed, sample.served_by))
-        sample.served_by = result.served_by
-        sample.generation_s += time.perf_counter() - started
-        text = sampled_text(self._tokenizer, result.token_ids) if result.text is None else result.text
-        sample.message_log.append(
-            {
-                "role": "assistant",
-                "content": text,
-                "token_ids": torch.from_numpy(np.array(result.token_ids, dtype=np.int64)),
-                "generation_logprobs": torch.from_numpy(np.array(result.logprobs, dtype=np.float32)),
-            }
-        )
-        sample.weight_versions += [
-            VersionSpan(len(prefix) + span.start, span.version) for span in result.weight_versions
-        ]
-        sample.num_turns += 1
-        return result
-
-    async def _ask_environment(self, sample: Trajectory) -> StepResult:
-        started = time.perf_counter()
-        environment = self._environments[sample.task_name]
-        step = await environment.step(sample.turns, sample.extra_env_info)
-        sample.environment_s += time.perf_counter() - started
-        return step
+    Usually all fail for the same reason. The first failure is raised outside of the `except` block: it keeps its cause,
+    the worker's traceback, and hundreds of copies are not printed with it.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(coroutine) for coroutine in coroutines]
+    except ExceptionGroup as failures:
+        failure = failures.exceptions[0]
+    else:
+        return [task.result() for task in running]
+    raise failure
 
 
 def _starts(prompts: BatchedDataDict[Any], group: int, num_generations: int) -> list[Trajectory]:
-    """Empty trajectories of one prompt, each with its own copy of the message list."""
+    """Make the empty trajectories of one prompt, each with its own copy of the message list."""
     messages, chats = prompts["message_log"][group], prompts.get("chat")
     shared = {
         "idx": int(prompts["idx"][group]),
@@ -408,41 +311,3 @@ def _starts(prompts: BatchedDataDict[Any], group: int, num_generations: int) -> 
         Trajectory(group, sample, message_log=[dict(message) for message in messages], **shared)
         for sample in range(num_generations)
     ]
-
-
-def _with_stops(sampling: SamplingParams, stop_strings: list[str] | None) -> SamplingParams:
-    """Sampling that also stops at the strings of one turn."""
-    if not stop_strings:
-        return sampling
-    merged = tuple(dict.fromkeys((*sampling.stop_strings, *stop_strings)))
-    return replace(sampling, stop_strings=merged)
-
-
-def _remember(sample: Trajectory, metadata: Any) -> None:
-    """Take over the metadata for the next turn, and for the end of the episode unless it is None."""
-    sample.extra_env_info = metadata
-    if metadata is not None:
-        sample.episode = metadata
-
-
-def _absorb(sample: Trajectory, step: StepResult) -> bool:
-    """Add a step's reward and metadata; returns False when the environment failed on the sample."""
-    _remember(sample, step.metadata)
-    sample.answer = step.answer
-    if step.error is not None or step.reward is None:
-        _fail(sample, step.error or "the environment returned no reward")
-        return False
-    components = step.reward if isinstance(step.reward, dict) else {}
-    for name, value in components.items():
-        sample.reward_components[name] = sample.reward_components.get(name, 0.0) + value
-    earned = sum(components.values()) if components else float(step.reward)  # type: ignore[arg-type]
-    sample.reward = (sample.reward or 0.0) + earned
-    sample.turn_rewards.append(earned)
-    return True
-
-
-def _fail(sample: Trajectory, reason: str) -> None:
-    """End a sample that has no reward."""
-    sample.outcome = Outcome.REWARD_ERROR
-    sample.error = reason
-    sample.reward = None

@@ -1,16 +1,21 @@
-"""The carrier of one rollout: what was said, what it earned, how it ended.
+"""The carrier of one rollout: messages, reward and outcome.
 
 Invariant: a failed rollout is data. Its outcome says what failed, it carries no reward, and it is masked from the loss;
-a reward of zero always means that the grader said zero.
+a reward of zero always means that the grader returned zero.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
+
+from torch import Tensor
 
 from nemo_rl.data.interfaces import Chat, Message
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.models.generation.interfaces import ServedBy, VersionSpan
+
+_OF_THE_EPISODE = ("extra_env_info", "episode", "chat")
 
 
 class Outcome(StrEnum):
@@ -23,7 +28,7 @@ class Outcome(StrEnum):
 
 
 def is_right(reward: float | None) -> bool:
-    """Whether an answer with this reward counts as right in training metrics: it is above 0."""
+    """Return whether an answer with this reward counts as right in training metrics: the reward is above 0."""
     return reward is not None and reward > 0
 
 
@@ -32,10 +37,10 @@ class Trajectory:
     """One sample's message log with its reward.
 
     Attributes:
-        group_index: which prompt of the step, from 0; samples of a group share it.
-        sample_index: which of the prompt's generations, from 0.
+        group_index: index of the prompt in the step, from 0; samples of a group share it.
+        sample_index: index among the prompt's generations, from 0.
         idx: row of the prompt in its data set.
-        task_name: environment that graded it.
+        task_name: environment that graded the sample.
         message_log: messages with `role`, `content`, `token_ids` [t] int64; assistant turns also
             `generation_logprobs` [t] float32.
         prompt_length: tokens before the first response.
@@ -43,15 +48,16 @@ class Trajectory:
         reward: total over turns; None when it could not be computed.
         turn_rewards: reward of each response turn, whose sum is `reward`; empty where no turn was rewarded.
         reward_components: named parts of the reward, for multi-reward environments.
-        outcome: how it ended.
-        error: text of what failed.
+        outcome: how the rollout ended.
+        error: description of what failed.
         answer: answer the grader extracted.
-        weight_versions: which weights wrote the response turns; spans start at positions of the whole sequence.
+        weight_versions: versions of the weights that wrote the response turns; spans start at positions of the whole
+            sequence.
         num_turns: response turns.
         served_by: where the last response turn was written.
         extra_env_info: the environment's metadata after the last turn.
-        episode: its last metadata that was not None, with which the episode is closed.
-        chat: what the prompt was rendered from; None where the data does not say.
+        episode: the last metadata that was not None, with which the episode is closed.
+        chat: messages and tools that the prompt was rendered from; None if the data does not give them.
         num_control_token_observations: observations whose texts hold control tokens.
         generation_s: seconds spent waiting for the engine.
         environment_s: seconds spent waiting for the environment.
@@ -80,14 +86,35 @@ class Trajectory:
     generation_s: float = 0.0
     environment_s: float = 0.0
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what training and metrics need of a finished sample, as tensors and plain values for a checkpoint.
+
+        Left out is what only the episode needs: `extra_env_info`, `episode` and `chat`.
+        """
+        state = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_THE_EPISODE}
+        return state | {
+            "message_log": [
+                {name: value.clone() if isinstance(value, Tensor) else value for name, value in message.items()}
+                for message in self.message_log
+            ],
+            "outcome": str(self.outcome),
+            "weight_versions": [list(span) for span in self.weight_versions],
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Rebuild a sample from its `state_dict`."""
+        spans = [VersionSpan(*span) for span in state["weight_versions"]]
+        return cls(**{**state, "outcome": Outcome(state["outcome"]), "weight_versions": spans})
+
     @property
     def length(self) -> int:
-        """All tokens, prompt included."""
+        """Number of all tokens, prompt included."""
         return sum(message["token_ids"].numel() for message in self.message_log)
 
     @property
     def response_length(self) -> int:
-        """Tokens written by the policy."""
+        """Number of tokens written by the policy."""
         return sum(m["token_ids"].numel() for m in self.message_log if "generation_logprobs" in m)
 
     @property
@@ -129,7 +156,7 @@ class Rollouts:
 
     Attributes:
         trajectories: ordered by group, then sample.
-        metrics: what environments and sources have to tell about them.
+        metrics: reported by environments and sources.
     """
 
     trajectories: list[Trajectory]

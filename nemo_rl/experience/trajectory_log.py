@@ -1,8 +1,8 @@
-"""JSONL files of everything that was said and what it earned.
+"""Write conversations and rewards to JSONL files.
 
 `train_data_step<N>.jsonl` has one line per sample with texts, tokens, log-probabilities and advantages;
 `val_data_step<N>.jsonl` one per validation sample. Invariant: a step's file is written whole or not at all, so a
-resumed run overwrites what a killed one left; a full disk does not end the run.
+resumed run overwrites the files of a killed one; a full disk does not end the run.
 """
 
 import json

@@ -83,7 +83,7 @@ def top_level_names(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("algorithm", "most"), [("GRPO", 22), ("SFT", 16)])
+@pytest.mark.parametrize(("algorithm", "most"), [("GRPO", 23), ("SFT", 16)])
 def test_a_step_is_read_in_few_files(algorithm, most):
     page = text_of(ROOT / "docs/design-docs/one-training-step.md")
     listed = re.search(rf"^{algorithm}:\n\n((?:\d+\. .*\n)+)", page, flags=re.MULTILINE)
@@ -177,7 +177,7 @@ def test_the_shown_loss_is_invariant(shown):
 def test_the_shown_rollout_source_leaves_out_truncated_groups(shown):
     class Inner:
         metrics = {"asked": 1.0}
-        epoch = 3
+        max_staleness = 3
 
         def next_groups(self, step):
             outcomes = ["truncated", "truncated", "finished", "truncated"]
@@ -187,9 +187,9 @@ def test_the_shown_rollout_source_leaves_out_truncated_groups(shown):
             yield from (Group((0, group), made[2 * group : 2 * group + 2]) for group in range(2))
 
     source = shown["WithoutTruncated"](Inner())
-    assert [group.order for group in source.next_groups(1)] == [(0, 1)]
+    assert [(group.order, group.trains) for group in source.next_groups(1)] == [((0, 0), False), ((0, 1), True)]
     assert source.metrics == {"asked": 1.0, "num_groups_kept": 1.0}
-    assert source.epoch == 3
+    assert source.max_staleness == 3
 
 
 def test_the_shown_data_set_has_rows(shown):
@@ -220,7 +220,13 @@ def test_the_blocks_for_users_of_nemo_rl_run(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.parametrize(("shown_class", "line", "steps"), [("class Fluency", "with_critic", 2)])
+@pytest.mark.parametrize(
+    ("shown_class", "line", "steps"),
+    [
+        ("class Fluency", "with_critic", 2),
+        ("class OneStepAhead", "run.source.rollouts = OneStepAhead", 3),
+    ],
+)
 def test_the_shown_run_trains(tmp_path, shown_class, line, steps):
     """As a reader would: the class and the lines that start the run, in a script."""
     wanted = (shown_class, line)
@@ -229,11 +235,13 @@ def test_the_shown_run_trains(tmp_path, shown_class, line, steps):
     subprocess.run([sys.executable, "my_run.py"], cwd=tmp_path, check=True, timeout=240)
     (folder,) = tmp_path.glob("logs/exp_*")
     assert len(list(folder.glob("train_data_step*.jsonl"))) == steps
+    logged = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    trained = [row["metrics"] for row in logged if row["prefix"] == "train"]
+    assert len(trained) == steps
     if line == "with_critic":
-        logged = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
-        trained = [row["metrics"] for row in logged if row["prefix"] == "train"]
-        assert len(trained) == steps
         assert all(-20 < metrics["fluency"] < 0 for metrics in trained)
+    if shown_class == "class OneStepAhead":
+        assert [metrics["avg_trajectory_age"] for metrics in trained] == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.slow

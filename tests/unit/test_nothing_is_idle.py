@@ -132,8 +132,8 @@ def test_every_hook_is_called_by_the_library():
 def test_a_hook_that_nobody_calls_is_found():
     """Each line that calls a hook of an environment is needed; without it the test above fails."""
     calls = {
-        "open_episode": "experience/rollouts.py",
-        "close_episode": "experience/rollouts.py",
+        "open_episode": "experience/samples.py",
+        "close_episode": "experience/samples.py",
         "global_post_process_and_metrics": "experience/post_processing.py",
     }
     for name, file in calls.items():

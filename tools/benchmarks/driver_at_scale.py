@@ -82,6 +82,8 @@ class InstantEngine:
 class InstantEnvironment:
     """Environment that rewards by the length of the answer."""
 
+    post_processes_groups = False
+
     async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
         """See `EnvironmentPort.open_episode`."""
         return EpisodeStart(metadata)

@@ -1,1 +1,1 @@
-"""Runs whose policy writes what it learns from: the loop, its stages, and the way of weights to the engines."""
+"""Runs that train on rollouts of the policy: sources, stages, and the sync of weights to the engines."""

@@ -1,4 +1,4 @@
-"""The environments of a run: those of the configuration, and those that its program handed in."""
+"""Check and start the environments of a run: configured and user-supplied ones."""
 
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -12,15 +12,15 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def check_environments(config: RolloutMasterConfig, tasks: Collection[str], handed_in: Mapping[str, Any]) -> None:
-    """Refuse what is no environment, and tasks that nothing rewards; starts nothing.
+    """Check the environments of a run; start nothing.
 
     Args:
         config: the run's configuration; `env` has a section for each environment.
-        tasks: named by the data.
-        handed_in: environments by task name, see `environments.user_environments.environment_of`.
+        tasks: task names in the data.
+        handed_in: user-supplied environments by task name, see `environments.user_environments.environment_of`.
 
     Raises:
-        ConfigError: as said.
+        ConfigError: a task has no environment, or what was supplied is no environment.
     """
     for task in tasks:
         if task not in config.env:
@@ -36,13 +36,14 @@ def check_environments(config: RolloutMasterConfig, tasks: Collection[str], hand
 def start_environments(
     config: RolloutMasterConfig, tasks: Collection[str], handed_in: Mapping[str, Any], resources: ExitStack
 ) -> dict[str, EnvironmentClient]:
-    """Start what does not run yet, in the background; arguments as `check_environments`.
+    """Start the environments that do not run yet, in the background.
 
     Args:
         config: the run's configuration.
-        tasks: named by the data.
-        handed_in: environments by task name.
-        resources: where what is started here is registered; what ran before goes on behind the run.
+        tasks: task names in the data.
+        handed_in: user-supplied environments by task name.
+        resources: environments that are started here are registered on it. Those that ran before are not, and continue
+            after the run.
     """
     return {
         name: start_environment(

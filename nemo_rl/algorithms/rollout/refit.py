@@ -9,16 +9,19 @@ Connects `models.policy` and `models.generation`, which never import each other.
 
 Every wait has the deadline `cluster.timeouts.weight_sync_s`. An engine that dies is replaced and the sync starts over.
 
-A sync runs in the training thread or, when an engine has died, in the thread that revives it, at any time: while others
-generate, validate, score or train. Whoever syncs holds the engines (`EngineGroup.exclusively`) and then the policy
-(`WeightSource.held`), always in this order; an update of the policy holds the policy from its first gradient to its new
-version. Invariant: a sync delivers all tensors of one version, and after `ensure_fresh` returns every engine answers
-with the policy's weight version.
+A sync runs in the training thread or, when an engine has died, in the thread that revives it. The latter can happen at
+any time, while other threads generate, validate, score or train. A sync holds the engines (`EngineGroup.exclusively`)
+and then the policy (`WeightSource.held`), always in this order; an update of the policy holds the policy from its first
+gradient to its new version.
+
+Invariant: a sync delivers all tensors of one version, and after `ensure_fresh` returns every engine answers with the
+policy's weight version.
 """
 
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,35 +37,35 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
-    """What a sync needs of the policy."""
+    """The methods of the policy that a sync calls."""
 
     @property
     def weight_version(self) -> int:
         """Version of the current weights."""
 
     def held(self) -> AbstractContextManager[None]:
-        """Keep the weights and their version as they are, once an update that is under way is over.
+        """Keep the weights and their version unchanged; entering waits for a running update.
 
         Raises:
-            DeadlineExceededError: the update does not end in time (on entering).
+            DeadlineExceededError: on entering, if the update does not end in time.
         """
 
     def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
-        """Start a stream on all ranks; returns the calls to wait for."""
+        """Start a stream on all ranks; return the calls to wait for."""
 
     def next_weight_bucket(self) -> Bucket:
         """Gather and pack the next bucket."""
 
     def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
-        """Push a bucket through a sending transport; returns the calls to wait for."""
+        """Push a bucket through a sending transport; return the calls to wait for."""
 
     def meeting_point(self) -> tuple[str, int]:
-        """Address of rank 0 and a port that it holds for one group."""
+        """Return the address of rank 0 and a port that it reserves for one process group."""
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines as a party that shares devices with the policy; see `runtime.memory`.
+    """The engines as a user of devices that the policy shares; see `runtime.memory`.
 
     Attributes:
         generation: the engines.
@@ -73,11 +76,11 @@ class Engines:
     timeout_s: float
 
     def rest(self) -> None:
-        """Give memory back."""
+        """Release device memory."""
         self._all("sleep")
 
     def wake(self) -> None:
-        """Take memory again."""
+        """Allocate device memory again."""
         self._all("wake_up")
 
     def _all(self, method: str) -> None:
@@ -91,14 +94,18 @@ class Engines:
 
 
 class Refitter:
-    """Keeps the engines' weights equal to the policy's; for any thread.
+    """Keeps the engines' weights equal to the policy's; thread-safe.
 
     Args:
-        policy: where weights come from.
-        generation: where they go.
-        spec: transport agreement; for collectives its address is filled in here.
+        policy: the source of the weights.
+        generation: their destination.
+        spec: transport agreement; for collectives the address is filled in here.
         timeout_s: limit of every wait within a sync.
-        memory: who has the devices, where "generation" and "policy" share them.
+        memory: hands devices over if "generation" and "policy" share them.
+
+    Attributes:
+        last_sync: sizes and seconds of the last sync.
+        before_update: called before the engines get new weights or go to sleep; waits for groups in the background.
     """
 
     def __init__(
@@ -116,22 +123,36 @@ class Refitter:
         self._memory = memory or MemorySharing()
         self._synced: tuple[int, int] | None = None
         self.last_sync: dict[str, float] = {}
+        self.before_update: Callable[[], None] = lambda: None
         generation.bring_up = self.sync
 
+    @property
+    def weight_version(self) -> int:
+        """Version of the policy's current weights."""
+        return self._policy.weight_version
+
+    @property
+    def _is_fresh(self) -> bool:
+        return self._synced == (self._policy.weight_version, self._generation.num_restarts)
+
     def ensure_fresh(self) -> None:
-        """Wake the engines, and sync if their weights are older than the policy's or one of them is new.
+        """Wake the engines, and sync if their weights are older than the policy's or an engine was replaced.
 
         Raises:
-            WeightSyncError: the weights did not arrive, or not as they were sent.
-            DeadlineExceededError: a side did not answer in time.
+            WeightSyncError: the weights did not arrive, or differ from those sent.
+            DeadlineExceededError: policy or engines did not answer in time.
         """
+        if not self._is_fresh:
+            self.before_update()  # without the locks, because the revival of an engine needs them
         with self._generation.exclusively(), self._policy.held():
             self._memory.hand_to(("generation",))
-            if self._synced != (self._policy.weight_version, self._generation.num_restarts):
+            if not self._is_fresh:
                 self.sync()
 
     def before_training(self) -> None:
         """Hand device memory to the policy."""
+        if self._memory.is_shared("generation"):
+            self.before_update()
         self._memory.hand_to(("policy",))
 
     def sync(self) -> None:
@@ -155,7 +176,7 @@ class Refitter:
         logger.debug("Weights of version %d reached %d workers in %.3f s.", version, len(receipts), seconds)
 
     def _renew_rendezvous(self) -> None:
-        """A collective's group is bound to its members: give it a new meeting point when they change."""
+        """Choose a new address for a collective's process group when its members have changed."""
         restarts = self._generation.num_restarts
         if self._spec.name != "collective" or self._spec.extra.get("epoch") == restarts:
             return
@@ -192,5 +213,5 @@ class Refitter:
         return workers.pending_calls(workers.run_all_workers_single_data(method, *args))
 
     def _wait(self, calls: list[PendingCall], part: str) -> list[Any]:
-        crew = [call.seat for call in calls]
-        return gather(calls, crew, self._timeout_s, f"weight sync, {part} ({self._spec.name})")
+        workers = [call.seat for call in calls]
+        return gather(calls, workers, self._timeout_s, f"weight sync, {part} ({self._spec.name})")

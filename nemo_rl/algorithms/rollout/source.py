@@ -1,21 +1,23 @@
-"""Where a training step's trajectories come from.
+"""Sources of a training step's trajectories.
 
-A source pulls prompts and gives groups of graded trajectories, each when it is finished. Variants wrap each other
-instead of adding branches to a loop: `DynamicSampling` wraps `FreshRollouts`. Invariant: the groups of a step do not
-depend on the order in which they finish; and the position that a source saves is behind what was trained on, never
-ahead of it.
+A source draws prompts and gives groups of graded trajectories, each when it is finished. Variants wrap each other
+instead of adding branches to a loop: `DynamicSampling` wraps any source. `batches.RolloutBatches` tells the prompt
+stream which prompts were trained on. A source that samples ahead of training stores its groups with the stream
+(`PromptStream.attach`). Invariant: the groups of a step do not depend on the order in which they finish.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from nemo_rl.config import RolloutSourceConfig
-from nemo_rl.data.prompt_stream import DataExhausted, PromptStream
+from nemo_rl.data.prompt_stream import DataExhausted, PromptBatch, PromptPosition, PromptStream
+from nemo_rl.experience.event_loop import BackgroundTask
 from nemo_rl.experience.metrics import mean_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
@@ -31,51 +33,123 @@ class Group:
     """The finished samples of one prompt.
 
     Attributes:
-        order: place among the groups of a step, whenever it finished: round of sampling, prompt of the round.
+        order: position among the groups of a step: round of sampling, index of the prompt in the round. It does not
+            depend on when the group finished.
         trajectories: ordered by sample.
+        prompt: the prompt's position in the stream; None if it comes from elsewhere.
+        trains: False leaves the group out of the batch; its prompt is still acknowledged with the batch. A group that a
+            source does not give at all counts as not trained on: a resumed run samples its prompt again.
     """
 
     order: tuple[int, int]
     trajectories: Sequence[Trajectory]
+    prompt: PromptPosition | None = None
+    trains: bool = True
+
+
+@dataclass(frozen=True)
+class SampledGroups:
+    """Groups that were sampled together, in a form that a source can store in its state.
+
+    Attributes:
+        groups: ordered by prompt.
+        metrics: reported by environments.
+    """
+
+    groups: list[Group]
+    metrics: dict[str, float]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values for a checkpoint."""
+        groups = [
+            {
+                "order": list(group.order),
+                "prompt": None if group.prompt is None else list(group.prompt),
+                "trajectories": [trajectory.state_dict() for trajectory in group.trajectories],
+            }
+            for group in self.groups
+        ]
+        return {"groups": groups, "metrics": self.metrics}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], prompts: PromptStream) -> Self:
+        """Rebuild groups from their `state_dict`, and keep the stream from handing out their prompts."""
+        groups = []
+        for each in state["groups"]:
+            (round_index, index), prompt = each["order"], each["prompt"]
+            position = None if prompt is None else PromptPosition(*prompt)
+            samples = [Trajectory.from_state(sample) for sample in each["trajectories"]]
+            groups.append(Group((round_index, index), samples, position))
+        prompts.claim(group.prompt for group in groups if group.prompt is not None)
+        return cls(groups, dict(state["metrics"]))
 
 
 class RolloutSource(Protocol):
-    """Gives a step its experience. One that samples ahead of training keeps what it has sampled in its state."""
-
-    @property
-    def epoch(self) -> int:
-        """Finished passes over the prompts."""
+    """Gives each step its groups."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """How the groups of the last step were got, logged under `train/`."""
+        """Metrics of how the last groups were sampled, logged under `train/`."""
+
+    @property
+    def max_staleness(self) -> int:
+        """Largest number of updates of the policy between the weights that sampled a group and the step it is given to.
+
+        With 0 every token comes from the policy's current weights. Tokens of older weights are marked in the batch
+        (`StepBatch.stale_BT`).
+        """
 
     def next_groups(self, step: int) -> Iterator[Group]:
-        """The groups of training step `step` (from 1), each as soon as it is finished.
+        """Give groups for training step `step` (from 1), each as soon as it is finished.
+
+        May be called again in the same step, for further groups.
 
         Raises:
             DataExhausted: the prompts do not suffice for the step.
         """
 
-    def trained(self) -> None:
-        """All groups given so far were trained on; only now the position that `state_dict` gives moves behind them."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that a fresh source needs to give every prompt that was not trained on, and none twice.
+@dataclass
+class StartedGroups:
+    """Groups that are sampled in the background.
 
-        Plain values and tensors: the keys of `PromptStream.state_dict`, which a run that goes on looks at before it
-        starts anything, and beside them what was sampled ahead, finished or not.
+    Attributes:
+        runner: plays them.
+        batch: their prompts.
+        key: names the collection.
+        tasks: one for each prompt, in the order of the batch.
+    """
+
+    runner: RolloutRunner
+    batch: PromptBatch
+    key: RolloutKey
+    tasks: list[BackgroundTask[Rollouts]]
+
+    def finish(self) -> SampledGroups:
+        """Wait for all groups.
+
+        Raises:
+            DeadlineExceededError: a group takes too long.
+            Exception: the failure of a group; the others are cancelled.
         """
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a stored state; only before the first step."""
+        try:
+            rollouts = [task.result(self.runner.group_limit_s) for task in self.tasks]
+        finally:
+            for task in self.tasks:
+                task.cancel()  # after a failure; finished tasks stay as they are
+        metrics = self.runner.post_process(rollouts)
+        groups = [
+            Group((self.key.round, row), each.trajectories, self.batch.positions[row])
+            for row, each in enumerate(rollouts)
+        ]
+        return SampledGroups(groups, metrics)
 
 
 SOURCES: Registry[RolloutSource] = Registry(
     "rollout source",
     RolloutSource,
     {"fresh": f"{__name__}.FreshRollouts", "dynamic_sampling": f"{__name__}.DynamicSampling"},
-    attributes=("epoch", "metrics"),
+    attributes=("metrics", "max_staleness"),
 )
 """Sources that `rollout_source.name` may name; a user's own is constructed with the source that it wraps."""
 
@@ -104,7 +178,8 @@ def source_wrapper(config: RolloutSourceConfig, key: str) -> Callable[[RolloutSo
 class FreshRollouts:
     """Samples the next batch of prompts with the current weights.
 
-    Nothing is sampled ahead: a step that was not trained on is sampled again, from the weights of its checkpoint.
+    Nothing is sampled ahead: a step that was not trained on is sampled again, from the weights of its checkpoint. With
+    `start` a source built on this one samples in the background.
 
     Attributes:
         prompts: the data.
@@ -112,7 +187,7 @@ class FreshRollouts:
         sampling: how to sample.
         num_generations: samples per prompt.
         run_seed: seed of the run.
-        metrics: how the groups of the last step were got.
+        metrics: reported by environments about the last groups.
     """
 
     prompts: PromptStream
@@ -121,48 +196,55 @@ class FreshRollouts:
     num_generations: int
     run_seed: int
     metrics: dict[str, float] = field(default_factory=dict, init=False)
+    _rounds: Counter[int] = field(default_factory=Counter, init=False)
+    """Collections by step."""
 
-    @property
-    def epoch(self) -> int:
-        """Finished passes over the prompts."""
-        return self.prompts.epoch
+    max_staleness = 0
 
-    def next_groups(self, step: int, round_index: int = 0) -> Iterator[Group]:
-        """See `RolloutSource.next_groups`; `round_index` tells repeated collections of a step apart."""
-        key = RolloutKey(self.run_seed, "train", step, round_index)
-        collection = self.runner.stream(self.prompts.next_batch(), self.num_generations, self.sampling, key)
+    def next_groups(self, step: int) -> Iterator[Group]:
+        """See `RolloutSource.next_groups`."""
+        batch, key = self._next_batch(step)
+        collection = self.runner.stream(batch.rows, self.num_generations, self.sampling, key)
         for samples in collection:
-            yield Group((round_index, samples[0].group_index), samples)
+            row = samples[0].group_index
+            yield Group((key.round, row), samples, batch.positions[row])
         self.metrics = collection.metrics
 
-    def trained(self) -> None:
-        """All prompts drawn so far are done with."""
-        self.prompts.trained()
+    def start(self, step: int) -> StartedGroups:
+        """Draw the next batch of prompts for a step, and sample its groups in the background.
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the prompts."""
-        return self.prompts.state_dict()
+        Raises:
+            DataExhausted: there is no further batch.
+        """
+        batch, key = self._next_batch(step)
+        tasks = [
+            self.runner.start_group(batch.rows, row, self.num_generations, self.sampling, key)
+            for row in range(batch.rows.size)
+        ]
+        return StartedGroups(self.runner, batch, key, tasks)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position."""
-        self.prompts.load_state_dict(state)
+    def _next_batch(self, step: int) -> tuple[PromptBatch, RolloutKey]:
+        batch = self.prompts.next_batch()
+        key = RolloutKey(self.run_seed, "train", step, self._rounds[step])
+        self._rounds[step] += 1
+        return batch, key
 
 
 class DynamicSampling:
-    """DAPO's dynamic sampling (Yu et al. 2025, section 3.2): only groups whose rewards differ teach.
+    """DAPO's dynamic sampling (Yu et al. 2025, section 3.2): train only on groups whose rewards differ.
 
-    Collects until `num_groups` groups have more than one distinct reward, after the scaling of rewards, which may cut
-    different ones to the same; surplus groups are dropped.
+    Collects until `num_groups` groups have more than one distinct reward. Rewards are compared after scaling, which may
+    clip different ones to the same value. The other groups are given with `trains=False`.
 
     Args:
-        inner: what to collect from.
+        inner: source to collect from.
         num_groups: groups per step.
         max_rounds: collections per step before giving up.
         scale: how rewards `[G]` are scaled before they become advantages; None leaves them.
     """
 
     def __init__(
-        self, inner: FreshRollouts, num_groups: int, max_rounds: int, scale: Callable[[Tensor], Tensor] | None = None
+        self, inner: RolloutSource, num_groups: int, max_rounds: int, scale: Callable[[Tensor], Tensor] | None = None
     ):
         self._inner = inner
         self._num_groups = num_groups
@@ -171,26 +253,27 @@ class DynamicSampling:
         self.metrics: dict[str, float] = {}
 
     @property
-    def epoch(self) -> int:
-        """Finished passes over the prompts."""
-        return self._inner.epoch
+    def max_staleness(self) -> int:
+        """See `RolloutSource.max_staleness`."""
+        return self._inner.max_staleness
 
     def next_groups(self, step: int) -> Iterator[Group]:
         """See `RolloutSource.next_groups`.
 
         Raises:
             DataExhausted: too few groups differ after `max_rounds` collections.
-            NothingToLearnError: not one sample of all these collections could be graded.
+            NothingToLearnError: no sample of these collections could be graded.
         """
         num_kept, num_seen, some_reward = 0, 0, False
         rounds: list[Rollouts] = []
-        for round_index in range(self._max_rounds):
-            groups = sorted(self._inner.next_groups(step, round_index), key=lambda group: group.order)
+        for _ in range(self._max_rounds):
+            groups = sorted(self._inner.next_groups(step), key=lambda group: group.order)
             num_seen += len(groups)
             rounds.append(Rollouts([t for group in groups for t in group.trajectories], self._inner.metrics))
             some_reward = some_reward or any(t.has_reward for t in rounds[-1].trajectories)
-            differing = [group for group in groups if self._rewards_differ(group)]
-            yield from differing[: self._num_groups - num_kept]
+            differing = [group for group in groups if group.trains and self._rewards_differ(group)]
+            kept = {group.order for group in differing[: self._num_groups - num_kept]}
+            yield from (group if group.order in kept else replace(group, trains=False) for group in groups)
             num_kept += len(differing)
             if num_kept >= self._num_groups:
                 self._note(rounds, num_kept, num_seen, differing[len(differing) - num_kept + self._num_groups :])
@@ -198,25 +281,13 @@ class DynamicSampling:
         if not some_reward:
             raise NothingToLearnError(
                 f"Dynamic sampling got no reward for any answer to {num_seen} prompts (step {step}). "
-                "The trajectories and the environment's log say why; mend it and start the same command again."
+                "The trajectories and the environment's log say why; fix it and start the same command again."
             )
         raise DataExhausted(
             f"dynamic sampling found {num_kept} of {self._num_groups} prompts with differing rewards in "
             f"{num_seen} prompts (step {step}). The task is too easy or too hard for the model, or "
             f"raise grpo.dynamic_sampling_max_gen_batches={self._max_rounds} or grpo.batch_multiplier"
         )
-
-    def trained(self) -> None:
-        """All prompts drawn so far are done with, those of dropped groups too."""
-        self._inner.trained()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the prompts."""
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position."""
-        self._inner.load_state_dict(state)
 
     def _note(self, rounds: Sequence[Rollouts], num_kept: int, num_seen: int, surplus: Sequence[Group]) -> None:
         self.metrics = mean_metrics(rounds) | {

@@ -1,17 +1,17 @@
-"""From the choices of an algorithm that samples to a run: workers, rollouts, weight sync, validation, session.
+"""Start a run of an algorithm that samples: workers, rollouts, weight sync, validation, session.
 
 `grpo` and `distillation` decide what can be decided without a worker (a `RolloutRecipe`) and call `start_run`. Order:
-everything that can be refused, then Ray and the workers, then what connects them:
+all checks, then Ray and the workers, then the parts that connect them:
 
     Ray ─► environments (in background) ─┬► engines (import vLLM, build) ─┐
                                          ├► policy ranks ─────────────────┼─► refitter, rollouts, session
                                          └► ranks of further models ──────┘
 
-Where engines share GPUs with the policy they start alone and go to sleep before a model starts: an engine sizes its
-cache by what it finds free on the device.
+Engines that share GPUs with the policy start alone and go to sleep before a model starts, because an engine sizes its
+cache by the free memory of the device.
 
-Invariant: nothing here knows a loss or an advantage; what has been started is registered for the end of the run before
-the next thing starts.
+Invariant: nothing here knows a loss or an advantage; each part that was started is registered for shutdown before the
+next part starts.
 """
 
 import math
@@ -27,6 +27,7 @@ from nemo_rl.algorithms.rollout.batches import RolloutBatches
 from nemo_rl.algorithms.rollout.environments import check_environments, start_environments
 from nemo_rl.algorithms.rollout.refit import Engines, Refitter
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
+from nemo_rl.algorithms.rollout.staleness import StoredVersion
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
 from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.algorithms.rollout.validation import Validator
@@ -55,24 +56,25 @@ from nemo_rl.utils.logger import Logger, print_message_log_samples
 
 
 def as_sampled(rollouts: FreshRollouts) -> RolloutSource:
-    """The source of an algorithm that trains on every group."""
+    """Return the source of an algorithm that trains on every group."""
     return rollouts
 
 
 @dataclass(frozen=True)
 class RolloutRecipe:
-    """What makes a run that samples the one of its algorithm; settled before anything starts.
+    """The choices of an algorithm that samples; complete before anything starts.
 
     Attributes:
-        tokenizer: of all models and of the data.
+        tokenizer: tokenizer of all models and of the data.
         data: prompts.
-        loss_fn: what the policy is trained on.
+        loss_fn: loss that the policy is trained on.
         roles: models by name; "policy" is trained on `loss_fn` and sampled from.
-        stages: the started models -> what happens to a batch before it is trained on.
+        stages: builds the stages of a step from the started models.
         source: wraps the source of freshly sampled groups.
-        prompt_factor: prompts drawn at a time over `num_prompts_per_step`.
-        needs_reward: samples without a reward train nothing.
-        environments: what rewards, by task name, in place of what `env` says; see `rollout.environments`.
+        prompt_factor: prompts drawn at a time, divided by `num_prompts_per_step`.
+        needs_reward: whether samples without a reward are excluded from the loss.
+        environments: user-supplied environments by task name, used instead of those in `env`; see
+            `rollout.environments`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -91,9 +93,9 @@ class Workers:
     """The processes of a run that trains and samples.
 
     Attributes:
-        models: ranks of the models, by role.
-        engines: what samples.
-        environments: what rewards, by task name.
+        models: controllers of the models, by role.
+        engines: generation engines.
+        environments: environments by task name.
     """
 
     models: Mapping[str, Policy]
@@ -112,7 +114,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
     Raises:
         ConfigError, DataError, CheckpointError: the configuration, the data, a tracker or a checkpoint cannot be
             used; raised before Ray starts.
-        ResourceInsufficientError: the cluster lacks what is asked for.
+        ResourceInsufficientError: the cluster has fewer resources than requested.
     """
     check_engine_model(config.policy, config.cluster)
     check_environments(config, recipe.data.task_env.values(), recipe.environments)
@@ -131,7 +133,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
 def _start_workers(
     config: RolloutMasterConfig, recipe: RolloutRecipe, folders: RunFolders, resources: ExitStack
 ) -> Workers:
-    """Start environments in the background, then engines and models; blocks until those are ready."""
+    """Start environments in the background, then engines and models; block until engines and models are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
     init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
     environments = start_environments(config, recipe.data.task_env.values(), recipe.environments, resources)
@@ -162,7 +164,7 @@ def _connect(
     started_at: float,
     resources: ExitStack,
 ) -> Run:
-    """The parts of a run around its workers; the run takes over the resources."""
+    """Build the parts of a run around its workers; the run becomes the owner of the resources."""
     loop = EventLoopThread()
     resources.callback(loop.close)
     algorithm, cluster, policy = config.algorithm, config.cluster, workers.models["policy"]
@@ -180,6 +182,8 @@ def _connect(
     )
     memory = share_memory(config, recipe.roles, workers)
     refitter = make_refitter(config.policy, cluster, policy, workers.engines, memory)
+    refitter.before_update = runner.wait_for_groups
+    prompts.attach("weights", StoredVersion(policy))
     trajectory_log = TrajectoryLog(folders.log_dir, config.logger.save_trajectories)
     rollouts = FreshRollouts(
         prompts,
@@ -190,6 +194,7 @@ def _connect(
     )
     source = RolloutBatches(
         recipe.source(rollouts),
+        prompts,
         refitter,
         make_probe(config.policy, cluster, policy, workers.engines, refitter),
         trajectory_log,
@@ -206,7 +211,7 @@ def _connect(
         checkpointing=config.saving,
         checkpoints=folders.checkpoints,
         models={name: workers.models[name] for name, role in recipe.roles.items() if role.trains},
-        source=source,
+        source=prompts,
         validate=make_validation(config, recipe, runner, refitter, trajectory_log),
         run_config=config,
     )
@@ -223,7 +228,7 @@ def _connect(
 
 
 def share_memory(config: RolloutMasterConfig, roles: Mapping[str, Role], workers: Workers) -> MemorySharing:
-    """Who takes turns on the devices of the policy: on GPUs, the engines and models that are colocated with it."""
+    """Build the hand-over of the policy's devices: on GPUs, between the engines and models colocated with it."""
     generation = config.policy.generation
     assert generation is not None, "engine_settings checks this"
     parties: dict[str, Party] = {}
@@ -237,7 +242,7 @@ def share_memory(config: RolloutMasterConfig, roles: Mapping[str, Role], workers
 
 
 def make_prompts(config: RolloutMasterConfig, recipe: RolloutRecipe) -> PromptStream:
-    """The training prompts, epoch after epoch."""
+    """Build the stream of training prompts."""
     num_prompts = int(config.algorithm.num_prompts_per_step * recipe.prompt_factor)
     return training_stream(config, recipe.data.train, num_prompts)
 
@@ -249,7 +254,7 @@ def make_validation(
     refitter: Refitter,
     trajectory_log: TrajectoryLog,
 ) -> Callable[[int], dict[str, float]] | None:
-    """A function that validates after a step, or None without validation data."""
+    """Build the function that validates after a step; None without validation data."""
     data = recipe.data.validation
     if data is None:
         return None

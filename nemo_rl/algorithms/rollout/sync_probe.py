@@ -1,8 +1,8 @@
 """Check a weight sync by its effect: engines must sample from the policy that is trained.
 
 Receipts prove that the right bytes arrived (`weight_sync.verify`), not that the engine computes with them as the
-trainer does. The first batch of a run shows that: both sides have given log-probabilities to the same tokens. The
-probe looks before the first update, and again when an engine has been replaced.
+trainer does. The first batch of a run shows that: both sides compute log-probabilities of the same tokens. The probe
+compares them before the first update, and again after an engine was replaced.
 
     batch ─► policy.get_logprobs ─► error within the limit ─► training
                                   └► beyond: one sample through both models, layer by layer ─► WeightSyncError
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_COMPARED_TOKENS = 32
 ROUNDING = {"float32": 1e-4, "float16": 0.003, "bfloat16": 0.01}
-"""Relative difference of hidden states that rounding explains in any one layer, by number format."""
+"""Relative difference of hidden states that rounding can cause in one layer, by number format."""
 
 
 class SyncProbe:
@@ -36,7 +36,7 @@ class SyncProbe:
         policy: the trainer.
         generation: the engines.
         refitter: wakes the engines and sends them to sleep where they share a device with the policy.
-        max_error: largest mean of `exp(|log p_trainer - log p_engine|)` over the sampled tokens; None: no probe.
+        max_error: largest mean of `exp(|log p_trainer - log p_engine|)` over the sampled tokens; None: no check.
         timeout_s: limit for the engines to answer.
         precision: the coarser number format of the two sides.
     """
@@ -58,16 +58,21 @@ class SyncProbe:
         self._rounding = ROUNDING[precision]
         self._num_restarts: int | None = None
 
-    def check(self, batch: BatchedDataDict[TrainingBatch]) -> None:
-        """Compare once; does nothing when these engines have been compared before.
+    def check(self, batch: BatchedDataDict[TrainingBatch], stale_BT: Tensor | None = None) -> None:
+        """Compare once; do nothing when these engines have been compared before.
+
+        Only tokens of the current weights are compared. A batch without any leaves the comparison to a later one.
 
         Args:
-            batch: `input_ids`, `input_lengths`, `token_mask` and `generation_logprobs`, just sampled.
+            batch: `input_ids`, `input_lengths`, `token_mask` and `generation_logprobs`.
+            stale_BT: `[B, T]` bool, tokens that older weights sampled; None if there are none.
 
         Raises:
-            WeightSyncError: the engines compute something else than the policy.
+            WeightSyncError: the engines compute other log-probabilities than the policy.
         """
         num_restarts = self._generation.num_restarts
+        if stale_BT is not None:
+            batch = BatchedDataDict({**batch, "token_mask": batch["token_mask"] * ~stale_BT})
         if self._max_error is None or self._num_restarts == num_restarts or not batch["token_mask"].any():
             return
         errors_BT = self._errors(batch)
@@ -78,7 +83,7 @@ class SyncProbe:
         logger.info("Engines sample from the policy: mult_prob_error %.6f in the first batch.", error)
 
     def _errors(self, batch: BatchedDataDict[TrainingBatch]) -> Tensor:
-        """`exp(|log p_trainer - log p_engine|)` at sampled tokens, 0 elsewhere; `[B, T]`."""
+        """Compute `exp(|log p_trainer - log p_engine|)` at sampled tokens, 0 elsewhere; `[B, T]`."""
         difference_BT = self._policy.get_logprobs(batch)["logprobs"] - batch["generation_logprobs"]
         return torch.where(batch["token_mask"] > 0, bounded_exp(difference_BT.abs()), 0.0)
 
@@ -95,7 +100,7 @@ class SyncProbe:
         )
 
     def _suspects(self, token_ids: list[int]) -> str:
-        """Sentences that name the first layer whose output departs, for each engine."""
+        """Name the first layer whose output differs, for each engine, in sentences."""
         self._refitter.ensure_fresh()
         workers = self._generation.workers
         calls = workers.run_all_workers_single_data("layer_outputs", token_ids)
@@ -109,15 +114,15 @@ class SyncProbe:
 
 
 def suspect_layer(names: Sequence[str], expected: Sequence[Tensor], outputs: Sequence[Tensor], rounding: float) -> str:
-    """Name the layer behind which two models' hidden states part.
+    """Name the layer after which the hidden states of two models differ.
 
-    The difference grows slowly by rounding, and jumps where a layer computes something else.
+    Rounding lets the difference grow slowly; it jumps where a layer computes something else.
 
     Args:
-        names: of the layers, in order.
-        expected: hidden states `[T, D]` behind each of them.
-        outputs: the same of the model under suspicion; empty where it cannot tell.
-        rounding: relative difference that is no sign of anything.
+        names: names of the layers, in order.
+        expected: hidden states `[T, D]` after each layer.
+        outputs: the same of the suspected model; empty if it cannot report them.
+        rounding: relative difference that rounding can cause.
     """
     if [output.shape for output in outputs] != [output.shape for output in expected]:
         return "its layers cannot be compared with the policy's"

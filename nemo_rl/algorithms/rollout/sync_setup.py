@@ -1,6 +1,6 @@
 """Choose how weights get from the policy to the engines, and how the first sync is checked.
 
-What cannot work is refused by `config.rules.training` before anything starts.
+`config.rules.training` refuses choices that cannot work before anything starts.
 """
 
 import uuid
@@ -29,9 +29,9 @@ def make_refitter(
     Args:
         config: the section of the policy.
         cluster: the machines.
-        policy: where weights come from.
-        engines: where they go.
-        memory: who has the devices.
+        policy: the source of the weights.
+        engines: their destination.
+        memory: hands shared devices over.
     """
     generation = config.generation
     assert generation is not None, "engine_settings checks this"
@@ -57,14 +57,14 @@ def refit_policy_generation(
     timer: Timer | None = None,
     kv_scales: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Move the policy's weights to engines, with NeMo RL's arguments; a run does so by itself when they are stale.
+    """Move the policy's weights to engines, with NeMo RL's arguments; a run does so itself when they are stale.
 
     Args:
-        policy: where weights come from.
-        policy_generation: where they go: `Run.generation`, or engines of the program's own.
+        policy: the source of the weights.
+        policy_generation: their destination: `Run.generation`, or engines that the program started.
         colocated_inference: whether both share the devices.
         _refit_buffer_size_gb: gibibytes moved at a time; None is `weight_sync.bucket_size_mb`.
-        timer: gets the time as `refit`.
+        timer: records the time as `refit`.
         kv_scales: must be None.
 
     Returns:
@@ -98,7 +98,7 @@ def refit_policy_generation(
 def make_probe(
     config: PolicyConfig, cluster: ClusterConfig, policy: Policy, engines: EngineGroup, refitter: Refitter
 ) -> SyncProbe:
-    """The check of the first sync; arguments as `make_refitter`."""
+    """Build the check of the first sync; arguments as `make_refitter`."""
     generation = config.generation
     assert generation is not None, "engine_settings checks this"
     formats = {config.precision, engine_precision(config)}
@@ -113,7 +113,7 @@ def make_probe(
 
 
 def choose_transport(asked: str, cluster: ClusterConfig, colocated: bool) -> TransportName:
-    """What `weight_sync.transport=auto` means here; `config.rules.training` refuses what cannot work."""
+    """Resolve `weight_sync.transport=auto`; `config.rules.training` refuses transports that cannot work."""
     if asked != "auto":
         return asked  # type: ignore[return-value]
     if cluster.uses_gpu:

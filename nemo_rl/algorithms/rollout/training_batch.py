@@ -1,4 +1,4 @@
-"""Rollouts to the `[B, T]` batch that losses are computed on.
+"""Lay rollouts out as the `[B, T]` batch that losses are computed on.
 
 Invariant: rows keep the order of the trajectories; a token counts in the loss only if the policy wrote it, and a sample
 only if it has a reward, where the algorithm learns from rewards.
@@ -18,7 +18,7 @@ from nemo_rl.losses.mismatch import after_mask, sequence_error_metrics, sequence
 
 
 class TrainingBatch(TypedDict, total=False):
-    """What policy and losses read. B samples, T tokens of the longest sample."""
+    """The tensors that policy and losses read. B samples, T tokens of the longest sample."""
 
     input_ids: Tensor  # [B, T] int64, right-padded with pad_token_id
     input_lengths: Tensor  # [B] int64
@@ -41,9 +41,9 @@ def build_training_batch(
 
     Args:
         trajectories: B rollouts.
-        pad_token_id: id written behind the end of a sample.
-        mask_truncated: take samples that hit a length limit out of the loss (overlong filtering).
-        needs_reward: take samples without a reward out of the loss.
+        pad_token_id: id written after the end of a sample.
+        mask_truncated: exclude samples that hit a length limit from the loss (overlong filtering).
+        needs_reward: exclude samples without a reward from the loss.
     """
     lengths = [trajectory.length for trajectory in trajectories]
     shape = (len(lengths), max(lengths))
@@ -78,7 +78,7 @@ def _weight(trajectory: Trajectory, mask_truncated: bool, needs_reward: bool) ->
 
 
 def num_counted_samples(batch: BatchedDataDict[TrainingBatch]) -> int:
-    """Samples of the batch that have a token that counts in the loss."""
+    """Count the samples of a batch that have a token that counts in the loss."""
     return int(_counted(batch).any(1).sum())
 
 
@@ -97,7 +97,7 @@ def mask_mismatched_sequences(
 
     Returns:
         Metrics: largest, smallest and mean error of the samples with a token that counts, before and after masking (0
-        where there is no such sample); how many were masked, and which share of these was right.
+        if there is no such sample); the number of masked samples, and the share of them that was right.
     """
     counted_BT = _counted(batch)
     errors_B = sequence_errors(batch["prev_logprobs"][:, 1:], batch["generation_logprobs"][:, 1:], counted_BT)
@@ -111,12 +111,12 @@ def mask_mismatched_sequences(
 
 
 def masked_metrics(num_masked: float = 0.0, num_right: float = 0.0) -> dict[str, float]:
-    """How many samples were masked for their error, and which share of them was right (0 if there are none)."""
+    """Build the metrics of masking: number of masked samples, and the share of them that was right (0 for none)."""
     return {"num_masked_seqs": num_masked, "masked_correct_pct": num_right / max(num_masked, 1.0)}
 
 
 def _counted(batch: BatchedDataDict[TrainingBatch]) -> Tensor:
-    """`[B, T - 1]` bool: predicted tokens that count in the loss."""
+    """Return `[B, T - 1]` bool: predicted tokens that count in the loss."""
     return (batch["token_mask"][:, 1:] != 0) & (batch["sample_mask"][:, None] != 0)
 
 

@@ -20,7 +20,7 @@ class Validator:
     """Validates on a fixed set of prompts.
 
     Attributes:
-        batches: collated prompts, iterated anew for every validation.
+        batches: collated prompts, iterated again for every validation.
         runner: plays rollouts.
         sampling: how to sample.
         num_generations: samples per prompt.

@@ -70,6 +70,10 @@ class MemorySharing:
         self._parties = parties or {}
         self._working: set[str] = set()
 
+    def is_shared(self, name: str) -> bool:
+        """Return whether a party shares its devices."""
+        return name in self._parties
+
     def hand_to(self, names: Collection[str]) -> None:
         """Let the others rest, then wake these.
 

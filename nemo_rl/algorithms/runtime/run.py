@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
 
+from torch import Tensor
+
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
-from nemo_rl.algorithms.runtime.session import Resumable, Session
+from nemo_rl.algorithms.runtime.session import Session
+from nemo_rl.data.prompt_stream import PromptPosition
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.loss_function import AnyLossFunction
@@ -36,6 +39,8 @@ class StepBatch:
         metrics: of its making, logged under `train/`.
         metrics_under: further ones, by the prefix they are logged under.
         rows_per_update: rows of one optimizer update; None takes `policy.train_global_batch_size`.
+        prompts: positions in the data that are done with once the batch was trained on.
+        stale_BT: `[B, T]` bool, tokens that were sampled by weights older than the policy's; None if there are none.
     """
 
     tensors: BatchedDataDict[Any]
@@ -44,9 +49,11 @@ class StepBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     metrics_under: dict[str, dict[str, float]] = field(default_factory=dict)
     rows_per_update: int | None = None
+    prompts: Sequence[PromptPosition] = ()
+    stale_BT: Tensor | None = None
 
 
-class BatchSource(Resumable, Protocol):
+class BatchSource(Protocol):
     """Gives each step its batch."""
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
@@ -57,7 +64,7 @@ class BatchSource(Resumable, Protocol):
         """
 
     def trained(self, step: int, batch: StepBatch) -> None:
-        """The batch was trained on: only now the position that a checkpoint holds moves behind it."""
+        """Acknowledge the prompts of a batch that was trained on: only now a checkpoint counts them as done."""
 
 
 class Stage(Protocol):

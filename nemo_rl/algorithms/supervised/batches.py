@@ -1,7 +1,5 @@
 """Draws the batch of a step from written data; a batch is one optimizer update."""
 
-from typing import Any
-
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
 from nemo_rl.data.prompt_stream import PromptStream
 
@@ -18,27 +16,17 @@ class WrittenBatches:
         self._rows = rows
         self._rows_per_sample = rows_per_sample
 
-    @property
-    def epoch(self) -> int:
-        """Finished passes over the data."""
-        return self._rows.epoch
-
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
         """See `BatchSource.next_batch`."""
         with phase("data_processing"):
-            tensors = self._rows.next_batch()
+            batch = self._rows.next_batch()
+        tensors = batch.rows
         num_samples = tensors.size // self._rows_per_sample
         metrics = {"total_num_tokens": float(tensors["input_lengths"].sum()), "num_samples": float(num_samples)}
-        return StepBatch(tensors, num_prompts=num_samples, metrics=metrics, rows_per_update=tensors.size)
+        return StepBatch(
+            tensors, num_prompts=num_samples, metrics=metrics, rows_per_update=tensors.size, prompts=batch.positions
+        )
 
     def trained(self, step: int, batch: StepBatch) -> None:
         """See `BatchSource.trained`."""
-        self._rows.trained()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data."""
-        return self._rows.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move to a stored position."""
-        self._rows.load_state_dict(state)
+        self._rows.acknowledge(batch.prompts)

@@ -97,7 +97,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
             checkpointing=config.saving,
             checkpoints=folders.checkpoints,
             models={"policy": policy},
-            source=source,
+            source=rows,
             validate=_validation(config, recipe, policy),
             run_config=config,
         )

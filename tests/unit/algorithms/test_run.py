@@ -20,13 +20,15 @@ from nemo_rl.algorithms.setup.launch import exit_status
 from nemo_rl.algorithms.setup.roles import start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
-from nemo_rl.data.prompt_stream import DataExhausted, PromptStream
+from nemo_rl.data.loader import build_loader
+from nemo_rl.data.prompt_stream import DataExhausted, PromptPosition, PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rollouts import Collection
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.safe_load import load_plain
+from nemo_rl.models.generation.interfaces import VersionSpan
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.errors import ConfigError, WorkerDiedError
+from nemo_rl.utils.errors import ConfigError, DataError, WorkerDiedError
 from nemo_rl.utils.logger import Logger
 
 
@@ -35,6 +37,7 @@ class Recorder:
 
     def __init__(self, events: list[str], name: str, roles: tuple[str, ...] = ()):
         self.events, self.name, self.roles = events, name, roles
+        self.trained_on: list[int] = []
 
     def rest(self) -> None:
         self.events.append(f"{self.name} rests")
@@ -48,35 +51,33 @@ class Recorder:
 
     def train(self, data: Any, loss_fn: Any, gbs: int | None = None) -> dict[str, Any]:
         self.events.append(f"update of {gbs} rows")
+        self.trained_on += data["idx"]
         return {"metrics": {"loss": 0.5, "global_valid_toks": 2.0}}
 
     def save_checkpoint(self, weights: str, optimizer: str | None, tokenizer: str | None, consolidated: bool) -> None:
         Path(weights).mkdir(parents=True)
 
 
-class Prompts:
-    """A loader of two epochs with four batches of one prompt each."""
+class Rows:
+    """A data set of four rows."""
 
-    def __init__(self) -> None:
-        self.done = 0
-        self.num_loads = 0
+    def __len__(self) -> int:
+        return 4
 
-    def __iter__(self) -> Iterator[BatchedDataDict[Any]]:
-        while self.done < 4:
-            self.done += 1
-            yield BatchedDataDict({"idx": [self.done]})
-        self.done = 0
+    def __getitem__(self, row: int) -> int:
+        return row
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done}
 
-    def check_position(self, state: dict[str, Any]) -> None:
-        assert 0 <= state["done"] <= 4
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.check_position(state)
-        self.num_loads += 1
-        self.done = state["done"]
+def make_prompts(max_epochs: int = 2) -> PromptStream:
+    """Epochs of four batches with one prompt each, `idx` 1 to 4."""
+    loader = build_loader(
+        Rows(),  # type: ignore[arg-type]
+        1,
+        shuffle=False,
+        seed=0,
+        collate_fn=lambda rows: BatchedDataDict({"idx": [row + 1 for row in rows]}),
+    )
+    return PromptStream(loader, max_epochs)
 
 
 def trajectory(idx: int) -> Trajectory:
@@ -87,39 +88,31 @@ def trajectory(idx: int) -> Trajectory:
 class SamplesAhead:
     """A source that draws two prompts ahead of training and keeps what is not trained on in its state."""
 
+    max_staleness = 0
+
     def __init__(self, prompts: PromptStream):
         self.prompts = prompts
         self.metrics: dict[str, float] = {}
-        self.ahead: list[int] = []
-        self.in_training: list[int] = []
-        self.trained_on: list[int] = []
-
-    @property
-    def epoch(self) -> int:
-        return self.prompts.epoch
+        self.ahead: list[PromptPosition] = []
+        prompts.attach("ahead", self)
 
     def next_groups(self, step: int) -> Iterator[Group]:
         while len(self.ahead) < 3:
             try:
-                self.ahead += self.prompts.next_batch()["idx"]
+                self.ahead += self.prompts.next_batch().positions
             except DataExhausted:
                 break
         if not self.ahead:
             raise DataExhausted("no prompt is left")
-        self.in_training.append(self.ahead.pop(0))
-        yield Group((0, 0), [trajectory(self.in_training[-1])])
-
-    def trained(self) -> None:
-        self.trained_on += self.in_training
-        self.in_training = []
-        self.prompts.trained()
+        prompt = self.ahead.pop(0)
+        yield Group((0, 0), [trajectory(prompt.row + 1)], prompt)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.prompts.state_dict() | {"ahead": self.in_training + self.ahead}
+        return {"prompts": [list(prompt) for prompt in self.ahead]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.prompts.load_state_dict(state)
-        self.ahead = list(state["ahead"])
+        self.ahead = [PromptPosition(*prompt) for prompt in state["prompts"]]
+        self.prompts.claim(self.ahead)
 
 
 def one_group(sample: Trajectory) -> Generator[list[Trajectory], None, dict[str, float]]:
@@ -131,16 +124,22 @@ def layout(trajectories: Any) -> BatchedDataDict[Any]:
     return BatchedDataDict({"idx": [t.idx for t in trajectories]})
 
 
-def make_run(folder: Path, rollouts: Any, steps: int, events: list[str]) -> Run:
-    """A run that goes on from the newest checkpoint below `folder`."""
+def make_run(
+    folder: Path, steps: int, events: list[str], source: Any = SamplesAhead, prompts: PromptStream | None = None
+) -> Run:
+    """A run that continues from the newest checkpoint below `folder`."""
+    prompts = prompts or make_prompts()
     config = CheckpointingConfig.build(checkpoint_dir=str(folder / "checkpoints"), save_period=1)
     checkpoints = CheckpointManager(config)
     latest = checkpoints.get_latest_checkpoint_path()
     refitter = SimpleNamespace(
-        ensure_fresh=lambda: events.append("sync"), before_training=lambda: None, last_sync={"sync_s": 0.1}
+        ensure_fresh=lambda: events.append("sync"),
+        before_training=lambda: None,
+        last_sync={"sync_s": 0.1},
+        weight_version=0,
     )
-    quiet = SimpleNamespace(check=lambda batch: None, write_training=lambda *_: None)
-    source = RolloutBatches(rollouts, refitter, quiet, quiet, layout)  # type: ignore[arg-type]
+    quiet = SimpleNamespace(check=lambda batch, stale_BT: None, write_training=lambda *_: None)
+    batches = RolloutBatches(source(prompts), prompts, refitter, quiet, quiet, layout)  # type: ignore[arg-type]
     policy = Recorder(events, "policy")
     parts = SessionParts(
         cadence=Cadence(steps, save_period=1),
@@ -148,14 +147,14 @@ def make_run(folder: Path, rollouts: Any, steps: int, events: list[str]) -> Run:
         checkpointing=config,
         checkpoints=checkpoints,
         models={"policy": policy},
-        source=source,
+        source=prompts,
         validate=None,
         run_config=config,
     )
     parties = {name: Recorder(events, name) for name in ("generation", "teacher", "policy")}
     return Run(
         session=Session(parts, None if latest is None else Path(latest), started_at=0.0),
-        source=source,
+        source=batches,
         stages=[Recorder(events, "scores", roles=("teacher",)), Recorder(events, "credit")],
         roles={"policy": policy},  # type: ignore[dict-item]
         loss_fn=None,  # type: ignore[arg-type]
@@ -166,8 +165,7 @@ def make_run(folder: Path, rollouts: Any, steps: int, events: list[str]) -> Run:
 
 def test_a_step_runs_its_stages_in_order_and_hands_the_devices_on(tmp_path: Path) -> None:
     events: list[str] = []
-    run = make_run(tmp_path, SamplesAhead(PromptStream(Prompts(), 1)), 1, events)  # type: ignore[arg-type]
-    train(run)
+    train(make_run(tmp_path, 1, events))
     assert events == [
         *("sync", "generation rests", "policy rests", "teacher wakes", "scores", "credit"),
         *("generation rests", "teacher rests", "policy wakes", "update of None rows"),
@@ -188,8 +186,7 @@ def test_memory_stays_where_it_is_for_those_who_share_none() -> None:
 @pytest.mark.parametrize("kill_before_save", [False, True])
 def test_what_was_sampled_ahead_is_neither_lost_nor_trained_on_twice(tmp_path: Path, kill_before_save: bool) -> None:
     """A run that samples ahead ends after three steps, or dies in the fourth; the next one goes on."""
-    first = SamplesAhead(PromptStream(Prompts(), 2))  # type: ignore[arg-type]
-    run = make_run(tmp_path, first, 8 if kill_before_save else 3, [])
+    run = make_run(tmp_path, 8 if kill_before_save else 3, [])
     if kill_before_save:
 
         class Killed(Exception):  # noqa: N818
@@ -205,68 +202,111 @@ def test_what_was_sampled_ahead_is_neither_lost_nor_trained_on_twice(tmp_path: P
             train(run)
     else:
         train(run)
-    assert first.trained_on == [1, 2, 3]
-    assert len(first.ahead) == 2
-    second = SamplesAhead(PromptStream(Prompts(), 2))  # type: ignore[arg-type]
-    train(make_run(tmp_path, second, 99, []))
-    assert second.trained_on == [4, 1, 2, 3, 4]
+    assert run.policy.trained_on == [1, 2, 3]  # type: ignore[attr-defined]
+    assert len(run.source.rollouts.ahead) == 2  # type: ignore[attr-defined]
+    second = make_run(tmp_path, 99, [])
+    train(second)
+    assert second.policy.trained_on == [4, 1, 2, 3, 4]  # type: ignore[attr-defined]
 
 
 def test_a_position_with_what_was_sampled_ahead_is_accepted_before_anything_starts(tmp_path: Path) -> None:
-    source = SamplesAhead(PromptStream(Prompts(), 2))  # type: ignore[arg-type]
-    list(source.next_groups(1))
-    source.trained()
-    torch.save(source.state_dict(), tmp_path / DATA_POSITION_FILE)
+    source = SamplesAhead(make_prompts())
+    (group,) = source.next_groups(1)
+    source.prompts.acknowledge([group.prompt])
+    torch.save(source.prompts.state_dict(), tmp_path / DATA_POSITION_FILE)
     position = load_plain(tmp_path / DATA_POSITION_FILE)
-    assert position["ahead"] == [2, 3]
-    prompts = PromptStream(Prompts(), 2)  # type: ignore[arg-type]
+    assert position["parts"] == {"ahead": {"prompts": [[0, 1], [0, 2]]}}
+    prompts = make_prompts()
+    untouched = prompts.state_dict()
     folders = RunFolders(tmp_path, None, tmp_path, position)
     folders.check_position(prompts)
-    assert prompts.state_dict() == {"epoch": 0, "loader": {"done": 0}}
-    with pytest.raises(AssertionError):
-        position["loader"]["done"] = 5
+    assert prompts.state_dict() == untouched
+    with pytest.raises(DataError, match="num_rows was 5 and is 4"):
+        position["loader"]["num_rows"] = 5
         folders.check_position(prompts)
-    prompts.load_state_dict(position | {"loader": {"done": 3}})
-    assert prompts.state_dict() == {"epoch": 0, "loader": {"done": 3}}
-    assert prompts.next_batch()["idx"] == [4]
 
 
 def test_a_source_put_in_after_the_start_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
-    train(make_run(tmp_path, SamplesAhead(PromptStream(Prompts(), 2)), 3, []))  # type: ignore[arg-type]
-    at_first, loader = SamplesAhead(PromptStream(Prompts(), 2)), Prompts()  # type: ignore[arg-type]
-    run = make_run(tmp_path, at_first, 99, [])
-    run.source.rollouts = put_in = SamplesAhead(PromptStream(loader, 2))  # type: ignore[attr-defined,arg-type]
+    train(make_run(tmp_path, 3, []))
+    prompts = make_prompts()
+    run = make_run(tmp_path, 99, [], prompts=prompts)
+    at_first = run.source.rollouts  # type: ignore[attr-defined]
+    run.source.rollouts = put_in = SamplesAhead(prompts)  # type: ignore[attr-defined]
     train(run)
-    assert (put_in.trained_on, at_first.trained_on) == ([4, 1, 2, 3, 4], [])
-    assert loader.num_loads == 1
+    assert run.policy.trained_on == [4, 1, 2, 3, 4]  # type: ignore[attr-defined]
+    assert (at_first.ahead, put_in.ahead) == ([], [])
 
 
 def test_a_position_never_runs_ahead_of_what_was_trained() -> None:
-    prompts = PromptStream(Prompts(), 1)  # type: ignore[arg-type]
     runner = SimpleNamespace(stream=lambda batch, *_: Collection(one_group(trajectory(batch["idx"][0]))))
-    source = FreshRollouts(prompts, runner, None, 1, 0)  # type: ignore[arg-type]
-    start = source.state_dict()
-    list(source.next_groups(1)), list(source.next_groups(1, round_index=1))
-    assert source.state_dict() == start == {"epoch": 0, "loader": {"done": 0}}
-    source.trained()
-    assert source.state_dict()["loader"] == {"done": 2}
-    fresh = FreshRollouts(PromptStream(Prompts(), 1), runner, None, 1, 0)  # type: ignore[arg-type]
-    fresh.load_state_dict(source.state_dict())
+    source = FreshRollouts(make_prompts(1), runner, None, 1, 0)  # type: ignore[arg-type]
+    start = source.prompts.state_dict()
+    groups = [*source.next_groups(1), *source.next_groups(1)]
+    assert [group.order for group in groups] == [(0, 0), (1, 0)]
+    assert source.prompts.state_dict() == start
+    source.prompts.acknowledge(group.prompt for group in groups)  # type: ignore[misc]
+    after = source.prompts.state_dict()
+    assert after == {"epoch": 0, "loader": start["loader"] | {"num_batches_done": 2}}
+    fresh = FreshRollouts(make_prompts(1), runner, None, 1, 0)  # type: ignore[arg-type]
+    fresh.prompts.load_state_dict(after)
     (group,) = fresh.next_groups(2)
     assert group.trajectories[0].idx == 3
     assert fresh.metrics == {"math/asked": 1.0}
 
 
+def test_prompts_of_groups_that_are_left_out_are_done_with_the_step() -> None:
+    prompts = make_prompts(1)
+
+    class HalfOfThem(SamplesAhead):
+        def next_groups(self, step: int) -> Iterator[Group]:
+            batches = [self.prompts.next_batch() for _ in range(2)]
+            for index, batch in enumerate(batches):
+                yield Group((0, index), [trajectory(batch.rows["idx"][0])], batch.positions[0], trains=index == 1)
+
+    refitter = SimpleNamespace(ensure_fresh=lambda: None, before_training=lambda: None, last_sync={}, weight_version=0)
+    quiet = SimpleNamespace(check=lambda *_: None, write_training=lambda *_: None)
+    source = RolloutBatches(HalfOfThem(prompts), prompts, refitter, quiet, quiet, layout)  # type: ignore[arg-type]
+    batch = source.next_batch(1, lambda name: nullcontext())
+    assert (batch.tensors["idx"], batch.num_prompts, len(batch.prompts)) == ([2], 1, 2)
+    assert prompts.state_dict()["loader"]["num_batches_done"] == 0
+    source.trained(1, batch)
+    assert prompts.state_dict()["loader"]["num_batches_done"] == 2
+    assert "outstanding" not in prompts.state_dict()
+
+
+def test_a_group_that_is_older_than_its_source_states_is_refused() -> None:
+    class Old(SamplesAhead):
+        max_staleness = 2
+
+        def next_groups(self, step: int) -> Iterator[Group]:
+            sample = trajectory(1)
+            sample.weight_versions = [VersionSpan(0, 4)]
+            yield Group((0, 0), [sample])
+
+    prompts = make_prompts()
+    refitter = SimpleNamespace(ensure_fresh=lambda: None, before_training=lambda: None, last_sync={}, weight_version=6)
+    quiet = SimpleNamespace(check=lambda *_: None)
+    source = RolloutBatches(Old(prompts), prompts, refitter, quiet, quiet, layout)  # type: ignore[arg-type]
+    batch = source.next_batch(1, lambda name: nullcontext())
+    assert batch.stale_BT is not None and batch.stale_BT.tolist() == [[True]]
+    assert (batch.metrics["avg_trajectory_age"], batch.metrics["max_trajectory_age"]) == (2.0, 2.0)
+    refitter.weight_version = 7
+    with pytest.raises(ValueError, match=r"sampled 3 weight versions ago; its max_staleness is 2"):
+        source.next_batch(2, lambda name: nullcontext())
+
+
 def test_groups_are_trained_on_in_their_order_whenever_they_finish() -> None:
     class Late:
         metrics = {"asked": 2.0}
+        max_staleness = 0
 
         def next_groups(self, step: int) -> Iterator[Group]:
             for order in ((1, 0), (0, 4), (0, 2)):
                 yield Group(order, [trajectory(10 * order[0] + order[1])])
 
-    refitter = SimpleNamespace(ensure_fresh=lambda: None, before_training=lambda: None, last_sync={})
-    source = RolloutBatches(Late(), refitter, SimpleNamespace(check=lambda _: None), None, layout)  # type: ignore[arg-type]
+    refitter = SimpleNamespace(ensure_fresh=lambda: None, before_training=lambda: None, last_sync={}, weight_version=0)
+    quiet = SimpleNamespace(check=lambda *_: None)
+    source = RolloutBatches(Late(), make_prompts(), refitter, quiet, quiet, layout)  # type: ignore[arg-type]
     batch = source.next_batch(1, lambda name: nullcontext())
     assert batch.tensors["idx"] == [2, 4, 10]
     assert [t.group_index for t in batch.trajectories] == [0, 1, 2]
@@ -323,7 +363,7 @@ def test_what_has_started_ends_when_another_part_fails_to_start() -> None:
 
 def test_one_part_that_fails_to_end_does_not_keep_the_others(tmp_path: Path) -> None:
     ended: list[str] = []
-    run = make_run(tmp_path, SamplesAhead(PromptStream(Prompts(), 1)), 1, [])  # type: ignore[arg-type]
+    run = make_run(tmp_path, 1, [])
     start_together({name: partial(Started, ended, name, name == "b") for name in "abc"}, run.resources)
     with pytest.raises(RuntimeError, match="b does not end"), run:
         pass

@@ -202,7 +202,10 @@ class Rounds:
         self.rounds = rounds
         self.asked: list[int] = []
 
-    def next_groups(self, step: int, round_index: int = 0) -> Iterator[Group]:
+    max_staleness = 0
+
+    def next_groups(self, step: int) -> Iterator[Group]:
+        round_index = len(self.asked)
         self.asked.append(round_index)
         self.metrics = {"math/round": float(round_index)}
         groups = list(enumerate(self.rounds[round_index]))
@@ -213,7 +216,9 @@ class Rounds:
 def test_dynamic_sampling_keeps_groups_that_differ_and_asks_again() -> None:
     rounds = Rounds([[1, 1], [0, 1], [0, 0]], [[1, 0], [0, 1], [1, 1]])
     source = DynamicSampling(rounds, num_groups=2, max_rounds=5)  # type: ignore[arg-type]
-    groups = list(source.next_groups(1))
+    given = list(source.next_groups(1))
+    assert [group.order for group in given if not group.trains] == [(0, 0), (0, 2), (1, 1), (1, 2)]
+    groups = [group for group in given if group.trains]
     assert rounds.asked == [0, 1]
     assert [(group.order, [t.reward for t in group.trajectories]) for group in groups] == [
         ((0, 1), [0, 1]),
@@ -230,7 +235,7 @@ def test_dynamic_sampling_looks_at_scaled_rewards() -> None:
     rounds = Rounds([[60.0, 80.0], [20.0, 80.0]])
     scale = partial(scale_rewards, config=RewardScalingConfig.build(enabled=True, source_max=50.0))
     source = DynamicSampling(rounds, num_groups=1, max_rounds=1, scale=scale)  # type: ignore[arg-type]
-    assert [group.order for group in source.next_groups(1)] == [(0, 1)]
+    assert [group.order for group in source.next_groups(1) if group.trains] == [(0, 1)]
 
 
 def test_dynamic_sampling_ends_the_run_in_order_when_nothing_differs_any_more() -> None:

@@ -47,6 +47,8 @@ class InProcessEngine(GenerationInterface):
 class BoxedNumbers:
     """An environment port that compares the boxed number, without processes."""
 
+    post_processes_groups = False
+
     async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
         return EpisodeStart(metadata)
 

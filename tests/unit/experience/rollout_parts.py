@@ -40,6 +40,8 @@ class ScriptedEngine(GenerationInterface):
 class ScriptedEnvironment:
     """Calls `judge(messages, metadata)` for every turn; `opened` and `closed` list the metadata of episodes."""
 
+    post_processes_groups = False
+
     def __init__(self, judge: Callable[[list[dict[str, Any]], Any], StepResult]):
         self.judge = judge
         self.num_steps = 0

@@ -18,7 +18,7 @@ from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.messages.rendering import encode_text
 from nemo_rl.data.processors import math_hf_data_processor
 from nemo_rl.environments.interfaces import EpisodeStart
-from nemo_rl.experience import rollouts
+from nemo_rl.experience import closings
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
@@ -166,7 +166,7 @@ def test_a_sample_does_not_wait_for_its_episode_to_be_closed(loop: EventLoopThre
 def test_a_collection_does_not_wait_for_ever_for_its_episodes_to_be_closed(
     loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rollouts, "_CLOSING_S", 0.2)
+    monkeypatch.setattr(closings, "CLOSING_S", 0.2)
     environment, may_close = ScriptedEnvironment(lambda log, meta: graded(1.0)), threading.Event()
 
     async def close_late(metadata: Any) -> None:
@@ -180,6 +180,7 @@ def test_a_collection_does_not_wait_for_ever_for_its_episodes_to_be_closed(
     assert "2 episodes are not closed 0.2 s after" in caplog.text
     may_close.set()
     runner.collect(prompts("c"), 1, SAMPLING, KEY)
+    loop.run(asyncio.sleep(0.1), 5, "the late closings")
     assert len(environment.closed) == 3
 
 

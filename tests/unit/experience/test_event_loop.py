@@ -58,3 +58,87 @@ def test_the_end_of_the_time_says_what_was_waited_for(loop: EventLoopThread) -> 
     with pytest.raises(DeadlineExceededError, match=r"the rollouts did not finish within 0\.2 s\.\nengine 3 has 2"):
         next(items)
     loop.close()
+
+
+async def fail_after(seconds: float, error: Exception) -> None:
+    await asyncio.sleep(seconds)
+    raise error
+
+
+async def double(number: int) -> int:
+    await asyncio.sleep(0.05)
+    return 2 * number
+
+
+def test_a_background_task_outlives_the_call_that_started_it(loop: EventLoopThread) -> None:
+    task = loop.start(double(4), "doubling")
+    assert not task.is_done
+    assert loop.run(double(1), 5, "another") == 2
+    assert task.result(5) == 8
+    with pytest.raises(DeadlineExceededError, match=r"a long sleep did not finish within 0\.1 s"):
+        loop.start(asyncio.sleep(60), "a long sleep").result(0.1)
+    loop.close()
+
+
+def test_the_failure_of_a_background_task_is_raised_by_its_result_and_named(loop: EventLoopThread) -> None:
+    task = loop.start(fail_after(0, ValueError("no prompt")), "the sampler")
+    with pytest.raises(ValueError, match="no prompt") as error:
+        task.result(5)
+    assert error.value.__notes__ == ["Raised by the sampler."]
+    assert loop.run(double(1), 5, "what follows") == 2
+    loop.close()
+
+
+def test_a_failure_that_nobody_asked_for_ends_the_next_wait(loop: EventLoopThread) -> None:
+    other = loop.start(asyncio.sleep(60), "a long sleep")
+    loop.start(fail_after(0, ValueError("no prompt")), "the sampler").wait(5)
+    for wait in (lambda: loop.run(asyncio.sleep(60), 5, "rollouts"), lambda: other.result(5)):
+        with pytest.raises(ValueError, match="no prompt") as error:
+            wait()
+        assert "Raised by the sampler, which ran in the background." in error.value.__notes__
+        loop.start(fail_after(0, ValueError("no prompt")), "the sampler").wait(5)
+    loop.close()
+
+
+def test_failures_that_nobody_has_seen_are_logged_at_the_end(
+    loop: EventLoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("sampler b", "sampler a"):
+        loop.start(fail_after(0, ValueError(f"{name} is broken")), name).wait(5)
+    loop.close()
+    (record,) = caplog.records
+    message = "2 background tasks failed and their results were not requested: sampler a, sampler b."
+    assert record.getMessage().startswith(message)
+    assert record.exc_info is not None and str(record.exc_info[1]) == "sampler a is broken"
+
+
+def test_the_end_cancels_background_tasks_and_names_those_that_do_not_end(
+    loop: EventLoopThread, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_loop, "CLEAN_UP_S", 0.5)
+    closed = []
+
+    async def sleep() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            closed.append("sleeper")
+
+    async def sleep_whatever_happens() -> None:
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                closed.append("stubborn")
+
+    loop.start(sleep(), "sleeper"), loop.start(sleep_whatever_happens(), "stubborn")
+    cancelled = loop.start(sleep(), "cancelled")
+    time.sleep(0.1)
+    cancelled.cancel()
+    started = time.monotonic()
+    loop.close()
+    assert time.monotonic() - started < 3
+    assert sorted(closed) == ["sleeper", "sleeper", "stubborn"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Background tasks did not end within 0.5 s of the end: stubborn."
+    ]

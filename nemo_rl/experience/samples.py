@@ -1,0 +1,288 @@
+"""Play one sample: open its episode, take turns between engine and environment, close the episode.
+
+    play: open episode ─► _take_turns: generate ─► environment step ─► (again, until done or out of room)
+          ─► close episode ─► Trajectory
+
+Invariant: sampled token ids stay, more are only appended; an episode is closed however its sample ends; a sample's seed
+depends on (run seed, phase, step, round, group, sample, turn) and on nothing that varies between runs.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.data.interfaces import Message
+from nemo_rl.data.messages.content import TextRules
+from nemo_rl.data.messages.observations import ObservationRenderer
+from nemo_rl.environments.interfaces import EpisodeStart, StepResult
+from nemo_rl.experience.closings import Closings
+from nemo_rl.experience.post_processing import PostProcessor
+from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.models.generation.interfaces import (
+    GenerationInterface,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    VersionSpan,
+)
+from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.seed import derive_seed
+
+logger = logging.getLogger(__name__)
+
+
+class EnvironmentPort(PostProcessor, Protocol):
+    """The methods of an environment that rollouts call; `environments.client.EnvironmentClient` implements them."""
+
+    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+        """Open the episode of one sample."""
+
+    async def step(self, message_log: list[Message], metadata: Any) -> StepResult:
+        """Take one turn."""
+
+    async def close_episode(self, metadata: Any) -> None:
+        """Close the episode of one sample; never raises."""
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """Bounds of a rollout.
+
+    Attributes:
+        max_sequence_length: tokens of prompt and all turns.
+        max_turns: response turns.
+        timeout_s: seconds for a whole collection, or for a group that is played alone.
+    """
+
+    max_sequence_length: int
+    max_turns: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class RolloutKey:
+    """Name of a collection, from which its random numbers derive.
+
+    Attributes:
+        run_seed: seed of the run.
+        phase: "train", "validation" ...
+        step: training step.
+        round: collection within the step (dynamic sampling makes several).
+        first_group: number of the collection's first prompt; an evaluation counts through all of its
+            batches, so that samples do not depend on the batch size.
+    """
+
+    run_seed: int
+    phase: str
+    step: int
+    round: int = 0
+    first_group: int = 0
+
+    def seed_of(self, sample: Trajectory) -> int:
+        """Return the seed of a sample's next turn."""
+        group = self.first_group + sample.group_index
+        return derive_seed(
+            self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, sample.num_turns
+        )
+
+
+class SamplePlayer:
+    """Plays samples; any number of them concurrently.
+
+    Args:
+        generation: the engines.
+        environments: environment by task name.
+        tokenizer: decodes responses that come without a text, and encodes observations.
+        limits: bounds.
+        text_rules: which texts have their control tokens encoded as ordinary text; None: `TextRules()`.
+    """
+
+    def __init__(
+        self,
+        generation: GenerationInterface,
+        environments: Mapping[str, EnvironmentPort],
+        tokenizer: PreTrainedTokenizerBase,
+        limits: RolloutLimits,
+        text_rules: TextRules | None = None,
+    ):
+        self._generation = generation
+        self._environments = environments
+        self._tokenizer = tokenizer
+        self._text_rules = text_rules or TextRules()
+        self._observations = ObservationRenderer(tokenizer, self._text_rules)
+        self._has_reported = False
+        self._limits = limits
+
+    async def play(
+        self,
+        sample: Trajectory,
+        sampling: SamplingParams,
+        prompt_stops: list[str] | None,
+        key: RolloutKey,
+        closings: Closings,
+    ) -> Trajectory:
+        """Play one sample in its own episode; fill in and return the trajectory."""
+        if self._has_no_room(sample):
+            return sample
+        environment = self._environments[sample.task_name]
+        _remember(sample, sample.extra_env_info)
+        try:
+            started = time.perf_counter()
+            start = await environment.open_episode(sample.extra_env_info)
+            sample.environment_s += time.perf_counter() - started
+            _remember(sample, start.metadata)
+            if self._begin(sample, start):
+                await self._take_turns(sample, sampling, prompt_stops, key)
+        finally:
+            closings.start(environment.close_episode(sample.episode))
+        return sample
+
+    def _has_no_room(self, sample: Trajectory) -> bool:
+        if sample.loss_multiplier != 0 and sample.prompt_length < self._limits.max_sequence_length:
+            return False
+        sample.outcome = Outcome.PROMPT_TOO_LONG
+        return True
+
+    def _begin(self, sample: Trajectory, start: EpisodeStart[Any]) -> bool:
+        """Add the first observation to the prompt; return False when there is nothing to play."""
+        if start.error is not None:
+            _fail(sample, start.error)
+            return False
+        if start.observation is None:
+            return True
+        try:
+            self._add_to_prompt(sample, start.observation)
+        except DataError as error:
+            _fail(sample, f"the first observation cannot be rendered: {error}")
+            return False
+        return not self._has_no_room(sample)
+
+    def _add_to_prompt(self, sample: Trajectory, observation: Message) -> None:
+        """Render the prompt again with one more message; no token is sampled yet that would have to stay."""
+        if sample.chat is None:
+            raise DataError(
+                "its data processor does not say what the prompt was rendered from: give the datum `chat`, a dict "
+                "with `messages` and `tools`, or put the observation into the prompt there"
+            )
+        self._note_control_tokens(sample, observation)
+        entry = self._observations.first_of_prompt(sample.chat, observation)
+        sample.message_log = [entry]
+        sample.prompt_length = len(entry["token_ids"])
+
+    async def _take_turns(
+        self, sample: Trajectory, sampling: SamplingParams, prompt_stops: list[str] | None, key: RolloutKey
+    ) -> None:
+        """Alternate between engine and environment until the environment or a limit ends the sample."""
+        stops = prompt_stops
+        while True:
+            result = await self._take_turn(sample, _with_stops(sampling, stops), key)
+            step = await self._ask_environment(sample)
+            if not _absorb(sample, step):
+                return
+            if step.terminated or sample.num_turns >= self._limits.max_turns:
+                if result.finish_reason == "length":
+                    sample.outcome = Outcome.TRUNCATED
+                return
+            try:
+                self._note_control_tokens(sample, step.observation)
+                ids = self._observations.token_ids(step.observation, sample.message_log, sample.prompt_length)
+            except DataError as error:
+                _fail(sample, f"an observation cannot be rendered: {error}")
+                return
+            if len(ids) >= self._limits.max_sequence_length - sample.length:
+                sample.outcome = Outcome.TRUNCATED
+                return
+            sample.message_log.append({**step.observation, "token_ids": ids})
+            stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
+
+    def _note_control_tokens(self, sample: Trajectory, observation: Message) -> None:
+        """Count an observation whose text holds a control token, and report the first one of this process."""
+        token = self._observations.control_token_in(observation)
+        if token is None:
+            return
+        sample.num_control_token_observations += 1
+        if not self._has_reported:
+            self._has_reported = True
+            logger.warning(
+                "An observation of %r holds the control token %r, encoded as %s (data.control_tokens_from_tools).",
+                sample.task_name,
+                token,
+                "text" if self._text_rules.tools else "that token",
+            )
+
+    async def _take_turn(self, sample: Trajectory, sampling: SamplingParams, key: RolloutKey) -> GenerationResult:
+        prefix = [t for message in sample.message_log for t in message["token_ids"].tolist()]
+        room = self._limits.max_sequence_length - len(prefix)
+        if room < sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=room)
+        started = time.perf_counter()
+        request = GenerationRequest(prefix, sampling, key.seed_of(sample), prefix_at=sample.served_by)
+        result = await self._generation.generate(request)
+        sample.served_by = result.served_by
+        sample.generation_s += time.perf_counter() - started
+        text = sampled_text(self._tokenizer, result.token_ids) if result.text is None else result.text
+        sample.message_log.append(
+            {
+                "role": "assistant",
+                "content": text,
+                "token_ids": torch.from_numpy(np.array(result.token_ids, dtype=np.int64)),
+                "generation_logprobs": torch.from_numpy(np.array(result.logprobs, dtype=np.float32)),
+            }
+        )
+        sample.weight_versions += [
+            VersionSpan(len(prefix) + span.start, span.version) for span in result.weight_versions
+        ]
+        sample.num_turns += 1
+        return result
+
+    async def _ask_environment(self, sample: Trajectory) -> StepResult:
+        started = time.perf_counter()
+        environment = self._environments[sample.task_name]
+        step = await environment.step(sample.turns, sample.extra_env_info)
+        sample.environment_s += time.perf_counter() - started
+        return step
+
+
+def _with_stops(sampling: SamplingParams, stop_strings: list[str] | None) -> SamplingParams:
+    """Add the stop strings of one turn to the sampling parameters."""
+    if not stop_strings:
+        return sampling
+    merged = tuple(dict.fromkeys((*sampling.stop_strings, *stop_strings)))
+    return replace(sampling, stop_strings=merged)
+
+
+def _remember(sample: Trajectory, metadata: Any) -> None:
+    """Keep the metadata for the next turn and, unless it is None, for the end of the episode."""
+    sample.extra_env_info = metadata
+    if metadata is not None:
+        sample.episode = metadata
+
+
+def _absorb(sample: Trajectory, step: StepResult) -> bool:
+    """Add a step's reward and metadata; return False when the environment failed on the sample."""
+    _remember(sample, step.metadata)
+    sample.answer = step.answer
+    if step.error is not None or step.reward is None:
+        _fail(sample, step.error or "the environment returned no reward")
+        return False
+    components = step.reward if isinstance(step.reward, dict) else {}
+    for name, value in components.items():
+        sample.reward_components[name] = sample.reward_components.get(name, 0.0) + value
+    earned = sum(components.values()) if components else float(step.reward)  # type: ignore[arg-type]
+    sample.reward = (sample.reward or 0.0) + earned
+    sample.turn_rewards.append(earned)
+    return True
+
+
+def _fail(sample: Trajectory, reason: str) -> None:
+    """End a sample that has no reward."""
+    sample.outcome = Outcome.REWARD_ERROR
+    sample.error = reason
+    sample.reward = None
