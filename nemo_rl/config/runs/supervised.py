@@ -1,4 +1,4 @@
-"""The whole configuration of an SFT, DPO or reward-model run."""
+"""The master configurations of SFT, DPO and reward-model training."""
 
 from itertools import chain
 from typing import ClassVar
@@ -83,7 +83,8 @@ class SupervisedMasterConfig(MasterConfig):
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
         return chain(
-            check_supervised(self.section, self.algorithm, self.policy, self.data, self.cluster),
+            super().findings(),
+            check_supervised(self.section, self.algorithm, self.policy, self.data, self.policy_cluster),
             check_best_metric(self.checkpointing, self.data),
         )
 
@@ -122,7 +123,7 @@ class DPOMasterConfig(SupervisedMasterConfig):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the loss compares with the initial policy, which all but two do."""
+        """Whether the loss compares with the initial policy; SimPO and ORPO do not."""
         return self.dpo.preference_loss not in ("simpo", "orpo")
 
     def findings(self) -> Findings:

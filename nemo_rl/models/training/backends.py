@@ -38,6 +38,9 @@ class TrainingBackend(ABC):
     rank_class: ClassVar[str]
     """Dotted name of its `PolicyBackend`, imported in the ranks."""
 
+    offloads_trained_weights: ClassVar[bool] = False
+    """Whether `PolicyBackend.move_weights` also moves the weights of a model with an optimizer."""
+
     @abstractmethod
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
         """Refuse, before Ray starts, a model that cannot be trained or cannot answer.

@@ -12,7 +12,8 @@ from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.parallel import OptimizerConfig, SchedulerConfig
-from nemo_rl.config.schema.model.policy import PolicyConfig, SchedulerList
+from nemo_rl.config.schema.model.policy import SchedulerList
+from nemo_rl.config.schema.second_model import SecondModelConfig
 
 CROSS_TOKENIZER = "distillation across tokenizers"
 
@@ -76,32 +77,10 @@ class DistillationLossConfig(Section):
     )
 
 
-class TeacherResourcesConfig(Section):
-    """What the teacher gets when it does not share the policy's devices."""
-
-    gpus_per_node: PositiveInt | None = Field(
-        default=None, description="GPUs of each teacher machine; needed when not colocated on GPUs."
-    )
-    num_nodes: PositiveInt | None = Field(
-        default=None, description="Machines for the teacher only; null on one machine, which is split."
-    )
-    ranks_per_node: PositiveInt | None = Field(
-        default=None, description="Teacher processes on each machine when not colocated on the CPU; null: 1."
-    )
-
-
-class TeacherPlacementConfig(Section):
-    """Whether the teacher shares devices with the policy."""
-
-    enabled: bool = Field(default=True, description="Teacher and policy take turns on the same devices.")
-    resources: TeacherResourcesConfig = Field(
-        default_factory=TeacherResourcesConfig, description="Devices of a separate teacher."
-    )
-
-
-class TeacherConfig(PolicyConfig):
+class TeacherConfig(SecondModelConfig):
     """The model that scores the student's answers; what it only shares with `policy` follows it."""
 
+    trains: ClassVar[bool] = False
     place: ClassVar[str] = "teacher"
     idle: ClassVar[dict[str, str]] = dict.fromkeys(
         (
@@ -114,9 +93,6 @@ class TeacherConfig(PolicyConfig):
     precision: Literal["bfloat16", "float16", "float32"] = derived(
         "${policy.precision}", "Number format of the forward pass."
     )
-    max_total_sequence_length: PositiveInt = derived(
-        "${policy.max_total_sequence_length}", "Most tokens of a prompt and its answer together."
-    )
     train_global_batch_size: PositiveInt = derived("${policy.train_global_batch_size}", "Not used: nothing is trained.")
     train_micro_batch_size: PositiveInt = derived(
         "${policy.train_micro_batch_size}", "Only the default of logprob_batch_size."
@@ -125,7 +101,4 @@ class TeacherConfig(PolicyConfig):
     scheduler: SchedulerList | SchedulerConfig | None = Field(default=None, description="Not used.")
     generation: GenerationConfig | None = Field(
         default=None, description="Not used: the teacher is frozen (inference only)."
-    )
-    colocated: TeacherPlacementConfig = Field(
-        default_factory=TeacherPlacementConfig, description="Sharing of devices with the policy."
     )
